@@ -1,0 +1,50 @@
+# Everything is run through here, by people and by CI. `make help` lists the targets.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+UV     ?= $(BIN)/uv
+UV     ?= $(BIN)/uv
+# Two test processes on two cores: the suite is CPU-bound, more would only wait for each other.
+JOBS   ?= 2
+
+.PHONY: help setup check test demo bench lock clean
+.DEFAULT_GOAL := help
+
+help:  ## what can be made
+	@sed -n 's/^\([a-z]*\):.*##/  make \1\t/p' Makefile
+
+setup: $(STAMP)  ## virtual environment with the exact versions of requirements.lock
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) tools/preflight.py --venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the locked environment into $(VENV) (about 3 GB to download the first time) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)
+	@echo "ready: $(BIN)/stoker --help"
+
+check: setup  ## lint, format, types, import direction
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/pytest tests/test_direction.py -q
+
+test: setup  ## the whole test suite
+	@$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+demo: setup  ## the main job on data that comes along
+	@$(BIN)/stoker --help
+
+bench: setup  ## measure; DATA=folder of class folders with real images, ARGS=names of benchmarks
+	@$(BIN)/python bench/run.py $(if $(DATA),--data $(DATA)) $(ARGS)
+
+lock:  ## resolve pyproject.toml anew into requirements.lock
+	@$(UV) pip compile --quiet --universal --python-version 3.11 --all-extras --generate-hashes \
+		--no-emit-index-url --custom-compile-command 'make lock' --upgrade pyproject.toml \
+		--constraint tools/constraints.txt --output-file requirements.lock
+
+clean:  ## remove the environment and every cache
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

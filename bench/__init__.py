@@ -1,0 +1,1 @@
+"""Programs that measure: ratios from one run, rounds interleaved, the spread shown."""

@@ -1,0 +1,35 @@
+"""`make bench`: runs the benchmarks by name, or all of them."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1]
+WITHOUT_DATA = ("startup",)
+WITH_DATA: tuple[str, ...] = ()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(WITHOUT_DATA + WITH_DATA)}; all when not given")
+    parser.add_argument("--data", type=Path, help="folder of class folders with real images")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - {*WITHOUT_DATA, *WITH_DATA}
+    if unknown:
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}")
+    code = 0
+    for name in arguments.names or (*WITHOUT_DATA, *WITH_DATA):
+        if name in WITH_DATA and arguments.data is None:
+            print(f"{name}: skipped, it needs real images (make bench DATA=folder)")
+            continue
+        data = [str(arguments.data.resolve())] if name in WITH_DATA else []
+        print(f"== {name}", flush=True)
+        code |= subprocess.run([sys.executable, "-m", f"bench.{name}", *data], cwd=PROJECT).returncode
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""What many commands take: a config, overrides, `--json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigArgument = Annotated[
+    Path,
+    # Whether it can be read is for the config's own error to say.
+    typer.Argument(
+        metavar="CONFIG", readable=False, help="Config file, for example configs/demo.yaml.", show_default=False
+    ),
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Keys to set on top of the file: lr=0.1 epochs=2.", show_default=False
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="The same, as an option; may be repeated.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]

@@ -1,0 +1,1 @@
+"""The config keys, one file for each thing they concern."""

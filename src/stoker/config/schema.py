@@ -1,0 +1,73 @@
+"""The whole config: one flat namespace, put together from the groups in `stoker.config.keys`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from stoker.config.field import KeyGroup
+from stoker.config.keys.augmentation import AugmentationKeys
+from stoker.config.keys.data import DataKeys
+from stoker.config.keys.loader import LoaderKeys
+from stoker.config.keys.model import ModelKeys
+from stoker.config.keys.optimization import OptimizationKeys
+from stoker.config.keys.run import RunKeys
+
+GROUPS: tuple[type[KeyGroup], ...] = (
+    DataKeys,
+    LoaderKeys,
+    ModelKeys,
+    AugmentationKeys,
+    OptimizationKeys,
+    RunKeys,
+)
+"""The groups in the order in which a config is shown."""
+
+ALIASES = {
+    "train_batch_size": "batch_size",
+    "workers": "num_workers",
+    "accumulate_steps": "gradient_accumulation",
+    "max_epochs": "epochs",
+}
+"""Other names under which people know a key."""
+
+SECTION_NAMES = frozenset(
+    {group.__name__.removesuffix("Keys").lower() for group in GROUPS}
+    | {"training", "train", "validation", "val", "optimizer", "scheduler", "system", "hardware", "logging"}
+)
+"""Usual names of sections; one of these may be empty, and may stand beside a key of the same name."""
+
+
+class Config(DataKeys, LoaderKeys, ModelKeys, AugmentationKeys, OptimizationKeys, RunKeys):
+    """Everything that can be set."""
+
+
+def key_names() -> list[str]:
+    """Every key, in the order in which a config is shown."""
+    return [name for group in GROUPS for name in group.model_fields]
+
+
+def describe_type(name: str) -> str:
+    """The type of a key in words that fit into a table: `int`, `auto | process | thread`, `size`."""
+    return _type_words(_json_schema()["properties"][name])
+
+
+@cache
+def _json_schema() -> dict[str, Any]:
+    return Config.model_json_schema()
+
+
+def _type_words(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " | ".join(_type_words(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(str(value) for value in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    if schema.get("type") == "array":
+        return f"[{', '.join(_type_words(item) for item in schema['prefixItems'])}]"
+    if isinstance(schema.get("type"), list):  # sizes and times are written as text with a unit
+        return "time" if "18h" in str(schema.get("examples")) else "size"
+    return {"integer": "int", "number": "float", "string": "text", "boolean": "true | false", "null": "none"}[
+        str(schema["type"])
+    ]

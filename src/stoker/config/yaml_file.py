@@ -1,0 +1,214 @@
+"""Reads one YAML file into key, value and line; what is not plain data is refused.
+
+YAML 1.2 rules for scalars: `5e-3` is a number, `1:30` is text and not ninety, `010` is ten.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stoker.errors import ConfigError, Problem, nearest
+
+# The largest config that ships has 2 KB; a file of more than a megabyte is something else.
+MAX_FILE_BYTES = 1_000_000
+MAX_DEPTH = 16
+MAX_NODES = 20_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One `key: value` of a file, with sections already taken off."""
+
+    key: str
+    value: Any
+    line: int
+
+
+@dataclass
+class YamlFile:
+    """What a file says, and what is wrong with how it says it."""
+
+    path: Path
+    entries: list[Entry] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def where(self, line: int) -> str:
+        return f"{self.path}:{line}"
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2 and nothing else."""
+
+
+_CoreLoader.yaml_implicit_resolvers = {}
+_FLOAT = (
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+for _tag, _pattern, _first_letters in [
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    ("float", _FLOAT, [*"-+.0123456789"]),
+]:
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first_letters)
+
+
+def _construct_int(_loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = node.value
+    return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+
+
+_CoreLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def read_yaml_file(path: Path, known_keys: frozenset[str], section_names: frozenset[str]) -> YamlFile:
+    """The file's entries in order; raises ConfigError where it is no readable YAML mapping at all."""
+    found = YamlFile(path)
+    text = _read_text(path)
+    try:
+        loader = _CoreLoader(text)  # looks for unprintable characters at once
+    except yaml.YAMLError as error:
+        raise _syntax_error(path, error) from None
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return found  # an empty file changes nothing
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(
+                f"{path} holds a {_kind(root)}, not `key: value` lines",
+                name="config-not-a-mapping",
+                hint="stoker config keys    # every key that may stand in a config",
+            )
+        _Walk(loader, found, known_keys, section_names).mapping(root, depth=0)
+    except yaml.YAMLError as error:
+        raise _syntax_error(path, error) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be a config", name="config-unreadable") from None
+    finally:
+        loader.dispose()
+    return found
+
+
+def parse_value(text: str) -> Any:
+    """The value that a YAML file would give for this text; used for KEY=VALUE on the command line."""
+    loader = _CoreLoader(text)
+    try:
+        node = loader.get_single_node()
+        return None if node is None else loader.construct_object(node, deep=True)
+    finally:
+        loader.dispose()
+
+
+class _Walk:
+    """Flattens sections and notes every key with its line."""
+
+    def __init__(self, loader: Any, found: YamlFile, known: frozenset[str], sections: frozenset[str]) -> None:
+        self.loader = loader
+        self.found = found
+        self.known = known
+        self.sections = sections
+        self.nodes = 0
+
+    def mapping(self, node: yaml.MappingNode, depth: int) -> None:
+        # Anchors may point back at their own ancestors, so the file's size does not bound the walk.
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{self.found.path} is nested too deeply to be a config", name="config-unreadable")
+        for key_node, value_node in node.value:
+            self.nodes += 1
+            if self.nodes > MAX_NODES:
+                raise ConfigError(f"{self.found.path} has more than {MAX_NODES} entries", name="config-unreadable")
+            self.entry(key_node, value_node, depth)
+
+    def entry(self, key_node: yaml.Node, value_node: yaml.Node, depth: int) -> None:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            self.problem(("?",), "a key must be a single word", line)
+            return
+        key = key_node.value
+        if isinstance(value_node, yaml.MappingNode):
+            # No key takes a mapping, so this is a section, even under a key's name (`model:`).
+            self.mapping(value_node, depth + 1)
+            return
+        try:
+            value = self.loader.construct_object(value_node, deep=True)
+        except yaml.constructor.ConstructorError:
+            self.problem((key,), f"{value_node.tag} is refused: a config holds plain data, never objects", line)
+            return
+        except (ValueError, OverflowError, RecursionError) as error:
+            self.problem((key,), f"cannot be read ({error})", line)
+            return
+        if value is None and key in self.sections and key not in self.known:
+            return  # a section whose lines are all commented out
+        self.found.entries.append(Entry(key, value, line))
+
+    def problem(self, keys: tuple[str, ...], message: str, line: int) -> None:
+        self.found.problems.append(Problem(keys, message, self.found.where(line)))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise ConfigError(
+                f"{path} is a folder, not a config file", name="config-not-a-file", hint=f"ls {path}/*.yaml"
+            )
+        size = status.st_size
+        if size > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{path} has {size / 1e6:.1f} MB; a config has a few kilobytes",
+                name="config-too-large",
+                why="it is probably a data file that was named by mistake",
+            )
+        # A pipe or a device has no size: never read more than the cap.
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", name="config-unreadable", hint=f"ls -l {path}"
+        ) from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: byte {error.start} is no UTF-8", name="config-not-text") from None
+    if "\0" in text:
+        raise ConfigError(f"{path} is not text: it holds NUL bytes", name="config-not-text")
+    return text
+
+
+def _missing(path: Path) -> ConfigError:
+    folder = path.parent
+    # A file in place of a folder makes is_dir() False as well.
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    if folder != path.parent:
+        return ConfigError(f"{path} does not exist; its folder neither", name="config-missing", hint=f"ls {folder}")
+    names = [file.name for file in folder.glob("*.y*ml")]
+    similar = nearest(path.name, names)
+    hint = f"did you mean {folder / similar}?" if similar else f"ls {folder}/*.yaml"
+    return ConfigError(f"{path} does not exist", name="config-missing", hint=hint)
+
+
+def _syntax_error(path: Path, error: yaml.YAMLError) -> ConfigError:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path}:{mark.line + 1}" if mark else str(path)
+    reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+    if "'\\t'" in reason:
+        reason = "a tab stands where YAML wants spaces"
+    elif "expected a single document" in str(error):
+        reason = "a second document begins (`---`); a config is one document"
+    elif isinstance(error, yaml.reader.ReaderError):
+        reason = f"it holds an unprintable character, number {error.character}"
+    return ConfigError(f"{where}: {reason}", name="config-not-yaml")
+
+
+def _kind(node: yaml.Node) -> str:
+    return "list" if isinstance(node, yaml.SequenceNode) else "single value"

@@ -1,0 +1,146 @@
+"""Errors that a user can act on.
+
+    StokerError
+    ├── UserError            something the user can fix                        exit 1
+    │   ├── UsageError       the command line does not make sense              exit 2
+    │   └── ConfigError      a config file or an override does not make sense  exit 2
+    ├── Interrupted          Ctrl-C; what was running has been left in order   exit 130
+    └── Preempted            SIGTERM or SIGUSR1; a checkpoint was written      exit 143
+
+Anything else that is raised is our bug: exit 3, with a log (stoker.cli).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+EXIT_OK = 0
+EXIT_FINDING = 1
+EXIT_USAGE = 2
+EXIT_BUG = 3
+EXIT_INTERRUPTED = 130
+EXIT_PREEMPTED = 143
+
+
+class StokerError(Exception):
+    """An ending that we foresaw: what we saw, why it matters, what to type next."""
+
+    exit_code = EXIT_FINDING
+
+    def __init__(self, name: str, seen: str, *, why: str | None = None, hint: str | None = None) -> None:
+        super().__init__(seen)
+        self.name = name
+        self.seen = seen
+        self.why = why
+        self.hint = hint
+
+    def as_dict(self) -> dict[str, Any]:
+        """The error as `--json` prints it; absent parts are null."""
+        return {
+            "name": self.name,
+            "message": self.seen,
+            "why": self.why,
+            "hint": self.hint,
+            "exit_code": self.exit_code,
+        }
+
+
+class UserError(StokerError):
+    """Something the user can fix."""
+
+
+class UsageError(UserError):
+    """The command line does not make sense."""
+
+    exit_code = EXIT_USAGE
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong in a config, and where it stands."""
+
+    keys: tuple[str, ...]
+    message: str
+    where: str | None = None
+    hint: str | None = None
+
+
+class ConfigError(UserError):
+    """Everything that is wrong with a config, at once."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(
+        self,
+        seen: str,
+        problems: Sequence[Problem] = (),
+        *,
+        name: str = "config-invalid",
+        why: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(name, seen, why=why, hint=hint)
+        self.problems = tuple(problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        problems = [
+            {"keys": list(p.keys), "message": p.message, "where": p.where, "hint": p.hint} for p in self.problems
+        ]
+        return super().as_dict() | {"problems": problems}
+
+
+class Interrupted(StokerError):
+    """The user pressed Ctrl-C and everything was left in order."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+class Preempted(StokerError):
+    """The machine is being taken away; a checkpoint was written."""
+
+    exit_code = EXIT_PREEMPTED
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was most likely meant, or None where none is near."""
+    return next(iter(_nearest_words(word, known)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """The same as a question; names every word that is equally near (`atch_size`: batch or patch?)."""
+    words = _nearest_words(word, known)
+    return f"did you mean {' or '.join(words)}?" if words else None
+
+
+def _nearest_words(word: str, known: Iterable[str]) -> list[str]:
+    # Fewest edits win: difflib's ratio prefers long common runs and guesses wrong among keys that share
+    # a prefix. A third of the letters may be wrong; in short words one, or two in words of four and more.
+    allowed = max(1 if len(word) < 4 else 2, len(word) // 3)
+    # Letters that one word has and the other lacks cost an edit each: most words are ruled out by that.
+    letters = Counter(word.lower())
+    near = [
+        name
+        for name in known
+        if abs(len(name) - len(word)) <= allowed and (letters - Counter(name.lower())).total() <= allowed
+    ]
+    edits = {name: _edits(word.lower(), name.lower()) for name in near}
+    fewest = min(edits.values(), default=allowed + 1)
+    return sorted(name for name in near if edits[name] == fewest <= allowed)
+
+
+def _edits(a: str, b: str) -> int:
+    """Insertions, deletions, changes and swaps of neighbours that turn `a` into `b`."""
+    two_back: list[int] = []
+    previous = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        row = [i]
+        for j, other in enumerate(b, 1):
+            cost = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                cost = min(cost, two_back[j - 2] + 1)
+            row.append(cost)
+        two_back, previous = previous, row
+    return previous[-1]

@@ -1,0 +1,1 @@
+"""The only places that print; they decide nothing."""

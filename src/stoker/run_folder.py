@@ -1,0 +1,132 @@
+"""The folder of a run: the name of every file in it, and how it comes to be.
+
+runs/<run_name>/
+    config.yaml         the resolved config, every key
+    environment.json    versions, host, git revision, the command
+    metrics.jsonl       one line for each interval and epoch: the truth about the run
+    quarantine.jsonl    samples that could not be read
+    logs/train_*.log    what was shown on the screen
+    checkpoints/        last.ckpt and the best ones
+    report.html         made by `stoker report`
+    lease.json          who works here now
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from stoker.config import Config, config_as_yaml
+from stoker.environment import describe_environment
+from stoker.errors import ConfigError
+from stoker.files import write_text
+from stoker.lease import Lease
+from stoker.redact import redact_text
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run; nothing is created by asking for them."""
+
+    root: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def environment_file(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def quarantine_file(self) -> Path:
+        return self.root / "quarantine.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def report_file(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def lease_file(self) -> Path:
+        return self.root / "lease.json"
+
+
+class OpenRun:
+    """A run folder that this process holds; leaving the `with` block gives it back."""
+
+    def __init__(self, folder: RunFolder, lease: Lease) -> None:
+        self.folder = folder
+        self._lease = lease
+
+    def __enter__(self) -> RunFolder:
+        return self.folder
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lease.release()
+
+
+def run_name_for(config: Config, config_path: Path | None) -> str:
+    """The run's name: the key, or the config file's name."""
+    if config.run_name is not None:
+        return config.run_name
+    stem = config_path.stem if config_path is not None else ""
+    return re.sub(r"[^A-Za-z0-9._=+-]", "-", stem).lstrip("._=+-") or "run"
+
+
+def run_folder_for(config: Config, config_path: Path | None) -> RunFolder:
+    """Where the run of this config lives."""
+    return RunFolder(Path(config.runs_dir) / run_name_for(config, config_path))
+
+
+def open_run(config: Config, config_path: Path | None) -> OpenRun:
+    """Creates or enters the run's folder, takes its lease, and writes down config and environment.
+
+    Use it as `with open_run(config, path) as folder:`. Raises where another process holds the folder,
+    or where nothing can be written, before anything is.
+    """
+    folder = run_folder_for(config, config_path)
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        lease = Lease(folder.lease_file).acquire()
+    except OSError as error:
+        raise _not_writable(folder.root, error) from None
+    try:
+        header = f"The config of run {folder.root.name}, every key as it was used."
+        write_text(folder.config_file, redact_text(config_as_yaml(config, header)))
+        write_text(folder.environment_file, json.dumps(describe_environment(), indent=2) + "\n")
+    except OSError as error:
+        lease.release()
+        raise _not_writable(folder.root, error) from None
+    except BaseException:
+        lease.release()
+        raise
+    return OpenRun(folder, lease)
+
+
+def _not_writable(root: Path, error: OSError) -> ConfigError:
+    existing = root
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return ConfigError(
+        f"{root} cannot be written: {error.strerror or error}",
+        name="run-folder-not-writable",
+        why=f"a run keeps its config, metrics and checkpoints there; {existing} exists and is not ours",
+        hint="runs_dir=/a/folder/you/may/write",
+    )

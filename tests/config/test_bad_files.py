@@ -1,0 +1,102 @@
+"""Files that are no config: a clear error, exit 2, nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Run
+
+
+def _write(path: Path, data: bytes | str) -> Path:
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+DEEP = "[" * 5000
+LAUGHS = "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{p}, *{p}]\n" for p, c in zip("abcdefgh", "bcdefghi", strict=True))
+
+BAD_FILES: dict[str, tuple[bytes | str, str]] = {
+    "binary": (bytes(range(256)) * 4, "not text"),
+    "png": (b"\x89PNG\r\n\x1a\n" + bytes(100), "not text"),
+    "nul": ("lr: 1\0\n", "NUL"),
+    "tabs": ("training:\n\tlr: 1\n", "a tab stands where YAML wants spaces"),
+    "list": ("- lr: 1\n- epochs: 2\n", "holds a list"),
+    "scalar": ("just words\n", "single value"),
+    "python-object": ("model: !!python/object/apply:os.system ['touch owned']\n", "plain data, never objects"),
+    "python-name": ("lr: !!python/name:os.system\n", "plain data, never objects"),
+    "unknown-tag": ("lr: !mine 3\n", "plain data, never objects"),
+    "unclosed": ("patch_size: [1, 2\n", "config-not-yaml"),
+    "two-documents": ("lr: 1\n---\nlr: 2\n", "one document"),
+    "deep": (f"model: {DEEP}\n", "nested too deeply"),
+    "laughs": (LAUGHS, "is not a key"),
+    "own-ancestor": ("a: &a\n  b: *a\n", "nested too deeply"),
+    "key-list": ("? [a, b]\n: 1\n", "single word"),
+    "nan": ("lr: .nan\n", "not a finite number"),
+    "infinity": ("lr: .inf\n", "not a finite number"),
+    "look-alike": ("l\N{CYRILLIC SMALL LETTER GHE}: 1\n", "CYRILLIC SMALL LETTER GHE"),
+    "digits": ("seed: " + "9" * 5000 + "\n", "cannot be read"),
+    "control": ("model: 'a\x07b'\n", "unprintable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_it_is_refused_politely(kind: str, stoker: Run, tmp_path: Path) -> None:
+    content, expected = BAD_FILES[kind]
+    folder = tmp_path / "work"
+    folder.mkdir()
+    path = _write(folder / "bad.yaml", content)
+    ended = stoker("config", "show", path, cwd=folder)
+    assert ended.code == 2
+    assert expected in ended.err
+    assert "Traceback" not in ended.err
+    assert ended.out == ""
+    assert [entry.name for entry in folder.iterdir()] == ["bad.yaml"]
+
+
+def test_a_missing_file_suggests_the_nearest(stoker: Run, tmp_path: Path) -> None:
+    (tmp_path / "demo.yaml").write_text("lr: 1\n")
+    ended = stoker("config", "show", tmp_path / "dmo.yaml")
+    assert ended.code == 2
+    assert "did you mean" in ended.err
+    assert "demo.yaml" in ended.err
+
+
+def test_a_missing_folder_is_named(stoker: Run, tmp_path: Path) -> None:
+    ended = stoker("config", "show", tmp_path / "no" / "where.yaml")
+    assert ended.code == 2
+    assert "its folder neither" in ended.err
+
+
+def test_a_folder_is_refused(stoker: Run, tmp_path: Path) -> None:
+    ended = stoker("config", "show", tmp_path)
+    assert ended.code == 2
+    assert "is a folder" in ended.err
+
+
+def test_a_huge_file_is_refused_without_reading_it(stoker: Run, tmp_path: Path) -> None:
+    path = tmp_path / "huge.yaml"
+    with path.open("wb") as stream:
+        stream.truncate(100_000_000)
+    ended = stoker("config", "show", path, timeout=20)
+    assert ended.code == 2
+    assert "100.0 MB" in ended.err
+
+
+def test_an_endless_device_is_refused(stoker: Run) -> None:
+    ended = stoker("config", "show", "/dev/zero", timeout=20)
+    assert ended.code == 2
+
+
+def test_a_file_without_permission_is_refused(open_folder: Path, as_nobody: Callable[..., tuple[int, str]]) -> None:
+    path = _write(open_folder / "secret.yaml", "lr: 1\n")
+    path.chmod(0)
+    code, err = as_nobody("config", "show", str(path))
+    assert code == 2
+    assert "cannot be read: Permission denied" in err
+
+
+def test_an_empty_file_is_all_defaults(stoker: Run, tmp_path: Path) -> None:
+    assert stoker("config", "show", _write(tmp_path / "empty.yaml", "# nothing\n")).code == 0

@@ -1,0 +1,99 @@
+"""Shared by all tests: how to run the real program as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A program that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def stoker(tmp_path: Path) -> Run:
+    """Runs `stoker` in a process of its own, in an empty folder, with nothing of the user's around it."""
+
+    def run(*arguments: str | Path, cwd: Path | None = None, timeout: float = 120, **variables: str) -> Ended:
+        home = tmp_path / "home"
+        home.mkdir(exist_ok=True)
+        environment = (
+            os.environ | {"HOME": str(home), "XDG_STATE_HOME": str(home / "state"), "COLUMNS": "100"} | variables
+        )
+        environment.pop("XDG_CACHE_HOME", None)
+        done = subprocess.run(
+            [sys.executable, "-m", "stoker", *map(str, arguments)],
+            cwd=cwd or tmp_path, env=environment, capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a config file."""
+
+    def write(text: str, name: str = "config.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
+
+@pytest.fixture
+def as_nobody() -> Callable[..., tuple[int, str]]:
+    """Runs `stoker` as a user without rights: the tests may run as root, whom no permission stops."""
+
+    def run(*arguments: str, cwd: Path | None = None) -> tuple[int, str]:
+        # What the command will import is imported first: the new user may not read our environment.
+        program = (
+            "import os, sys\n"
+            "import stoker.commands.config, stoker.commands.load, stoker.config, stoker.run_folder\n"
+            "import stoker.output.config_text, stoker.output.text, stoker.output.json_document\n"
+            "import stoker.probe.host\n"
+            "from stoker.cli import main\n"
+            "if os.getuid() == 0:\n"
+            "    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+            "sys.exit(main(sys.argv[1:]))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], cwd=cwd or "/", capture_output=True, text=True, timeout=60,
+            env=os.environ | {"HOME": "/nonexistent"},
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    return run

@@ -1,0 +1,52 @@
+"""Random choices as pure functions: a hash of (seed, epoch, sample, repeat) in place of a generator's state.
+
+No state means nothing to save, nothing to hand to workers, and the same crop for a sample whoever makes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Keys = NDArray[np.uint64]
+
+# One number for each kind of choice, so that adding a kind changes none of the others.
+CROP, FLIP, REPLACEMENT = 1, 2, 3
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def mix(a: Any, b: Any) -> Any:
+    """A 64-bit hash of two numbers or arrays of them (the finaliser of SplitMix64 over both)."""
+    with np.errstate(over="ignore"):
+        value = _finalise(_unsigned(a) + _GOLDEN)
+        return _finalise(value ^ (_unsigned(b) + _GOLDEN * np.uint64(2)))
+
+
+def sample_keys(seed: int, epoch: int, samples: NDArray[np.int64], repeats: NDArray[np.int64]) -> Keys:
+    """The key from which everything random about each sample of an epoch follows."""
+    keys: Keys = mix(mix(mix(seed, epoch), samples), repeats)
+    return keys
+
+
+def uniforms(keys: Keys, purpose: int, count: int) -> NDArray[np.float64]:
+    """`count` numbers in [0, 1) for each key; other purposes give independent ones. Shape (keys, count)."""
+    purpose_keys = mix(keys, purpose)
+    bits = mix(purpose_keys[:, None], np.arange(count, dtype=np.uint64)[None, :])
+    numbers: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def _finalise(value: Any) -> Any:
+    value = (value ^ (value >> np.uint64(30))) * _M1
+    value = (value ^ (value >> np.uint64(27))) * _M2
+    return value ^ (value >> np.uint64(31))
+
+
+def _unsigned(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.astype(np.uint64, copy=False)
+    return np.uint64(int(value) & 0xFFFFFFFFFFFFFFFF)

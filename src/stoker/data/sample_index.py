@@ -1,0 +1,135 @@
+"""Every sample of a split as arrays: no Python object for each file, mapped from disk, shared by all workers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import UserError
+from stoker.files import atomic_file, write_text
+
+FORMAT = 1
+META = "index.json"
+_ARRAYS = ("labels", "name_bytes", "name_ends", "sizes", "shard_of", "offsets")
+
+
+class Location(NamedTuple):
+    """Where a sample's bytes are: a path below the split's root, and the part of it that counts."""
+
+    path: str
+    offset: int
+    size: int | None
+    """None where only the file system knows: the whole file."""
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """The samples of one split, numbered from 0."""
+
+    root: str
+    """Folder or URL below which the paths are."""
+    classes: tuple[str, ...]
+    labels: NDArray[np.int32]
+    name_bytes: NDArray[np.uint8]
+    """All names in UTF-8, one after the other."""
+    name_ends: NDArray[np.int64]
+    """Where each name ends in `name_bytes`."""
+    sizes: NDArray[np.int64] | None = None
+    """Bytes of each sample, where the listing told."""
+    shards: tuple[str, ...] = ()
+    """Names of the tar files; empty where each sample is a file of its own."""
+    shard_of: NDArray[np.int32] | None = None
+    offsets: NDArray[np.int64] | None = None
+    """Where each sample begins in its shard."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What else was written down when the index was made: for noticing that it is stale."""
+    folder: Path | None = None
+    """Where it is kept, if it is."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, sample: int) -> str:
+        """The sample's name: its path below the root, or the path it had before it was packed."""
+        start = int(self.name_ends[sample - 1]) if sample else 0
+        return bytes(self.name_bytes[start : int(self.name_ends[sample])]).decode("utf-8", "surrogateescape")
+
+    def location(self, sample: int) -> Location:
+        """Where the sample's bytes are."""
+        size = None if self.sizes is None else int(self.sizes[sample])
+        if self.shard_of is None or self.offsets is None:
+            return Location(self.name(sample), 0, size)
+        return Location(self.shards[int(self.shard_of[sample])], int(self.offsets[sample]), size)
+
+    def __reduce__(self) -> Any:
+        # A worker process maps the same file instead of receiving a copy of it.
+        if self.folder is not None:
+            return load_index, (self.folder,)
+        return SampleIndex, tuple(getattr(self, part.name) for part in fields(self))
+
+
+def save_index(index: SampleIndex, folder: Path) -> SampleIndex:
+    """Writes the index into a folder and returns it as mapped from there; the meta file comes last, so a
+    folder without one is an unfinished write."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / META).unlink(missing_ok=True)
+    present = {name: getattr(index, name) for name in _ARRAYS if getattr(index, name) is not None}
+    for name, array in present.items():
+        with atomic_file(folder / f"{name}.npy", "wb") as stream:
+            np.save(stream, array, allow_pickle=False)
+    meta = {
+        "format": FORMAT,
+        "root": index.root,
+        "samples": len(index),
+        "classes": list(index.classes),
+        "shards": list(index.shards),
+        "arrays": sorted(present),
+        "facts": index.facts,
+    }
+    write_text(folder / META, json.dumps(meta, indent=1, ensure_ascii=True) + "\n")
+    return load_index(folder)
+
+
+def load_index(folder: Path) -> SampleIndex:
+    """The index that is kept in a folder, mapped and not read; raises IndexUnreadable where it is not whole."""
+    try:
+        meta = json.loads((folder / META).read_text())
+        if meta["format"] != FORMAT:
+            raise IndexUnreadable(folder, f"it has format {meta['format']}, this program reads {FORMAT}")
+        arrays = {
+            name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            for name in meta["arrays"]
+            if name in _ARRAYS
+        }
+        index = SampleIndex(
+            root=meta["root"],
+            classes=tuple(meta["classes"]),
+            shards=tuple(meta["shards"]),
+            facts=meta["facts"],
+            folder=folder,
+            **arrays,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise IndexUnreadable(folder, str(error)) from None
+    lengths = {len(array) for name, array in arrays.items() if name != "name_bytes"}
+    if lengths != {meta["samples"]}:
+        raise IndexUnreadable(folder, f"its arrays have {sorted(lengths)} entries in place of {meta['samples']}")
+    return index
+
+
+def pack_names(names: list[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Names as the two arrays that an index holds."""
+    ends = np.cumsum([len(name) for name in names], dtype=np.int64)
+    return np.frombuffer(b"".join(names), np.uint8), ends
+
+
+class IndexUnreadable(UserError):
+    """An index that is missing, torn or of another version."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__("index-unreadable", f"the index in {folder} cannot be used: {reason}", hint=f"rm -r {folder}")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1]
-WITHOUT_DATA = ("startup",)
-WITH_DATA: tuple[str, ...] = ()
+WITHOUT_DATA = ("startup", "index")
+WITH_DATA = ("decode", "loaders", "memory", "object_store")
 
 
 def main() -> int:

@@ -39,7 +39,10 @@ class CommandEntry:
 
 
 COMMANDS = {
+    "train": CommandEntry("stoker.commands.train", "Train what a config describes, or go on where it stopped."),
+    "bench": CommandEntry("stoker.commands.bench", "Measure how fast this host makes batches, and what limits it."),
     "config": CommandEntry("stoker.commands.config", "Show a resolved config, the reference of its keys, a schema."),
+    "pack": CommandEntry("stoker.commands.pack", "Pack images into tar shards with an index, smaller if you like."),
 }
 
 

@@ -37,6 +37,10 @@ class StokerError(Exception):
         self.why = why
         self.hint = hint
 
+    def __reduce__(self) -> Any:
+        # Errors travel from worker processes to the main one; the default would call __init__ with one argument.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
     def as_dict(self) -> dict[str, Any]:
         """The error as `--json` prints it; absent parts are null."""
         return {
@@ -46,6 +50,12 @@ class StokerError(Exception):
             "hint": self.hint,
             "exit_code": self.exit_code,
         }
+
+
+def _rebuild(kind: type[StokerError], arguments: tuple[Any, ...], parts: dict[str, Any]) -> StokerError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(parts)
+    return error
 
 
 class UserError(StokerError):

@@ -4,9 +4,14 @@ runs/<run_name>/
     config.yaml         the resolved config, every key
     environment.json    versions, host, git revision, the command
     metrics.jsonl       one line for each interval and epoch: the truth about the run
+    subset.json         the classes that were chosen, where not all of them count
     quarantine.jsonl    samples that could not be read
     logs/train_*.log    what was shown on the screen
     checkpoints/        last.ckpt and the best ones
+    metrics.csv         the epochs of metrics.jsonl, for spreadsheets (csv: true)
+    tensorboard/        TensorBoard's events (tensorboard: true)
+    wandb/              what Weights & Biases keeps locally (wandb: true)
+    wandb_id.txt        the run's id there, so that a resumed run goes on under it
     report.html         made by `stoker report`
     lease.json          who works here now
 """
@@ -46,6 +51,10 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def subset_file(self) -> Path:
+        return self.root / "subset.json"
+
+    @property
     def quarantine_file(self) -> Path:
         return self.root / "quarantine.jsonl"
 
@@ -56,6 +65,18 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def metrics_csv_file(self) -> Path:
+        return self.root / "metrics.csv"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def wandb_id_file(self) -> Path:
+        return self.root / "wandb_id.txt"
 
     @property
     def report_file(self) -> Path:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 STAGES = ("fetch", "decode", "augment", "collate")
@@ -43,6 +43,13 @@ class BatchCost:
         for part in fields(self):
             mine, theirs = getattr(self, part.name), getattr(other, part.name)
             setattr(self, part.name, None if mine is None or theirs is None else mine + theirs)
+
+    def per_image(self) -> dict[str, float | None]:
+        """Seconds for each sample, by stage and by how the thread spent them."""
+        names = [*(f"{stage}_s" for stage in STAGES), "wall_s", "on_cpu_s", "run_queue_s", "blocked_s"]
+        times = {name.removesuffix("_s"): getattr(self, name) for name in names}
+        count = max(1, self.samples)
+        return {name: None if seconds is None else seconds / count for name, seconds in times.items()}
 
     @classmethod
     def zero(cls) -> BatchCost:
@@ -83,21 +90,30 @@ class BatchClock:
         return cost
 
 
+class _ScheduleFile:
+    """The kernel's account of the thread that opened it, kept open: opening costs ten times the reading."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:  # with the thread, whose own it is
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
 _local = threading.local()
 
 
 def read_schedule() -> tuple[int, int] | None:
     """Nanoseconds that this thread has run and has been ready without running; None where the kernel does
-    not say. The file is kept open for each thread: opening it costs ten times the reading."""
-    descriptor = getattr(_local, "descriptor", None)
-    # A forked child inherits the descriptor of its parent's thread, and would read that one's times.
-    if descriptor is None or _local.pid != os.getpid():
-        try:
-            descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        _local.descriptor, _local.pid = descriptor, os.getpid()
-    with suppress(OSError, ValueError):
-        running, waiting, _ = os.pread(descriptor, 64, 0).split()
-        return int(running), int(waiting)
-    return None
+    not say."""
+    file: _ScheduleFile | None = getattr(_local, "file", None)
+    try:
+        # A forked child inherits the file of its parent's thread, and would read that one's times.
+        if file is None or file.process != os.getpid():
+            file = _local.file = _ScheduleFile()
+        running, waiting, _ = os.pread(file.descriptor, 64, 0).split()
+    except (OSError, ValueError):
+        return None
+    return int(running), int(waiting)

@@ -84,4 +84,6 @@ def _largest_centred(width: int, height: int, aspect: tuple[float, float]) -> Bo
         crop_height = round(width / aspect[0])
     elif ratio > aspect[1]:
         crop_width = round(height * aspect[1])
+    # Bounds that no image of this size can keep would round to nothing.
+    crop_width, crop_height = max(1, crop_width), max(1, crop_height)
     return Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,14 @@ from stoker.files import atomic_file, write_text
 
 FORMAT = 1
 META = "index.json"
-_ARRAYS = ("labels", "name_bytes", "name_ends", "sizes", "shard_of", "offsets")
+_ARRAYS = {
+    "labels": np.int32,
+    "name_bytes": np.uint8,
+    "name_ends": np.int64,
+    "sizes": np.int64,
+    "shard_of": np.int32,
+    "offsets": np.int64,
+}
 
 
 class Location(NamedTuple):
@@ -50,6 +58,8 @@ class SampleIndex:
     """What else was written down when the index was made: for noticing that it is stale."""
     folder: Path | None = None
     """Where it is kept, if it is."""
+    digest: str = ""
+    """Hash of what the numbers mean: samples, classes, their order; empty before it was saved or loaded."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -57,7 +67,7 @@ class SampleIndex:
     def name(self, sample: int) -> str:
         """The sample's name: its path below the root, or the path it had before it was packed."""
         start = int(self.name_ends[sample - 1]) if sample else 0
-        return bytes(self.name_bytes[start : int(self.name_ends[sample])]).decode("utf-8", "surrogateescape")
+        return decode_name(bytes(self.name_bytes[start : int(self.name_ends[sample])]))
 
     def location(self, sample: int) -> Location:
         """Where the sample's bytes are."""
@@ -69,7 +79,7 @@ class SampleIndex:
     def __reduce__(self) -> Any:
         # A worker process maps the same file instead of receiving a copy of it.
         if self.folder is not None:
-            return load_index, (self.folder,)
+            return _load_same, (self.folder, self.root, self.digest)
         return SampleIndex, tuple(getattr(self, part.name) for part in fields(self))
 
 
@@ -78,7 +88,7 @@ def save_index(index: SampleIndex, folder: Path) -> SampleIndex:
     folder without one is an unfinished write."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / META).unlink(missing_ok=True)
-    present = {name: getattr(index, name) for name in _ARRAYS if getattr(index, name) is not None}
+    present = present_arrays(index)
     for name, array in present.items():
         with atomic_file(folder / f"{name}.npy", "wb") as stream:
             np.save(stream, array, allow_pickle=False)
@@ -86,6 +96,7 @@ def save_index(index: SampleIndex, folder: Path) -> SampleIndex:
         "format": FORMAT,
         "root": index.root,
         "samples": len(index),
+        "digest": digest_of(index),
         "classes": list(index.classes),
         "shards": list(index.shards),
         "arrays": sorted(present),
@@ -106,20 +117,52 @@ def load_index(folder: Path) -> SampleIndex:
             for name in meta["arrays"]
             if name in _ARRAYS
         }
+        if wrong := [name for name, array in arrays.items() if array.dtype != _ARRAYS[name] or array.ndim != 1]:
+            raise ValueError(f"{', '.join(wrong)}: not the expected type")
         index = SampleIndex(
             root=meta["root"],
             classes=tuple(meta["classes"]),
             shards=tuple(meta["shards"]),
             facts=meta["facts"],
             folder=folder,
+            digest=meta["digest"],
             **arrays,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IndexUnreadable(folder, str(error)) from None
-    lengths = {len(array) for name, array in arrays.items() if name != "name_bytes"}
-    if lengths != {meta["samples"]}:
-        raise IndexUnreadable(folder, f"its arrays have {sorted(lengths)} entries in place of {meta['samples']}")
+    if reason := _what_is_wrong(index, meta["samples"]):
+        raise IndexUnreadable(folder, reason)
     return index
+
+
+def digest_of(index: SampleIndex) -> str:
+    """Hash of samples, classes and their order; the same wherever the data lies."""
+    digest = hashlib.blake2b(digest_size=16)
+    for names in (index.classes, index.shards):
+        digest.update(b"\0".join(map(encode_name, names)) + b"\0\0")
+    for name, array in present_arrays(index).items():
+        digest.update(f"{name} {len(array)} ".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def present_arrays(index: SampleIndex) -> dict[str, NDArray[Any]]:
+    """The arrays that this index has, in the types in which they are kept."""
+    return {
+        name: np.asarray(getattr(index, name), kind)
+        for name, kind in _ARRAYS.items()
+        if getattr(index, name) is not None
+    }
+
+
+def encode_name(name: str) -> bytes:
+    """A file's name as the file system has it, whatever the locale."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def decode_name(name: bytes) -> str:
+    """The same as text; bytes that are no UTF-8 come back unchanged from `encode_name`."""
+    return name.decode("utf-8", "surrogateescape")
 
 
 def pack_names(names: list[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -128,8 +171,36 @@ def pack_names(names: list[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64]
     return np.frombuffer(b"".join(names), np.uint8), ends
 
 
+def _load_same(folder: Path, root: str, digest: str) -> SampleIndex:
+    index = load_index(folder)
+    if index.digest != digest:
+        # A worker with other numbers than its parent would train on wrong labels.
+        raise IndexUnreadable(folder, "it was replaced while a run was using it")
+    return replace(index, root=root)
+
+
+def _what_is_wrong(index: SampleIndex, samples: int) -> str | None:
+    arrays = present_arrays(index)
+    lengths = {len(array) for name, array in arrays.items() if name != "name_bytes"}
+    if lengths != {samples}:
+        return f"its arrays have {sorted(lengths)} entries in place of {samples}"
+    if samples and int(index.name_ends[-1]) != len(index.name_bytes):
+        return "its names are cut off"
+    for name, limit in (("labels", len(index.classes)), ("shard_of", len(index.shards))):
+        if samples and name in arrays and not (arrays[name].min() >= 0 and arrays[name].max() < limit):
+            return f"{name} has numbers outside 0 .. {limit - 1}"
+    if outside := next((shard for shard in index.shards if shard.startswith("/") or ".." in shard.split("/")), None):
+        return f"the shard {outside!r} lies outside its folder"
+    return None
+
+
 class IndexUnreadable(UserError):
     """An index that is missing, torn or of another version."""
 
     def __init__(self, folder: Path, reason: str) -> None:
-        super().__init__("index-unreadable", f"the index in {folder} cannot be used: {reason}", hint=f"rm -r {folder}")
+        super().__init__(
+            "index-unreadable",
+            f"the index in {folder} cannot be used: {reason}",
+            why="it tells which samples there are and where their bytes begin",
+            hint="make it again: stoker pack for shards; an index of class folders is made anew by the next start",
+        )

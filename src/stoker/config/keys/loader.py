@@ -31,8 +31,9 @@ class LoaderKeys(KeyGroup):
     worker_start: Literal["auto", "fork", "spawn", "forkserver"] = key("auto")
     """How worker processes start; `auto` is forkserver where available."""
 
-    decoder: Literal["auto", "simplejpeg", "nvimgcodec", "opencv", "pillow"] = key("auto")
-    """Library that decodes JPEGs; `auto` measures them on the data's own files and remembers."""
+    decoder: Literal["auto", "turbojpeg", "simplejpeg", "nvimgcodec", "opencv", "pillow"] = key("auto")
+    """Library that decodes JPEGs; `auto` measures them on the data's own files and remembers.
+    `turbojpeg` needs libturbojpeg 3 (`pip install stoker[fast]`, or conda's)."""
 
     decode_mode: Literal["fast", "faithful"] = key("fast")
     """Training images: `fast` decodes only what the crop needs; `faithful` decodes and resizes as

@@ -51,6 +51,9 @@ class OptimizationKeys(KeyGroup):
     lr_scheduler: Literal["cosine", "step", "constant"] = key("cosine")
     """Course of the learning rate after the warmup."""
 
+    lr_update: Literal["step", "epoch"] = key("step")
+    """Whether the learning rate changes with every step, or stays for a whole epoch."""
+
     lr_step_epochs: int = key(30, unit="epochs", ge=1)
     """With `step`: epochs between two reductions."""
 

@@ -1,0 +1,117 @@
+"""What a batch costs between the loader's bytes and the model's numbers, beside timm's RandAugment on Pillow images.
+
+Per batch of 64 images of 224 px on the CPU, all in one process with the same number of threads; on a GPU the same
+code runs beside the loader instead of taking its cores. The limit: one pass over the bytes (clone).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
+
+from bench.rounds import interleave, keep, ratio
+from stoker.augment.erasing import draw_erasures, erase
+from stoker.augment.mixing import Mixer
+from stoker.augment.pipeline import TrainAugment
+from stoker.augment.policies import RandAugment, TrivialAugmentWide, apply_policy
+from stoker.augment.prepare import IMAGENET_MEAN, IMAGENET_STD, flip, to_float
+from stoker.data.draws import Keys, sample_keys
+
+FILL = (124, 116, 104)
+WHOLE, PILLOW, COPY = "all of it", "timm RandAugment (Pillow)", "one copy of the bytes"
+
+
+def some_images(count: int, size: int) -> torch.Tensor:
+    """Smooth waves with noise: Pillow's and our operations take the same time for any content."""
+    random = np.random.default_rng(0)
+    y, x = np.mgrid[:size, :size]
+    phase = random.uniform(0, 6, (count, 1, 1, 3))
+    waves = 128 + 90 * np.sin(x[None, ..., None] / 19 + phase) * np.cos(y[None, ..., None] / 17 + phase)
+    return torch.from_numpy(np.clip(waves + random.normal(0, 12, waves.shape), 0, 255).astype(np.uint8))
+
+
+class Parts:
+    """The contenders, each of which takes one batch and returns its milliseconds; the keys change with every batch."""
+
+    def __init__(self, batch: int, size: int) -> None:
+        self.batch, self.size, self.step = batch, size, 0
+        self.images = some_images(batch, size)
+        self.pillow = [Image.fromarray(image) for image in self.images.numpy()]
+        self.labels = torch.arange(batch) % 1000
+        self.flips = torch.from_numpy(np.random.default_rng(1).random(batch) < 0.5)
+        self.inputs = to_float(self.images, IMAGENET_MEAN, IMAGENET_STD)
+        self.mixup, self.cutmix = Mixer(mixup_alpha=0.2), Mixer(cutmix_alpha=1.0)
+        self.rand, self.trivial = RandAugment(fill=FILL), TrivialAugmentWide()
+        self.whole = TrainAugment(Mixer(mixup_alpha=0.2, cutmix_alpha=1.0), self.rand, erasing=0.1)
+        bilinear = Image.Resampling.BILINEAR
+        self.timm = rand_augment_transform("rand-m7-mstd0.5-inc1", {"img_mean": FILL, "interpolation": bilinear})
+
+    def keys(self) -> Keys:
+        self.step += 1
+        return sample_keys(0, self.step, np.arange(self.batch), np.zeros(self.batch, np.int64))
+
+    def contenders(self) -> dict[str, Callable[[], float]]:
+        parts: dict[str, Callable[[], object]] = {
+            COPY: self.images.clone,
+            PILLOW: lambda: [self.timm(image) for image in self.pillow],
+            WHOLE: lambda: self.whole(self.images, self.labels, self.flips, self.keys(), 0, self.step),
+            "flip": lambda: flip(self.images, self.flips),
+            "RandAugment": lambda: apply_policy(self.rand, self.images, self.keys()),
+            "RandAugment, choices only": lambda: self.rand.plan(self.keys(), self.size, self.size),
+            "TrivialAugment": lambda: apply_policy(self.trivial, self.images, self.keys()),
+            "float": lambda: to_float(self.images, IMAGENET_MEAN, IMAGENET_STD),
+            "erasing (0.1)": lambda: erase(self.inputs, draw_erasures(self.keys(), 0.1, self.size, self.size)),
+            "mixup": lambda: self.mixup(self.inputs, self.labels, 0, self.step),
+            "CutMix": lambda: self.cutmix(self.inputs, self.labels, 0, self.step),
+        }
+        return {name: lambda run=run: milliseconds(run) for name, run in parts.items()}  # type: ignore[misc]
+
+
+def milliseconds(run: Callable[[], object], batches: int = 3) -> float:
+    """The mean over a few batches: which operations a batch gets makes it cheaper or dearer."""
+    start = time.perf_counter()
+    for _ in range(batches):
+        run()
+    return (time.perf_counter() - start) / batches * 1000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--threads", type=int, default=1, help="of torch; Pillow has one")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    contenders = Parts(arguments.batch, arguments.size).contenders()
+    for run in contenders.values():
+        run()  # allocators and caches
+    times = interleave(contenders, arguments.rounds)
+    policy = ratio(times["RandAugment"], times[PILLOW])
+    path = keep(
+        "augment",
+        {
+            "batch": arguments.batch,
+            "size": arguments.size,
+            "threads": arguments.threads,
+            "milliseconds": {name: spread.as_dict() for name, spread in times.items()},
+            "RandAugment beside timm's": policy.as_dict(),
+            "all of it in copies of the bytes": ratio(times[WHOLE], times[COPY]).as_dict(),
+        },
+    )
+    for name, spread in times.items():
+        print(f"{name:<28} {spread.median:8.1f} ms  ({min(spread.values):.1f}-{max(spread.values):.1f})")
+    print(f"RandAugment beside timm's: {policy.median:.2f}x  ({min(policy.values):.2f}-{max(policy.values):.2f})")
+    print(f"kept in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

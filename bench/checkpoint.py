@@ -1,0 +1,103 @@
+"""How long a checkpoint stops the loop: torch.save beside our write and our snapshot, for ResNet-50, SGD and EMA.
+
+torch.save leaves its file in the page cache and our write waits for the disk: ours is safe when it returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+
+from bench.rounds import interleave, keep, ratio
+from stoker.training.async_saving import AsyncSaver, SnapshotBuffer
+from stoker.training.checkpoint_file import write_checkpoint
+from stoker.training.checkpoints import Checkpoints
+from stoker.training.state_tree import flatten
+
+LARGEST_RATIO = 0.1
+TORCH, OURS, SNAPSHOT = "torch.save", "write_checkpoint", "snapshot, reused buffer"
+FRESH, BARE = "snapshot, fresh buffer", "one copy of as many bytes"
+
+
+def resnet50_state() -> dict[str, Any]:
+    """What a run saves after its first step: 25.6 million parameters, as many momenta, as many averages."""
+    model = timm.create_model("resnet50").to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {
+        "model": model.state_dict(),
+        "ema": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "progress": {"epoch": 1, "step": 5004},
+        "rng": torch.get_rng_state(),
+    }
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", type=Path, help="where to write; the system's temporary folder when not given")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=arguments.folder))
+    state = resnet50_state()
+    size_bytes = sum(tensor.nbytes for tensor in flatten(state).tensors.values())
+    bare_source, bare_target = np.ones(size_bytes, dtype=np.uint8), np.zeros(size_bytes, dtype=np.uint8)
+    saver = AsyncSaver(Checkpoints(folder / "async"))
+    saver.prepare(state)
+    saver.wait()
+
+    def snapshot() -> float:
+        pause_s = saver.save(state).pause_s
+        saver.wait()  # The disk's part is not the loop's; it must not disturb the next contender either.
+        return pause_s
+
+    times = interleave(
+        {
+            TORCH: lambda: seconds(lambda: torch.save(state, folder / "torch.pt")),
+            OURS: lambda: seconds(lambda: write_checkpoint(folder / "ours.ckpt", state)),
+            SNAPSHOT: snapshot,
+            FRESH: lambda: seconds(lambda: SnapshotBuffer().take(flatten(state))),
+            BARE: lambda: seconds(lambda: np.copyto(bare_target, bare_source)),
+        },
+        arguments.rounds,
+    )
+    saver.close()
+    shutil.rmtree(folder)
+    ratios = {name: ratio(spread, times[TORCH]) for name, spread in times.items()}
+    path = keep(
+        "checkpoint",
+        {
+            "state_bytes": size_bytes,
+            "seconds": {name: spread.as_dict() for name, spread in times.items()},
+            "ratios_to_torch_save": {name: spread.as_dict() for name, spread in ratios.items()},
+            "snapshot_to_bare_copy": ratio(times[SNAPSHOT], times[BARE]).as_dict(),
+        },
+    )
+    for name, spread in ratios.items():
+        seen = f"({min(spread.values):.3f}-{max(spread.values):.3f})"
+        print(f"{name:<26} {times[name].median * 1000:7.1f} ms  {spread.median:6.3f}x  {seen}")
+    print(f"kept in {path}")
+    return 0 if ratios[SNAPSHOT].median < LARGEST_RATIO else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""What an index of a million images costs: bytes an entry, start from where it is kept, and listing a real tree;
+beside the Python list of (path, label) that torchvision's ImageFolder makes at every start."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.rounds import interleave, keep, ratio
+from stoker.data.index import open_index
+from stoker.data.index_cache import building, keeping_folders, write_kept
+from stoker.data.listing import ClassListing, Seen, index_of_classes
+from stoker.data.sample_index import SampleIndex, pack_names
+
+MOST_BYTES_AN_ENTRY = 100
+MOST_START_S = 1.0
+# As in ImageNet: 1,000 classes, names of thirty bytes.
+CLASSES = 1000
+
+
+def class_name(label: int) -> str:
+    return f"n{label:08d}"
+
+
+def file_name(label: int, number: int) -> str:
+    return f"n{label:08d}_{number:05d}.JPEG"
+
+
+def keep_made_up_index(root: Path, index_dir: Path, entries: int) -> SampleIndex:
+    """Keeps an index as the listing of ImageNet would give it, over real class folders without the files:
+    a start looks at the folders only."""
+    listings = []
+    for label in range(CLASSES):
+        name = class_name(label)
+        folder = root / "train" / name
+        folder.mkdir(parents=True)
+        os.utime(folder, (0, 0))
+        names = [f"{name}/{file_name(label, number)}".encode() for number in range(entries // CLASSES)]
+        listings.append(ClassListing(name, *pack_names(names), None, Seen(folders={name: 0})))
+    place = str(root / "train")
+    kept = keeping_folders(place, index_dir)[0]
+    with building(kept):
+        return write_kept(kept, index_of_classes(place, listings), listings).index
+
+
+def python_list(entries: int) -> list[tuple[str, int]]:
+    """The same as ImageFolder holds it."""
+    return [
+        (f"/data/train/{class_name(label)}/{file_name(label, number)}", label)
+        for label in range(CLASSES)
+        for number in range(entries // CLASSES)
+    ]
+
+
+def bytes_held(make: Callable[[], Any]) -> int:
+    """What is held in memory, once it is made, by what `make` returns."""
+    gc.collect()
+    tracemalloc.start()
+    made = make()
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    del made
+    return held
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def make_tree(root: Path, files: int) -> None:
+    """A real tree of empty files; folders old enough to be trusted."""
+    for label in range(CLASSES):
+        folder = root / "train" / class_name(label)
+        folder.mkdir(parents=True)
+        for number in range(files // CLASSES):
+            (folder / file_name(label, number)).touch()
+        os.utime(folder, (0, 0))
+
+
+def image_folder(root: Path) -> Any:
+    from torchvision.datasets import ImageFolder
+
+    return ImageFolder(str(root / "train"))
+
+
+def open_kept(which: str, folder: Path, entries: int, rebuild: bool = False) -> None:
+    """A start: finds the index, asks every class folder whether it changed, looks at all labels and a name."""
+    index = open_index(str(folder / which), "train", index_dir=folder / "kept", rebuild=rebuild)
+    assert len(index) == entries
+    assert index.name(entries - 1).endswith(file_name(CLASSES - 1, entries // CLASSES - 1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--entries", type=int, default=1_000_000, help="of the made-up index")
+    parser.add_argument("--files", type=int, default=50_000, help="of the real tree")
+    arguments = parser.parse_args()
+    entries, files = (number // CLASSES * CLASSES for number in (arguments.entries, arguments.files))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        index = keep_made_up_index(folder / "million", folder / "kept", entries)
+        assert index.folder is not None
+        # Mapped files are no allocations; counted as if every page of them were in memory.
+        of_index = sum(file.stat().st_size for file in index.folder.iterdir())
+        of_list = bytes_held(lambda: python_list(entries))
+        make_tree(folder / "tree", files)
+        image_folder(folder / "tree")  # warms the kernel's cache for both
+        open_kept("million", folder, entries)
+        times = interleave(
+            {
+                "million: start": lambda: seconds(lambda: open_kept("million", folder, entries)),
+                "tree: first listing": lambda: seconds(lambda: open_kept("tree", folder, files, rebuild=True)),
+                "tree: start": lambda: seconds(lambda: open_kept("tree", folder, files)),
+                "tree: ImageFolder": lambda: seconds(lambda: image_folder(folder / "tree")),
+            },
+            arguments.rounds,
+        )
+    ratios = {
+        "tree: ImageFolder / start": ratio(times["tree: ImageFolder"], times["tree: start"]),
+        "tree: ImageFolder / first listing": ratio(times["tree: ImageFolder"], times["tree: first listing"]),
+    }
+    bytes_an_entry = {"index": of_index / entries, "python list": of_list / entries}
+    start_s = times["million: start"]
+    path = keep(
+        "index",
+        {
+            "entries": entries,
+            "files": files,
+            "bytes_an_entry": {n: round(value, 1) for n, value in bytes_an_entry.items()},
+            "seconds": {n: s.as_dict() for n, s in times.items()},
+            "ratios": {n: s.as_dict() for n, s in ratios.items()},
+            "limits": {"bytes_an_entry": MOST_BYTES_AN_ENTRY, "start_s": MOST_START_S},
+        },
+    )
+    for held, value in bytes_an_entry.items():
+        print(f"{held:<36} {value:7.1f} bytes an entry")
+    print(f"{'start of ' + format(entries, ','):<36} {start_s.median:7.4f} s")
+    for compared, spread in ratios.items():
+        print(f"{compared:<36} {spread.median:7.1f}x ({min(spread.values):.1f}-{max(spread.values):.1f})")
+    print(f"kept in {path}")
+    is_small, is_quick = bytes_an_entry["index"] <= MOST_BYTES_AN_ENTRY, start_s.median < MOST_START_S
+    return 0 if is_small and is_quick else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

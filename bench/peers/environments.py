@@ -1,0 +1,86 @@
+"""Environments for the peers, installed from the registry; one that cannot be installed is skipped by name.
+
+Each sees our packages (torch, torchvision, ...) through a path file and adds only its own, so that all
+contenders run on the same torch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+PLACE = Path(__file__).parents[1] / ".peers"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a peer needs besides our own environment."""
+
+    packages: tuple[str, ...] = ()
+    debian: tuple[str, ...] = ()
+    build_isolation: bool = True
+    probe: str = ""
+    """An import that shows whether it works."""
+
+
+PEERS = {
+    "litdata": Peer(
+        ("litdata==0.2.76", "boto3", "botocore", "s3transfer", "jmespath", "python-dateutil<3", "six",
+         "lightning-utilities", "tifffile"),
+        probe="import litdata",
+    ),
+    "dali": Peer(
+        ("nvidia-dali-cuda130==2.4.0", "astunparse", "gast", "libcst", "makefun", "nvtx", "optree", "six", "wheel",
+         "nvidia-libnvcomp-cu13==5.3.0.16", "nvidia-nvimgcodec-cu13"),
+        probe="import nvidia.dali.plugin.pytorch",
+    ),
+    "ffcv": Peer(
+        ("ffcv==1.0.2", "numba", "llvmlite", "assertpy", "fastargs", "psutil", "pytorch-pfn-extras", "terminaltables"),
+        debian=("libopencv-dev", "libturbojpeg0-dev", "pkg-config", "build-essential"),
+        build_isolation=False,
+        probe="import ffcv.loader",
+    ),
+}  # fmt: skip
+
+
+def python_of(name: str) -> Path | None:
+    """The interpreter in which a peer runs; None, with a line on stderr, where it cannot be installed."""
+    if name not in PEERS:
+        return Path(sys.executable)
+    peer, folder = PEERS[name], PLACE / name
+    python = folder / "bin" / "python"
+    if not (folder / ".ready").exists():
+        try:
+            _install(peer, folder, python)
+        except (subprocess.CalledProcessError, OSError) as error:
+            detail = getattr(error, "stderr", None) or str(error)
+            sys.stderr.write(f"{name}: skipped, it cannot be installed here\n  {detail.strip().splitlines()[-1]}\n")
+            return None
+        (folder / ".ready").touch()
+    return python
+
+
+def _install(peer: Peer, folder: Path, python: Path) -> None:
+    sys.stderr.write(f"installing {folder.name} ...\n")
+    if peer.debian:
+        missing = subprocess.run(["dpkg", "-s", *peer.debian], capture_output=True).returncode != 0
+        if missing:
+            _run(["apt-get", "update", "-qq"])
+            _run(["apt-get", "install", "-y", "-qq", *peer.debian])
+    venv.create(folder, with_pip=True, clear=True)
+    ours = sysconfig.get_paths()["purelib"]
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (folder / "lib" / version / "site-packages" / "ours.pth").write_text(ours + "\n")
+    isolation = [] if peer.build_isolation else ["--no-build-isolation"]
+    for package in peer.packages:
+        # -I: a package that we have too must still come into this environment (DALI looks beside itself).
+        _run([str(python), "-m", "pip", "install", "-q", "--no-deps", "-I", *isolation, package])
+    _run([str(python), "-c", peer.probe])
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,0 +1,249 @@
+"""Augmentation policies: which operations each sample gets, and how strong; then all samples at once.
+
+What is chosen follows from the samples' keys alone and is known on the host. So samples can be grouped by kind of
+operation without asking the device, and each kind runs only over the samples that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.augment import policy_ops as ops
+from stoker.augment.policy_ops import Floats
+from stoker.augment.prepare import to_device
+from stoker.data.draws import Keys, uniforms
+
+# Purposes of draws (stoker.data.draws has 1 to 15, this package the numbers from 16).
+POLICY = 16
+
+Level = tuple[int, int, int]
+
+
+class Op(IntEnum):
+    """What can happen to a sample."""
+
+    IDENTITY = 0
+    AUTO_CONTRAST = 1
+    EQUALIZE = 2
+    INVERT = 3
+    ROTATE = 4
+    POSTERIZE = 5
+    SOLARIZE = 6
+    SOLARIZE_ADD = 7
+    COLOR = 8
+    CONTRAST = 9
+    BRIGHTNESS = 10
+    SHARPNESS = 11
+    SHEAR_X = 12
+    SHEAR_Y = 13
+    TRANSLATE_X = 14
+    TRANSLATE_Y = 15
+
+
+GEOMETRIC = (Op.ROTATE, Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y)
+BY_TABLE = (
+    Op.AUTO_CONTRAST, Op.EQUALIZE, Op.INVERT, Op.POSTERIZE, Op.SOLARIZE, Op.SOLARIZE_ADD, Op.CONTRAST, Op.BRIGHTNESS,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One operation for each sample."""
+
+    ops: NDArray[np.int64]
+    arguments: Floats
+    """What the operation takes: degrees, a factor, pixels, bits, a threshold; nothing (0) for some."""
+
+
+class Policy(Protocol):
+    """How the operations of a batch are chosen."""
+
+    @property
+    def fill(self) -> Level:
+        """Colour of what comes into view from outside the image."""
+
+    def plan(self, keys: Keys, height: int, width: int) -> list[Layer]:
+        """The operations of the samples with these keys, in their order."""
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """timm's `rand-mX-mstdY-nZ-inc1`: a few operations of about one strength, each carried out half of the time."""
+
+    magnitude: float = 7.0
+    magnitude_std: float = 0.5
+    num_ops: int = 2
+    fill: Level = (128, 128, 128)
+    probability: float = 0.5
+    """Of each operation to be carried out. timm's recipes leave it at a half, and so were they published."""
+
+    def plan(self, keys: Keys, height: int, width: int) -> list[Layer]:
+        numbers = uniforms(keys, POLICY, 5 * self.num_ops).reshape(len(keys), self.num_ops, 5)
+        layers = []
+        for which, applied, radius, angle, sign in (numbers[:, layer].T for layer in range(self.num_ops)):
+            normal = np.sqrt(-2 * np.log(1 - radius)) * np.cos(2 * np.pi * angle)
+            share = np.clip(self.magnitude + self.magnitude_std * normal, 0, 10) / 10
+            chosen = np.array(RANDAUGMENT_OPS)[(which * len(RANDAUGMENT_OPS)).astype(np.int64)]
+            arguments = randaugment_arguments(chosen, share, np.where(sign < 0.5, -1.0, 1.0), height, width)
+            layers.append(Layer(np.where(applied < self.probability, chosen, Op.IDENTITY), arguments))
+        return layers
+
+
+RANDAUGMENT_OPS = tuple(op for op in Op if op is not Op.IDENTITY)
+
+
+def randaugment_arguments(chosen: NDArray[np.int64], share: Floats, sign: Floats, height: int, width: int) -> Floats:
+    """What each operation takes at this share (0 to 1) of full strength: timm's set that grows with the magnitude."""
+    factor = np.maximum(0.1, 1 + sign * share * 0.9)
+    return _choose(
+        chosen,
+        {
+            Op.ROTATE: sign * share * 30,
+            Op.POSTERIZE: 4 - np.floor(share * 4),
+            Op.SOLARIZE: 256 - np.floor(share * 256),
+            Op.SOLARIZE_ADD: np.floor(share * 110),
+            Op.COLOR: factor,
+            Op.CONTRAST: factor,
+            Op.BRIGHTNESS: factor,
+            Op.SHARPNESS: factor,
+            Op.SHEAR_X: sign * share * 0.3,
+            Op.SHEAR_Y: sign * share * 0.3,
+            Op.TRANSLATE_X: sign * share * 0.45 * width,
+            Op.TRANSLATE_Y: sign * share * 0.45 * height,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class TrivialAugmentWide:
+    """torchvision's TrivialAugmentWide: one operation, of any strength between nothing and very much."""
+
+    fill: Level = (0, 0, 0)
+
+    def plan(self, keys: Keys, height: int, width: int) -> list[Layer]:  # noqa: ARG002 (shifts by pixels, not shares)
+        which, strength, sign = uniforms(keys, POLICY, 3).T
+        chosen = np.array(TRIVIALAUGMENT_OPS)[(which * len(TRIVIALAUGMENT_OPS)).astype(np.int64)]
+        bins = np.floor(strength * TRIVIALAUGMENT_BINS)
+        return [Layer(chosen, trivialaugment_arguments(chosen, bins, np.where(sign < 0.5, -1.0, 1.0)))]
+
+
+TRIVIALAUGMENT_OPS = (
+    Op.IDENTITY, Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y, Op.ROTATE, Op.BRIGHTNESS, Op.COLOR,
+    Op.CONTRAST, Op.SHARPNESS, Op.POSTERIZE, Op.SOLARIZE, Op.AUTO_CONTRAST, Op.EQUALIZE,
+)  # fmt: skip
+TRIVIALAUGMENT_BINS = 31
+# Whole pixels, cut off torchvision's own numbers: in the middle bin these are 15.999…, and so 15.
+TRIVIALAUGMENT_PIXELS = torch.linspace(0.0, 32.0, TRIVIALAUGMENT_BINS).trunc().double().numpy()
+
+
+def trivialaugment_arguments(chosen: NDArray[np.int64], bins: Floats, sign: Floats) -> Floats:
+    """What each operation takes in these bins (0 to 30) of strength."""
+    share = bins / (TRIVIALAUGMENT_BINS - 1)
+    pixels = TRIVIALAUGMENT_PIXELS[bins.astype(np.int64)]
+    factor = 1 + sign * share * 0.99
+    return _choose(
+        chosen,
+        {
+            Op.ROTATE: sign * share * 135,
+            Op.POSTERIZE: 8 - np.round(share * 6),
+            Op.SOLARIZE: 255 - share * 255,
+            Op.COLOR: factor,
+            Op.CONTRAST: factor,
+            Op.BRIGHTNESS: factor,
+            Op.SHARPNESS: factor,
+            Op.SHEAR_X: sign * share * 0.99,
+            Op.SHEAR_Y: sign * share * 0.99,
+            # torchvision says where pixels go, our matrices where they come from.
+            Op.TRANSLATE_X: -sign * pixels,
+            Op.TRANSLATE_Y: -sign * pixels,
+        },
+    )
+
+
+def _choose(chosen: NDArray[np.int64], arguments: dict[Op, Floats]) -> Floats:
+    result = np.zeros(len(chosen))
+    for op, values in arguments.items():
+        result = np.where(chosen == op, values, result)
+    return result
+
+
+def apply_policy(policy: Policy, images_nhwc: Tensor, keys: Keys) -> Tensor:
+    """The images (uint8) after the operations that the policy chooses for their keys; the given ones stay."""
+    _, height, width, _ = images_nhwc.shape
+    images = images_nhwc.clone()
+    for layer in policy.plan(keys, height, width):
+        apply_layer(layer, images, policy.fill)
+    return images
+
+
+def apply_layer(layer: Layer, images: Tensor, fill: Level) -> None:
+    """Carries out one operation for each sample, in place: one pass for each kind of operation."""
+    kinds: tuple[tuple[tuple[Op, ...], Callable[[Tensor, Layer], Tensor]], ...] = (
+        (GEOMETRIC, lambda part, chosen: _warp(part, chosen, fill)),
+        (BY_TABLE, _look_up),
+        ((Op.COLOR,), lambda part, chosen: ops.saturate(part, _factors(chosen, part))),
+        ((Op.SHARPNESS,), lambda part, chosen: ops.sharpen(part, _factors(chosen, part))),
+    )
+    for members, carry_out in kinds:
+        samples = np.flatnonzero(np.isin(layer.ops, members))
+        if len(samples):
+            index = to_device(samples, images.device)
+            chosen = Layer(layer.ops[samples], layer.arguments[samples])
+            images.index_copy_(0, index, carry_out(images.index_select(0, index), chosen))
+
+
+def _warp(images: Tensor, layer: Layer, fill: Level) -> Tensor:
+    _, height, width, _ = images.shape
+    arguments = layer.arguments
+    makers: dict[Op, Callable[[Floats], Floats]] = {
+        Op.ROTATE: lambda degrees: ops.rotate_matrices(degrees, height, width),
+        Op.SHEAR_X: ops.shear_x_matrices,
+        Op.SHEAR_Y: ops.shear_y_matrices,
+        Op.TRANSLATE_X: ops.translate_x_matrices,
+        Op.TRANSLATE_Y: ops.translate_y_matrices,
+    }
+    matrices = np.zeros((len(arguments), 6))
+    for op, make in makers.items():
+        members = layer.ops == op
+        matrices[members] = make(arguments[members])
+    colour = np.array(fill, np.uint8)
+    return ops.warp(images, to_device(matrices.astype(np.float32), images.device), to_device(colour, images.device))
+
+
+def _look_up(images: Tensor, layer: Layer) -> Tensor:
+    tables = np.zeros((len(layer.ops), 256), np.uint8)
+    makers: dict[Op, Callable[[Floats], ops.Tables]] = {
+        Op.INVERT: lambda arguments: ops.invert_tables(len(arguments)),
+        Op.POSTERIZE: ops.posterize_tables,
+        Op.SOLARIZE: ops.solarize_tables,
+        Op.SOLARIZE_ADD: ops.solarize_add_tables,
+        Op.BRIGHTNESS: ops.brightness_tables,
+    }
+    for op, make in makers.items():
+        members = layer.ops == op
+        tables[members] = make(layer.arguments[members])
+    on_device = to_device(tables, images.device)[:, None].repeat(1, 3, 1)
+    from_images: dict[Op, Callable[[Tensor, Layer], Tensor]] = {
+        Op.AUTO_CONTRAST: lambda part, _: ops.autocontrast_tables(part),
+        Op.EQUALIZE: lambda part, _: ops.equalize_tables(part),
+        Op.CONTRAST: lambda part, chosen: ops.contrast_tables(part, _factors(chosen, part)),
+    }
+    for op, make_from in from_images.items():
+        samples = np.flatnonzero(layer.ops == op)
+        if len(samples):
+            index = to_device(samples, images.device)
+            chosen = Layer(layer.ops[samples], layer.arguments[samples])
+            on_device.index_copy_(0, index, make_from(images.index_select(0, index), chosen))
+    return ops.look_up(images, on_device)
+
+
+def _factors(layer: Layer, images: Tensor) -> Tensor:
+    return to_device(layer.arguments.astype(np.float32), images.device).to(torch.float32)

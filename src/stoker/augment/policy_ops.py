@@ -1,0 +1,190 @@
+"""The operations of augmentation policies, for many samples at once, each with its own strength.
+
+Everything takes and gives uint8 (samples, height, width, 3) on any device, never waits for it, and rounds as
+Pillow does, so that a policy here means what it means in timm and torchvision. A sample's result does not depend
+on the others in its batch: sums are sums of integers, and no product is fused with a sum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Floats = NDArray[np.float64]
+Tables = NDArray[np.uint8]
+
+LEVELS = np.arange(256)
+# Pillow cuts off what follows the point. Ours are single-precision numbers: 200 may have become 199.995.
+CUT_SLACK = 1 / 64
+
+
+# --- geometry: where in the source each pixel of the result lies, as Pillow's six numbers (a, b, c, d, e, f):
+# x' = a x + b y + c, y' = d x + e y + f, between centres of pixels at 0.5, 1.5, ...
+
+
+def shear_x_matrices(factors: Floats) -> Floats:
+    """Shift each row by its height times the factor."""
+    return _matrices(len(factors), {1: factors})
+
+
+def shear_y_matrices(factors: Floats) -> Floats:
+    """Shift each column by its distance from the left times the factor."""
+    return _matrices(len(factors), {3: factors})
+
+
+def translate_x_matrices(pixels: Floats) -> Floats:
+    """Fetch each pixel from so far to its right."""
+    return _matrices(len(pixels), {2: pixels})
+
+
+def translate_y_matrices(pixels: Floats) -> Floats:
+    """Fetch each pixel from so far below it."""
+    return _matrices(len(pixels), {5: pixels})
+
+
+def rotate_matrices(degrees: Floats, height: int, width: int) -> Floats:
+    """Turn anticlockwise about the centre."""
+    angles = -np.radians(degrees)
+    cos, sin = np.cos(angles), np.sin(angles)
+    x, y = width / 2, height / 2
+    return _matrices(
+        len(degrees),
+        {0: cos, 1: sin, 2: x - cos * x - sin * y, 3: -sin, 4: cos, 5: y + sin * x - cos * y},
+    )
+
+
+def warp(images_nhwc: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
+    """The images through their matrices (samples, 6), bilinear; what lies outside the source gets `fill` (3,)."""
+    _, height, width, _ = images_nhwc.shape
+    a, b, c, d, e, f = (column[:, None, None] for column in matrices.to(torch.float32).unbind(1))
+    xs = torch.arange(width, device=images_nhwc.device, dtype=torch.float32)[None, None, :] + 0.5
+    ys = torch.arange(height, device=images_nhwc.device, dtype=torch.float32)[None, :, None] + 0.5
+    source_x = a * xs + b * ys + c
+    source_y = d * xs + e * ys + f
+    grid = torch.stack([source_x * (2 / width) - 1, source_y * (2 / height) - 1], dim=-1)
+    images_nchw = images_nhwc.permute(0, 3, 1, 2).to(torch.float32)
+    # As in Pillow, a pixel whose centre falls into the source is all source (its outermost half pixel is repeated).
+    found = torch.nn.functional.grid_sample(images_nchw, grid, "bilinear", "border", align_corners=False)
+    inside = (source_x >= 0) & (source_x < width) & (source_y >= 0) & (source_y < height)
+    return torch.where(inside[..., None], found.permute(0, 2, 3, 1).add(CUT_SLACK).to(torch.uint8), fill)
+
+
+def _matrices(count: int, columns: dict[int, Floats]) -> Floats:
+    matrices = np.tile(np.array([1.0, 0, 0, 0, 1, 0]), (count, 1))
+    for column, values in columns.items():
+        matrices[:, column] = values
+    return matrices
+
+
+# --- tables: what becomes of each level of each channel. Those that need no look at the image are made on the host.
+
+
+def posterize_tables(bits: Floats) -> Tables:
+    """Keep so many of the upper bits; 8 keeps all, 0 leaves black (as Pillow did until it refused 0)."""
+    masks = 256 - 2 ** (8 - bits.astype(np.int64))
+    return (LEVELS[None] & masks[:, None]).astype(np.uint8)
+
+
+def solarize_tables(thresholds: Floats) -> Tables:
+    """Invert what is at or above the threshold."""
+    return np.where(LEVELS[None] < thresholds[:, None], LEVELS, 255 - LEVELS).astype(np.uint8)
+
+
+def solarize_add_tables(amounts: Floats) -> Tables:
+    """Brighten what is below 128 by the amount."""
+    brighter = np.minimum(LEVELS[None] + amounts.astype(np.int64)[:, None], 255)
+    return np.where(LEVELS < 128, brighter, LEVELS).astype(np.uint8)
+
+
+def invert_tables(count: int) -> Tables:
+    """The negative."""
+    return np.broadcast_to((255 - LEVELS).astype(np.uint8), (count, 256))
+
+
+def brightness_tables(factors: Floats) -> Tables:
+    """Multiply; 0 is black, 1 changes nothing."""
+    # In single precision, as Pillow does: the cut makes a difference of one level out of the last bit.
+    brighter = LEVELS.astype(np.float32)[None] * factors.astype(np.float32)[:, None]
+    tables: Tables = np.minimum(brighter, 255).astype(np.uint8)
+    return tables
+
+
+def contrast_tables(images_nhwc: Tensor, factors: Tensor) -> Tensor:
+    """Move away from (above 1) or towards (below 1) the image's mean grey."""
+    pixels = images_nhwc.shape[1] * images_nhwc.shape[2]
+    total = _grey(images_nhwc).sum(dim=(1, 2), dtype=torch.int64)
+    mean = torch.div(2 * total + pixels, 2 * pixels, rounding_mode="floor").to(torch.float32)
+    levels = torch.arange(256, device=images_nhwc.device, dtype=torch.float32)
+    return _blend(mean[:, None], levels[None], factors[:, None])[:, None].expand(-1, 3, -1)
+
+
+def autocontrast_tables(images_nhwc: Tensor) -> Tensor:
+    """Stretch each channel over all levels."""
+    low, high = (bound.to(torch.float64)[..., None] for bound in torch.aminmax(images_nhwc.flatten(1, 2), dim=1))
+    levels = torch.arange(256, device=images_nhwc.device, dtype=torch.float64)
+    # Double precision and these very operations give Pillow's level in every case, not in nearly every case:
+    # `255 / tensor` would be 255 times a rounded reciprocal.
+    scale = torch.full_like(low, 255.0).div_((high - low).clamp(min=1))
+    stretched = (levels * scale + -low * scale).clamp(0, 255)
+    return torch.where(high > low, stretched, levels).to(torch.uint8)
+
+
+def equalize_tables(images_nhwc: Tensor) -> Tensor:
+    """Spread each channel so that all levels are about equally frequent."""
+    samples, height, width, _ = images_nhwc.shape
+    counts = torch.zeros(samples * 3 * 256, device=images_nhwc.device, dtype=torch.int64)
+    places = _table_places(images_nhwc, torch.int64).reshape(-1)
+    # Not bincount: on a GPU it waits for the largest value.
+    counts.scatter_add_(0, places, torch.ones((), device=places.device, dtype=torch.int64).expand_as(places))
+    counts = counts.view(samples, 3, 256)
+    levels = torch.arange(256, device=images_nhwc.device)
+    highest = ((counts > 0) * levels).amax(dim=2, keepdim=True)
+    step = torch.div(height * width - counts.gather(2, highest), 255, rounding_mode="floor")
+    below = counts.cumsum(2) - counts + torch.div(step, 2, rounding_mode="floor")
+    spread = torch.div(below, step.clamp(min=1), rounding_mode="floor").clamp(max=255)
+    return torch.where(step > 0, spread, levels).to(torch.uint8)
+
+
+def look_up(images_nhwc: Tensor, tables: Tensor) -> Tensor:
+    """The images through their tables (samples, 3, 256)."""
+    places = _table_places(images_nhwc, torch.int32)
+    return tables.reshape(-1).index_select(0, places.reshape(-1)).view(images_nhwc.shape)
+
+
+def _table_places(images_nhwc: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where each pixel's entry stands in a flat (samples, 3, 256) table."""
+    starts = torch.arange(len(images_nhwc) * 3, device=images_nhwc.device, dtype=dtype).mul_(256)
+    return images_nhwc.to(dtype).add_(starts.view(-1, 1, 1, 3))
+
+
+# --- blends of the image with a changed one
+
+
+def saturate(images_nhwc: Tensor, factors: Tensor) -> Tensor:
+    """Colour: 0 is grey, 1 changes nothing, more is gaudier."""
+    grey = _grey(images_nhwc)[..., None].to(torch.float32)
+    return _blend(grey, images_nhwc.to(torch.float32), factors[:, None, None, None])
+
+
+def sharpen(images_nhwc: Tensor, factors: Tensor) -> Tensor:
+    """Sharpness: 0 is smoothed, 1 changes nothing, more is sharper."""
+    images = images_nhwc.to(torch.float32)
+    if min(images.shape[1:3]) < 3:
+        return images_nhwc.clone()  # all border, which Pillow leaves alone
+    rows = images[:, :-2] + images[:, 1:-1] + images[:, 2:]
+    blocks = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:]
+    # All nine weigh 1, the middle one 5. Rounded before it is blended; thirteenths never come near a half.
+    smooth = images.clone()
+    smooth[:, 1:-1, 1:-1] = ((blocks + 4 * images[:, 1:-1, 1:-1]) * (1 / 13) + 0.5).floor_()
+    return _blend(smooth, images, factors[:, None, None, None])
+
+
+def _blend(changed: Tensor, images: Tensor, factors: Tensor) -> Tensor:
+    return ((images - changed) * factors + changed).clamp_(0, 255).to(torch.uint8)
+
+
+def _grey(images_nhwc: Tensor) -> Tensor:
+    red, green, blue = images_nhwc.to(torch.int32).unbind(3)
+    return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16

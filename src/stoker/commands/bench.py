@@ -1,0 +1,62 @@
+"""`stoker bench data`: how fast this host makes batches, and what limits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stoker.commands.options import JsonOption, OverridesArgument, SetOption
+
+group = typer.Typer(help="Measure this host: the loader alone.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(group, name="bench")
+
+
+@group.callback()
+def bench() -> None:
+    """Measure this host: the loader alone."""
+
+
+@group.command(epilog="Example: stoker bench data /data/imagenet --workers 8 --gpu a100-80")
+def data(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG_OR_FOLDER",
+            help="A config file, or a folder or URL with train/ or class folders or packed shards.",
+            show_default=False,
+        ),
+    ],
+    overrides: OverridesArgument = None,
+    set_: SetOption = None,
+    workers: Annotated[
+        list[int] | None, typer.Option("--workers", min=0, help="Measure this number of workers; may be repeated.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.2, help="How long each measurement runs.")] = 5.0,
+    gpu: Annotated[
+        str | None, typer.Option(help="Say how much of this accelerator the host can feed, e.g. a100-80.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Where the picture goes; none when not given.")
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Print the loader's images a second by number of workers, per stage, and beside the decoding limit."""
+    from stoker.commands.bench_data import bench_data
+    from stoker.output.bench_text import bench_data_text, plot_bench_data
+    from stoker.output.json_document import print_json
+    from stoker.output.text import print_result, say
+
+    report = bench_data(source, [*(overrides or ()), *(set_ or ())], workers or [], seconds, gpu)
+    if plot is not None:
+        plot_bench_data(report, plot)
+        say(f"picture: {plot}")
+    if json:
+        print_json(report.as_dict())
+    else:
+        print_result(bench_data_text(report))
+    return 0

@@ -1,0 +1,243 @@
+"""`stoker pack`: class folders, or a pack, into tar shards with their index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.commands.options import JsonOption
+from stoker.errors import UsageError, UserError
+
+if TYPE_CHECKING:
+    from stoker.data.packing import PackOptions, PackResult
+
+USUAL_SPLITS = ("train", "val")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog="Example: stoker pack imagenet packed/imagenet --longest 500 --quality 90")(pack)
+
+
+def pack(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="Folder or URL with train/ and val/, or with class folders.",
+            show_default=False,
+        ),
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="Folder for the shards; not inside SRC.", show_default=False)
+    ],
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only this split; may be repeated. [default: train and val, if they exist]",
+            show_default=False,
+        ),
+    ] = None,
+    shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of a shard; images to be encoded count with their old size.")
+    ] = "256MB",
+    longest: Annotated[
+        int | None, typer.Option(metavar="PIXELS", help="Shrink to this longer side.", show_default=False)
+    ] = None,
+    shortest: Annotated[
+        int | None, typer.Option(metavar="PIXELS", help="Shrink to this shorter side.", show_default=False)
+    ] = None,
+    quality: Annotated[
+        int | None,
+        typer.Option(
+            metavar="1..100",
+            help="Encode every image as JPEG. Without it, images that need no shrinking keep their bytes.",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Processes. [default: the cores that may be used]", show_default=False),
+    ] = None,
+    max_bad_fraction: Annotated[
+        float, typer.Option(metavar="FRACTION", help="Stop if more of the files are no images.")
+    ] = 0.01,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Remove a pack that is in DST first, and nothing else.")
+    ] = False,
+    json: JsonOption = False,
+) -> int:
+    """Pack images into tar shards with an index, which stoker and WebDataset read.
+
+    After an interruption the same command continues: finished shards are verified and kept.
+    """
+    options = _options(shard_size, longest, shortest, quality)
+    _check_numbers(workers, max_bad_fraction)
+
+    from stoker.output.json_document import print_json
+    from stoker.output.text import print_result
+    from stoker.probe.host import usable_cpus
+
+    results = _pack_splits(source, destination, split, options, workers or usable_cpus(), max_bad_fraction, fresh)
+    if json:
+        print_json({"splits": {name: _as_json(result) for name, result in results.items()}})
+    else:
+        print_result(_summary(results))
+    return 0
+
+
+def _pack_splits(
+    source: str,
+    destination: Path,
+    wanted: Sequence[str] | None,
+    options: PackOptions,
+    workers: int,
+    max_bad_fraction: float,
+    fresh: bool,
+) -> dict[str, PackResult]:
+    from stoker.data.index import open_index
+    from stoker.data.pack_folder import (
+        PackFolder,
+        check_options,
+        claim_destination,
+        remove_pack,
+        remove_source_index,
+        source_index_folder,
+    )  # fmt: skip
+    from stoker.data.packing import pack_split
+    from stoker.data.place import check_folder
+    from stoker.output.progress import progress_bar
+    from stoker.output.text import say_notes, say_warnings
+
+    _check_places(source, destination)
+    splits = [name.strip("/") for name in wanted] if wanted else _existing_splits(source)
+    if leading_out := next((name for name in splits if ".." in name.split("/")), None):
+        raise _usage(f"--split {leading_out} leads out of the folders", "--split train")
+    for name in splits:
+        if "://" not in source:
+            check_folder(source, name)
+    packs = [PackFolder(destination.absolute(), name) for name in dict.fromkeys(splits)]
+    results: dict[str, PackResult] = {}
+    with claim_destination(destination.absolute()):
+        for pack in packs:
+            if fresh:
+                remove_pack(pack)
+                remove_source_index(destination)
+            check_options(pack, options.as_dict())
+        for pack in packs:
+            name = pack.split or "."
+            notes: list[str] = []
+            with progress_bar(f"listing {name}") as advance:
+                index = open_index(
+                    source, pack.split, index_dir=source_index_folder(destination), progress=advance, say=notes.append
+                )
+            say_notes(notes)
+            with progress_bar(f"packing {name}", len(index), unit="images") as advance:
+                result = pack_split(
+                    index, pack, options, workers=workers, max_bad_fraction=max_bad_fraction, progress=advance
+                )
+            if result.skipped:
+                say_warnings([f"{result.skipped} of {len(index)} files are no images: {pack.skipped}"])
+            results[name] = result
+        remove_source_index(destination)
+    return results
+
+
+def _options(shard_size: str, longest: int | None, shortest: int | None, quality: int | None) -> PackOptions:
+    from stoker.config.units import parse_bytes
+    from stoker.data.packing import PackOptions
+
+    try:
+        shard_bytes = parse_bytes(shard_size)
+    except ValueError as error:
+        raise _usage(f"--shard-size: {error}", "--shard-size 256MB") from None
+    if shard_bytes < 1:
+        raise _usage(f"--shard-size {shard_size} holds nothing", "--shard-size 256MB")
+    if longest is not None and shortest is not None:
+        raise _usage(f"--longest {longest} and --shortest {shortest} cannot both hold", "one of the two")
+    for name, pixels in (("longest", longest), ("shortest", shortest)):
+        if pixels is not None and pixels < 1:
+            raise _usage(f"--{name} {pixels} is no number of pixels", f"--{name} 256")
+    if quality is not None and not 1 <= quality <= 100:
+        raise _usage(f"--quality {quality} is outside 1..100", "--quality 90")
+    return PackOptions(shard_bytes, longest, shortest, quality)
+
+
+def _check_numbers(workers: int | None, max_bad_fraction: float) -> None:
+    if workers is not None and workers < 1:
+        raise _usage(f"--workers {workers} would pack nothing", "--workers 1, or leave it out")
+    if not 0 <= max_bad_fraction <= 1:
+        raise _usage(f"--max-bad-fraction {max_bad_fraction:g} is outside 0..1", "--max-bad-fraction 0.01")
+
+
+def _check_places(source: str, destination: Path) -> None:
+    if ":/" in str(destination):  # a Path folds the two slashes into one
+        raise _usage(f"{destination} is a URL: shards are written to a folder", "pack into a folder, then upload it")
+    if "://" in source:
+        return
+    inside, outside = destination.resolve(), Path(source).expanduser().resolve()
+    if inside == outside or outside in inside.parents:
+        raise UserError(
+            "destination-inside-source",
+            f"{destination} lies inside {source}",
+            why="the next listing of the source would find the shards among the images",
+            hint=f"stoker pack {source} {source.rstrip('/')}-packed",
+        )
+    if destination.exists() and not destination.is_dir():
+        raise UserError("destination-not-writable", f"{destination} is a file", hint="name a folder")
+
+
+def _existing_splits(source: str) -> list[str]:
+    """The usual splits that exist; the source itself ("") where it has none of them."""
+    from stoker.data.place import check_folder
+
+    if "://" in source:
+        from stoker.data.object_store import open_object_store
+
+        found = [
+            name for name in USUAL_SPLITS if any(True for _ in open_object_store(f"{source.rstrip('/')}/{name}").list())
+        ]
+    else:
+        check_folder(source, "")
+        found = [name for name in USUAL_SPLITS if (Path(source).expanduser() / name).is_dir()]
+    return found or [""]
+
+
+def _usage(seen: str, hint: str) -> UsageError:
+    return UsageError("usage", seen, hint=hint)
+
+
+def _as_json(result: PackResult) -> dict[str, object]:
+    return {
+        "samples": result.samples,
+        "classes": result.classes,
+        "shards": result.shards,
+        "kept_shards": result.kept_shards,
+        "bytes": result.bytes,
+        "skipped": result.skipped,
+        "seconds": round(result.seconds, 3),
+        "images_per_second": None if result.images_per_second is None else round(result.images_per_second, 1),
+        "folder": str(result.folder),
+    }
+
+
+def _summary(results: dict[str, PackResult]) -> str:
+    from stoker.output.text import format_table
+
+    rows = [
+        [
+            name,
+            f"{result.samples:,}",
+            f"{result.classes:,}",
+            f"{result.shards:,}" + (f" ({result.kept_shards:,} kept)" if result.kept_shards else ""),
+            f"{result.bytes / 1e6:,.1f} MB",
+            f"{result.skipped:,}",
+            "–" if result.images_per_second is None else f"{result.images_per_second:,.0f}",
+            str(result.folder),
+        ]
+        for name, result in results.items()
+    ]
+    return format_table(rows, ["split", "samples", "classes", "shards", "size", "skipped", "images/s", "folder"])

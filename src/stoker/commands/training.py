@@ -1,0 +1,173 @@
+"""The steps of `stoker train`, in order: config, ranks, folder, data, model, checkpoint, loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.commands.load import load_for_command
+from stoker.config import Config, fit_to_machine
+from stoker.errors import EXIT_OK, UserError
+from stoker.facts import Machine
+from stoker.output.metrics_file import MetricsFile, truncate_after
+from stoker.output.progress import progress_bar
+from stoker.output.run_observer import RunObserver
+from stoker.output.text import say, say_notes
+from stoker.output.trackers import trackers_for
+from stoker.output.train_log import TrainLog
+from stoker.output.train_progress import TrainProgress
+from stoker.probe.host import read_machine
+from stoker.run_folder import RunFolder, open_run, run_folder_for
+from stoker.tasks.classify import build_run, describe_run, open_data
+from stoker.training.checkpoints import Checkpoints
+from stoker.training.launch import launch
+from stoker.training.loop import Run, train
+from stoker.training.ranks import Ranks, process_group, ranks_from_environment
+from stoker.training.resuming import resume
+from stoker.training.saving import load_for_resume
+from stoker.training.schedule import lr_warning
+
+Summary = dict[str, Any]
+
+
+def train_from_config(
+    path: Path, overrides: Sequence[str], checkpoint: Path | None, fresh: bool
+) -> tuple[int, Summary | None]:
+    """Trains, or starts the processes that do; the exit code, and on the first rank what came of it."""
+    ranks = ranks_from_environment()
+    speaks = ranks is None or ranks.is_first
+    config = load_for_command(path, overrides, None).config
+    if config.task != "classify":
+        raise UserError("task-not-built", f"task: {config.task} cannot be trained yet", hint="task=classify")
+    machine = read_machine()
+    config, notes = fit_to_machine(config, machine)
+    if speaks:
+        say_notes(notes)
+    devices = _devices(config, machine)
+    if ranks is None and devices * config.num_nodes > 1:
+        return launch(["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv, devices, config.num_nodes), None
+    ranks = ranks or Ranks()
+    folder = run_folder_for(config, path)
+    with ExitStack() as stack:
+        if ranks.is_first:
+            stack.enter_context(open_run(config, path))
+            if fresh:
+                _set_aside(folder)
+        return EXIT_OK, _train(config, folder, ranks, machine, checkpoint, stack)
+
+
+def _train(
+    config: Config, folder: RunFolder, ranks: Ranks, machine: Machine, checkpoint: Path | None, stack: ExitStack
+) -> Summary | None:
+    device = _device(ranks)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, machine.cpus // max(1, ranks.world // config.num_nodes)))
+    say_here = say if ranks.is_first else _say_nothing
+    with progress_bar("listing", None) as advance:
+        data = open_data(config, say_here, advance)
+    stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
+    workers = config.num_workers if isinstance(config.num_workers, int) else machine.cpus
+    run = build_run(config, data, ranks, device, workers=workers, quarantine_file=folder.quarantine_file, say=say_here)
+    stack.callback(run.close)
+    checkpoints = Checkpoints(folder.checkpoints, config.save_top_k)
+    found = load_for_resume(checkpoints, checkpoint)
+    if found is not None:
+        state, where, notes = found
+        for note in notes:
+            say_here(f"warning: {note}")
+        resume(run, state, where, say_here)
+        if run.progress.finished:
+            say_here(
+                f"{folder.root} is finished: {run.progress.step:,} steps, best val/acc1 {_percent(run.progress.best)}"
+            )
+            return _summary(run, folder) if ranks.is_first else None
+        say_here(f"going on from {where.name}: epoch {run.progress.epoch}, step {run.progress.step:,}")
+    if ranks.is_first:
+        _listen(run, config, folder, checkpoints, stack, resumed=found is not None)
+        say(describe_run(config, run, data))
+        warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
+        if warning:
+            say(f"warning: {warning}")
+    stack.callback(run.saver.close)
+    train(run)
+    return _summary(run, folder) if ranks.is_first else None
+
+
+def _listen(
+    run: Run, config: Config, folder: RunFolder, checkpoints: Checkpoints, stack: ExitStack, *, resumed: bool
+) -> None:
+    """The first rank writes and speaks for all."""
+    if resumed:
+        truncate_after(folder.metrics_file, run.progress.step, run.progress.epoch)
+    progress = TrainProgress(TrainLog(folder.logs))
+    trackers = trackers_for(config, folder, resumed_at=run.progress.step if resumed else None, say=progress.say)
+    observer = RunObserver(
+        MetricsFile(folder.metrics_file), trackers, progress, log_every=config.log_every, world=run.ranks.world
+    )
+    stack.callback(observer.close)
+    run.observer = observer
+    run.saver.checkpoints = checkpoints
+    run.saver.say = progress.say
+    run.saver.told = lambda name, details: observer.event(name, run.progress.step, details)
+    run.step.say = progress.say
+
+
+def _summary(run: Run, folder: RunFolder) -> Summary:
+    progress = run.progress
+    return {
+        "run_folder": str(folder.root),
+        "finished": progress.finished,
+        "epochs": progress.epoch,
+        "steps": progress.step,
+        "best_val_acc1": progress.best,
+        "checkpoints": str(folder.checkpoints),
+    }
+
+
+def _devices(config: Config, machine: Machine) -> int:
+    devices = config.devices if isinstance(config.devices, int) else max(1, machine.accelerators or 1)
+    present = machine.accelerators
+    if present and devices > present:
+        raise UserError(
+            "devices-missing", f"devices: {devices}, but this machine has {present}", hint=f"devices={present}"
+        )
+    return devices
+
+
+def _device(ranks: Ranks) -> torch.device:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(ranks.local_rank)
+        return torch.device("cuda", ranks.local_rank)
+    return torch.device("cpu")
+
+
+def _set_aside(folder: RunFolder) -> None:
+    """Keeps what an earlier run left, under another name: a slip of the finger must not cost ten days."""
+    for number in range(1, 10_000):
+        aside = folder.root / f"before-fresh-{number}"
+        if not aside.exists():
+            break
+    kept = [file for file in (folder.checkpoints, folder.metrics_file, folder.quarantine_file) if file.exists()]
+    if kept:
+        aside.mkdir()
+        for file in kept:
+            file.rename(aside / file.name)
+        say(f"the earlier run is kept in {aside}")
+
+
+def _is_program() -> bool:
+    """Whether this is `stoker` itself, and not a script of another name that calls it."""
+    return Path(sys.argv[0]).name in ("stoker", "__main__.py")
+
+
+def _percent(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}%"
+
+
+def _say_nothing(_text: str) -> None:
+    """For ranks that do not speak."""

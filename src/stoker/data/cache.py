@@ -1,0 +1,238 @@
+"""A read-through cache: what was fetched once is kept in a local folder, up to a budget.
+
+Nothing is ever thrown out to make room. A cache that holds a third of the data saves a third of the
+fetching in every epoch; one that throws out the oldest saves none, as each epoch visits everything once.
+
+Safe for any number of processes without a lock: files appear by renaming, carry their checksum, and the bytes
+in use are the sum of a file of records to which everyone appends.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from stoker.data.stores import Buffer, Store
+from stoker.errors import UserError
+
+FREE_SHARE = 0.9
+"""Of the space that the cache uses or could use, where no budget is given."""
+ABANDONED_AFTER_S = 3600
+"""A temporary file this old belongs to a process that was killed: writing one takes seconds."""
+UNFINISHED = "unfinished"
+_HEADER = struct.Struct("<4sIQQ")  # magic, length of the header, length of the data, checksum
+_MAGIC = b"STC1"
+_numbers = itertools.count()
+
+
+class CachedStore:
+    """A store in front of which a local folder keeps what was read."""
+
+    def __init__(self, source: Store, folder: Path, *, cache_size: int | None = None) -> None:
+        self.source = source
+        self.url = source.url
+        self.is_remote = source.is_remote
+        self.folder = Path(folder)
+        try:
+            (self.folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
+            self._ledger = Ledger(self.folder)
+        except OSError as error:
+            raise UserError("cache-unusable", f"{folder} cannot be used as a cache: {error.strerror}",
+                            hint="choose another cache_dir, or leave it away") from None  # fmt: skip
+        self.budget = cache_size if cache_size is not None else self._share_of_disk()
+        self.stopped: str | None = None
+        """Why nothing more is kept, once that is so; reading goes on."""
+
+    def __reduce__(self) -> Any:
+        return _cached_store, (self.source, self.folder, self.budget)
+
+    def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
+        """The bytes from the folder, or from the source, after which the folder has them."""
+        # The size belongs to the name, so that a new listing of changed data is not answered from old files.
+        key = f"{self.url}\n{path}\n{offset}\n{size}\n{whole}".encode("utf-8", "surrogateescape")
+        digest = xxhash.xxh3_128_hexdigest(key)
+        kept = f"{self.folder}/{digest[:2]}/{digest[2:]}"
+        found = self._kept(kept, key)
+        if found is not None:
+            return found
+        data = self.source.read(path, offset, size, whole=whole)
+        if self.stopped is None:
+            self._keep(kept, key, data)
+        return data
+
+    @property
+    def fetches(self) -> int:
+        """How many reads went over the network."""
+        return getattr(self.source, "fetches", 0)
+
+    def used_bytes(self) -> int:
+        """What the folder holds, by its own records."""
+        return self._ledger.used()
+
+    def _kept(self, kept: str, key: bytes) -> memoryview | None:
+        try:
+            descriptor = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            content = os.read(descriptor, os.fstat(descriptor).st_size)
+        except OSError:  # a bad block
+            content = b""
+        finally:
+            os.close(descriptor)
+        data = memoryview(content)[_HEADER.size :]
+        if content[: _HEADER.size] == _header(key, data):
+            return data
+        # Torn by a power cut, or rotten: fetched again.
+        with suppress(OSError):
+            size = Path(kept).stat().st_size
+            Path(kept).unlink()
+            self._ledger.add(-size)
+        return None
+
+    def _keep(self, kept: str, key: bytes, data: Buffer) -> None:
+        size = _HEADER.size + len(data)
+        try:
+            if not self._ledger.reserve(size, self.budget):
+                return
+        except OSError as error:
+            self._stop(error)
+            return
+        # The size in the name is given back when the file is found abandoned.
+        temporary = f"{self.folder}/{UNFINISHED}/{os.getpid()}-{next(_numbers)}-{os.urandom(4).hex()}-{size}"
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                # Not synchronised to disk, which would cost more than the fetching: the checksum finds what a
+                # power cut left behind.
+                _write_fully(descriptor, [memoryview(_header(key, data)), memoryview(data)])
+            finally:
+                os.close(descriptor)
+            if os.path.exists(kept):  # noqa: PTH110 (five times as fast)
+                raise FileExistsError(errno.EEXIST, "kept by another process meanwhile", kept)
+            _move(temporary, kept)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+            with suppress(OSError):
+                self._ledger.add(-size)
+            if not isinstance(error, FileExistsError):
+                self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "the disk is full" if full else f"it cannot be written to: {error.strerror}"
+        self.stopped = f"cache {self.folder}: {reason}; nothing more is kept there, reading goes on"
+
+    def _share_of_disk(self) -> int:
+        # Used and free together, so that the next process comes to the same budget when half of it is filled.
+        return int(FREE_SHARE * (shutil.disk_usage(self.folder).free + self._ledger.used()))
+
+
+class Ledger:
+    """How many bytes a folder holds: signed 8-byte records in one file, to which every process appends.
+
+    An append is atomic and survives the death of whoever made it. What is about to be written is recorded
+    first, so the folder never holds more than the records say.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "used"
+        if not self.path.exists():
+            self._begin(folder)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        self._seen = (0, 0)  # one tuple, replaced at once: threads need no lock
+        self._refused: int | None = None
+        self._clean(folder / UNFINISHED)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def add(self, size: int) -> None:
+        """Records that so many bytes came, or went."""
+        os.write(self._descriptor, struct.pack("<q", size))
+
+    def used(self) -> int:
+        """The sum of all records; only the new ones are read."""
+        position, total = self._seen
+        while part := os.pread(self._descriptor, 1 << 20, position):
+            records = np.frombuffer(part[: len(part) // 8 * 8], "<i8")
+            if not len(records):
+                break
+            position, total = position + records.nbytes, total + int(records.sum())
+        self._seen = (position, total)
+        return total
+
+    def reserve(self, size: int, budget: int) -> bool:
+        """Claims room for so many bytes, unless that would be more than the budget."""
+        # What was refused once stays refused: a full cache would otherwise get two records for each miss.
+        if self._refused is not None and size >= self._refused:
+            return False
+        if self.used() + size <= budget:
+            self.add(size)
+            if self.used() <= budget:
+                return True
+            self.add(-size)  # others claimed at the same moment
+        self._refused = size if self._refused is None else min(size, self._refused)
+        return False
+
+    def _begin(self, folder: Path) -> None:
+        """Counts what is there, for a folder whose records were deleted."""
+        total = sum(
+            entry.stat().st_size
+            for part in os.scandir(folder)
+            if part.is_dir() and part.name != UNFINISHED
+            for entry in os.scandir(part.path)
+        )
+        fresh = folder / UNFINISHED / f"ledger-{os.getpid()}-{os.urandom(4).hex()}"
+        fresh.write_bytes(struct.pack("<q", total))
+        # A link fails where another process was faster; its records count then.
+        with suppress(FileExistsError):
+            os.link(fresh, self.path)
+        fresh.unlink()
+
+    def _clean(self, folder: Path) -> None:
+        """Removes what killed processes left half written, and gives its room back."""
+        for entry in os.scandir(folder):
+            with suppress(OSError, ValueError):
+                if time.time() - entry.stat().st_mtime > ABANDONED_AFTER_S:
+                    size = 0 if entry.name.startswith("ledger-") else int(entry.name.rpartition("-")[2])
+                    os.unlink(entry.path)  # noqa: PTH108
+                    self.add(-size)
+
+
+def _cached_store(source: Store, folder: Path, budget: int) -> CachedStore:
+    return CachedStore(source, folder, cache_size=budget)
+
+
+def _header(key: bytes, data: Buffer) -> bytes:
+    # Over the name too: a file under another's name is as wrong as a torn one.
+    checksum = xxhash.xxh3_64(key)
+    checksum.update(data)
+    return _HEADER.pack(_MAGIC, _HEADER.size, len(data), checksum.intdigest())
+
+
+def _write_fully(descriptor: int, parts: list[memoryview]) -> None:
+    for part in parts:
+        rest = part
+        while len(rest):
+            rest = rest[os.write(descriptor, rest) :]
+
+
+def _move(temporary: str, kept: str) -> None:
+    try:
+        os.rename(temporary, kept)  # noqa: PTH104
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(kept), exist_ok=True)  # noqa: PTH103, PTH120
+        os.rename(temporary, kept)  # noqa: PTH104

@@ -1,0 +1,266 @@
+"""What an image file says about itself, read from its first bytes: never from its name, never by decoding."""
+
+from __future__ import annotations
+
+import io
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+Bytes = Any
+"""bytes, bytearray or a contiguous memoryview."""
+
+_ORIENTATION_TAG = 0x0112
+_SUBSAMPLING = {(1, 1): "444", (2, 1): "422", (2, 2): "420", (1, 2): "440", (4, 1): "411"}
+# Start-of-frame markers: Huffman-coded baseline, extended and progressive; the other kinds hardly exist.
+_BASELINE, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
+_OTHER_FRAMES = frozenset({0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF})
+_TABLES = frozenset({0xC4, 0xDB})
+_STANDALONE = frozenset({0x01, *range(0xD0, 0xD8)})
+
+
+class BadImage(Exception):
+    """One sample cannot be decoded; `reason` is for people."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class JpegLayout:
+    """What a decoder must know of a JPEG before it takes it on."""
+
+    subsampling: str
+    """444, 422, 420, 440, 411, grey, or other."""
+    colour: str
+    """ycc, grey, rgb, or cmyk (which stands for YCCK too)."""
+    precision: int
+    progressive: bool
+    interleaved: bool
+    """All components in the first scan."""
+    frame_offset: int
+    """Where the start-of-frame marker stands."""
+    huffman: bool
+    """Not arithmetic-coded or lossless, which hardly exist."""
+    blocks: int
+    """Blocks of 8x8 samples, each of which takes at least a bit of a Huffman-coded file; 0 for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """An image as a person sees it (after its EXIF orientation), and as it is stored."""
+
+    kind: str
+    width: int
+    height: int
+    orientation: int
+    stored_width: int
+    stored_height: int
+    jpeg: JpegLayout | None = None
+
+
+def read_header(data: Bytes, max_pixels: int) -> ImageHeader:
+    """Kind, size and orientation of an image; raises BadImage, also above `max_pixels`."""
+    kind, width, height, orientation, jpeg = _sniff(data)
+    if width <= 0 or height <= 0:
+        raise BadImage(f"{kind} without pixels ({width}x{height})")
+    if width * height > max_pixels:
+        raise BadImage(f"{kind} of {width}x{height} pixels: more than {max_pixels}, a decompression bomb")
+    if jpeg is not None and len(data) * 8 < jpeg.blocks:
+        # A few bytes that claim millions of pixels would cost seconds and come out grey.
+        raise BadImage(f"truncated: {len(data)} bytes cannot hold {width}x{height} pixels")
+    if orientation >= 5:
+        return ImageHeader(kind, height, width, orientation, width, height, jpeg)
+    return ImageHeader(kind, width, height, orientation, width, height, jpeg)
+
+
+_Found = tuple[str, int, int, int, JpegLayout | None]
+
+
+def _sniff(data: Bytes) -> _Found:
+    if len(data) == 0:
+        raise BadImage("empty file")
+    start = bytes(data[:32])
+    try:
+        if start.startswith(b"\xff\xd8\xff"):
+            return _read_jpeg(data)
+        if start.startswith(b"\x89PNG\r\n\x1a\n"):
+            return _read_png(data)
+        if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
+            return _read_webp(data)
+        if start[:6] in (b"GIF87a", b"GIF89a"):
+            return "gif", *struct.unpack_from("<HH", start, 6), 1, None
+        if start[:2] == b"BM":
+            return _read_bmp(start)
+        if start[:4] in (b"II*\0", b"MM\0*"):
+            return _read_tiff(data)
+    except (IndexError, struct.error):
+        raise BadImage(f"truncated in its header ({len(data)} bytes)") from None
+    raise BadImage(f"not an image of a known kind (begins with {start[:8]!r})")
+
+
+def _read_jpeg(data: Bytes) -> _Found:
+    """Walks the markers up to the first scan."""
+    position, orientation, jfif, adobe = 2, 1, False, None
+    frame: tuple[int, int] | None = None
+    while True:
+        if data[position] != 0xFF:
+            raise BadImage("damaged JPEG: no marker where one must be")
+        marker = data[position + 1]
+        if marker == 0xFF:  # fill bytes are allowed before a marker
+            position += 1
+            continue
+        if marker in _STANDALONE:
+            position += 2
+            continue
+        if marker == 0xD9:
+            raise BadImage("damaged JPEG: ends before its first scan")
+        length = data[position + 2] << 8 | data[position + 3]
+        if length < 2:
+            raise BadImage("damaged JPEG: a marker segment without length")
+        if marker == 0xDA:
+            break
+        if marker in _TABLES:  # most segments of most files
+            pass
+        elif marker in _BASELINE or marker == _PROGRESSIVE or marker in _OTHER_FRAMES:
+            frame = marker, position
+        elif marker == 0xE1 and orientation == 1 and bytes(data[position + 4 : position + 10]) == b"Exif\0\0":
+            orientation = read_orientation(bytes(data[position + 10 : position + 2 + length]))
+        elif marker == 0xE0 and bytes(data[position + 4 : position + 9]) == b"JFIF\0":
+            jfif = True
+        elif marker == 0xEE and length >= 14 and bytes(data[position + 4 : position + 9]) == b"Adobe":
+            adobe = data[position + 15]
+        position += 2 + length
+    if frame is None:
+        raise BadImage("damaged JPEG: no frame before its first scan")
+    marker, offset = frame
+    precision, height, width, count = struct.unpack_from(">BHHB", data, offset + 4)
+    subsampling, ids, factors = _read_components(bytes(data[offset + 10 : offset + 10 + 3 * count]))
+    huffman = marker in _BASELINE or marker == _PROGRESSIVE
+    layout = JpegLayout(
+        subsampling=subsampling,
+        colour=_colour(ids, jfif, adobe),
+        precision=precision,
+        progressive=marker == _PROGRESSIVE,
+        interleaved=data[position + 4] == count,
+        frame_offset=offset,
+        huffman=huffman,
+        blocks=_blocks(width, height, factors) if huffman else 0,
+    )
+    return "jpeg", width, height, orientation, layout
+
+
+@lru_cache(256)  # millions of files have a handful of different ones
+def _read_components(part: bytes) -> tuple[str, bytes, tuple[tuple[int, int], ...]]:
+    """Subsampling, identifiers, and sampling factors (across, down) of the components of a frame."""
+    ids = part[::3]
+    factors = tuple((sampling >> 4, sampling & 15) for sampling in part[1::3])
+    if len(ids) not in (1, 3, 4) or any(not 1 <= h <= 4 or not 1 <= v <= 4 for h, v in factors):
+        raise BadImage(f"damaged JPEG: {len(ids)} components with sampling {factors}")
+    if factors == ((1, 1),):
+        return "grey", ids, factors
+    if len(factors) == 3 and factors[1] == factors[2] == (1, 1):
+        return _SUBSAMPLING.get(factors[0], "other"), ids, factors
+    return "other", ids, factors
+
+
+def _colour(ids: bytes, jfif: bool, adobe: int | None) -> str:
+    """The colour space by libjpeg's rules."""
+    if len(ids) == 1:
+        return "grey"
+    if len(ids) == 4:
+        return "cmyk"
+    if jfif:
+        return "ycc"
+    if adobe is not None:
+        return "rgb" if adobe == 0 else "ycc"
+    return "rgb" if ids == b"RGB" else "ycc"
+
+
+def _blocks(width: int, height: int, factors: tuple[tuple[int, int], ...]) -> int:
+    if len(factors) == 1:
+        return -(-width // 8) * -(-height // 8)
+    most_h, most_v = max(h for h, _ in factors), max(v for _, v in factors)
+    units = -(-width // (8 * most_h)) * -(-height // (8 * most_v))
+    return units * sum(h * v for h, v in factors)
+
+
+def _read_png(data: Bytes) -> _Found:
+    if bytes(data[12:16]) != b"IHDR":
+        raise BadImage("damaged PNG: does not begin with its header")
+    width, height = struct.unpack_from(">II", data, 16)
+    position, orientation, end = 8, 1, len(data)
+    while position + 8 <= end:
+        length, name = struct.unpack_from(">I4s", data, position)
+        if name == b"eXIf":
+            orientation = read_orientation(bytes(data[position + 8 : position + 8 + length]))
+        if name == b"IEND":
+            break
+        position += 12 + length
+    return "png", width, height, orientation, None
+
+
+def _read_webp(data: Bytes) -> _Found:
+    (declared,) = struct.unpack_from("<I", data, 4)
+    if declared + 8 > len(data) + 1:  # some writers count a padding byte that they do not write
+        raise BadImage(f"truncated: WebP of {declared + 8} bytes, of which {len(data)} are here")
+    name = bytes(data[12:16])
+    if name == b"VP8X":
+        width = 1 + int.from_bytes(data[24:27], "little")
+        height = 1 + int.from_bytes(data[27:30], "little")
+        return "webp", width, height, _webp_orientation(data), None
+    if name == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return "webp", 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF), 1, None
+    if name == b"VP8 ":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return "webp", width & 0x3FFF, height & 0x3FFF, 1, None
+    raise BadImage(f"damaged WebP: begins with {name!r}")
+
+
+def _webp_orientation(data: Bytes) -> int:
+    position, end = 12, len(data)
+    while position + 8 <= end:
+        name, length = struct.unpack_from("<4sI", data, position)
+        if name == b"EXIF":
+            return read_orientation(bytes(data[position + 8 : position + 8 + length]).removeprefix(b"Exif\0\0"))
+        position += 8 + length + (length & 1)
+    return 1
+
+
+def _read_bmp(start: bytes) -> _Found:
+    (header_size,) = struct.unpack_from("<I", start, 14)
+    if header_size == 12:
+        return "bmp", *struct.unpack_from("<HH", start, 18), 1, None
+    width, height = struct.unpack_from("<ii", start, 18)
+    return "bmp", width, abs(height), 1, None
+
+
+def _read_tiff(data: Bytes) -> _Found:
+    # Pillow turns a TIFF by its orientation while it decodes: for us it is stored as it is seen.
+    from PIL.TiffImagePlugin import TiffImageFile
+
+    try:
+        with TiffImageFile(io.BytesIO(data)) as image:
+            return "tiff", image.width, image.height, 1, None
+    except Exception as error:
+        raise BadImage(f"damaged TIFF: {error}") from None
+
+
+def read_orientation(exif: bytes) -> int:
+    """The EXIF orientation 1..8 in a TIFF structure; 1 where there is none or it makes no sense."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
+    if order is None:
+        return 1
+    try:
+        (offset,) = struct.unpack_from(order + "I", exif, 4)
+        (entries,) = struct.unpack_from(order + "H", exif, offset)
+        for number in range(entries):
+            tag, kind, _, short = struct.unpack_from(order + "HHIH", exif, offset + 2 + 12 * number)
+            if tag == _ORIENTATION_TAG:
+                return short if kind == 3 and 1 <= short <= 8 else 1
+    except struct.error:
+        pass
+    return 1

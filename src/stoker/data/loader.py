@@ -1,0 +1,101 @@
+"""Batches of images: which engine makes them, from where, in which order. One object for each split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from stoker.data.batch import Batch
+from stoker.data.making import BatchMaker, BatchPlan
+from stoker.data.process_engine import ProcessEngine
+from stoker.data.quarantine import Quarantine
+from stoker.data.reader import Reader
+from stoker.data.sample_index import SampleIndex
+from stoker.data.stores import open_store
+from stoker.data.thread_engine import ThreadEngine
+
+Engine = Literal["auto", "process", "thread"]
+DEFAULT_PREFETCH = 2
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How batches are made, apart from what is in them."""
+
+    engine: Engine = "auto"
+    workers: int = 0
+    prefetch: int | None = None
+    pin_memory: bool = False
+    persistent_workers: bool = True
+    worker_start: str = "auto"
+    lookahead: int = 256_000_000
+    cache_dir: Path | None = None
+    cache_size: int | None = None
+    max_image_bytes: int = 256_000_000
+    max_bad_fraction: float = 0.01
+    quarantine_file: Path | None = None
+
+
+class ImageLoader:
+    """Hands out the batches of any epoch, from any position."""
+
+    def __init__(self, plan: BatchPlan, options: LoaderOptions) -> None:
+        self.plan = plan
+        self.engine = choose_engine(options.engine)
+        self.quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
+        prefetch = options.prefetch or DEFAULT_PREFETCH
+        open_reader = partial(_open_reader, plan.samples.index, options)
+        self._engine: ThreadEngine | ProcessEngine
+        if self.engine == "thread":
+            maker = BatchMaker(plan, open_reader())
+            self._engine = ThreadEngine(
+                maker,
+                workers=options.workers,
+                prefetch=prefetch,
+                pin_memory=options.pin_memory,
+                lookahead=options.lookahead,
+            )
+        else:
+            self._engine = ProcessEngine(
+                plan,
+                open_reader,
+                workers=options.workers,
+                prefetch=prefetch,
+                pin_memory=options.pin_memory,
+                persistent=options.persistent_workers,
+                start_method="forkserver" if options.worker_start == "auto" else options.worker_start,
+                lookahead=options.lookahead,
+            )
+
+    def steps(self, start: int = 0) -> int:
+        """How many batches an epoch has from a position on."""
+        return self.plan.steps.count(start)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch in order, from a position on; raises TooManyBad above the ceiling."""
+        for batch in self._engine.batches(epoch, start):
+            self.quarantine.admit(batch.bad, len(batch))
+            yield batch
+
+    def close(self) -> None:
+        """Ends workers and reads; the loader is of no use afterwards."""
+        self._engine.close()
+
+
+def choose_engine(wanted: Engine) -> Literal["process", "thread"]:
+    """Threads, unless asked otherwise."""
+    return "thread" if wanted == "auto" else wanted
+
+
+def _open_reader(index: SampleIndex, options: LoaderOptions) -> Reader:
+    store = open_store(
+        index.root,
+        cache_dir=options.cache_dir,
+        cache_size=options.cache_size,
+        max_object_bytes=options.max_image_bytes,
+    )
+    workers = max(1, options.workers) if choose_engine(options.engine) == "process" else 1
+    return Reader(store, index, lookahead_bytes=options.lookahead // workers)

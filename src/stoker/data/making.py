@@ -1,0 +1,125 @@
+"""Makes a whole batch in one buffer: order -> bytes -> header -> crop -> the sample's slot of the batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.clock.costs import BatchClock
+from stoker.data.batch import BadSample, Batch
+from stoker.data.crops import draw_flips
+from stoker.data.decode import BadImage
+from stoker.data.draws import REPLACEMENT, mix, sample_keys
+from stoker.data.order import Order, Steps
+from stoker.data.reader import Reader
+from stoker.data.samples import SampleSet
+from stoker.data.stores import ReadFailure
+from stoker.data.views import View
+from stoker.errors import UserError
+
+Allocate = Callable[[tuple[int, int, int, int]], NDArray[np.uint8]]
+# With one sample in a hundred unreadable, sixteen bad draws in a row happen once in 10^32 samples.
+MAX_REPLACEMENTS = 16
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Everything that decides what is in a batch; the same plan gives the same batches anywhere."""
+
+    samples: SampleSet
+    order: Order
+    steps: Steps
+    view: View
+    seed: int
+    horizontal_flip: float
+
+    def members(self, epoch: int, step: int, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The members of the sample set in a step, and the repeats."""
+        return self.order.at(epoch, self.steps.positions(step, start))
+
+
+class BatchMaker:
+    """Makes batches for one worker; several threads may use one maker at the same time."""
+
+    def __init__(self, plan: BatchPlan, reader: Reader) -> None:
+        self.plan = plan
+        self.reader = reader
+
+    def announce(self, epoch: int, step: int, start: int) -> int:
+        """Says that a step's batch will be made later, so that its bytes can be fetched; how many samples."""
+        members, _ = self.plan.members(epoch, step, start)
+        self.reader.expect(self.plan.samples.numbers(members))
+        return len(members)
+
+    def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> Batch:
+        """The batch of a step counted from the position `start` of an epoch."""
+        plan, clock = self.plan, BatchClock()
+        members, repeats = plan.members(epoch, step, start)
+        keys = sample_keys(plan.seed, epoch, members, repeats)
+        numbers = plan.samples.numbers(members)
+        labels = plan.samples.labels(members)
+        with clock.stage("collate"):
+            images = allocate((len(members), plan.view.size, plan.view.size, 3))
+        with clock.stage("fetch"):
+            found: list[Any] = list(self.reader.take(numbers))
+        draws = plan.view.draw(keys)
+        bad: list[BadSample] = []
+        start_s = time.perf_counter()
+        for slot, data in enumerate(found):
+            clock.cost.bytes_read += 0 if isinstance(data, ReadFailure) else len(data)
+            reason = self._fill(data, draws, slot, images[slot])
+            found[slot] = None  # frees the bytes while the next is decoded
+            if reason is not None:
+                member = self._replace(reason, int(members[slot]), int(keys[slot]), draws, slot, images[slot], bad)
+                labels[slot] = plan.samples.labels(np.array([member]))[0]
+        clock.add("decode", time.perf_counter() - start_s)
+        clock.cost.samples = len(members)
+        return Batch(
+            images=images,
+            labels=labels,
+            samples=numbers,
+            flips=draw_flips(keys, plan.horizontal_flip),
+            keys=keys,
+            epoch=epoch,
+            step=step,
+            next_position=min(start + (step + 1) * plan.steps.total_batch, plan.steps.samples),
+            cost=clock.finish(),
+            bad=tuple(bad),
+        )
+
+    def _fill(self, data: Any, draws: Any, slot: int, out: NDArray[np.uint8]) -> str | None:
+        """Decodes one sample into its slot; the reason, where it cannot be."""
+        if isinstance(data, ReadFailure):
+            return data.reason
+        try:
+            self.plan.view.decode(data, draws, slot, out)
+        except BadImage as error:
+            return error.reason
+        return None
+
+    def _replace(
+        self, reason: str, member: int, key: int, draws: Any, slot: int, out: NDArray[np.uint8], bad: list[BadSample]
+    ) -> int:
+        """Puts another member in a bad one's place, the same one whoever does it, and notes every bad one."""
+        samples = self.plan.samples
+        for attempt in range(MAX_REPLACEMENTS):
+            other = int(mix(mix(key, REPLACEMENT), attempt)) % len(samples)
+            number, other_number = (int(samples.numbers(np.array([m]))[0]) for m in (member, other))
+            bad.append(BadSample(number, samples.index.name(number), reason, other_number))
+            data = self.reader.take(np.array([other_number]))[0]
+            other_reason = self._fill(data, draws, slot, out)
+            if other_reason is None:
+                return other
+            member, reason = other, other_reason
+        named = "\n".join(f"{sample.name}: {sample.reason}" for sample in bad[-MAX_REPLACEMENTS:])
+        raise UserError(
+            "no-readable-sample",
+            f"{MAX_REPLACEMENTS} samples in a row cannot be read\n{named}",
+            why="so many in a row are no bad luck: the data is not what the index says, or not images",
+            hint="look at one of these files",
+        )

@@ -1,0 +1,291 @@
+"""Objects behind a URL (S3, Google Cloud Storage, Azure, plain HTTP), read through obstore.
+
+Nothing here trusts a body: a length that is not the expected one is a failure, never a sample.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import from_url
+
+from stoker.data.aws_profile import profile_settings
+from stoker.data.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, StoreDown
+from stoker.errors import UserError
+from stoker.redact import redact_text
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_CREDENTIAL_CODES = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
+                     "TokenRefreshRequired", "RequestTimeTooSkewed", "AuthenticationFailed"}  # fmt: skip
+_BUCKET_CODES = {"NoSuchBucket", "InvalidBucketName", "ContainerNotFound"}
+_REGION_CODES = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a request may take before it is given up, and how often it is made again."""
+
+    connect_s: float = 5
+    """To open a connection: three tries of a lost SYN packet."""
+    stall_s: float = 10
+    """Without a single byte: after that the rest is asked for again, from where it stopped."""
+    request_s: float = 60
+    """For one whole answer; the largest sample (256 MB) passes at 4 MB/s."""
+    retry_s: float = 120
+    """From the first try to the last: rides out a gateway's restart and 'slow down' answers, and stays below
+    the five minutes for which a signature is valid."""
+    max_retries: int = 20
+    """Enough that the time is what ends it. Waits double from 0.1 s to 10 s, with jitter."""
+
+    def options(self, allow_http: bool) -> dict[str, Any]:
+        """The same in obstore's words."""
+        return {
+            # Given client options make obstore ignore AWS_ALLOW_HTTP, so it is passed on here.
+            "client_options": {
+                "allow_http": allow_http,
+                "connect_timeout": timedelta(seconds=self.connect_s),
+                "read_timeout": timedelta(seconds=self.stall_s),
+                "timeout": timedelta(seconds=self.request_s),
+            },
+            "retry_config": {
+                "max_retries": self.max_retries,
+                "retry_timeout": timedelta(seconds=self.retry_s),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=0.1),
+                    "max_backoff": timedelta(seconds=10),
+                    "base": 2,
+                },
+            },
+        }
+
+
+# For the questions 'is anybody there?' at the start and 'whose fault was it?' after a failure.
+BRIEF = Patience(connect_s=5, stall_s=5, request_s=10, retry_s=10, max_retries=2)
+
+
+class ObjectStore:
+    """A bucket or a part of one; the connection is made at the first use, in the process that uses it."""
+
+    is_remote = True
+
+    def __init__(self, url: str, *, max_object_bytes: int = MAX_OBJECT_BYTES, patience: Patience = Patience()) -> None:  # noqa: B008
+        parts = urlsplit(url)
+        if "@" in parts.netloc and not parts.scheme.startswith("abfs"):
+            raise UserError("secret-in-url", f"{redact_text(url)} holds a user name or a key",
+                            why="URLs end up in logs and run folders",
+                            hint="give keys by the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY")  # fmt: skip
+        if not parts.netloc:
+            raise UserError("bad-store-url", f"'{url}' names no bucket", hint="write s3://bucket/folder")
+        self.url = url.rstrip("/")
+        self.max_object_bytes = max_object_bytes
+        self.patience = patience
+        self.fetches = 0
+        """How many objects or parts were asked for; roughly, as threads count without a lock."""
+        self._client: Any = None
+        self._reached = False
+        self._fault: StoreDown | None = None
+        self._first_contact = threading.Lock()
+        self._allowed = False
+        self._tags: dict[str, str] = {}
+
+    def __reduce__(self) -> Any:
+        # By URL only: keys come from the environment of whoever opens it.
+        return _object_store, (self.url, self.max_object_bytes, self.patience)
+
+    def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
+        """The bytes, in the calling thread, without holding Python's lock while waiting."""
+        if size is not None and size > self.max_object_bytes:
+            raise ReadFailure(path, "too large", f"{size} bytes; the limit is {self.max_object_bytes}")
+        if size == 0 and not whole:
+            return b""
+        client, meta = self._connected(path), None
+        self.fetches += 1
+        try:
+            part = not whole and (offset > 0 or size is not None)
+            if part:
+                wanted_range: Any = {"offset": offset} if size is None else (offset, offset + size)
+                answer = obstore.get(client, path, options={"range": wanted_range})
+            else:
+                answer = obstore.get(client, path)
+            meta = answer.meta
+            first, last = answer.range
+            if last - first > self.max_object_bytes:
+                raise ReadFailure(path, "too large", f"{last - first} bytes; the limit is {self.max_object_bytes}")
+            self._check_unchanged(path, meta, size if whole else None, part)
+            data = memoryview(answer.bytes())
+        except (BaseError, OSError, ValueError) as error:
+            raise self._failure(path, error, meta) from None
+        wanted = last - first if size is None else size
+        if len(data) != wanted:
+            raise ReadFailure(path, "short", f"{len(data)} of {wanted} bytes")
+        self._allowed = True
+        return data
+
+    def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+        """Every object below the prefix: its path below the URL and its size, as the server sends them."""
+        client = self._connected(None)
+        try:
+            for chunk in obstore.list(client, prefix or None, chunk_size=1000):
+                for entry in chunk:
+                    yield entry["path"], entry["size"]
+        except (BaseError, OSError) as error:
+            raise self._down(error) from None
+
+    def _check_unchanged(self, path: str, meta: Any, size: int | None, part: bool) -> None:
+        if size is not None and meta["size"] != size:
+            raise ReadFailure(path, "changed", f"{meta['size']} bytes; the index says {size}")
+        tag = meta["e_tag"]
+        # A shard is read in many parts, and each has to come from the same version of it.
+        if part and tag is not None and self._tags.setdefault(path, tag) != tag:
+            raise ReadFailure(path, "changed", "it was replaced since it was first read")
+
+    def _connected(self, path: str | None) -> Any:
+        _refuse_after_fork()
+        if not self._reached:
+            with self._first_contact:
+                # A wrong endpoint should be known in seconds; a read would try again for two minutes.
+                # Dozens of threads come here at once: one asks, and what it hears counts for all.
+                if not self._reached and self._fault is None:
+                    self._client = self._connect(self.patience)
+                    self._fault = self._fault_of_store(path)
+                    self._reached = self._fault is None
+            if self._fault is not None:
+                raise self._fault
+        return self._client
+
+    def _connect(self, patience: Patience) -> Any:
+        scheme = urlsplit(self.url).scheme
+        settings: dict[str, Any] = profile_settings() if scheme.startswith("s3") else {}
+        endpoint = settings.get("endpoint") or next((os.environ[name] for name in _ENDPOINTS if name in os.environ), "")
+        allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1")
+        allow_http = allowed or endpoint.startswith("http://") or scheme == "http"
+        try:
+            return from_url(self.url, **settings, **patience.options(allow_http))
+        except (BaseError, ValueError) as error:
+            raise StoreDown("store-not-opened", f"{self.url} cannot be opened: {_said(error)}",
+                            hint="check the URL and the provider's variables in the environment") from None  # fmt: skip
+
+    def _fault_of_store(self, path: str | None) -> StoreDown | None:
+        """What is wrong with the store as a whole, or None; asks it for one name."""
+        brief = self._connect(BRIEF if self.patience.retry_s > BRIEF.retry_s else self.patience)
+        try:
+            if urlsplit(self.url).scheme.startswith("http"):
+                # A plain web server cannot list.
+                obstore.head(brief, path or "")
+            else:
+                next(iter(obstore.list(brief, chunk_size=1)), None)
+            self._allowed = True
+        except (FileNotFoundError, ValueError):
+            return None
+        except (BaseError, OSError) as error:
+            # Keys that may read but not list are common: the reading will tell.
+            refused = _status(error) in (401, 403) and not _asked_for_keys(error)
+            return None if refused and _code(error) not in _CREDENTIAL_CODES else self._down(error)
+        return None
+
+    def _failure(self, path: str, error: Exception, meta: Any) -> Exception:
+        """Whose fault a failed read was: the object's (ReadFailure) or the store's (StoreDown)."""
+        if isinstance(error, ValueError):
+            return ReadFailure(path, "bad name", _said(error))
+        if _asked_for_keys(error) or _code(error) in _BUCKET_CODES | _CREDENTIAL_CODES | _REGION_CODES:
+            return self._down(error)
+        if isinstance(error, FileNotFoundError):
+            return ReadFailure(path, "missing")
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+            return ReadFailure(path, "permission", _said(error)) if self._allowed else self._down(error)
+        if _status(error) == 416:
+            return ReadFailure(path, "short", "it ends before the part that was asked for")
+        fault = self._fault_of_store(path)
+        if fault is not None:
+            return fault
+        if meta is not None and self._was_replaced(path, meta):
+            return ReadFailure(path, "changed", "it was replaced while it was read")
+        return ReadFailure(path, "unreadable", _said(error))
+
+    def _was_replaced(self, path: str, meta: Any) -> bool:
+        try:
+            now = obstore.head(self._client, path)
+        except (BaseError, OSError):
+            return False
+        return (now["e_tag"], now["size"]) != (meta["e_tag"], meta["size"])
+
+    def _down(self, error: Exception) -> StoreDown:
+        code, status, said = _code(error), _status(error), _said(error)
+        why = "no sample can be read; none of them is at fault"
+        if _asked_for_keys(error):
+            return StoreDown("no-credentials", f"there are no credentials for {self.url} ({said})", why=why,
+                             hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
+                             "AWS_SKIP_SIGNATURE=true for a public bucket")  # fmt: skip
+        if code in _REGION_CODES or status == 301:
+            return StoreDown("wrong-region", f"{self.url} is in another region ({said})", why=why,
+                             hint="set AWS_REGION to the region of the bucket")  # fmt: skip
+        if code in _BUCKET_CODES or status == 404:
+            return StoreDown("bucket-missing", f"there is no such bucket: {self.url} ({said})", why=why,
+                             hint="check the name, and the endpoint in AWS_ENDPOINT_URL")  # fmt: skip
+        if status in (401, 403):
+            return StoreDown("credentials-refused", f"{self.url} refuses these credentials ({said})", why=why,
+                             hint="check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; "
+                             "temporary keys may have expired")  # fmt: skip
+        return StoreDown("store-unreachable", f"{self.url} does not answer ({said})", why=why,
+                         hint="check the network, and the endpoint in AWS_ENDPOINT_URL")  # fmt: skip
+
+
+def open_object_store(url: str) -> ObjectStore:
+    """The object store behind a URL; nothing is asked of it yet."""
+    return ObjectStore(url)
+
+
+def _object_store(url: str, max_object_bytes: int, patience: Patience) -> ObjectStore:
+    return ObjectStore(url, max_object_bytes=max_object_bytes, patience=patience)
+
+
+# obstore has one runtime for each process. A forked child inherits it without its threads: its first request
+# never ends, and can take the parent's connections down with it.
+_process_of_first_request: int | None = None
+
+
+def _refuse_after_fork() -> None:
+    global _process_of_first_request
+    process = os.getpid()
+    if _process_of_first_request is None:
+        _process_of_first_request = process
+    elif _process_of_first_request != process:
+        raise UserError(
+            "object-store-after-fork",
+            f"process {process} was forked from {_process_of_first_request}, which had used an object store before",
+            why="the client's network threads do not survive a fork; a request would hang for ever",
+            hint="set worker_start=forkserver",
+        )
+
+
+def _code(error: Exception) -> str | None:
+    found = re.search(r"<Code>(\w+)</Code>", str(error))
+    return found[1] if found else None
+
+
+def _status(error: Exception) -> int | None:
+    found = re.search(r"status code: (\d{3})", str(error))
+    return int(found[1]) if found else None
+
+
+def _asked_for_keys(error: Exception) -> bool:
+    """Whether it failed at the machine's own key service, which is asked where the environment has no keys."""
+    return bool(re.search(r"/latest/(api/token|meta-data)|metadata\.google|metadata/identity", str(error)))
+
+
+def _said(error: Exception) -> str:
+    """The one line of obstore's page-long text that helps."""
+    text = str(error)
+    cause = re.search(r'message: "([^"]+)"|error: "([^"]+)"|kind: (Timeout)', text)
+    line = text.split("\n", 1)[0].split(" - ")[-1].strip()
+    parts = [line, _code(error), next((group for group in cause.groups() if group), None) if cause else None]
+    return redact_text("; ".join(part for part in parts if part))[:300]

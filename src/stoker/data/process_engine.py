@@ -1,0 +1,177 @@
+"""Batches made by worker processes, through torch's DataLoader: its keys mean what everybody knows them to.
+
+The sampler yields one (epoch, step, start) for each batch, and the dataset's `__getitems__` makes the whole
+batch of that step in shared memory: no sample is pickled, nothing is collated.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from stoker.data.batch import Batch
+from stoker.data.buffers import shared_array
+from stoker.data.lookahead import Announcer
+from stoker.data.making import BatchMaker, BatchPlan
+from stoker.data.reader import Reader
+from stoker.errors import StokerError, UserError
+
+Request = tuple[int, int, int]
+
+
+@dataclass
+class _Steps:
+    """The batch sampler: the steps of the epoch that is asked for next."""
+
+    plan: BatchPlan
+    epoch: int = 0
+    start: int = 0
+
+    def __len__(self) -> int:
+        return self.plan.steps.count(self.start)
+
+    def __iter__(self) -> Iterator[Request]:
+        for step in range(len(self)):
+            yield self.epoch, step, self.start
+
+
+class _Batches(Dataset[Batch]):
+    """The dataset: makes the batch of a request. Each worker process opens its own reader."""
+
+    def __init__(self, plan: BatchPlan, open_reader: Callable[[], Reader], lookahead: int) -> None:
+        self._plan = plan
+        self._open_reader = open_reader
+        self._lookahead = lookahead
+        self._maker: BatchMaker | None = None
+        self._announcer: Announcer | None = None
+        self._announced_for: tuple[int, int] | None = None
+
+    def __getitems__(self, request: Request) -> Batch | StokerError:
+        # Returned, not raised: torch would turn an error with more than one argument into a RuntimeError.
+        try:
+            return self._make(*request)
+        except StokerError as error:
+            return error
+
+    def _make(self, epoch: int, step: int, start: int) -> Batch:
+        if self._maker is None:
+            self._maker = BatchMaker(self._plan, self._open_reader())
+        self._announce(self._maker, epoch, step, start)
+        batch = self._maker.make(epoch, step, start, shared_array)
+        batch.images = torch.from_numpy(batch.images)
+        return batch
+
+    def _announce(self, maker: BatchMaker, epoch: int, step: int, start: int) -> None:
+        worker = get_worker_info()
+        stride = worker.num_workers if worker is not None else 1
+        if self._announced_for != (epoch, start) or self._announcer is None:
+            maker.reader.forget()
+            count = self._plan.steps.count(start)
+            budget = self._lookahead // stride
+            self._announcer = Announcer(maker, epoch, start, count, budget, stride=stride, first=step)
+            self._announced_for = (epoch, start)
+        self._announcer.before(step)
+
+
+class ProcessEngine:
+    """Hands out an epoch's batches in order, made by worker processes."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        open_reader: Callable[[], Reader],
+        *,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        persistent: bool,
+        start_method: str,
+        lookahead: int,
+    ) -> None:
+        self._steps = _Steps(plan)
+        if start_method == "forkserver" and workers:
+            _preload_forkserver()
+        self._loader: DataLoader[Batch] = DataLoader(
+            _Batches(plan, open_reader, lookahead),
+            batch_sampler=self._steps,  # type: ignore[arg-type]
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            pin_memory=pin_memory,
+            persistent_workers=persistent and workers > 0,
+            multiprocessing_context=start_method if workers else None,
+            collate_fn=_as_it_is,
+            worker_init_fn=_prepare_worker,
+        )
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from a position on."""
+        self._steps.epoch, self._steps.start = epoch, start
+        try:
+            for batch in self._loader:
+                if isinstance(batch, StokerError):
+                    raise batch
+                yield batch
+        except RuntimeError as error:
+            raise _worker_error(error) from error
+
+    def close(self) -> None:
+        """Ends the workers."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _prepare_worker(_worker: int) -> None:
+    """One core each: a worker that starts threads of its own only makes the others wait."""
+    import cv2
+
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    # Ctrl-C is for the parent, which ends its workers in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """Ends this worker when the training process ends, however that happens.
+
+    Neither torch's own watchdog nor PR_SET_PDEATHSIG can: both look at the process that forked this one, which
+    is the fork server, and that one lives as long as any worker does.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _preload_forkserver() -> None:
+    """Lets the fork server import what every worker needs, once: a worker then starts in milliseconds."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["stoker.data.process_engine", "stoker.data.decode"]
+    )
+
+
+def _worker_error(error: RuntimeError) -> Exception:
+    text = str(error)
+    if "DataLoader worker" in text and ("killed" in text or "exited unexpectedly" in text):
+        return UserError(
+            "worker-died",
+            text.splitlines()[0],
+            why="the kernel ends a worker when memory runs out, /dev/shm included",
+            hint="num_workers=, prefetch_factor= or batch_size= lower; dmesg | grep -i oom tells for sure",
+        )
+    return error

@@ -1,0 +1,220 @@
+"""Where samples' bytes come from: a folder or an object store, behind one method."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+from urllib.parse import unquote, urlsplit
+
+from stoker.errors import UserError
+from stoker.redact import redact_text
+
+Buffer: TypeAlias = bytes | memoryview
+
+# The default of the config key `max_image_bytes`.
+MAX_OBJECT_BYTES = 256_000_000
+# Shards of a large data set (ImageNet at 256 MB each: 600) fit, and half of the usual limit of 1024 stays free.
+MOST_OPEN_SHARDS = 512
+REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
+
+
+class ReadFailure(Exception):
+    """One sample's bytes could not be had; the others may well be fine."""
+
+    def __init__(self, path: str, reason: str, detail: str | None = None) -> None:
+        super().__init__(path, reason, detail)
+        self.path = path
+        self.reason = reason
+        """One of: missing, permission, is a directory, not a file, too large, changed, short, unreadable, bad name."""
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+
+
+class StoreDown(UserError):
+    """The whole store cannot be read: no sample is to blame, and the run should stop."""
+
+    def __reduce__(self) -> Any:
+        # It has to reach the main process from a worker.
+        return _store_down, (self.name, self.seen, self.why, self.hint)
+
+
+def _store_down(name: str, seen: str, why: str | None, hint: str | None) -> StoreDown:
+    return StoreDown(name, seen, why=why, hint=hint)
+
+
+class Store(Protocol):
+    """Named objects that can be read, whole or in part, by several threads at once."""
+
+    url: str
+    is_remote: bool
+
+    def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
+        """Exactly `size` bytes from `offset`, or everything; raises ReadFailure for this object's fault and
+        StoreDown for the store's. With `whole`, `size` is what the entire object has to have."""
+        ...
+
+
+class LocalStore:
+    """A folder. Files read in part (shards) stay open; files read whole are opened each time."""
+
+    is_remote = False
+
+    def __init__(self, root: str | Path, *, max_object_bytes: int = MAX_OBJECT_BYTES) -> None:
+        self.root = str(root).rstrip("/") or "/"
+        self.url = self.root
+        self.max_object_bytes = max_object_bytes
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        soft_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most_open = max(1, min(MOST_OPEN_SHARDS, soft_limit // 4 if soft_limit > 0 else MOST_OPEN_SHARDS))
+
+    def __reduce__(self) -> Any:
+        return _local_store, (self.root, self.max_object_bytes)
+
+    def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
+        """The bytes, in the calling thread."""
+        if size is not None and size > self.max_object_bytes:
+            raise ReadFailure(path, "too large", f"{size} bytes; the limit is {self.max_object_bytes}")
+        if ".." in path and ".." in path.split("/"):
+            raise ReadFailure(path, "bad name", "it leads out of the folder")
+        try:
+            if whole or size is None:
+                file = _OpenFile(f"{self.root}/{path}")
+                return self._read_whole(file, path, offset, size)
+            file = self._shard(path)
+            data = _read_fully(file.descriptor, size, offset)
+        except OSError as error:
+            raise self._failure(path, error) from None
+        except ValueError as error:  # a zero byte in the name
+            raise ReadFailure(path, "bad name", str(error)) from None
+        if len(data) != size:
+            raise ReadFailure(path, "short", f"it ends before byte {offset + size}")
+        return data
+
+    def _read_whole(self, file: _OpenFile, path: str, offset: int, size: int | None) -> bytes:
+        now = os.fstat(file.descriptor)
+        if not stat.S_ISREG(now.st_mode):
+            raise ReadFailure(path, "is a directory" if stat.S_ISDIR(now.st_mode) else "not a file")
+        if size is not None and now.st_size != size:
+            raise ReadFailure(path, "changed", f"{now.st_size} bytes; the index says {size}")
+        wanted = max(0, now.st_size - offset)
+        if wanted > self.max_object_bytes:
+            raise ReadFailure(path, "too large", f"{wanted} bytes; the limit is {self.max_object_bytes}")
+        data = _read_fully(file.descriptor, wanted, offset)
+        if len(data) != wanted:
+            raise ReadFailure(path, "short", f"{len(data)} of {wanted} bytes")
+        return data
+
+    def _shard(self, path: str) -> _OpenFile:
+        # Without a lock: each step is atomic, and the worst of a race is a file that is opened twice.
+        file = self._open.get(path)
+        if file is None:
+            file = _OpenFile(f"{self.root}/{path}")
+            if not stat.S_ISREG(os.fstat(file.descriptor).st_mode):
+                raise ReadFailure(path, "not a file")
+            self._open[path] = file
+            while len(self._open) > self._most_open:
+                try:
+                    self._open.popitem(last=False)
+                except KeyError:  # another thread was faster
+                    break
+        return file
+
+    def _failure(self, path: str, error: OSError) -> Exception:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return StoreDown("too-many-open-files", f"cannot open {self.root}/{path}: {error.strerror}",
+                             hint="ulimit -n 65536")  # fmt: skip
+        # An unmounted disk or a dead network mount makes every file 'missing': that is no fault of the samples.
+        try:
+            Path(self.root).stat()
+        except OSError as root_error:
+            return StoreDown("data-folder-gone", f"{self.root} cannot be read any more: {root_error.strerror}",
+                             why="every sample below it is out of reach", hint=f"ls {self.root}")  # fmt: skip
+        reasons = {
+            errno.ENOENT: "missing",
+            errno.ENOTDIR: "missing",
+            errno.EACCES: "permission",
+            errno.EPERM: "permission",
+            errno.EISDIR: "is a directory",
+            errno.ENAMETOOLONG: "bad name",
+            # What opening a socket file gives.
+            errno.ENXIO: "not a file",
+        }
+        return ReadFailure(path, reasons.get(error.errno or 0, "unreadable"), error.strerror)
+
+
+class _OpenFile:
+    """A descriptor that closes with its last user: a thread may read on while another one drops the file."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, path: str) -> None:
+        # Without O_NONBLOCK a named pipe called x.jpg would hang us; regular files do not care.
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+def _local_store(root: str, max_object_bytes: int) -> LocalStore:
+    return LocalStore(root, max_object_bytes=max_object_bytes)
+
+
+def _read_fully(descriptor: int, size: int, offset: int) -> bytes:
+    data = os.pread(descriptor, size, offset)
+    if len(data) == size or not data:
+        return data
+    # Signals, network file systems and reads above 2 GB give less than was asked for.
+    parts, have = [data], len(data)
+    while have < size and (part := os.pread(descriptor, size - have, offset + have)):
+        parts.append(part)
+        have += len(part)
+    return b"".join(parts)
+
+
+def open_store(
+    root: str,
+    *,
+    cache_dir: Path | None = None,
+    cache_size: int | None = None,
+    max_object_bytes: int = MAX_OBJECT_BYTES,
+) -> Store:
+    """The store behind a folder or URL, with a local cache in front of it where one is wanted."""
+    store = _open_source(root, max_object_bytes)
+    if cache_dir is None:
+        return store
+    from stoker.data.cache import CachedStore
+
+    return CachedStore(store, cache_dir, cache_size=cache_size)
+
+
+def is_url(root: str) -> bool:
+    """Whether a root is a URL (`s3://…`) and not a folder."""
+    scheme, separator, _ = root.partition("://")
+    return bool(separator) and "/" not in scheme
+
+
+def _open_source(root: str, max_object_bytes: int) -> Store:
+    if not is_url(root):
+        return LocalStore(root, max_object_bytes=max_object_bytes)
+    parts = urlsplit(root)
+    if parts.scheme == "file":
+        return LocalStore(unquote(parts.path), max_object_bytes=max_object_bytes)
+    if parts.scheme not in REMOTE_SCHEMES:
+        raise UserError(
+            "unknown-store",
+            f"'{redact_text(root)}' begins with {parts.scheme}://",
+            why=f"data can be a folder or one of {', '.join(f'{scheme}://' for scheme in REMOTE_SCHEMES)}",
+            hint="check data_root",
+        )
+    # Imported here: the client library takes a while to load, and folders do without it.
+    from stoker.data.object_store import ObjectStore
+
+    return ObjectStore(root, max_object_bytes=max_object_bytes)

@@ -1,0 +1,65 @@
+"""Listens to a run and tells everybody: the metrics file, the trackers, the progress line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.output.metrics_file import MetricsFile
+from stoker.output.trackers import Trackers
+from stoker.output.train_progress import TrainProgress
+
+
+class RunObserver:
+    """What the first rank passes to the loop."""
+
+    def __init__(
+        self, metrics: MetricsFile, trackers: Trackers, progress: TrainProgress, *, log_every: int, world: int
+    ) -> None:
+        self._metrics = metrics
+        self._trackers = trackers
+        self._progress = progress
+        self._log_every = log_every
+        self._world = world
+        self._loss: float | None = None
+
+    def epoch_begins(self, epoch: int, steps: int, done: int) -> None:
+        self._progress.epoch_begins(epoch, steps, done)
+
+    def step(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
+        clock = metrics["clock"]
+        if step % self._log_every == 0 or self._loss is None:
+            # The one place where the loss is fetched from the device: every `log_every` steps.
+            self._loss = float(metrics["train/loss"])
+            measured = {"train/loss": self._loss, "train/lr": metrics["train/lr"], **self._speeds(clock)}
+            self._trackers.log(self._metrics.step(step, epoch, measured))
+        self._progress.step(step, self._loss, lambda: {"wait": clock.wait_share})
+
+    def validation_begins(self, steps: int) -> None:
+        self._progress.validation_begins(steps)
+
+    def validation_step(self) -> None:
+        self._progress.validation_step()
+
+    def epoch_ends(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
+        self._trackers.log(self._metrics.epoch(step, epoch, metrics))
+        self._progress.epoch_ends(metrics)
+
+    def event(self, name: str, step: int, details: dict[str, Any]) -> None:
+        self._metrics.event(name, step, **details)
+
+    def say(self, text: str) -> None:
+        """A line for people, kept in the log."""
+        self._progress.say(text)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._trackers.close()
+        self._metrics.close()
+
+    def _speeds(self, clock: Any) -> dict[str, float | None]:
+        rate = clock.images_per_second
+        return {
+            "images_per_second": None if rate is None else rate * self._world,
+            "wait_share": clock.wait_share,
+            **{f"batch/{name}_s": value for name, value in clock.cost.per_image().items()},
+        }

@@ -1,0 +1,174 @@
+"""Who else is told how a run goes: W&B, TensorBoard, CSV. None of them can delay or stop a step.
+
+Each has a thread and a queue of its own. A queue that is full forgets its oldest record; a tracker that fails is
+said once and switched off. metrics.jsonl does not pass through here: it is the truth, these are copies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from stoker.config import Config
+from stoker.output.csv_tracker import CsvTracker
+from stoker.output.tensorboard_tracker import TensorboardTracker
+from stoker.output.text import say as say_on_stderr
+from stoker.output.wandb_tracker import WandbTracker
+from stoker.run_folder import RunFolder
+
+QUEUED_RECORDS = 10_000
+CLOSE_S = 8.0
+"""W&B needs one to four seconds to finish a run over a good line; a dead one must not hold the machine."""
+
+Say = Callable[[str], None]
+
+
+class Tracker(Protocol):
+    """All but `abandon` are called in the tracker's own thread, and may take their time or raise."""
+
+    @property
+    def name(self) -> str: ...
+    def open(self) -> None: ...
+    def log(self, record: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+    def abandon(self) -> str | None:
+        """Called from outside when time is up: whatever the tracker waits for must end now. What one can do later."""
+
+
+class Trackers:
+    """The trackers that a config asks for; `log` returns at once, `close` within its timeout.
+
+    Make it in one rank only. `resumed_at` is the checkpoint's step, after `truncate_after` has been called.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], say: Say = say_on_stderr, queued: int = QUEUED_RECORDS) -> None:
+        self._closed = False
+        self._lanes = [_Lane(tracker, say, queued) for tracker in trackers]
+
+    @property
+    def names(self) -> list[str]:
+        return [lane.name for lane in self._lanes]
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Records that each tracker was too slow for."""
+        return {lane.name: lane.dropped for lane in self._lanes}
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Hands over a record of metrics.jsonl; events are not for trackers."""
+        if record["kind"] != "event":
+            for lane in self._lanes:
+                lane.put(record)
+
+    def close(self, timeout: float = CLOSE_S) -> None:
+        """Waits until all is delivered, or until the time is up; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + timeout
+        for lane in self._lanes:
+            lane.no_more()
+        for lane in self._lanes:
+            lane.close(deadline)
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def trackers_for(
+    config: Config, folder: RunFolder, *, resumed_at: int | None = None, say: Say = say_on_stderr
+) -> Trackers:
+    """The trackers that this config asks for, started."""
+    chosen: list[Tracker] = []
+    if config.wandb or config.wandb_project is not None:
+        chosen.append(WandbTracker(config, folder, say))
+    if config.tensorboard:
+        chosen.append(TensorboardTracker(folder.tensorboard, resumed_at))
+    if config.csv:
+        chosen.append(CsvTracker(folder.metrics_csv_file, folder.metrics_file))
+    return Trackers(chosen, say)
+
+
+class _Lane:
+    """One tracker, its thread and its queue."""
+
+    def __init__(self, tracker: Tracker, say: Say, queued: int) -> None:
+        self.name = tracker.name
+        self.dropped = 0
+        self._tracker = tracker
+        self._say = say
+        self._queued = queued
+        self._records: deque[Mapping[str, Any]] = deque()
+        self._changed = threading.Condition()
+        self._ending = False
+        self._off = False
+        # A daemon: not even a tracker that hangs in the kernel keeps the interpreter from ending.
+        self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
+        self._thread.start()
+
+    def put(self, record: Mapping[str, Any]) -> None:
+        with self._changed:
+            if self._off or self._ending:
+                return
+            if len(self._records) >= self._queued:
+                self._records.popleft()
+                self.dropped += 1
+            self._records.append(record)
+            self._changed.notify()
+
+    def no_more(self) -> None:
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+
+    def close(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        late = self._thread.is_alive()
+        with self._changed:
+            off, self._off = self._off, True
+            left = len(self._records)
+            self._records.clear()
+        if late:
+            later = self._tracker.abandon()
+            rest = f", {left} records left behind" if left else ""
+            self._say(
+                f"note: {self.name} was not finished in time{rest}; metrics.jsonl has everything"
+                + (f"; {later}" if later else "")
+            )
+        if self.dropped and not off:
+            self._say(f"note: {self.name} was too slow and missed {self.dropped} records; metrics.jsonl has them")
+
+    def _run(self) -> None:
+        try:
+            self._tracker.open()
+            while (record := self._next()) is not None:
+                self._tracker.log(record)
+            self._tracker.close()
+        except Exception as error:
+            with self._changed:
+                said, self._off = self._off, True
+                self._records.clear()
+            if not said:
+                self._say(f"warning: {self.name} is switched off: {_reason(error)}; metrics.jsonl has everything")
+
+    def _next(self) -> Mapping[str, Any] | None:
+        with self._changed:
+            while not self._records and not self._ending:
+                self._changed.wait()
+            return self._records.popleft() if self._records else None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {error.name} is not installed (pip install 'stoker[trackers]')"
+    first_line = str(error).strip().splitlines()[:1]
+    return first_line[0] if first_line else type(error).__name__

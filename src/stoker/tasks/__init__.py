@@ -1,0 +1,1 @@
+"""The kinds of work: what their data, model, loss and metrics are."""

@@ -1,0 +1,247 @@
+"""Image classification: from a config to a run that the loop can train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from stoker.augment.pipeline import EvalPrepare, TrainAugment, build_train_augment
+from stoker.augment.prepare import IMAGENET_MEAN, IMAGENET_STD, Colour, to_device
+from stoker.config import Config, config_values
+from stoker.data.batch import Batch
+from stoker.data.decode import Decoding
+from stoker.data.index import check_same_classes
+from stoker.data.loader import ImageLoader
+from stoker.data.samples import SampleSet
+from stoker.errors import UserError
+from stoker.models.build import build_model, count_parameters, with_sync_batchnorm
+from stoker.models.weights import load_weights
+from stoker.tasks.image_data import Rank, choose_decoding, open_loader, open_samples, training_plan, validation_plan
+from stoker.training.compiling import compile_or_fall_back
+from stoker.training.ema import WeightAverage
+from stoker.training.loop import Run
+from stoker.training.losses import build_loss, cross_entropy
+from stoker.training.metrics import Accumulator
+from stoker.training.observer import Observer, Silence
+from stoker.training.optimizers import build_optimizer
+from stoker.training.precision import Precision, set_matmul_precision
+from stoker.training.progress import Progress
+from stoker.training.ranks import Ranks
+from stoker.training.saving import Parts, Saver
+from stoker.training.schedule import Horizon, scaled_lr
+from stoker.training.sizes import default_resize_epochs, image_size
+from stoker.training.step import Prepared, TrainStep
+from stoker.training.stopping import StopRequest
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The samples of a run, and how they are decoded."""
+
+    train: SampleSet
+    val: SampleSet | None
+    decoding: Decoding
+
+
+def open_data(config: Config, say: Say, progress: Callable[[int, int | None], None] | None = None) -> Data:
+    """Training and validation samples; validation may be missing, then there is none."""
+    train = open_samples(config, "train", progress=progress, say=say)
+    if len(train.classes) < 2:
+        raise UserError(
+            "one-class",
+            f"{config.data_root}/train has one class, {train.classes[0]}",
+            why="there is nothing to tell apart",
+        )
+    try:
+        val = open_samples(config, "val", classes=train.classes, progress=progress, say=say)
+        check_same_classes(train.index, val.index)
+    except UserError as error:
+        if error.name not in ("split-not-found",):
+            raise
+        say(f"no validation: {error.seen}")
+        val = None
+    if config.num_classes is not None and config.num_classes < len(train.classes):
+        raise UserError(
+            "num-classes", f"num_classes is {config.num_classes}, but the data has {len(train.classes)} classes"
+        )
+    decoding, _ = choose_decoding(config, train.index)
+    return Data(train, val, decoding)
+
+
+def build_run(
+    config: Config,
+    data: Data,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    workers: int,
+    quarantine_file: Path | None = None,
+    observer: Observer | None = None,
+    say: Say = lambda _text: None,
+) -> Run:
+    """Everything but a checkpoint: model, optimizer, loaders, augmentation. The same on every rank."""
+    set_matmul_precision(config.matmul_precision)
+    num_classes = config.num_classes or len(data.train.classes)
+    model = _model(config, num_classes, device, ranks, say)
+    total_batch = config.batch_size * ranks.world * config.gradient_accumulation
+    peak_lr = scaled_lr(config.lr, total_batch, config.lr_reference_batch, config.scale_lr)
+    optimizer = build_optimizer(
+        model, config.optimizer, peak_lr, momentum=config.momentum, nesterov=config.nesterov, betas=config.betas,
+        weight_decay=config.weight_decay, decay_bias_and_norm=config.decay_bias_and_norm,
+    )  # fmt: skip
+    ema = WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None
+    computing = _for_computing(config, model, ranks, device, say)
+    precision = Precision(config.precision, device)
+    step = TrainStep(
+        computing, optimizer, build_loss(config), precision, ranks, micro_batch=config.batch_size,
+        clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=say,
+    )  # fmt: skip
+    place = Rank(ranks.rank, ranks.world)
+    loaders = _Loaders(config, data, place, workers, quarantine_file)
+    horizon = _horizon(config, loaders.of_epoch(0).steps())
+    parts = Parts(model, step, ema, horizon, config_values(config))
+    mean, std = _colours(model)
+    augment = build_train_augment(config, num_classes, mean=mean, std=std)
+    return Run(
+        model=computing, ema=ema, step=step, total_batch=total_batch,
+        prepare=partial(_prepare, augment, device),
+        prepare_val=partial(_prepare_val, EvalPrepare(mean, std), device),
+        train_loader=loaders.of_epoch, val_loader=loaders.validation(),
+        val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr, accumulation=config.gradient_accumulation,
+        max_bad_steps=config.max_bad_steps, ranks=ranks, device=device, observer=observer or Silence(),
+        saver=Saver(parts, None, config.checkpoint_every_steps, config.checkpoint_every), progress=Progress(),
+        train_metrics=Accumulator(device), stop=StopRequest(), close=loaders.close,
+    )  # fmt: skip
+
+
+def describe_run(config: Config, run: Run, data: Data) -> str:
+    """What is about to be trained, in the few lines that people check before they go home."""
+    model = run.saver.parts.model
+    total = config.batch_size * run.ranks.world * config.gradient_accumulation
+    scaled = f" = {config.lr:g} x {total} / {config.lr_reference_batch}" if config.scale_lr else " (not scaled)"
+    parts = [f"{config.batch_size}", f"{run.ranks.world} ranks" if run.ranks.world > 1 else ""]
+    parts.append(f"{config.gradient_accumulation} accumulated" if config.gradient_accumulation > 1 else "")
+    val = "no validation" if data.val is None else f"{len(data.val):,} validation images"
+    return "\n".join(
+        [
+            f"{config.model}: {count_parameters(model):,} parameters, {len(data.train.classes)} classes",
+            f"{len(data.train):,} training images, {val}, decoded by {data.decoding.decoder}",
+            f"total batch {total} ({' x '.join(part for part in parts if part)}), "
+            f"{run.horizon.steps_per_epoch:,} steps an epoch, {run.horizon.epochs} epochs",
+            f"learning rate {run.peak_lr:g}{scaled}, {config.optimizer}, {config.lr_scheduler}",
+            f"{run.device.type}, precision {config.precision}" + (", compiled" if config.compile_model else ""),
+        ]
+    )
+
+
+class _Loaders:
+    """The loaders of a run; progressive resizing makes a new one when the images change their size."""
+
+    def __init__(self, config: Config, data: Data, rank: Rank, workers: int, quarantine_file: Path | None) -> None:
+        self._config = config
+        self._data = data
+        self._rank = rank
+        self._workers = workers
+        self._quarantine_file = quarantine_file
+        self._open: ImageLoader | None = None
+        self._size: int | None = None
+        self._val: ImageLoader | None = None
+
+    def of_epoch(self, epoch: int) -> ImageLoader:
+        config = self._config
+        until = config.resize_epochs or default_resize_epochs(config.epochs)
+        size = image_size(epoch, config.start_img_size, config.img_size, until)
+        if self._open is None or size != self._size:
+            if self._open is not None:
+                self._open.close()
+            sized = config.model_copy(update={"img_size": size})
+            plan = training_plan(sized, self._data.train, self._data.decoding, self._rank)
+            if plan.steps.count() // config.gradient_accumulation < 1:
+                raise _too_few(config, len(self._data.train), plan.steps.total_batch * config.gradient_accumulation)
+            self._open = open_loader(sized, plan, workers=self._workers, quarantine_file=self._quarantine_file)
+            self._size = size
+        return self._open
+
+    def validation(self) -> ImageLoader | None:
+        if self._data.val is None:
+            return None
+        plan = validation_plan(self._config, self._data.val, self._data.decoding, self._rank)
+        self._val = open_loader(self._config, plan, workers=self._workers, quarantine_file=self._quarantine_file)
+        return self._val
+
+    def close(self) -> None:
+        for loader in (self._open, self._val):
+            if loader is not None:
+                loader.close()
+
+
+def _too_few(config: Config, samples: int, total: int) -> UserError:
+    return UserError(
+        "batch-larger-than-data",
+        f"{samples} training images make no batch of {total}",
+        why="the last partial batch of an epoch is dropped, so every epoch would be empty",
+        hint=f"batch_size={max(1, samples // max(1, total // config.batch_size))} or less",
+    )
+
+
+def _model(config: Config, num_classes: int, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
+    sizes = [size for size in (config.val_img_size, config.start_img_size) if size is not None]
+    model = build_model(
+        config.model, num_classes, img_size=config.img_size, other_sizes=sizes, drop_path=config.drop_path,
+        dropout=config.dropout, gradient_checkpointing=config.gradient_checkpointing,
+        channels_last=config.channels_last, seed=config.seed,
+    )  # fmt: skip
+    if config.weights is not None:
+        report = load_weights(model, Path(config.weights))
+        say(f"weights from {config.weights}" + (f"; new: {', '.join(report.skipped)}" if report.skipped else ""))
+    if config.sync_batchnorm and ranks.world > 1 and device.type == "cuda":
+        model = with_sync_batchnorm(model)
+    return model.to(device)
+
+
+def _for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch.device, say: Say) -> nn.Module:
+    """The model as the step calls it: wrapped for several ranks, compiled."""
+    computing = compile_or_fall_back(model, config.compile_mode, say) if config.compile_model else model
+    if ranks.world > 1:
+        ids = [device.index] if device.type == "cuda" else None
+        # Batch norm's statistics are made equal before each validation; sending them each step would only cost time.
+        computing = DistributedDataParallel(computing, device_ids=ids, broadcast_buffers=False)
+    return computing
+
+
+def _horizon(config: Config, batches: int) -> Horizon:
+    return Horizon(
+        steps_per_epoch=batches // config.gradient_accumulation, epochs=config.epochs,
+        warmup_epochs=config.warmup_epochs, warmup_start=config.warmup_start, min_lr=config.min_lr,
+        scheduler=config.lr_scheduler, update=config.lr_update, step_epochs=config.lr_step_epochs,
+        step_factor=config.lr_step_factor,
+    )  # fmt: skip
+
+
+def _colours(model: nn.Module) -> tuple[Colour, Colour]:
+    """Mean and deviation that the network's published weights were made with; ImageNet's for any other."""
+    known = getattr(model, "pretrained_cfg", None) or {}
+    mean, std = known.get("mean"), known.get("std")
+    if mean is None or std is None or len(mean) != 3 or len(std) != 3:
+        return IMAGENET_MEAN, IMAGENET_STD
+    return tuple(mean), tuple(std)
+
+
+def _prepare(augment: TrainAugment, device: torch.device, batch: Batch, epoch: int, step: int) -> Prepared:
+    images = batch.images.to(device, non_blocking=True)
+    labels = to_device(batch.labels, device)
+    mixed = augment(images, labels, batch.flips, batch.keys, epoch, step)
+    return Prepared(mixed.images, mixed.targets, labels, mixed.mixed)
+
+
+def _prepare_val(prepare: EvalPrepare, device: torch.device, batch: Batch) -> Prepared:
+    labels = to_device(batch.labels, device)
+    return Prepared(prepare(batch.images.to(device, non_blocking=True)), labels, labels, mixed=False)

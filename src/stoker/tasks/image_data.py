@@ -1,0 +1,130 @@
+"""The images of a classification: from a config to the samples of a split and a loader over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from stoker.config import Config
+from stoker.data.calibration import CalibrationResult
+from stoker.data.crops import CropRange
+from stoker.data.decode import Decoding, choose_decoder
+from stoker.data.index import open_index
+from stoker.data.loader import ImageLoader, LoaderOptions
+from stoker.data.making import BatchPlan
+from stoker.data.order import Order, Steps
+from stoker.data.sample_index import SampleIndex
+from stoker.data.samples import SampleSet, all_samples
+from stoker.data.stores import ReadFailure, open_store
+from stoker.data.subset import choose_subset
+from stoker.data.views import CentreCrop, RandomCrop, View
+from stoker.errors import ConfigError
+
+Split = Literal["train", "val"]
+Progress = Callable[[int, int | None], None]
+CALIBRATION_FILES = 48
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among those that train together."""
+
+    rank: int = 0
+    world: int = 1
+
+
+ALONE = Rank()
+
+
+def open_samples(
+    config: Config,
+    split: Split | Literal[""],
+    *,
+    classes: tuple[str, ...] | None = None,
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+) -> SampleSet:
+    """The samples of a split that the config chooses; validation passes the classes that training chose."""
+    if config.data_root is None:
+        raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
+    index_dir = Path(config.index_dir) if config.index_dir else None
+    index = open_index(config.data_root, split, index_dir=index_dir, progress=progress, say=say)
+    per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
+    if config.subset_classes is None and per_class is None and classes is None:
+        return all_samples(index)
+    subset = choose_subset(
+        index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes
+    )
+    return SampleSet(index, subset.classes, subset.ids, subset.labels)
+
+
+def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:
+    """The decoder that the config names, or the fastest on the data's own files."""
+    return choose_decoder(
+        config.decoder,
+        lambda: files_for_measuring(config, index),
+        config.img_size,
+        max_pixels=config.max_image_pixels,
+    )
+
+
+def training_plan(config: Config, samples: SampleSet, decoding: Decoding, rank: Rank = ALONE) -> BatchPlan:
+    """What the training batches hold."""
+    view = RandomCrop(
+        size=config.img_size,
+        bounds=CropRange(config.crop_scale, config.crop_aspect),
+        decoding=decoding,
+        faithful=config.decode_mode == "faithful",
+        interpolation=config.interpolation,
+    )
+    order = Order(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
+    steps = Steps(len(samples), config.batch_size, rank.world, rank.rank, drop_last=True)
+    return BatchPlan(samples, order, steps, view, config.seed, config.horizontal_flip)
+
+
+def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, rank: Rank = ALONE) -> BatchPlan:
+    """What the validation batches hold: every sample once, in order, nothing random."""
+    size = config.val_img_size or config.img_size
+    # As torchvision and timm compute it: the crop keeps `crop_ratio` of the resized shorter side.
+    view: View = CentreCrop(size, int(np.floor(size / config.crop_ratio)), decoding, config.interpolation)
+    batch = config.val_batch_size or config.batch_size
+    order = Order(len(samples), config.seed, shuffle=False)
+    steps = Steps(len(samples), batch, rank.world, rank.rank, drop_last=False)
+    return BatchPlan(samples, order, steps, view, config.seed, horizontal_flip=0.0)
+
+
+def open_loader(config: Config, plan: BatchPlan, *, workers: int, quarantine_file: Path | None = None) -> ImageLoader:
+    """A loader over a plan, with the config's keys for how batches are made."""
+    options = LoaderOptions(
+        engine=config.loader,
+        workers=workers,
+        prefetch=config.prefetch_factor,
+        pin_memory=config.pin_memory,
+        persistent_workers=config.persistent_workers,
+        worker_start=config.worker_start,
+        lookahead=config.lookahead,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+        cache_size=config.cache_size,
+        max_image_bytes=config.max_image_bytes,
+        max_bad_fraction=config.max_bad_fraction,
+        quarantine_file=quarantine_file,
+    )
+    return ImageLoader(plan, options)
+
+
+def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
+    """Files spread over the index, for measuring on what the user really has."""
+    store = open_store(index.root, max_object_bytes=config.max_image_bytes)
+    files = []
+    for sample in np.linspace(0, len(index) - 1, min(CALIBRATION_FILES, len(index))).astype(int):
+        location = index.location(int(sample))
+        try:
+            whole = index.shard_of is None
+            files.append(bytes(store.read(location.path, location.offset, location.size, whole=whole)))
+        except ReadFailure:
+            continue  # named when its turn comes
+    return files

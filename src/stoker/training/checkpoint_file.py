@@ -1,0 +1,254 @@
+"""One checkpoint in one file: safetensors, hashed, without pickle.
+
+    8 bytes    length of the header
+    header     JSON: our metadata (format, two hashes, the state as JSON text), then name, type, shape and place
+               of every tensor
+    tensors    one after the other
+
+Any reader of safetensors opens it. The header's hash covers the header, and the tensors' hash, which stands in the
+header, covers the rest: `peek` is sure of what it says without reading the tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+
+from stoker.errors import UserError
+from stoker.files import atomic_file
+from stoker.training.state_tree import FlatState, flatten, plain_part, rebuild
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+FORMAT = "stoker checkpoint 1"
+NO_HASH = "0" * 32
+OPENING = f'{{"__metadata__":{{"format":"{FORMAT}","header_xxh3_128":"'.encode()
+BETWEEN = b'","tensors_xxh3_128":"'
+HEADER_HASH = slice(8 + len(OPENING), 8 + len(OPENING) + 32)
+TENSORS_HASH = slice(HEADER_HASH.stop + len(BETWEEN), HEADER_HASH.stop + len(BETWEEN) + 32)
+# safetensors' own limit; a header of ResNet-50 with optimizer and EMA has 0.1 MB.
+LARGEST_HEADER = 100_000_000
+MOST_DIMENSIONS = 64
+
+Stop = Callable[[str], None]
+"""Called at named points of a save; tests end the process there."""
+
+
+def no_stop(point: str) -> None:
+    """The `Stop` of every real save."""
+
+
+class CheckpointCorrupt(UserError):
+    """A checkpoint whose content cannot be trusted: names the file and what is wrong with it."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(
+            "checkpoint-corrupt",
+            f"{path} {what}",
+            why="nothing of it was used: a wrong weight would spoil the run without a sign",
+            hint="remove the file, and the same command goes on from the checkpoint before it",
+        )
+        self.path = path
+        self.what = what
+
+
+def write_checkpoint(path: Path, state: Mapping[Any, Any] | FlatState, *, stop: Stop = no_stop) -> int:
+    """The whole state under `path`, or the old file untouched; returns the size in bytes."""
+    flat = flatten(state)
+    stop("before temp")
+    with atomic_file(path, "wb") as stream:
+        size = write_to(stream, flat, stop=stop)
+        stop("before rename")
+    stop("after rename")
+    return size
+
+
+def write_to(stream: BinaryIO, flat: FlatState, *, stop: Stop = no_stop) -> int:
+    """Writes a state to an empty file and waits until the disk has it; returns the size in bytes."""
+    header, names = _header_of(flat)
+    total = sum(tensor.nbytes for tensor in flat.tensors.values())
+    stream.write(header)
+    digest, written, half_told = xxhash.xxh3_128(), 0, False
+    for name in names:
+        data = _bytes_of(flat.tensors[name])
+        digest.update(data)
+        stream.write(data)
+        written += len(data)
+        if written * 2 >= total and not half_told:
+            half_told = True
+            stream.flush()
+            stop("half of temp")
+    # One pass over the tensors: the hashes are filled in when they are known.
+    header[TENSORS_HASH] = digest.hexdigest().encode()
+    header[HEADER_HASH] = xxhash.xxh3_128(header).hexdigest().encode()
+    stream.seek(0)
+    stream.write(header)
+    stream.flush()
+    os.fsync(stream.fileno())
+    stop("after temp")
+    return len(header) + total
+
+
+def read_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[Any, Any]:
+    """The state as it was saved, every bit checked.
+
+    Random number states belong on the CPU, and `load_state_dict` moves the rest: mostly "cpu" is right.
+    """
+    with _opened(path) as stream:
+        header = _read_header(stream, path)
+        tensors = {}
+        digest = xxhash.xxh3_128()
+        for name, (dtype, shape, size) in header.tensors.items():
+            data = _memory_for(size, path)
+            view = memoryview(data.numpy())  # type: ignore[arg-type]
+            if stream.readinto(view) != size:  # type: ignore[attr-defined]
+                raise CheckpointCorrupt(path, f"ends within {name}")
+            digest.update(view)
+            with _made_by_us(path):
+                tensors[name] = data.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        if digest.hexdigest() != header.tensors_hash:
+            raise CheckpointCorrupt(path, "holds tensors that differ from what was saved (their hash does not match)")
+    moved = {name: tensor.to(map_location) for name, tensor in tensors.items()}
+    with _made_by_us(path):
+        return rebuild(header.text, moved)
+
+
+def peek(path: Path) -> dict[Any, Any]:
+    """The state without its tensors (None stands for each): config, progress, metrics, without reading weights."""
+    with _opened(path) as stream:
+        header = _read_header(stream, path)
+    with _made_by_us(path):
+        return plain_part(header.text)
+
+
+@dataclass(frozen=True)
+class _Header:
+    text: str
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
+    """Type, shape and bytes by name, in the order of the file."""
+    tensors_hash: str
+
+
+def _header_of(flat: FlatState) -> tuple[bytearray, list[str]]:
+    """Length and header without the hashes, and the names in the order in which their tensors must follow."""
+    for name, tensor in flat.tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{name} has type {tensor.dtype}, which the format cannot hold")
+    # Wide types first: each tensor is aligned then, and the format allows no gaps.
+    names = sorted(flat.tensors, key=lambda name: -flat.tensors[name].element_size())
+    metadata = {"format": FORMAT, "header_xxh3_128": NO_HASH, "tensors_xxh3_128": NO_HASH, "state": flat.text}
+    document: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for name in names:
+        tensor = flat.tensors[name]
+        end = start + tensor.nbytes
+        document[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return bytearray(len(text).to_bytes(8, "little") + text), names
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def _memory_for(size: int, path: Path) -> torch.Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise UserError("checkpoint-unreadable", f"{path} holds a tensor of {size} bytes: too much memory") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The file, with what the disk says in a user's words."""
+    try:
+        with path.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise CheckpointCorrupt(path, "cannot be read: the disk reports an error") from error
+        raise UserError("checkpoint-unreadable", f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _made_by_us(path: Path) -> Iterator[None]:
+    """Hashes that fit around content that makes no sense: somebody else made the file."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
+        raise CheckpointCorrupt(path, f"makes no sense: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _read_header(stream: BinaryIO, path: Path) -> _Header:
+    size = os.fstat(stream.fileno()).st_size
+    start = stream.read(8 + len(OPENING))
+    if start[8:] != OPENING:
+        raise CheckpointCorrupt(path, _what_else(start, size))
+    length = int.from_bytes(start[:8], "little")
+    # Before anything is allocated: the length is whatever the file says.
+    if not TENSORS_HASH.stop - 8 < length <= min(size - 8, LARGEST_HEADER):
+        raise CheckpointCorrupt(path, f"announces a header of {length} bytes and has {size} bytes in all")
+    raw = bytearray(start + stream.read(8 + length - len(start)))
+    if len(raw) != 8 + length:
+        raise CheckpointCorrupt(path, "ends within its header")
+    said = raw[HEADER_HASH].decode("ascii", "replace")
+    raw[HEADER_HASH] = NO_HASH.encode()
+    if xxhash.xxh3_128(raw).hexdigest() != said:
+        raise CheckpointCorrupt(path, "holds a header that differs from what was saved (its hash does not match)")
+    with _made_by_us(path):
+        document = json.loads(raw[8:])
+        metadata = document.pop("__metadata__")
+        text, tensors_hash = metadata["state"], metadata["tensors_xxh3_128"]
+        tensors, end = _checked_table(document)
+    if 8 + length + end != size:
+        raise CheckpointCorrupt(path, f"has {size} bytes and must have {8 + length + end}")
+    return _Header(text, tensors, tensors_hash)
+
+
+def _checked_table(document: dict[str, Any]) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], int]], int]:
+    """The tensors in the order of the file, and where the last one ends; ValueError for a table that lies."""
+    tensors, position = {}, 0
+    for name, entry in sorted(document.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if len(shape) > MOST_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, end)):
+            raise ValueError(f"{name} has an impossible shape")
+        if start != position or end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} is not where it must be")
+        tensors[name] = (dtype, tuple(shape), end - start)
+        position = end
+    return tensors, position
+
+
+def _what_else(start: bytes, size: int) -> str:
+    if size == 0:
+        return "is empty"
+    if start.startswith(b"PK"):
+        return "is a zip file, as torch.save writes it: it can carry code, and is not opened"
+    if start.startswith(b"\x80"):
+        return "is a pickle: it can carry code, and is not opened"
+    if len(start) < 8 + len(OPENING) and start[8:] == OPENING[: len(start) - 8]:
+        return f"ends after {size} bytes"
+    return "is no checkpoint of this version of stoker"

@@ -1,0 +1,112 @@
+"""Starts one process for each device of this node, and ends with them.
+
+The same command is run again in each process, with the variables that torchrun would set; so one program
+runs alone, under this launcher, under torchrun and under srun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from stoker.errors import EXIT_OK, EXIT_PREEMPTED, UserError
+
+GRACE_S = 120.0
+"""How long the others may take to save after one of them ended: the notice that a spot machine gets."""
+POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+_SAVE_AND_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def launch(command: Sequence[str], devices: int, nodes: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Runs the command once for each device; the exit code of the first that failed, or 0."""
+    node = _node_rank(nodes, environment)
+    address = environment.get("MASTER_ADDR")
+    if nodes > 1 and not address:
+        raise UserError(
+            "no-master-address",
+            f"num_nodes is {nodes}, but MASTER_ADDR is not set",
+            why="the nodes meet at that address",
+            hint="MASTER_ADDR=<first node> MASTER_PORT=12355 NODE_RANK=<0, 1, ...> on every node",
+        )
+    port = environment.get("MASTER_PORT") or str(12355 if nodes > 1 else _free_port())
+    processes = []
+    for local in range(devices):
+        own = dict(environment) | {
+            "RANK": str(node * devices + local),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(nodes * devices),
+            "MASTER_ADDR": address or "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        processes.append(subprocess.Popen([sys.executable, *command], env=own, preexec_fn=_die_with_parent))
+    return _attend(processes)
+
+
+def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
+    """Passes signals on, waits for all; when one fails the others are asked to leave, then made to."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    # Ctrl-C reaches the whole foreground group by itself; passing it on twice would mean 'at once'.
+    before: dict[int, Any] = {number: signal.signal(number, pass_on) for number in _SAVE_AND_LEAVE}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        failed_at: float | None = None
+        first_code = EXIT_OK
+        while any(process.poll() is None for process in processes):
+            codes = [process.returncode for process in processes if process.returncode not in (None, EXIT_OK)]
+            if codes and failed_at is None:
+                first_code, failed_at = codes[0], time.monotonic()
+                # A rank that left to save (143) has told the others itself; a dead one could not.
+                if first_code != EXIT_PREEMPTED:
+                    pass_on(signal.SIGTERM, None)
+            if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
+                for process in processes:
+                    process.kill()
+            time.sleep(POLL_S)
+        codes = [process.returncode for process in processes if process.returncode != EXIT_OK]
+        first_code = first_code or (codes[0] if codes else EXIT_OK)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    # A process that a signal ended has a negative code; a shell would say 128 + number.
+    return first_code if first_code >= 0 else 128 - first_code
+
+
+def _node_rank(nodes: int, environment: Mapping[str, str]) -> int:
+    text = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or ("0" if nodes == 1 else "")
+    if not text.isdigit() or int(text) >= nodes:
+        raise UserError(
+            "no-node-rank",
+            f"NODE_RANK is {text or 'not set'}, with num_nodes: {nodes}",
+            why="each node has to know which one it is",
+            hint=f"NODE_RANK=0 on the first node, up to {nodes - 1} on the last",
+        )
+    return int(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _die_with_parent() -> None:
+    """No orphan outlives a launcher that was killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

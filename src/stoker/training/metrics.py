@@ -1,0 +1,86 @@
+"""Loss and accuracy over many batches and all ranks: sums stay on the device until they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TOP = 5
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means over every sample that was added, on all ranks; None where there was none."""
+
+    loss: float | None
+    acc1: float | None
+    """Percent of the samples whose label had the highest score."""
+    acc5: float | None
+    """Percent of the samples whose label was among the five highest scores; with fewer classes, among all."""
+    samples: int
+    """Samples behind `loss`."""
+    judged: int
+    """Samples behind the accuracies: fewer where batches were mixed, and have no one label."""
+
+
+class Accumulator:
+    """Adds up batches without waiting for the device; ranks may add different numbers of samples, or none."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        device = torch.device(device)
+        # Counts up to 2^53 are exact in float64, so one tensor, and one message, carries sums and counts.
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        self._loss = torch.zeros((), dtype=precise, device=device)
+        self._hits = torch.zeros(2, dtype=torch.int64, device=device)
+        # Shapes are known on the host: counting needs no device.
+        self._samples = 0
+        self._judged = 0
+
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor) -> None:
+        """Adds a batch: logits (samples, classes), labels (samples,), the mean loss of the batch."""
+        self.add_loss(loss, len(labels))
+        self.add_hits(logits, labels)
+
+    def add_loss(self, loss: Tensor, samples: int) -> None:
+        """Adds the mean loss over so many samples; alone, for batches whose labels were mixed."""
+        if samples:  # the mean over nothing is no number
+            self._loss += loss.detach().to(self._loss.dtype) * samples
+            self._samples += samples
+
+    def add_hits(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds whose labels were among the highest scores."""
+        best = logits.detach().topk(min(TOP, logits.shape[1]), dim=1).indices
+        hits = best == labels[:, None]
+        self._hits += torch.stack((hits[:, 0].sum(), hits.sum()))
+        self._judged += len(labels)
+
+    def total(self) -> dict[str, float]:
+        """The sums over all ranks, for a checkpoint. Every rank has to call it: they wait for the device and each
+        other."""
+        counts = torch.tensor([self._samples, self._judged], dtype=self._loss.dtype, device=self._loss.device)
+        sums = torch.cat((self._loss[None], self._hits.to(self._loss.dtype), counts))
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(sums)
+        return dict(zip(("loss", "hits1", "hits5", "samples", "judged"), sums.tolist(), strict=True))
+
+    def restore(self, total: dict[str, float] | None) -> None:
+        """Goes on from saved sums; they belong to one rank, the others begin with nothing."""
+        if total is None:
+            return
+        self._loss.fill_(total["loss"])
+        self._hits.copy_(torch.tensor([int(total["hits1"]), int(total["hits5"])]))
+        self._samples, self._judged = int(total["samples"]), int(total["judged"])
+
+    def result(self) -> Scores:
+        """The means. Every rank has to call it."""
+        loss, hits1, hits5, samples, judged = self.total().values()
+        return Scores(
+            loss=loss / samples if samples else None,
+            acc1=100.0 * hits1 / judged if judged else None,
+            acc5=100.0 * hits5 / judged if judged else None,
+            samples=int(samples),
+            judged=int(judged),
+        )

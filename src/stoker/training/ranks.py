@@ -1,0 +1,104 @@
+"""Which process this is among those that train together, whoever started them.
+
+torchrun says it by RANK, LOCAL_RANK and WORLD_SIZE; SLURM by SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS;
+otherwise this is the only one, or the one that starts the others (stoker.training.launch).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from stoker.errors import UserError
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process and its fellows."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+
+def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+    """The place that a launcher gave this process; None where none did.
+
+    WORLD_SIZE alone says nothing: some people export it as the number of nodes, and only a launcher also
+    sets LOCAL_RANK.
+    """
+    if all(name in environment for name in _TORCHRUN):
+        return _read(environment, _TORCHRUN)
+    # Inside `sbatch` or `salloc`, but not started by srun, there is no step: one process.
+    if "SLURM_STEP_ID" in environment and all(name in environment for name in _SLURM):
+        return _read(environment, _SLURM)
+    return None
+
+
+def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Ranks:
+    try:
+        rank, local, world = (int(environment[name]) for name in names)
+    except ValueError:
+        seen = ", ".join(f"{name}={environment[name]}" for name in names)
+        raise UserError("bad-rank", f"{seen} are no numbers", hint="let torchrun or srun set them") from None
+    if not 0 <= rank < world:
+        raise UserError("bad-rank", f"{names[0]}={rank} is not below {names[2]}={world}")
+    return Ranks(rank, local, world)
+
+
+@contextmanager
+def process_group(ranks: Ranks, backend: str, timeout_s: float) -> Iterator[None]:
+    """Joins the ranks for the block, where there are several."""
+    if ranks.world == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "12355")
+    try:
+        dist.init_process_group(
+            backend, rank=ranks.rank, world_size=ranks.world, timeout=datetime.timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            "ranks-do-not-meet",
+            f"rank {ranks.rank} of {ranks.world} could not join the others at {address}: {str(error).splitlines()[0]}",
+            why="every rank has to reach MASTER_ADDR:MASTER_PORT, and all of them have to be started",
+            hint="check MASTER_ADDR, MASTER_PORT, NODE_RANK and num_nodes on every node",
+        ) from None
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def any_rank(flag: bool, ranks: Ranks) -> bool:
+    """Whether the flag is up on any rank. The ranks wait for each other here."""
+    return agree((flag,), ranks)[0]
+
+
+def agree(flags: tuple[bool, ...], ranks: Ranks) -> tuple[bool, ...]:
+    """For each flag, whether it is up on any rank; one message for all. The ranks wait for each other here."""
+    if ranks.world == 1:
+        return flags
+    import torch
+    import torch.distributed as dist
+
+    # On the CPU with gloo, on the GPU with NCCL: the only place where the backend's device matters.
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    raised = torch.tensor([int(flag) for flag in flags], device=device)
+    dist.all_reduce(raised, dist.ReduceOp.MAX)
+    return tuple(bool(value) for value in raised.tolist())  # waits for the device

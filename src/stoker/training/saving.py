@@ -1,0 +1,125 @@
+"""What a checkpoint of a run holds, when it is written, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from stoker.training.async_saving import AsyncSaver
+from stoker.training.checkpoint_file import read_checkpoint
+from stoker.training.checkpoint_match import CheckpointOther, differences
+from stoker.training.checkpoints import Checkpoints, Outcome, SaveFailed
+from stoker.training.ema import WeightAverage
+from stoker.training.progress import Progress
+from stoker.training.schedule import Horizon
+from stoker.training.step import TrainStep
+
+
+@dataclass
+class Parts:
+    """What is saved: the live objects."""
+
+    model: nn.Module
+    """The bare model: not compiled, not wrapped for several ranks."""
+    step: TrainStep
+    ema: WeightAverage | None
+    horizon: Horizon
+    config: dict[str, Any]
+
+    def state(self, progress: Progress, sums: dict[str, Any]) -> dict[str, Any]:
+        """Everything that the run needs to go on as if it had never stopped."""
+        return {
+            "model": self.model.state_dict(),
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "optimizer": self.step.optimizer.state_dict(),
+            "scaler": self.step.precision.scaler.state_dict(),
+            "progress": progress.as_dict(),
+            "horizon": asdict(self.horizon),
+            "sums": sums,
+            "config": self.config,
+        }
+
+    def restore(self, state: dict[str, Any], path: Path) -> Progress:
+        """Puts a saved state into the live objects; raises CheckpointOther where it does not fit them."""
+        ours = {"model": self.model.state_dict(), "ema": self.ema is not None}
+        theirs = {"model": state["model"], "ema": state["ema"] is not None}
+        differ = differences(theirs, ours)
+        for key in ("model", "optimizer", "num_classes"):
+            if state["config"].get(key) != self.config.get(key):
+                differ.insert(
+                    0, f"{key}: {state['config'].get(key)} in the checkpoint, {self.config.get(key)} in this run"
+                )
+        if differ:
+            raise CheckpointOther(path, differ)
+        self.model.load_state_dict(state["model"])
+        self.step.optimizer.load_state_dict(state["optimizer"])
+        self.step.precision.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        return Progress(**state["progress"])
+
+
+@dataclass
+class Saver:
+    """Writes the checkpoints of a run, on the rank that writes; on the others it does nothing."""
+
+    parts: Parts
+    checkpoints: Checkpoints | None
+    """None on ranks that do not write."""
+    every_steps: int | None = None
+    every_s: float | None = None
+    say: Callable[[str], None] = lambda _text: None
+    told: Callable[[str, dict[str, Any]], None] = lambda _name, _details: None
+    _writer: AsyncSaver | None = field(default=None, init=False)
+    _last_s: float = field(default_factory=time.monotonic, init=False)
+    _last_step: int = field(default=-1, init=False)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this rank thinks that it is time; the ranks have to agree before they save."""
+        if self.every_steps is not None and step % self.every_steps == 0:
+            return True
+        return self.every_s is not None and time.monotonic() - self._last_s >= self.every_s
+
+    def save(
+        self, progress: Progress, sums: dict[str, Any], *, best: tuple[int, float] | None = None, now: bool = False
+    ) -> None:
+        """Saves as last, and as one of the best; in the background unless it has to be done `now`."""
+        self._last_s = time.monotonic()
+        if self.checkpoints is None or (progress.step == self._last_step and best is None and not now):
+            return
+        self._last_step = progress.step
+        if self._writer is None:
+            self._writer = AsyncSaver(self.checkpoints)
+        state = self.parts.state(progress, sums)
+        handed = self._writer.save(state, best=best)
+        self._tell(handed.finished)
+        self.told("checkpoint", {"pause_s": handed.pause_s, "waited_s": handed.waited_s})
+        if now:
+            self._tell(self._writer.wait())
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+        if self._writer is not None:
+            self._tell(self._writer.close())
+            self._writer = None
+
+    def _tell(self, outcomes: tuple[Outcome, ...]) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, SaveFailed):
+                self.say(f"warning: {outcome.why}; training goes on, the next save tries again")
+                self.told("save_failed", {"why": outcome.why})
+
+
+def load_for_resume(
+    checkpoints: Checkpoints, explicit: Path | None
+) -> tuple[dict[str, Any], Path, tuple[str, ...]] | None:
+    """The state to go on from: the one that was named, or the newest whole one; None for a new run."""
+    if explicit is not None:
+        return read_checkpoint(explicit), explicit, ()
+    latest = checkpoints.latest()
+    return None if latest is None else (latest.state, latest.path, latest.notes)

@@ -1,0 +1,273 @@
+"""`stoker pack` as a user runs it: results, refusals, interruptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from tests.conftest import Run
+
+ANEW = ("--shard-size", "300KB", "--quality", "90", "--workers", "2")
+
+
+def make_split(folder: Path, per_class: int, side: int = 32) -> None:
+    """Class folders whose images differ by their size; links to few files, so that large sets cost nothing."""
+    random = np.random.default_rng(0)
+    kinds = [simplejpeg.encode_jpeg(random.integers(0, 255, (side, side + n, 3), np.uint8), 60) for n in range(4)]
+    for class_name in ("cat", "dog"):
+        (folder / class_name).mkdir(parents=True)
+        for number in range(per_class):
+            path = folder / class_name / f"{number:04d}.jpg"
+            if number < len(kinds):
+                path.write_bytes(kinds[number])
+            else:
+                path.hardlink_to(folder / class_name / f"{number % len(kinds):04d}.jpg")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    make_split(tmp_path / "images" / "train", 8)
+    make_split(tmp_path / "images" / "val", 4)
+    return tmp_path / "images"
+
+
+def test_both_splits_are_packed_and_the_source_is_left_alone(stoker: Run, source: Path, tmp_path: Path) -> None:
+    before = content(source)
+    ended = stoker("pack", source, tmp_path / "packed", "--json")
+    assert ended.code == 0
+    splits = ended.json["splits"]
+    assert {name: split["samples"] for name, split in splits.items()} == {"train": 16, "val": 8}
+    assert splits["train"]["shards"] == 1
+    assert splits["train"]["skipped"] == 0
+    assert splits["train"]["images_per_second"] > 0
+    assert splits["train"]["bytes"] == (tmp_path / "packed/train/shard-000000.tar").stat().st_size
+    assert Path(splits["val"]["folder"]) == tmp_path / "packed" / "val"
+    assert content(source) == before
+    assert not (tmp_path / "packed/.pack/source-index").exists()
+
+
+def test_the_text_says_what_came_out_and_a_second_run_keeps_it(stoker: Run, source: Path, tmp_path: Path) -> None:
+    first = stoker("pack", source, "packed")
+    assert first.code == 0
+    assert "train" in first.out
+    assert str(tmp_path / "packed" / "train") in first.out
+    before = content(tmp_path / "packed")
+    again = stoker("pack", source, "packed")
+    assert "1 (1 kept)" in again.out
+    assert content(tmp_path / "packed") == before
+
+
+def test_a_folder_of_class_folders_is_packed_into_the_destination_itself(
+    stoker: Run, source: Path, tmp_path: Path
+) -> None:
+    assert (
+        stoker("pack", source / "train", tmp_path / "packed" / "train", "--json").json["splits"]["."]["samples"] == 16
+    )
+    assert (tmp_path / "packed" / "train" / "shard-000000.tar").exists()
+
+
+def test_only_the_splits_that_were_asked_for(stoker: Run, source: Path, tmp_path: Path) -> None:
+    ended = stoker("pack", source, tmp_path / "packed", "--split", "val", "--json")
+    assert list(ended.json["splits"]) == ["val"]
+    assert not (tmp_path / "packed" / "train").exists()
+
+
+def test_other_options_are_refused_until_fresh_removes_the_pack(stoker: Run, source: Path, tmp_path: Path) -> None:
+    assert stoker("pack", source, "packed").code == 0
+    (tmp_path / "packed" / "train" / "notes.txt").write_text("mine")
+    refused = stoker("pack", source, "packed", "--longest", "20")
+    assert (refused.code, "error: pack-options-differ" in refused.err, "--fresh" in refused.err) == (1, True, True)
+    assert stoker("pack", source, "packed", "--longest", "20", "--fresh").code == 0
+    assert (tmp_path / "packed" / "train" / "notes.txt").read_text() == "mine"
+    assert json.loads((tmp_path / "packed/train/index.json").read_text())["facts"]["packed_with"]["longest"] == 20
+
+
+def test_bad_files_are_a_warning_or_an_error_with_the_list(stoker: Run, source: Path, tmp_path: Path) -> None:
+    (source / "train" / "cat" / "page.jpg").write_text("<html>")
+    refused = stoker("pack", source, "packed", "--json")
+    assert refused.code == 1
+    assert refused.json["error"]["name"] == "too-many-bad-images"
+    assert "cat/page.jpg: not an image" in refused.err
+    assert not (tmp_path / "packed/train/index.json").exists()
+    allowed = stoker("pack", source, "packed", "--max-bad-fraction", "0.1", "--json")
+    assert allowed.code == 0
+    assert allowed.json["splits"]["train"]["skipped"] == 1
+    assert "skipped.jsonl" in allowed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--longest", "500", "--shortest", "256"], "cannot both hold"),
+        (["--longest", "0"], "--longest 0"),
+        (["--quality", "0"], "outside 1..100"),
+        (["--quality", "101"], "outside 1..100"),
+        (["--workers", "0"], "--workers 0"),
+        (["--shard-size", "256"], "write a unit"),
+        (["--shard-size", "0"], "holds nothing"),
+        (["--max-bad-fraction", "2"], "outside 0..1"),
+        (["--split", "../elsewhere"], "leads out"),
+    ],
+)
+def test_wrong_options_exit_2_and_write_nothing(
+    stoker: Run, source: Path, tmp_path: Path, options: list[str], expected: str
+) -> None:
+    ended = stoker("pack", source, "packed", *options)
+    assert ended.code == 2
+    assert expected in ended.err
+    assert "hint:" in ended.err
+    assert not (tmp_path / "packed").exists()
+
+
+def test_impossible_places_are_refused_and_nothing_is_written(stoker: Run, source: Path, tmp_path: Path) -> None:
+    before = content(tmp_path / "images")
+    (tmp_path / "file").write_text("")
+    for source_name, destination, expected in [
+        ("images", "images", "destination-inside-source"),
+        ("images", "images/packed", "destination-inside-source"),
+        ("imges", "packed", "did you mean images"),
+        ("images", "file", "is a file"),
+        ("images", "s3://bucket/packed", "is a URL"),
+    ]:
+        ended = stoker("pack", source_name, destination)
+        assert ended.code in (1, 2)
+        assert expected in ended.err
+        assert "Traceback" not in ended.err
+    assert content(tmp_path / "images") == before
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_split_that_does_not_exist_is_named(stoker: Run, source: Path) -> None:
+    ended = stoker("pack", source, "packed", "--split", "tran")
+    assert ended.code == 1
+    assert "did you mean train" in ended.err
+
+
+def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
+    make_split(open_folder / "images", 1)
+    (open_folder / "closed").mkdir(mode=0o555)
+    program = (
+        # What the command imports is imported first: the new user may not read our environment.
+        "import os, sys\n"
+        "import stoker.commands.pack, stoker.data.packing, stoker.data.index, stoker.probe.host, stoker.config.units\n"
+        "import stoker.output.text, stoker.output.json_document, stoker.output.progress\n"
+        "from stoker.cli import main\n"
+        "if os.getuid() == 0:\n"
+        "    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    for destination in ("closed", "closed/packed"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, "pack", "images", destination],
+            cwd=open_folder, capture_output=True, text=True, timeout=60, env=os.environ | {"HOME": "/nonexistent"},
+        )  # fmt: skip
+        assert (done.returncode, "error: destination-not-writable" in done.stderr) == (1, True), done.stderr
+
+
+def test_a_write_that_fails_names_the_shard_and_leaves_no_half_of_it(source: Path, tmp_path: Path) -> None:
+    limit = 20_000  # bytes in one file: fails as a full disk does
+
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", "pack", source, "packed", "--split", "train"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "error: pack-failed" in done.stderr
+    assert "train/shard-000000.tar could not be made" in done.stderr
+    assert list((tmp_path / "packed" / "train").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def slow_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A set that takes some seconds to encode."""
+    folder = tmp_path_factory.mktemp("slow") / "images"
+    make_split(folder, 40, side=900)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(slow_source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    packed = tmp_path_factory.mktemp("whole") / "packed"
+    subprocess.run([sys.executable, "-m", "stoker", "pack", slow_source, packed, *ANEW], check=True)
+    return content(packed)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes that encode, without Python's own helper."""
+    return [child for child in children_of(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("how", ["kill -9", "Ctrl-C", "kill -9 a worker"])
+def test_however_it_is_interrupted_the_same_command_finishes_it_with_the_same_bytes(
+    how: str, slow_source: Path, uninterrupted: dict[str, bytes], stoker: Run, tmp_path: Path
+) -> None:
+    packed = tmp_path / "packed"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stoker", "pack", slow_source, packed, *ANEW],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    # After the first shard: some are finished then, and others half written.
+    assert until(lambda: (packed / ".pack" / "shard-000000.json").exists(), 60)
+    children = children_of(process.pid)
+    assert len(workers_of(process.pid)) == 2
+    if how == "kill -9":
+        process.kill()
+    elif how == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
+    else:
+        os.kill(workers_of(process.pid)[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=30)
+    assert until(lambda: not any(map(is_running, children)), 5)
+
+    expected_code = {"kill -9": -9, "Ctrl-C": 130, "kill -9 a worker": 1}[how]
+    assert process.returncode == expected_code, said
+    assert "Traceback" not in said
+    assert not (packed / "index.json").exists()
+    if how in ("Ctrl-C", "kill -9 a worker"):
+        assert not list(packed.glob(".shard-*"))
+    if how == "kill -9 a worker":
+        assert "error: pack-worker-died" in said
+        assert "shard-0000" in said
+    finished = stoker("pack", slow_source, packed, *ANEW, "--json").json["splits"]["."]
+    assert 0 < finished["kept_shards"] < finished["shards"]
+    assert content(packed) == uninterrupted

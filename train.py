@@ -1,0 +1,41 @@
+"""Trains as `stoker train` does, with the flags that people know from other training scripts.
+
+python train.py --config configs/resnet_strikes_back.yaml --devices 4 --wandb_project imagenet-resnet50
+"""
+
+import argparse
+import sys
+
+from stoker.cli import main
+
+
+def arguments_for_stoker(arguments: list[str]) -> list[str]:
+    """The same wish in the words of `stoker train`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="config file")
+    parser.add_argument("--wandb_project", help="report to this project at Weights & Biases")
+    parser.add_argument("--wandb_name", help="name of the run there")
+    parser.add_argument("--no_wandb", action="store_true", help="do not report there, whatever the config says")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--devices", type=int, help="GPUs on each node")
+    parser.add_argument("--num_nodes", type=int)
+    parser.add_argument("--resume", metavar="CKPT", help="go on from this checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="config keys to set")
+    given = parser.parse_args(arguments)
+    words = ["train", given.config, *given.overrides]
+    for key in ("wandb_project", "wandb_name", "epochs", "devices", "num_nodes"):
+        value = getattr(given, key)
+        if value is not None and not (given.no_wandb and key.startswith("wandb")):
+            words.append(f"{key}={value}")
+    if given.no_wandb:
+        words += ["wandb=false", "wandb_project=null"]
+    if given.resume:
+        words += ["--resume", given.resume]
+    if given.fresh:
+        words.append("--fresh")
+    return words
+
+
+if __name__ == "__main__":
+    sys.exit(main(arguments_for_stoker(sys.argv[1:])))

@@ -29,7 +29,7 @@ WHOLE, PILLOW, COPY = "all of it", "timm RandAugment (Pillow)", "one copy of the
 
 
 def some_images(count: int, size: int) -> torch.Tensor:
-    """Smooth waves with noise: Pillow's and our operations take the same time for any content."""
+    """Smooth waves with noise."""
     random = np.random.default_rng(0)
     y, x = np.mgrid[:size, :size]
     phase = random.uniform(0, 6, (count, 1, 1, 3))

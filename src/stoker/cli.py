@@ -40,6 +40,9 @@ class CommandEntry:
 
 COMMANDS = {
     "train": CommandEntry("stoker.commands.train", "Train what a config describes, or go on where it stopped."),
+    "eval": CommandEntry("stoker.commands.eval", "Tell how good a checkpoint is, class by class."),
+    "predict": CommandEntry("stoker.commands.predict", "Tell what a checkpoint takes images for."),
+    "export": CommandEntry("stoker.commands.export", "Write a checkpoint's model for other programs, and check it."),
     "bench": CommandEntry("stoker.commands.bench", "Measure how fast this host makes batches, and what limits it."),
     "config": CommandEntry("stoker.commands.config", "Show a resolved config, the reference of its keys, a schema."),
     "pack": CommandEntry("stoker.commands.pack", "Pack images into tar shards with an index, smaller if you like."),

@@ -53,7 +53,7 @@ def test_table_operations_are_exactly_pillows(tables, change, arguments) -> None
 
 
 def test_posterize_to_no_bits_is_black() -> None:
-    # What timm asks for at full magnitude; Pillow 13 refuses it, older ones (and the published runs) gave black.
+    # What timm asks for at full magnitude; Pillow 13 refuses it, older ones gave black.
     assert through_tables(ops.posterize_tables(np.zeros(2))).max() == 0
 
 

@@ -58,8 +58,13 @@ def config_for(data: Path, *overrides: str) -> Config:
 
 
 def loader_for(
-    data: Path, *overrides: str, workers: int = 0, rank: Rank = ALONE, split: str = "train", quarantine: Path | None = None
-) -> ImageLoader:  # fmt: skip
+    data: Path,
+    *overrides: str,
+    workers: int = 0,
+    rank: Rank = ALONE,
+    split: str = "train",
+    quarantine: Path | None = None,
+) -> ImageLoader:
     config = config_for(data, *overrides)
     samples = open_samples(config, split)  # type: ignore[arg-type]
     decoding, _ = choose_decoding(config, samples.index)
@@ -138,10 +143,8 @@ def test_three_resumes_in_one_epoch_with_other_workers_and_ranks_lose_and_repeat
         ends = []
         for rank in range(world):
             loader = loader_for(data, "batch_size=2", f"loader={engine}", workers=workers, rank=Rank(rank, world))
-            taken = 0
-            for batch in loader.epoch(1, position):
+            for taken, batch in enumerate(loader.epoch(1, position), 1):
                 seen += batch.samples.tolist()
-                taken += 1
                 ends.append(batch.next_position)
                 if taken == steps:
                     break
@@ -284,6 +287,24 @@ def test_buffers_are_used_again_but_never_while_somebody_looks(data: Path) -> No
             pass
     assert len(pool) <= max(before, 8)
     loader.close()
+
+
+def test_shared_slots_are_used_again_but_never_while_somebody_looks(data: Path) -> None:
+    loader = loader_for(data, "batch_size=4", "loader=process", workers=2)
+    slots = loader._engine._slots  # type: ignore[union-attr]
+    assert slots is not None
+    try:
+        addresses = set()
+        for batch in loader.epoch(0):
+            addresses.add(batch.images.data_ptr())
+        assert addresses <= {tensor.data_ptr() for tensor in slots.tensors}
+        del batch
+        # A consumer that keeps everything gets memory of its own once the slots are used up, and all stays as it was.
+        kept = [(batch, entries(batch)) for batch in loader.epoch(1)]
+        assert len(kept) > len(slots.tensors)
+        assert all(entries(batch) == then for batch, then in kept)
+    finally:
+        loader.close()
 
 
 ORPHANS = """

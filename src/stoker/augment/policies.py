@@ -197,7 +197,7 @@ def apply_layer(layer: Layer, images: Tensor, fill: Level) -> None:
         if len(samples):
             index = to_device(samples, images.device)
             chosen = Layer(layer.ops[samples], layer.arguments[samples])
-            images.index_copy_(0, index, carry_out(images.index_select(0, index), chosen))
+            images[index] = carry_out(images.index_select(0, index), chosen).contiguous()
 
 
 def _warp(images: Tensor, layer: Layer, fill: Level) -> Tensor:

@@ -61,14 +61,19 @@ def warp(images_nhwc: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     a, b, c, d, e, f = (column[:, None, None] for column in matrices.to(torch.float32).unbind(1))
     xs = torch.arange(width, device=images_nhwc.device, dtype=torch.float32)[None, None, :] + 0.5
     ys = torch.arange(height, device=images_nhwc.device, dtype=torch.float32)[None, :, None] + 0.5
-    source_x = a * xs + b * ys + c
-    source_y = d * xs + e * ys + f
-    grid = torch.stack([source_x * (2 / width) - 1, source_y * (2 / height) - 1], dim=-1)
+    # In grid_sample's units (-1 and 1 are the borders). What depends on one axis only is put together first: the
+    # whole grid is then one sum of a row and a column.
+    source_x = (a * xs + c) * (2 / width) - 1 + b * ys * (2 / width)
+    source_y = (e * ys + f) * (2 / height) - 1 + d * xs * (2 / height)
+    grid = torch.stack([source_x, source_y], dim=-1)
     images_nchw = images_nhwc.permute(0, 3, 1, 2).to(torch.float32)
     # As in Pillow, a pixel whose centre falls into the source is all source (its outermost half pixel is repeated).
     found = torch.nn.functional.grid_sample(images_nchw, grid, "bilinear", "border", align_corners=False)
-    inside = (source_x >= 0) & (source_x < width) & (source_y >= 0) & (source_y < height)
-    return torch.where(inside[..., None], found.permute(0, 2, 3, 1).add(CUT_SLACK).to(torch.uint8), fill)
+    inside = (source_x >= -1) & (source_x < 1) & (source_y >= -1) & (source_y < 1)
+    # Source or fill, chosen by arithmetic on bytes, which wrap around: on a CPU `where` takes several times as long.
+    colour = fill.view(1, 3, 1, 1)
+    warped = (found.add_(CUT_SLACK).to(torch.uint8) - colour).mul_(inside[:, None].to(torch.uint8)).add_(colour)
+    return warped.permute(0, 2, 3, 1)
 
 
 def _matrices(count: int, columns: dict[int, Floats]) -> Floats:
@@ -164,25 +169,29 @@ def _table_places(images_nhwc: Tensor, dtype: torch.dtype) -> Tensor:
 
 def saturate(images_nhwc: Tensor, factors: Tensor) -> Tensor:
     """Colour: 0 is grey, 1 changes nothing, more is gaudier."""
-    grey = _grey(images_nhwc)[..., None].to(torch.float32)
-    return _blend(grey, images_nhwc.to(torch.float32), factors[:, None, None, None])
+    grey = _grey(images_nhwc)[:, None].to(torch.float32)
+    # One plane for each channel: a grey value that three neighbours share cannot be used by wide instructions.
+    planes = images_nhwc.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    return _blend(grey, planes, factors[:, None, None, None]).permute(0, 2, 3, 1)
 
 
 def sharpen(images_nhwc: Tensor, factors: Tensor) -> Tensor:
     """Sharpness: 0 is smoothed, 1 changes nothing, more is sharper."""
-    images = images_nhwc.to(torch.float32)
-    if min(images.shape[1:3]) < 3:
+    if min(images_nhwc.shape[1:3]) < 3:
         return images_nhwc.clone()  # all border, which Pillow leaves alone
-    rows = images[:, :-2] + images[:, 1:-1] + images[:, 2:]
-    blocks = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:]
+    images = images_nhwc.to(torch.float32)
+    middle = images[:, 1:-1, 1:-1]
+    rows = (images[:, :-2] + images[:, 1:-1]).add_(images[:, 2:])
+    blocks = (rows[:, :, :-2] + rows[:, :, 1:-1]).add_(rows[:, :, 2:])
     # All nine weigh 1, the middle one 5. Rounded before it is blended; thirteenths never come near a half.
-    smooth = images.clone()
-    smooth[:, 1:-1, 1:-1] = ((blocks + 4 * images[:, 1:-1, 1:-1]) * (1 / 13) + 0.5).floor_()
-    return _blend(smooth, images, factors[:, None, None, None])
+    smooth = blocks.add_(middle * 4).mul_(1 / 13).add_(0.5).floor_()
+    sharper = images_nhwc.clone()
+    sharper[:, 1:-1, 1:-1] = _blend(smooth, middle, factors[:, None, None, None])
+    return sharper
 
 
 def _blend(changed: Tensor, images: Tensor, factors: Tensor) -> Tensor:
-    return ((images - changed) * factors + changed).clamp_(0, 255).to(torch.uint8)
+    return (images - changed).mul_(factors).add_(changed).clamp_(0, 255).to(torch.uint8)
 
 
 def _grey(images_nhwc: Tensor) -> Tensor:

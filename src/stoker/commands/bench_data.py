@@ -60,7 +60,7 @@ def bench_data(
         samples=len(samples),
         batch_size=config.batch_size,
         img_size=config.img_size,
-        engine=choose_engine(config.loader),
+        engine=choose_engine(config.loader, best.workers),
         decoder=decoding.decoder,
         decoder_us=None if calibration is None else calibration.microseconds,
         rates=tuple(rates),

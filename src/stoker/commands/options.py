@@ -25,3 +25,16 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="The same, as an option; may be repeated.", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
+CheckpointArgument = Annotated[
+    Path,
+    # Whether it can be read is for the checkpoint's own error to say.
+    typer.Argument(
+        metavar="CKPT",
+        readable=False,
+        help="Checkpoint of `stoker train`, or a run folder: its best one.",
+        show_default=False,
+    ),
+]
+RawOption = Annotated[
+    bool, typer.Option("--raw", help="Take the weights themselves where the checkpoint also has their average (EMA).")
+]

@@ -42,8 +42,3 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def pin_memory(self) -> Batch:
-        """Called by torch's pinning thread: moves the images, the only large part, into page-locked memory."""
-        self.images = self.images.pin_memory()
-        return self

@@ -19,6 +19,8 @@ from stoker.data.thread_engine import ThreadEngine
 
 Engine = Literal["auto", "process", "thread"]
 DEFAULT_PREFETCH = 2
+# A thread holds Python's lock for a seventh of an image's time (results/interpreter_lock): seven would wait in line.
+MOST_THREADS = 6
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ImageLoader:
 
     def __init__(self, plan: BatchPlan, options: LoaderOptions) -> None:
         self.plan = plan
-        self.engine = choose_engine(options.engine)
+        self.engine = choose_engine(options.engine, options.workers)
         self.quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
         prefetch = options.prefetch or DEFAULT_PREFETCH
         open_reader = partial(_open_reader, plan.samples.index, options)
@@ -85,9 +87,11 @@ class ImageLoader:
         self._engine.close()
 
 
-def choose_engine(wanted: Engine) -> Literal["process", "thread"]:
-    """Threads, unless asked otherwise."""
-    return "thread" if wanted == "auto" else wanted
+def choose_engine(wanted: Engine, workers: int) -> Literal["process", "thread"]:
+    """What was asked for; else threads while Python's lock lets them run side by side, processes above."""
+    if wanted != "auto":
+        return wanted
+    return "thread" if workers <= MOST_THREADS else "process"
 
 
 def _open_reader(index: SampleIndex, options: LoaderOptions) -> Reader:
@@ -97,5 +101,5 @@ def _open_reader(index: SampleIndex, options: LoaderOptions) -> Reader:
         cache_size=options.cache_size,
         max_object_bytes=options.max_image_bytes,
     )
-    workers = max(1, options.workers) if choose_engine(options.engine) == "process" else 1
+    workers = max(1, options.workers) if choose_engine(options.engine, options.workers) == "process" else 1
     return Reader(store, index, lookahead_bytes=options.lookahead // workers)

@@ -1,7 +1,7 @@
 """Batches made by worker processes, through torch's DataLoader: its keys mean what everybody knows them to.
 
-The sampler yields one (epoch, step, start) for each batch, and the dataset's `__getitems__` makes the whole
-batch of that step in shared memory: no sample is pickled, nothing is collated.
+The sampler yields one request for each batch, and the dataset's `__getitems__` makes the whole batch of that step
+in a slot of shared memory: no sample is pickled, nothing is collated or copied.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from stoker.data.buffers import shared_array
 from stoker.data.lookahead import Announcer
 from stoker.data.making import BatchMaker, BatchPlan
 from stoker.data.reader import Reader
+from stoker.data.shared_slots import SharedSlots
 from stoker.errors import StokerError, UserError
 
-Request = tuple[int, int, int]
+Request = tuple[int, int, int, int | None]
+"""Epoch, step, start, and the slot to fill; None where none was free."""
 
 
 @dataclass
@@ -33,6 +35,7 @@ class _Steps:
     """The batch sampler: the steps of the epoch that is asked for next."""
 
     plan: BatchPlan
+    slots: SharedSlots | None
     epoch: int = 0
     start: int = 0
 
@@ -41,14 +44,18 @@ class _Steps:
 
     def __iter__(self) -> Iterator[Request]:
         for step in range(len(self)):
-            yield self.epoch, step, self.start
+            # Asked in this process at the moment when the request goes to a worker.
+            yield self.epoch, step, self.start, None if self.slots is None else self.slots.take()
 
 
 class _Batches(Dataset[Batch]):
     """The dataset: makes the batch of a request. Each worker process opens its own reader."""
 
-    def __init__(self, plan: BatchPlan, open_reader: Callable[[], Reader], lookahead: int) -> None:
+    def __init__(
+        self, plan: BatchPlan, open_reader: Callable[[], Reader], lookahead: int, slots: list[torch.Tensor]
+    ) -> None:
         self._plan = plan
+        self._slots = slots
         self._open_reader = open_reader
         self._lookahead = lookahead
         self._maker: BatchMaker | None = None
@@ -62,12 +69,17 @@ class _Batches(Dataset[Batch]):
         except StokerError as error:
             return error
 
-    def _make(self, epoch: int, step: int, start: int) -> Batch:
+    def _make(self, epoch: int, step: int, start: int, slot: int | None) -> Batch:
         if self._maker is None:
             self._maker = BatchMaker(self._plan, self._open_reader())
         self._announce(self._maker, epoch, step, start)
-        batch = self._maker.make(epoch, step, start, shared_array)
-        batch.images = torch.from_numpy(batch.images)
+        if slot is None:
+            batch = self._maker.make(epoch, step, start, shared_array)
+            batch.images = torch.from_numpy(batch.images)
+            return batch
+        memory = self._slots[slot].numpy()
+        batch = self._maker.make(epoch, step, start, lambda shape: memory[: shape[0]])
+        batch.images = slot
         return batch
 
     def _announce(self, maker: BatchMaker, epoch: int, step: int, start: int) -> None:
@@ -97,15 +109,20 @@ class ProcessEngine:
         start_method: str,
         lookahead: int,
     ) -> None:
-        self._steps = _Steps(plan)
+        self._slots = None
+        if workers:
+            # As many as are on their way, one that the consumer has, and one that it has just let go.
+            shape = (plan.steps.batch_size, plan.view.size, plan.view.size, 3)
+            self._slots = SharedSlots(workers * prefetch + 2, shape, pinned=pin_memory)
+        self._steps = _Steps(plan, self._slots)
         if start_method == "forkserver" and workers:
             _preload_forkserver()
         self._loader: DataLoader[Batch] = DataLoader(
-            _Batches(plan, open_reader, lookahead),
+            _Batches(plan, open_reader, lookahead, self._slots.tensors if self._slots is not None else []),
             batch_sampler=self._steps,  # type: ignore[arg-type]
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
-            pin_memory=pin_memory,
+            pin_memory=False,  # the slots are pinned themselves
             persistent_workers=persistent and workers > 0,
             multiprocessing_context=start_method if workers else None,
             collate_fn=_as_it_is,
@@ -115,10 +132,15 @@ class ProcessEngine:
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of an epoch from a position on."""
         self._steps.epoch, self._steps.start = epoch, start
+        if self._slots is not None:
+            self._slots.give_back_all()
         try:
             for batch in self._loader:
                 if isinstance(batch, StokerError):
                     raise batch
+                if isinstance(batch.images, int):
+                    assert self._slots is not None
+                    batch.images = self._slots.look_at(batch.images, len(batch))
                 yield batch
         except RuntimeError as error:
             raise _worker_error(error) from error

@@ -13,9 +13,10 @@ BAR = 40
 def bench_data_text(report: DataBench) -> str:
     """One line to remember, a table by workers, a bar of where the time of an image goes."""
     best = report.best
+    engine = "threads" if report.engine == "thread" else "processes"
     lines = [
         f"{best.images_per_second:,.0f} images/s with {best.workers} worker{'s' if best.workers != 1 else ''} "
-        f"({'threads' if report.engine == 'thread' else 'processes'}, {report.decoder}, {report.img_size} px, batches of {report.batch_size})",
+        f"({engine}, {report.decoder}, {report.img_size} px, batches of {report.batch_size})",
         "",
         format_table(
             [

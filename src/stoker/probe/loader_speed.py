@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from stoker.clock.costs import BatchCost
+from stoker.data.batch import Batch
 from stoker.data.loader import ImageLoader
 from stoker.data.samples import SampleSet
 
@@ -37,10 +39,8 @@ def measure_loader(open_loader: Callable[[], ImageLoader], workers: int, seconds
     cost, images, first_batch_s, counted_from = BatchCost.zero(), 0, 0.0, 0.0
     try:
         skip = WARM_UP_BATCHES + max(1, workers)
-        number = 0
-        for batch in _endless(loader):
+        for number, batch in enumerate(_endless(loader), 1):
             now = time.perf_counter()
-            number += 1
             if number == 1:
                 first_batch_s = now - started
             if number == skip:
@@ -79,10 +79,9 @@ def decode_limit(files: list[bytes], workers: int, seconds: float) -> float | No
     def decode_for_a_while(offset: int) -> int:
         done = 0
         while time.perf_counter() < ends:
-            try:
+            # CMYK and damaged files are a decoder's business, not the limit's.
+            with suppress(ValueError):
                 simplejpeg.decode_jpeg(jpegs[(offset + done) % len(jpegs)])
-            except ValueError:
-                pass  # CMYK and damaged files are a decoder's business, not the limit's
             done += 1
         return done
 
@@ -92,7 +91,7 @@ def decode_limit(files: list[bytes], workers: int, seconds: float) -> float | No
     return done / (time.perf_counter() - started)
 
 
-def _endless(loader: ImageLoader):  # type: ignore[no-untyped-def]
+def _endless(loader: ImageLoader) -> Iterator[Batch]:
     epoch = 0
     while True:
         yield from loader.epoch(epoch)

@@ -107,8 +107,8 @@ def build_run(
     place = Rank(ranks.rank, ranks.world)
     loaders = _Loaders(config, data, place, workers, quarantine_file)
     horizon = _horizon(config, loaders.of_epoch(0).steps())
-    parts = Parts(model, step, ema, horizon, config_values(config))
-    mean, std = _colours(model)
+    parts = Parts(model, step, ema, horizon, config_values(config), data.train.classes)
+    mean, std = colours_of(model)
     augment = build_train_augment(config, num_classes, mean=mean, std=std)
     return Run(
         model=computing, ema=ema, step=step, total_batch=total_batch,
@@ -226,7 +226,7 @@ def _horizon(config: Config, batches: int) -> Horizon:
     )  # fmt: skip
 
 
-def _colours(model: nn.Module) -> tuple[Colour, Colour]:
+def colours_of(model: nn.Module) -> tuple[Colour, Colour]:
     """Mean and deviation that the network's published weights were made with; ImageNet's for any other."""
     known = getattr(model, "pretrained_cfg", None) or {}
     mean, std = known.get("mean"), known.get("std")

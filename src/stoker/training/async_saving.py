@@ -10,12 +10,11 @@ dropped, and what the disk holds is never older than one interval. How long it w
 from __future__ import annotations
 
 import ctypes
-import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,26 +37,37 @@ class HandedOver:
     """What became of earlier saves, each told once."""
 
 
-class Snapshot:
-    """A copy of a state in a buffer; `state()` is its content, once that has arrived."""
+class Place(NamedTuple):
+    """Where one tensor lies in a buffer, and how to see it there; the tensor itself changes from now on."""
 
-    def __init__(self, flat: FlatState, memory: torch.Tensor, places: list[int], event: Any) -> None:
-        self._text = flat.text
-        # Types and layouts only: the tensors themselves change from now on.
-        self._layouts = [(name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in flat.tensors.items()]
-        self._memory = memory
-        self._places = places
-        self._event = event
+    start: int
+    size_bytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a state in a buffer."""
+
+    text: str
+    places: dict[str, Place]
+    memory: torch.Tensor
+    event: torch.cuda.Event | None
+    """Reached once the copies from a GPU have arrived; None where there are none."""
 
     def state(self) -> FlatState:
-        """Waits for copies from a device that are under way; called in the thread that writes."""
-        if self._event is not None:
-            self._event.synchronize()
-        tensors = {}
-        for (name, dtype, shape, strides), start in zip(self._layouts, self._places, strict=True):
-            end = start + math.prod(shape) * dtype.itemsize
-            tensors[name] = self._memory[start:end].view(dtype).as_strided(shape, _copied_strides(shape, strides))
-        return FlatState(self._text, tensors)
+        """Its content, for the thread that writes: waits for what is still on its way."""
+        if self.event is not None:
+            self.event.synchronize()
+        tensors = {
+            name: self.memory[place.start : place.start + place.size_bytes]
+            .view(place.dtype)
+            .as_strided(place.shape, place.strides)
+            for name, place in self.places.items()
+        }
+        return FlatState(self.text, tensors)
 
 
 class SnapshotBuffer:
@@ -80,27 +90,25 @@ class SnapshotBuffer:
 
     def take(self, flat: FlatState) -> Snapshot:
         """A copy of the state as it is now: CPU tensors are copied on return, those of a GPU in its stream."""
-        on_cuda = any(tensor.is_cuda for tensor in flat.tensors.values())
-        self.reserve(_size_of(flat), pinned=on_cuda)
-        base, places, position = self._memory.data_ptr(), [], 0
-        for tensor in flat.tensors.values():
-            shape, strides, size = tensor.shape, tensor.stride(), tensor.nbytes
-            source = tensor if is_dense(shape, strides) else tensor.detach().contiguous()
+        places, size_bytes = _places_for(flat)
+        on_cuda = _on_cuda(flat)
+        self.reserve(size_bytes, pinned=on_cuda)
+        base = self._memory.data_ptr()
+        for tensor, place in zip(flat.tensors.values(), places.values(), strict=True):
+            source = tensor if tensor.stride() == place.strides else tensor.detach().contiguous()
             if source.is_cpu:
                 # In physical order, whatever the strides. Not by torch's copy_: its team of threads waits for its
                 # slowest member at every tensor, which on cores busy with decoding took twenty times as long.
-                ctypes.memmove(base + position, source.data_ptr(), size)
+                ctypes.memmove(base + place.start, source.data_ptr(), place.size_bytes)
             else:
-                place = self._memory[position : position + size].view(tensor.dtype)
-                place.as_strided(shape, source.stride()).copy_(source.detach(), non_blocking=on_cuda)
-            places.append(position)
-            position += _aligned(size)
+                there = self._memory[place.start : place.start + place.size_bytes].view(place.dtype)
+                there.as_strided(place.shape, place.strides).copy_(source.detach(), non_blocking=on_cuda)
         event = None
         if on_cuda:
             # The loop does not wait: later updates stand behind the copies in the same stream.
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return Snapshot(flat, self._memory, places, event)
+        return Snapshot(flat.text, places, self._memory, event)
 
 
 class AsyncSaver:
@@ -120,8 +128,7 @@ class AsyncSaver:
         """Allocates the buffer in the thread; after the first step, when the optimizer has its state, is the time."""
         self._settle()
         flat = flatten(state)
-        size, on_cuda = _size_of(flat), any(tensor.is_cuda for tensor in flat.tensors.values())
-        self._under_way = self._writer.submit(self._reserve, size, on_cuda)
+        self._under_way = self._writer.submit(self._reserve, _places_for(flat)[1], _on_cuda(flat))
 
     def save(self, state: State, *, best: tuple[int, float] | None = None) -> HandedOver:
         """Copies the state and returns; the thread writes it as last and, given `best` (epoch, value), as a best one.
@@ -181,13 +188,16 @@ class AsyncSaver:
         return [*([] if kept is None else [kept]), self.checkpoints.save_last(state)]
 
 
-def _copied_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    return strides if is_dense(shape, strides) else contiguous_strides(shape)
+def _places_for(flat: FlatState) -> tuple[dict[str, Place], int]:
+    places, position = {}, 0
+    for name, tensor in flat.tensors.items():
+        shape, strides, size_bytes = tensor.shape, tensor.stride(), tensor.nbytes
+        if not is_dense(shape, strides):
+            strides = contiguous_strides(shape)
+        places[name] = Place(position, size_bytes, tensor.dtype, shape, strides)
+        position += -(-size_bytes // ALIGNMENT) * ALIGNMENT
+    return places, position
 
 
-def _aligned(position: int) -> int:
-    return -(-position // ALIGNMENT) * ALIGNMENT
-
-
-def _size_of(flat: FlatState) -> int:
-    return sum(_aligned(tensor.nbytes) for tensor in flat.tensors.values())
+def _on_cuda(flat: FlatState) -> bool:
+    return any(tensor.is_cuda for tensor in flat.tensors.values())

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from stoker.errors import UserError
+from stoker.errors import StokerError, UserError
 
+T = TypeVar("T")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 
@@ -81,8 +83,52 @@ def process_group(ranks: Ranks, backend: str, timeout_s: float) -> Iterator[None
         ) from None
     try:
         yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "by peer" in str(error):
+            raise _rank_lost(ranks, error) from None
+        raise
     finally:
         dist.destroy_process_group()
+
+
+def _rank_lost(ranks: Ranks, error: RuntimeError) -> UserError:
+    return UserError(
+        "rank-lost",
+        f"rank {ranks.rank} lost the others: {str(error).splitlines()[0]}",
+        why="a rank that dies takes the run with it: the others would wait for its gradients",
+        hint="the message of the rank that ended first says why; the same command goes on from the last checkpoint",
+    )
+
+
+def from_first(make: Callable[[], T], ranks: Ranks) -> T:
+    """What the first rank makes, on every rank; what it raises, too. Only plain values and CPU tensors."""
+    if ranks.world == 1:
+        return make()
+    import torch.distributed as dist
+
+    made: list[Any] = [None]
+    if ranks.is_first:
+        try:
+            made = [(make(), None)]
+        except StokerError as error:
+            made = [(None, error)]
+    dist.broadcast_object_list(made)
+    value, problem = made[0]
+    if problem is not None:
+        raise problem
+    result: T = value
+    return result
+
+
+def gather(value: T, ranks: Ranks) -> list[T]:
+    """The values of all ranks, in their order, on every rank: for what is rare, it is slow."""
+    if ranks.world == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * ranks.world
+    dist.all_gather_object(values, value)
+    return values
 
 
 def any_rank(flag: bool, ranks: Ranks) -> bool:

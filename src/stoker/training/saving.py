@@ -30,6 +30,8 @@ class Parts:
     ema: WeightAverage | None
     horizon: Horizon
     config: dict[str, Any]
+    classes: tuple[str, ...]
+    """What the model's outputs stand for, in their order."""
 
     def state(self, progress: Progress, sums: dict[str, Any]) -> dict[str, Any]:
         """Everything that the run needs to go on as if it had never stopped."""
@@ -42,6 +44,7 @@ class Parts:
             "horizon": asdict(self.horizon),
             "sums": sums,
             "config": self.config,
+            "classes": self.classes,
         }
 
     def restore(self, state: dict[str, Any], path: Path) -> Progress:
@@ -54,6 +57,8 @@ class Parts:
                 differ.insert(
                     0, f"{key}: {state['config'].get(key)} in the checkpoint, {self.config.get(key)} in this run"
                 )
+        if (line := _other_classes(state.get("classes"), self.classes)) is not None:
+            differ.insert(0, line)
         if differ:
             raise CheckpointOther(path, differ)
         self.model.load_state_dict(state["model"])
@@ -123,3 +128,13 @@ def load_for_resume(
         return read_checkpoint(explicit), explicit, ()
     latest = checkpoints.latest()
     return None if latest is None else (latest.state, latest.path, latest.notes)
+
+
+def _other_classes(saved: tuple[str, ...] | None, ours: tuple[str, ...]) -> str | None:
+    """The first class that is another one: as many classes in another order fit every tensor, and are all wrong."""
+    if saved is None or tuple(saved) == ours:
+        return None
+    if len(saved) != len(ours):
+        return f"classes: {len(saved)} in the checkpoint, {len(ours)} in this run"
+    number = next(number for number, pair in enumerate(zip(saved, ours, strict=True)) if pair[0] != pair[1])
+    return f"class {number}: {saved[number]} in the checkpoint, {ours[number]} in this run"

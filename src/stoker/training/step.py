@@ -38,7 +38,9 @@ class StepResult:
     outputs: list[tuple[Tensor, Prepared]]
     """Logits of each micro-batch with what they were made of."""
     skipped: bool
-    """The loss or the gradient was no number: the weights were left as they are."""
+    """The loss or the gradient was no number, on some rank: the weights were left as they are."""
+    bad_here: bool = False
+    """Whether it was this rank's loss."""
 
 
 class TrainStep:
@@ -68,9 +70,12 @@ class TrainStep:
         self._seed = seed
         self.say = say
         self._guarded = GUARDED_STEPS
+        self._buffers = list(model.buffers())
+        self._kept_buffers = [buffer.detach().clone() for buffer in self._buffers]
 
     def __call__(self, batches: Sequence[Prepared], step: int) -> StepResult:
         """Updates the weights from all these batches together."""
+        _copy(self._buffers, self._kept_buffers)
         while True:
             # A function of the step and not of what ran before: dropout is the same after a resume.
             torch.manual_seed(int(mix(mix(self._seed, step), self.ranks.rank)) >> 1)
@@ -83,6 +88,7 @@ class TrainStep:
             guarded = self._guarded > 0 or self.ranks.world == 1
             if guarded and any_rank(out_of_memory, self.ranks):
                 attempt = None
+                self._take_back()
                 self._halve()
                 continue
             if out_of_memory or attempt is None:
@@ -125,9 +131,17 @@ class TrainStep:
         skipped = any_rank(not bool(torch.isfinite(watched)), self.ranks)  # waits for the device
         if not skipped:
             scaler.step(self.optimizer)
+        else:
+            self._take_back()
+            if scaler.is_enabled() and self._clip is None:
+                scaler.unscale_(self.optimizer)  # counts the infinities, without which there is no update
         if scaler.is_enabled():
             scaler.update()
-        return StepResult(loss, outputs, skipped)
+        return StepResult(loss, outputs, skipped, skipped and not bool(torch.isfinite(loss)))
+
+    def _take_back(self) -> None:
+        """Batch norm has already seen what the weights will not: one infinity would stay in its averages for good."""
+        _copy(self._kept_buffers, self._buffers)
 
     def _average_gradients(self) -> None:
         if self.ranks.world == 1:
@@ -136,8 +150,8 @@ class TrainStep:
 
         for parameter in self.model.parameters():
             if parameter.grad is not None:
+                parameter.grad /= self.ranks.world  # before the sum, as DistributedDataParallel does
                 dist.all_reduce(parameter.grad)
-                parameter.grad /= self.ranks.world
 
     def _no_sync(self, *, unless: bool) -> Any:
         if isinstance(self.model, DistributedDataParallel) and not unless:
@@ -162,6 +176,12 @@ class TrainStep:
             f"the device has no memory for a piece of {self.micro_batch} samples",
             hint="img_size= smaller, gradient_checkpointing=true, or a smaller model",
         )
+
+
+@torch.no_grad()
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    if sources:
+        torch._foreach_copy_(targets, sources)
 
 
 def _chunks(batches: Sequence[Prepared], size: int) -> Iterator[Prepared]:

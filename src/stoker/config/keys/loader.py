@@ -13,7 +13,7 @@ class LoaderKeys(KeyGroup):
     """Loader: how batches are made and handed over."""
 
     loader: Literal["auto", "process", "thread"] = key("auto")
-    """Workers as processes, as threads, or whichever is faster for the chosen decoder."""
+    """Workers as processes or as threads; `auto` takes threads for up to six workers, processes for more."""
 
     num_workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = key("auto")
     """Workers that make batches, for each GPU; `auto` takes the cores this process may use; 0 makes

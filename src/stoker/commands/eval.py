@@ -1,0 +1,78 @@
+"""`stoker eval`: how good a checkpoint is, class by class."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from stoker.commands.options import CheckpointArgument, JsonOption, OverridesArgument, RawOption
+from stoker.errors import UsageError
+
+_KEY_VALUE = re.compile(r"[A-Za-z_]\w*=")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        name="eval",
+        epilog="Example: stoker eval runs/rsb_a3 /data/imagenetv2-matched-frequency-format-val --plot confusion.png",
+    )(evaluate)
+
+
+def evaluate(
+    checkpoint: CheckpointArgument,
+    data_root: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DATA_ROOT]",
+            help="Folder or URL with val/, or with class folders. [default: the checkpoint's]",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: OverridesArgument = None,
+    split: Annotated[Literal["val", "train"], typer.Option(help="Which images.")] = "val",
+    per_class: Annotated[bool, typer.Option("--per-class", help="List every class, not only the worst.")] = False,
+    real_labels: Annotated[
+        Path | None,
+        typer.Option(metavar="real.json", help="Also judge by ImageNet's reassessed (ReaL) labels.", readable=False),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the confusion matrix there.")
+    ] = None,
+    raw: RawOption = False,
+    json: JsonOption = False,
+) -> int:
+    """Print top-1, top-5 and loss of a checkpoint, its worst classes and what it confuses.
+
+    Every image counts once. Classes are matched by name with those of the checkpoint; folders named 0 to 999
+    (ImageNet-V2) are taken as numbers of the sorted ImageNet classes.
+    """
+    settings = [*(overrides or ())]
+    if data_root is not None and _KEY_VALUE.match(data_root):
+        settings.insert(0, data_root)
+        data_root = None
+    if wrong := [text for text in settings if not _KEY_VALUE.match(text)]:
+        raise UsageError("usage", f"{wrong[0]!r} is neither DATA_ROOT nor KEY=VALUE", hint="stoker eval --help")
+
+    from stoker.commands.restore import restore_for_command
+    from stoker.output.eval_text import evaluation_text, plot_confusion
+    from stoker.output.json_document import print_json
+    from stoker.output.progress import progress_bar
+    from stoker.output.text import print_result, say
+    from stoker.tasks.evaluation import evaluate_checkpoint, open_labelled
+
+    restored, workers = restore_for_command(checkpoint, settings, raw=raw, data_root=data_root)
+    with progress_bar("listing", None) as advance:
+        samples = open_labelled(restored, split, say, advance)
+    with progress_bar("evaluating", len(samples), unit="images") as advance:
+        found = evaluate_checkpoint(restored, samples, workers=workers, real_labels=real_labels, progress=advance)
+    if plot is not None:
+        plot_confusion(found, plot)
+        say(f"picture: {plot}")
+    if json:
+        print_json(found.as_dict())
+    else:
+        print_result(evaluation_text(found, all_classes=per_class))
+    return 0

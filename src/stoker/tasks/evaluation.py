@@ -1,0 +1,144 @@
+"""A checkpoint's verdict on every image of a split, each counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from stoker.config import Config
+from stoker.data.index import open_index
+from stoker.data.loader import ImageLoader
+from stoker.data.place import count, shown, some, split_place
+from stoker.data.sample_index import SampleIndex
+from stoker.data.samples import SampleSet
+from stoker.data.stores import is_url
+from stoker.data.subset import choose_subset
+from stoker.errors import ConfigError, UserError, did_you_mean
+from stoker.tasks.image_data import choose_decoding, open_loader, validation_plan
+from stoker.tasks.imagenet_labels import are_class_numbers, image_numbers, is_imagenet, read_real_labels, real_score
+from stoker.tasks.judging import judge_of
+from stoker.training.from_checkpoint import Restored
+from stoker.training.metrics import TOP
+from stoker.training.verdicts import Evaluation, finite_or_none
+
+Say = Callable[[str], None]
+Progress = Callable[[int, int | None], None]
+Split = Literal["val", "train"]
+
+
+def open_labelled(
+    restored: Restored, split: Split, say: Say, progress: Progress | None = None
+) -> SampleSet:
+    """The images of a split, with the checkpoint's classes as their labels, matched by name."""
+    config, classes = restored.config, restored.classes
+    if config.data_root is None:
+        raise ConfigError("the checkpoint names no data_root", name="no-data", hint="stoker eval CKPT DATA_ROOT")
+    index_dir = Path(config.index_dir) if config.index_dir else None
+    index = open_index(
+        config.data_root, _folder_of(config.data_root, split), index_dir=index_dir, progress=progress, say=say
+    )
+    numbers = _class_numbers(index, classes, config, say)
+    per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
+    chosen = choose_subset(index, classes=None, per_class=per_class, seed=config.subset_seed)
+    labels = numbers[chosen.labels]
+    known = labels >= 0
+    return SampleSet(index, classes, chosen.ids[known], labels[known])
+
+
+def evaluate_checkpoint(
+    restored: Restored,
+    samples: SampleSet,
+    *,
+    workers: int,
+    real_labels: Path | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Judges every image; those that cannot be read are left out and named."""
+    config = restored.config
+    # Before the long work: a slip in the file's name must not cost an hour.
+    real = None if real_labels is None else read_real_labels(real_labels, restored.classes)
+    everyone = samples.numbers(np.arange(len(samples)))
+    if real is not None and real_labels is not None:
+        image_numbers(samples.index, everyone, real, real_labels)
+    decoding, _ = choose_decoding(config, samples.index)
+    loader = open_loader(config, validation_plan(config, samples, decoding), workers=workers)
+    try:
+        labels, best, losses, judged = _judge_all(restored, loader, len(samples), progress)
+    finally:
+        loader.close()
+    score = None
+    if real is not None and real_labels is not None:
+        entries = [real[number] for number in image_numbers(samples.index, judged, real, real_labels)]
+        score = real_score(best, entries)
+    return Evaluation(
+        checkpoint=str(restored.path),
+        model=config.model,
+        averaged=restored.averaged,
+        epoch=restored.epoch,
+        step=restored.step,
+        place=samples.index.root,
+        classes=tuple(map(shown, restored.classes)),
+        labels=labels,
+        best=best,
+        loss=finite_or_none(float(losses.mean())) if len(losses) else None,
+        unreadable=tuple((shown(bad.name), bad.reason) for bad in loader.quarantine.bad),
+        real=score,
+    )
+
+
+def _judge_all(
+    restored: Restored, loader: ImageLoader, total: int, progress: Progress | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Labels, best classes, losses and sample numbers of all images that could be read."""
+    judge = judge_of(restored)
+    top = min(TOP, len(restored.classes))
+    labels, best, losses, judged = [np.zeros(0, np.int64)], [np.zeros((0, top), np.int64)], [np.zeros(0)], []
+    done = 0
+    for batch in loader.epoch(0):
+        # In a bad image's place stands another one, which must not count twice.
+        whole = ~np.isin(batch.samples, [bad.sample for bad in batch.bad])
+        logits = judge.logits(batch.images)
+        loss = cross_entropy(logits, torch.from_numpy(batch.labels).to(judge.device), reduction="none")
+        # Waits for the device; the workers go on meanwhile.
+        best.append(logits.topk(top, dim=1).indices.cpu().numpy()[whole])
+        losses.append(loss.double().cpu().numpy()[whole])
+        labels.append(batch.labels[whole])
+        judged.append(batch.samples[whole])
+        done += len(batch)
+        if progress is not None:
+            progress(done, total)
+    return tuple(map(np.concatenate, (labels, best, losses, judged)))  # type: ignore[return-value]
+
+
+def _folder_of(root: str, split: Split) -> str:
+    """The split's folder, or the root itself where it is the split: no train or val in it."""
+    if is_url(root):
+        return split
+    here = Path(split_place(root, ""))
+    return "" if here.is_dir() and not any((here / name).is_dir() for name in ("train", "val")) else split
+
+
+def _class_numbers(index: SampleIndex, classes: tuple[str, ...], config: Config, say: Say) -> np.ndarray:
+    """The checkpoint's number of each class of the data; -1 for one that takes no part."""
+    number_of = {name: number for number, name in enumerate(classes)}
+    if is_imagenet(classes) and are_class_numbers(index.classes):
+        say("class folders are named by number, as ImageNet-V2's: taken as numbers of the sorted ImageNet classes")
+        number_of = {str(number): number for number in range(len(classes))}
+    strangers = [name for name in index.classes if name not in number_of]
+    if len(strangers) == len(index.classes) or (strangers and config.subset_classes is None):
+        raise UserError(
+            "classes-differ",
+            f"{shown(index.root)} has {count(len(strangers), 'class', 'classes')} "
+            f"that the checkpoint was not trained on: {some(strangers)}",
+            why=f"it knows {count(len(classes), 'class', 'classes')}: {some(list(classes))}",
+            hint=did_you_mean(strangers[0], classes)
+            or (None if len(strangers) == len(index.classes) else f"subset_classes={len(classes)} leaves them out"),
+        )
+    if strangers:
+        say(f"{count(len(strangers), 'class', 'classes')} that the checkpoint was not trained on, left out")
+    return np.array([number_of.get(name, -1) for name in index.classes], np.int32)

@@ -126,7 +126,8 @@ def report(spreads: dict[str, Spread], folder: str, workers: int) -> None:
 
 def link_copies(source: Path, target: Path, copies: int) -> Path:
     """The same files several times over, as hard links where possible: an epoch long enough to measure."""
-    for path in sorted(path for path in source.rglob("*") if path.is_file() and not path.name.startswith(".")):
+    visible = (path for path in source.glob("[!.]*/*") if path.is_file() and not path.name.startswith("."))
+    for path in sorted(visible):
         folder = target / path.parent.name
         folder.mkdir(parents=True, exist_ok=True)
         first = folder / f"0_{path.name}"

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1]
-WITHOUT_DATA = ("startup", "index")
-WITH_DATA = ("decode", "loaders", "memory", "object_store")
+WITHOUT_DATA = ("startup", "index", "augment", "checkpoint", "loop")
+WITH_DATA = ("decode", "interpreter_lock", "loaders", "memory", "object_store", "paced")
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +76,10 @@ class RunFolder:
         return self.root / "tensorboard"
 
     @property
+    def wandb(self) -> Path:
+        return self.root / "wandb"
+
+    @property
     def wandb_id_file(self) -> Path:
         return self.root / "wandb_id.txt"
 
@@ -85,6 +90,15 @@ class RunFolder:
     @property
     def lease_file(self) -> Path:
         return self.root / "lease.json"
+
+    @property
+    def of_one_run(self) -> tuple[Path, ...]:
+        """Everything that a run leaves behind, and that another one in its place must not go on with."""
+        return (
+            self.config_file, self.environment_file, self.metrics_file, self.subset_file, self.quarantine_file,
+            self.logs, self.checkpoints, self.metrics_csv_file, self.tensorboard, self.wandb, self.wandb_id_file,
+            self.report_file,
+        )  # fmt: skip
 
 
 class OpenRun:
@@ -116,11 +130,13 @@ def run_folder_for(config: Config, config_path: Path | None) -> RunFolder:
     return RunFolder(Path(config.runs_dir) / run_name_for(config, config_path))
 
 
-def open_run(config: Config, config_path: Path | None) -> OpenRun:
+def open_run(
+    config: Config, config_path: Path | None, *, entered: Callable[[RunFolder], None] | None = None
+) -> OpenRun:
     """Creates or enters the run's folder, takes its lease, and writes down config and environment.
 
     Use it as `with open_run(config, path) as folder:`. Raises where another process holds the folder,
-    or where nothing can be written, before anything is.
+    or where nothing can be written, before anything is. `entered` is called while all is still as it was left.
     """
     folder = run_folder_for(config, config_path)
     try:
@@ -129,6 +145,8 @@ def open_run(config: Config, config_path: Path | None) -> OpenRun:
     except OSError as error:
         raise _not_writable(folder.root, error) from None
     try:
+        if entered is not None:
+            entered(folder)
         header = f"The config of run {folder.root.name}, every key as it was used."
         write_text(folder.config_file, redact_text(config_as_yaml(config, header)))
         write_text(folder.environment_file, json.dumps(describe_environment(), indent=2) + "\n")

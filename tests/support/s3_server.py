@@ -44,6 +44,10 @@ class S3Server:
                     raise
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def port(self) -> int:
         return self._ports["s3.port"]
 

@@ -38,9 +38,7 @@ def evaluate(
         Path | None,
         typer.Option(metavar="real.json", help="Also judge by ImageNet's reassessed (ReaL) labels.", readable=False),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the confusion matrix there.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the confusion matrix there.")] = None,
     raw: RawOption = False,
     json: JsonOption = False,
 ) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from stoker.commands.load import load_for_command
 from stoker.config import Config, fit_to_machine
-from stoker.errors import EXIT_OK, UserError
+from stoker.errors import EXIT_OK, StokerError, UserError
 from stoker.facts import Machine
 from stoker.output.metrics_file import MetricsFile, truncate_after
 from stoker.output.progress import progress_bar
@@ -27,7 +27,7 @@ from stoker.tasks.classify import build_run, describe_run, open_data
 from stoker.training.checkpoints import Checkpoints
 from stoker.training.launch import launch
 from stoker.training.loop import Run, train
-from stoker.training.ranks import Ranks, process_group, ranks_from_environment
+from stoker.training.ranks import Ranks, from_first, process_group, ranks_from_environment
 from stoker.training.resuming import resume
 from stoker.training.saving import load_for_resume
 from stoker.training.schedule import lr_warning
@@ -54,20 +54,33 @@ def train_from_config(
     ranks = ranks or Ranks()
     folder = run_folder_for(config, path)
     with ExitStack() as stack:
+        progress = None
         if ranks.is_first:
-            stack.enter_context(open_run(config, path))
-            if fresh:
-                _set_aside(folder)
-        return EXIT_OK, _train(config, folder, ranks, machine, checkpoint, stack)
+            aside: list[Path] = []
+            stack.enter_context(
+                open_run(config, path, entered=(lambda found: aside.extend(_set_aside(found))) if fresh else None)
+            )
+            if aside and checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
+                checkpoint = aside[0] / folder.checkpoints.name / checkpoint.name  # it was set aside as well
+            progress = TrainProgress(TrainLog(folder.logs))
+            stack.callback(progress.close)
+        return EXIT_OK, _train(config, folder, ranks, machine, checkpoint, progress, stack)
 
 
 def _train(
-    config: Config, folder: RunFolder, ranks: Ranks, machine: Machine, checkpoint: Path | None, stack: ExitStack
+    config: Config,
+    folder: RunFolder,
+    ranks: Ranks,
+    machine: Machine,
+    checkpoint: Path | None,
+    progress: TrainProgress | None,
+    stack: ExitStack,
 ) -> Summary | None:
     device = _device(ranks)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, machine.cpus // max(1, ranks.world // config.num_nodes)))
-    say_here = say if ranks.is_first else _say_nothing
+        here = ranks.local_world or max(1, ranks.world // config.num_nodes)
+        torch.set_num_threads(max(1, machine.cpus // here))
+    say_here = _say_nothing if progress is None else progress.say
     with progress_bar("listing", None) as advance:
         data = open_data(config, say_here, advance)
     stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
@@ -75,9 +88,11 @@ def _train(
     run = build_run(config, data, ranks, device, workers=workers, quarantine_file=folder.quarantine_file, say=say_here)
     stack.callback(run.close)
     checkpoints = Checkpoints(folder.checkpoints, config.save_top_k)
-    found = load_for_resume(checkpoints, checkpoint)
+    # Read by one rank and sent to the others: they need not see its disk, and cannot find another one.
+    found = from_first(lambda: load_for_resume(checkpoints, checkpoint), ranks)
     if found is not None:
         state, where, notes = found
+        saved_step, saved_epoch = state["progress"]["step"], state["progress"]["epoch"]
         for note in notes:
             say_here(f"warning: {note}")
         resume(run, state, where, say_here)
@@ -87,24 +102,36 @@ def _train(
             )
             return _summary(run, folder) if ranks.is_first else None
         say_here(f"going on from {where.name}: epoch {run.progress.epoch}, step {run.progress.step:,}")
-    if ranks.is_first:
-        _listen(run, config, folder, checkpoints, stack, resumed=found is not None)
-        say(describe_run(config, run, data))
+        if ranks.is_first:
+            truncate_after(folder.metrics_file, saved_step, saved_epoch)
+    if progress is not None:
+        _listen(run, config, folder, checkpoints, progress, stack, resumed=found is not None)
+        say_here(describe_run(config, run, data))
         warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
         if warning:
-            say(f"warning: {warning}")
+            say_here(f"warning: {warning}")
     stack.callback(run.saver.close)
-    train(run)
+    # What is open is closed while signals are still taken: a second notice must not cut that short.
+    with run.stop.listening(), stack:
+        try:
+            train(run)
+        except StokerError as error:
+            run.observer.event("left", run.progress.step, {"ending": error.name, "why": error.seen})
+            raise
     return _summary(run, folder) if ranks.is_first else None
 
 
 def _listen(
-    run: Run, config: Config, folder: RunFolder, checkpoints: Checkpoints, stack: ExitStack, *, resumed: bool
+    run: Run,
+    config: Config,
+    folder: RunFolder,
+    checkpoints: Checkpoints,
+    progress: TrainProgress,
+    stack: ExitStack,
+    *,
+    resumed: bool,
 ) -> None:
     """The first rank writes and speaks for all."""
-    if resumed:
-        truncate_after(folder.metrics_file, run.progress.step, run.progress.epoch)
-    progress = TrainProgress(TrainLog(folder.logs))
     trackers = trackers_for(config, folder, resumed_at=run.progress.step if resumed else None, say=progress.say)
     observer = RunObserver(
         MetricsFile(folder.metrics_file), trackers, progress, log_every=config.log_every, world=run.ranks.world
@@ -114,7 +141,8 @@ def _listen(
     run.saver.checkpoints = checkpoints
     run.saver.say = progress.say
     run.saver.told = lambda name, details: observer.event(name, run.progress.step, details)
-    run.step.say = progress.say
+    if resumed:
+        observer.event("resumed", run.progress.step, {"epoch": run.progress.epoch, "world": run.ranks.world})
 
 
 def _summary(run: Run, folder: RunFolder) -> Summary:
@@ -141,23 +169,34 @@ def _devices(config: Config, machine: Machine) -> int:
 
 def _device(ranks: Ranks) -> torch.device:
     if torch.cuda.is_available():
+        if ranks.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                "devices-missing",
+                f"this is process {ranks.local_rank + 1} of this node, which has {torch.cuda.device_count()} GPUs",
+                hint="as many processes as GPUs (torchrun --nproc_per_node, srun --ntasks-per-node)",
+            )
         torch.cuda.set_device(ranks.local_rank)
         return torch.device("cuda", ranks.local_rank)
     return torch.device("cpu")
 
 
-def _set_aside(folder: RunFolder) -> None:
-    """Keeps what an earlier run left, under another name: a slip of the finger must not cost ten days."""
+def _set_aside(folder: RunFolder) -> list[Path]:
+    """Keeps what an earlier run left, under another name: a slip of the finger must not cost ten days.
+
+    The new folder, where there was something to keep.
+    """
     for number in range(1, 10_000):
         aside = folder.root / f"before-fresh-{number}"
         if not aside.exists():
             break
-    kept = [file for file in (folder.checkpoints, folder.metrics_file, folder.quarantine_file) if file.exists()]
-    if kept:
-        aside.mkdir()
-        for file in kept:
-            file.rename(aside / file.name)
-        say(f"the earlier run is kept in {aside}")
+    kept = [file for file in folder.of_one_run if file.exists()]
+    if not kept:
+        return []
+    aside.mkdir()
+    for file in kept:
+        file.rename(aside / file.name)
+    say(f"the earlier run is kept in {aside}")
+    return [aside]
 
 
 def _is_program() -> bool:

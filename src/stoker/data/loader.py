@@ -19,7 +19,8 @@ from stoker.data.thread_engine import ThreadEngine
 
 Engine = Literal["auto", "process", "thread"]
 DEFAULT_PREFETCH = 2
-# A thread holds Python's lock for a seventh of an image's time (results/interpreter_lock): seven would wait in line.
+# A thread holds Python's lock for a tenth of an image's time (results/interpreter_lock), more where the rest is fast:
+# from about seven on they would wait in line for it.
 MOST_THREADS = 6
 
 

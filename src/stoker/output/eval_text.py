@@ -34,7 +34,7 @@ def evaluation_text(found: Evaluation, *, all_classes: bool = False) -> str:
     rows = [(score.name, f"{score.images:,}", f"{score.acc1:.2f}", f"{score.acc5:.2f}") for score in shown]
     parts.append(f"{title}\n{format_table(rows, ('class', 'images', 'top-1 %', 'top-5 %'))}")
     pairs = [
-        (pair.name, pair.taken_for, f"{pair.count:,} of {pair.images:,}", f"{100 * pair.count / pair.images:.1f}")
+        (pair.name, pair.taken_for, f"{pair.wrong:,} of {pair.images:,}", f"{100 * pair.wrong / pair.images:.1f}")
         for pair in found.confused()
     ]
     if pairs:

@@ -27,10 +27,14 @@ class RunObserver:
 
     def step(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
         clock = metrics["clock"]
-        if step % self._log_every == 0 or self._loss is None:
+        # By the step's number alone: a resumed run has the lines of one that never stopped.
+        due = step == 1 or step % self._log_every == 0
+        if due or self._loss is None:
             # The one place where the loss is fetched from the device: every `log_every` steps.
             self._loss = float(metrics["train/loss"])
-            measured = {"train/loss": self._loss, "train/lr": metrics["train/lr"], **self._speeds(clock)}
+        if due:
+            costs = {f"batch/{name}_s": value for name, value in clock.cost.per_image().items()}
+            measured = {"train/loss": self._loss, "train/lr": metrics["train/lr"], **self._speeds(clock), **costs}
             self._trackers.log(self._metrics.step(step, epoch, measured))
         self._progress.step(step, self._loss, lambda: {"wait": clock.wait_share})
 
@@ -40,26 +44,34 @@ class RunObserver:
     def validation_step(self) -> None:
         self._progress.validation_step()
 
-    def epoch_ends(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
-        self._trackers.log(self._metrics.epoch(step, epoch, metrics))
-        self._progress.epoch_ends(metrics)
+    def epoch_ends(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
+        figures = {name: value for name, value in metrics.items() if name != "clock"} | self._speeds(metrics["clock"])
+        self._trackers.log(self._metrics.epoch(step, epoch, figures))
+        self._progress.epoch_ends(figures)
 
     def event(self, name: str, step: int, details: dict[str, Any]) -> None:
         self._metrics.event(name, step, **details)
+        if name == "bad_step":
+            samples = details["samples"]
+            self._progress.say(
+                f"warning: step {step} was skipped, its loss is no finite number; metrics.jsonl names its "
+                f"{len(samples)} samples, {samples[0]} the first"
+            )
 
     def say(self, text: str) -> None:
         """A line for people, kept in the log."""
         self._progress.say(text)
 
     def close(self) -> None:
-        self._progress.close()
+        # Trackers first: what they have to say at the end belongs into the log.
         self._trackers.close()
+        self._progress.close()
         self._metrics.close()
 
     def _speeds(self, clock: Any) -> dict[str, float | None]:
         rate = clock.images_per_second
+        measured = clock.steps > 0
         return {
-            "images_per_second": None if rate is None else rate * self._world,
-            "wait_share": clock.wait_share,
-            **{f"batch/{name}_s": value for name, value in clock.cost.per_image().items()},
+            "images_per_second": rate * self._world if measured and rate is not None else None,
+            "wait_share": clock.wait_share if measured else None,
         }

@@ -119,6 +119,7 @@ def build_run(
         max_bad_steps=config.max_bad_steps, ranks=ranks, device=device, observer=observer or Silence(),
         saver=Saver(parts, None, config.checkpoint_every_steps, config.checkpoint_every), progress=Progress(),
         train_metrics=Accumulator(device), stop=StopRequest(), close=loaders.close,
+        name_samples=lambda samples: [data.train.index.name(sample) for sample in samples],
     )  # fmt: skip
 
 

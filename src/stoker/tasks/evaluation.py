@@ -31,9 +31,7 @@ Progress = Callable[[int, int | None], None]
 Split = Literal["val", "train"]
 
 
-def open_labelled(
-    restored: Restored, split: Split, say: Say, progress: Progress | None = None
-) -> SampleSet:
+def open_labelled(restored: Restored, split: Split, say: Say, progress: Progress | None = None) -> SampleSet:
     """The images of a split, with the checkpoint's classes as their labels, matched by name."""
     config, classes = restored.config, restored.classes
     if config.data_root is None:
@@ -97,7 +95,9 @@ def _judge_all(
     """Labels, best classes, losses and sample numbers of all images that could be read."""
     judge = judge_of(restored)
     top = min(TOP, len(restored.classes))
-    labels, best, losses, judged = [np.zeros(0, np.int64)], [np.zeros((0, top), np.int64)], [np.zeros(0)], []
+    # With a sample set of nothing there is no batch, and still an answer.
+    none = np.zeros(0, np.int64)
+    labels, best, losses, judged = [none], [none.reshape(0, top)], [np.zeros(0)], [none]
     done = 0
     for batch in loader.epoch(0):
         # In a bad image's place stands another one, which must not count twice.
@@ -112,7 +112,7 @@ def _judge_all(
         done += len(batch)
         if progress is not None:
             progress(done, total)
-    return tuple(map(np.concatenate, (labels, best, losses, judged)))  # type: ignore[return-value]
+    return np.concatenate(labels), np.concatenate(best), np.concatenate(losses), np.concatenate(judged)
 
 
 def _folder_of(root: str, split: Split) -> str:

@@ -88,13 +88,18 @@ def training_plan(config: Config, samples: SampleSet, decoding: Decoding, rank: 
 
 def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, rank: Rank = ALONE) -> BatchPlan:
     """What the validation batches hold: every sample once, in order, nothing random."""
-    size = config.val_img_size or config.img_size
-    # As torchvision and timm compute it: the crop keeps `crop_ratio` of the resized shorter side.
-    view: View = CentreCrop(size, int(np.floor(size / config.crop_ratio)), decoding, config.interpolation)
+    view: View = validation_view(config, decoding)
     batch = config.val_batch_size or config.batch_size
     order = Order(len(samples), config.seed, shuffle=False)
     steps = Steps(len(samples), batch, rank.world, rank.rank, drop_last=False)
     return BatchPlan(samples, order, steps, view, config.seed, horizontal_flip=0.0)
+
+
+def validation_view(config: Config, decoding: Decoding) -> CentreCrop:
+    """How a validation image becomes a square."""
+    size = config.val_img_size or config.img_size
+    # As torchvision and timm compute it: the crop keeps `crop_ratio` of the resized shorter side.
+    return CentreCrop(size, int(np.floor(size / config.crop_ratio)), decoding, config.interpolation)
 
 
 def open_loader(config: Config, plan: BatchPlan, *, workers: int, quarantine_file: Path | None = None) -> ImageLoader:

@@ -13,17 +13,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from stoker.errors import EXIT_OK, EXIT_PREEMPTED, UserError
+from stoker.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, UserError
 
 GRACE_S = 120.0
 """How long the others may take to save after one of them ended: the notice that a spot machine gets."""
 POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
-_SAVE_AND_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+# Opened here: after a fork beside other threads, the loader's lock may be held by nobody who still lives.
+_LIBC = ctypes.CDLL(None)
 
 
 def launch(command: Sequence[str], devices: int, nodes: int, environment: Mapping[str, str] = os.environ) -> int:
@@ -38,17 +40,29 @@ def launch(command: Sequence[str], devices: int, nodes: int, environment: Mappin
             hint="MASTER_ADDR=<first node> MASTER_PORT=12355 NODE_RANK=<0, 1, ...> on every node",
         )
     port = environment.get("MASTER_PORT") or str(12355 if nodes > 1 else _free_port())
-    processes = []
-    for local in range(devices):
-        own = dict(environment) | {
-            "RANK": str(node * devices + local),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(nodes * devices),
-            "MASTER_ADDR": address or "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        processes.append(subprocess.Popen([sys.executable, *command], env=own, preexec_fn=_die_with_parent))
-    return _attend(processes)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for local in range(devices):
+            own = dict(environment) | {
+                "RANK": str(node * devices + local),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(nodes * devices),
+                "LOCAL_WORLD_SIZE": str(devices),
+                "MASTER_ADDR": address or "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            # A group of their own: Ctrl-C then reaches them once, through us, and not twice, which means 'at once'.
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command], env=own, process_group=0, preexec_fn=_die_with(os.getpid())
+                )
+            )
+        return _attend(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
@@ -59,9 +73,11 @@ def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
             if process.poll() is None:
                 process.send_signal(number)
 
-    # Ctrl-C reaches the whole foreground group by itself; passing it on twice would mean 'at once'.
-    before: dict[int, Any] = {number: signal.signal(number, pass_on) for number in _SAVE_AND_LEAVE}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before: dict[int, Any] = {}
+    for number in _PASSED_ON:
+        # nohup has the terminal's end ignored, and means it.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, pass_on)
     try:
         failed_at: float | None = None
         first_code = EXIT_OK
@@ -69,8 +85,8 @@ def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
             codes = [process.returncode for process in processes if process.returncode not in (None, EXIT_OK)]
             if codes and failed_at is None:
                 first_code, failed_at = codes[0], time.monotonic()
-                # A rank that left to save (143) has told the others itself; a dead one could not.
-                if first_code != EXIT_PREEMPTED:
+                # A rank that left to save has told the others itself; a dead one could not.
+                if first_code not in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
                     pass_on(signal.SIGTERM, None)
             if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
                 for process in processes:
@@ -79,11 +95,8 @@ def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
         codes = [process.returncode for process in processes if process.returncode != EXIT_OK]
         first_code = first_code or (codes[0] if codes else EXIT_OK)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for taken, handler in before.items():
+            signal.signal(taken, handler)
     # A process that a signal ended has a negative code; a shell would say 128 + number.
     return first_code if first_code >= 0 else 128 - first_code
 
@@ -107,6 +120,12 @@ def _free_port() -> int:
         return port
 
 
-def _die_with_parent() -> None:
-    """No orphan outlives a launcher that was killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _die_with(parent: int) -> Callable[[], None]:
+    """To be called in a new process: no orphan outlives a launcher that was killed."""
+
+    def ask_the_kernel() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it was killed before we could ask
+
+    return ask_the_kernel

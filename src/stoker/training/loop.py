@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -21,11 +21,13 @@ from stoker.training.metrics import Accumulator
 from stoker.training.observer import Observer
 from stoker.training.optimizers import set_lr
 from stoker.training.progress import Progress
-from stoker.training.ranks import Ranks, agree
+from stoker.training.ranks import Ranks, agree, any_rank, gather
 from stoker.training.saving import Saver
 from stoker.training.schedule import Horizon, learning_rate
-from stoker.training.step import Prepared, TrainStep
-from stoker.training.stopping import StopRequest
+from stoker.training.step import Prepared, StepResult, TrainStep
+from stoker.training.stopping import LeaveValidation, StopRequest
+
+NAMED_SAMPLES = 10
 
 
 class Loader(Protocol):
@@ -65,27 +67,33 @@ class Run:
     stop: StopRequest
     close: Callable[[], None]
     """Ends workers."""
+    name_samples: Callable[[Sequence[int]], list[str]] = lambda samples: [str(sample) for sample in samples]
+    """What people know samples by, from their numbers in the index."""
 
 
 def train(run: Run) -> Progress:
-    """Trains from where the run stands to its end; raises Preempted or Interrupted after a checkpoint."""
+    """Trains from where the run stands to its end; where `run.stop` asks to leave, raises after a checkpoint."""
     progress = run.progress
-    with run.stop.listening():
-        while progress.epoch < run.horizon.epochs:
-            began = time.monotonic()
-            _train_epoch(run)
-            metrics = named_scores("train", run.train_metrics.result())
-            metrics["train/lr"] = learning_rate(max(0, progress.step - 1), run.horizon, run.peak_lr)
-            if run.val_loader is not None:
+    while progress.epoch < run.horizon.epochs:
+        began = time.monotonic()
+        clock = _train_epoch(run)
+        metrics: dict[str, Any] = dict(named_scores("train", run.train_metrics.result()))
+        metrics["train/lr"] = learning_rate(max(0, progress.step - 1), run.horizon, run.peak_lr)
+        if run.val_loader is not None:
+            try:
                 with run.ema.swapped() if run.ema is not None else nullcontext():
                     metrics |= evaluate(run.model, run.val_loader, run)
-            metrics["epoch_s"] = time.monotonic() - began
-            run.observer.epoch_ends(progress.step, progress.epoch, metrics)
-            _close_epoch(run, metrics)
+            except LeaveValidation:
+                _leave(run)
+        metrics |= {"seconds": time.monotonic() - began, "clock": clock}
+        run.observer.epoch_ends(progress.step, progress.epoch, metrics)
+        _close_epoch(run, metrics)
+        if not progress.finished and any_rank(run.stop.wanted, run.ranks):
+            _leave(run)
     return progress
 
 
-def _train_epoch(run: Run) -> None:
+def _train_epoch(run: Run) -> StepClock:
     """The steps of an epoch that are left."""
     progress, clock = run.progress, StepClock(run.device)
     loader = run.train_loader(progress.epoch)
@@ -101,38 +109,60 @@ def _train_epoch(run: Run) -> None:
         with clock.computing():
             prepared = [run.prepare(batch, progress.epoch, progress.step) for batch in group]
             result = run.step(prepared, progress.step)
-            if run.ema is not None and not result.skipped:
-                run.ema.update()
-            run.train_metrics.add_loss(result.loss, sum(len(batch) for batch in group))
-            for logits, chunk in result.outputs:
-                if not chunk.mixed:  # a mixed image has no one label to be right about
-                    run.train_metrics.add_hits(logits, chunk.labels)
+            if not result.skipped:
+                _count(run, result, sum(len(batch) for batch in group))
         progress.position, progress.step = group[-1].next_position, progress.step + 1
         progress.micro_batch = run.step.micro_batch
         clock.step_ends(group)
-        _judge(run, result.skipped, group)
+        _judge(run, result, group)
         run.observer.step(progress.step, progress.epoch, {"train/loss": result.loss, "train/lr": lr, "clock": clock})
         stopping, due = agree((run.stop.wanted, run.saver.is_due(progress.step)), run.ranks)
-        if stopping or due:
-            run.saver.save(progress, run.train_metrics.total(), now=stopping)
         if stopping:
-            raise run.stop.ending(progress.step)
+            _leave(run)
+        if due:
+            run.saver.save(progress, run.train_metrics.total())
+    return clock
 
 
-def _judge(run: Run, skipped: bool, group: list[Batch]) -> None:
+def _count(run: Run, result: StepResult, samples: int) -> None:
+    """An update that was made counts: for the average of the weights, and for the epoch's figures."""
+    if run.ema is not None:
+        run.ema.update()
+    run.train_metrics.add_loss(result.loss, samples)
+    for logits, chunk in result.outputs:
+        if not chunk.mixed:  # a mixed image has no one label to be right about
+            run.train_metrics.add_hits(logits, chunk.labels)
+
+
+def _leave(run: Run) -> NoReturn:
+    """Saves, and raises the ending that all ranks agree on."""
+    (interrupted,) = agree((run.stop.interrupted,), run.ranks)
+    saved = run.saver.save(run.progress, run.train_metrics.total(), now=True)
+    # Together: a launcher that sees one rank leave may give the others little time.
+    any_rank(True, run.ranks)
+    raise run.stop.ending(run.progress.step, interrupted=interrupted, saved=saved)
+
+
+def _judge(run: Run, result: StepResult, group: list[Batch]) -> None:
     """Counts skipped steps; too many in a row end the run with the names of the samples."""
     progress = run.progress
-    progress.bad_steps = progress.bad_steps + 1 if skipped else 0
-    if not skipped:
+    if not result.skipped:
+        progress.bad_steps = 0
         return
-    samples = [int(sample) for batch in group for sample in batch.samples]
-    run.observer.event("bad_step", progress.step, {"samples": samples})
+    progress.bad_steps += 1
+    here = run.name_samples([int(sample) for batch in group for sample in batch.samples])
+    told = gather((result.bad_here, here), run.ranks)
+    # Where every loss was a number, and only the gradient was not, it may have been anybody.
+    samples = [name for bad, names in told if bad for name in names] or [name for _, names in told for name in names]
+    run.observer.event("bad_step", progress.step, {"samples": samples, "in_a_row": progress.bad_steps})
     if progress.bad_steps > run.max_bad_steps:
+        more = f" and {len(samples) - NAMED_SAMPLES} more" if len(samples) > NAMED_SAMPLES else ""
         raise UserError(
             "loss-is-no-number",
-            f"the loss was no finite number {progress.bad_steps} steps in a row, up to step {progress.step}",
+            f"the loss was no finite number {progress.bad_steps} steps in a row, up to step {progress.step}; "
+            f"last for {', '.join(samples[:NAMED_SAMPLES])}{more}",
             why="skipping more of them would only train on nothing",
-            hint="lr= lower, clip_grad_norm=1.0, or precision=bf16-mixed; the samples are in metrics.jsonl",
+            hint="lr= lower, clip_grad_norm=1.0, or precision=bf16-mixed; all samples are in metrics.jsonl",
         )
 
 
@@ -145,4 +175,11 @@ def _close_epoch(run: Run, metrics: dict[str, Any]) -> None:
     if score is not None:
         progress.best = score if progress.best is None else max(progress.best, score)
     best = None if score is None else (epoch, score)
-    run.saver.save(progress, run.train_metrics.total(), best=best, now=progress.finished)
+    saved = run.saver.save(progress, run.train_metrics.total(), best=best, now=progress.finished)
+    if progress.finished and not saved:
+        raise UserError(
+            "end-not-saved",
+            f"the run is at its end, step {progress.step}, and its last checkpoint could not be saved",
+            why="the weights of the last steps are lost with this process",
+            hint="make room, and run the same command again: it repeats what came after the save before",
+        )

@@ -22,6 +22,8 @@ class Progress:
     best: float | None = None
     """Best `val/acc1` so far."""
     finished: bool = False
+    origin: str | None = None
+    """The checkpoint of `--resume` that the run began from, as `identity` names it."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

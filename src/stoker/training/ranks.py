@@ -10,7 +10,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from stoker.errors import StokerError, UserError
@@ -27,6 +27,8 @@ class Ranks:
     rank: int = 0
     local_rank: int = 0
     world: int = 1
+    local_world: int | None = None
+    """Processes on this node, where the launcher says so."""
 
     @property
     def is_first(self) -> bool:
@@ -41,7 +43,8 @@ def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> Ranks
     sets LOCAL_RANK.
     """
     if all(name in environment for name in _TORCHRUN):
-        return _read(environment, _TORCHRUN)
+        local = environment.get("LOCAL_WORLD_SIZE", "")
+        return replace(_read(environment, _TORCHRUN), local_world=int(local) if local.isdigit() else None)
     # Inside `sbatch` or `salloc`, but not started by srun, there is no step: one process.
     if "SLURM_STEP_ID" in environment and all(name in environment for name in _SLURM):
         return _read(environment, _SLURM)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from stoker.errors import UserError
 from stoker.training.async_saving import AsyncSaver
 from stoker.training.checkpoint_file import read_checkpoint
 from stoker.training.checkpoint_match import CheckpointOther, differences
@@ -92,11 +94,14 @@ class Saver:
 
     def save(
         self, progress: Progress, sums: dict[str, Any], *, best: tuple[int, float] | None = None, now: bool = False
-    ) -> None:
-        """Saves as last, and as one of the best; in the background unless it has to be done `now`."""
+    ) -> bool:
+        """Saves as last, and as one of the best; in the background unless it has to be done `now`.
+
+        Whether that went well, as far as it is known: with `now` it is.
+        """
         self._last_s = time.monotonic()
         if self.checkpoints is None or (progress.step == self._last_step and best is None and not now):
-            return
+            return True
         self._last_step = progress.step
         if self._writer is None:
             self._writer = AsyncSaver(self.checkpoints)
@@ -104,8 +109,11 @@ class Saver:
         handed = self._writer.save(state, best=best)
         self._tell(handed.finished)
         self.told("checkpoint", {"pause_s": handed.pause_s, "waited_s": handed.waited_s})
-        if now:
-            self._tell(self._writer.wait())
+        if not now:
+            return True
+        outcomes = self._writer.wait()
+        self._tell(outcomes)
+        return not any(isinstance(outcome, SaveFailed) for outcome in outcomes if outcome.path == self.checkpoints.last)
 
     def close(self) -> None:
         """Waits for what is under way."""
@@ -123,11 +131,45 @@ class Saver:
 def load_for_resume(
     checkpoints: Checkpoints, explicit: Path | None
 ) -> tuple[dict[str, Any], Path, tuple[str, ...]] | None:
-    """The state to go on from: the one that was named, or the newest whole one; None for a new run."""
-    if explicit is not None:
-        return read_checkpoint(explicit), explicit, ()
-    latest = checkpoints.latest()
-    return None if latest is None else (latest.state, latest.path, latest.notes)
+    """The state to go on from: the one that was named, or the newest whole one; None for a new run.
+
+    A scheduler that starts a job again gives it the same words: what was named is where the run began, and
+    from the second time on the run goes on where it stands.
+    """
+    if explicit is None:
+        latest = checkpoints.latest()
+        return None if latest is None else (latest.state, latest.path, latest.notes)
+    origin = _identity(explicit)
+    with suppress(UserError):
+        latest = checkpoints.latest()
+        if latest is not None and latest.state["progress"].get("origin") == origin:
+            note = f"this run began from {explicit} before and goes on where it stands; --fresh goes back to it"
+            return latest.state, latest.path, (*latest.notes, note)
+    state = read_checkpoint(explicit)
+    lacking = [part for part in ("model", "optimizer", "progress", "horizon", "config") if part not in state]
+    if lacking:
+        raise UserError(
+            "checkpoint-not-of-a-run",
+            f"{explicit} holds no {', '.join(lacking)}",
+            why="a run needs more than weights to go on",
+            hint=f"weights={explicit} starts a new run from its weights",
+        )
+    state["progress"]["origin"] = origin
+    return state, explicit, ()
+
+
+def _identity(path: Path) -> str:
+    """The same for the same file, another after it was written anew."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        others = sorted(other.name for other in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
+        raise UserError(
+            "checkpoint-not-found",
+            f"{path} cannot be read: {error.strerror or error}",
+            hint=f"there: {', '.join(others[:6])}" if others else "without --resume the run's own last one is taken",
+        ) from None
+    return f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
 
 
 def _other_classes(saved: tuple[str, ...] | None, ours: tuple[str, ...]) -> str | None:

@@ -59,5 +59,5 @@ class StopRequest:
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for taken, handler in before.items():
+                signal.signal(taken, handler)

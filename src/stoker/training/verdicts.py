@@ -27,7 +27,7 @@ class Confusion(NamedTuple):
 
     name: str
     taken_for: str
-    count: int
+    wrong: int
     images: int
     """All images of the class."""
 

@@ -1,0 +1,69 @@
+"""`stoker export`: a checkpoint's model for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOption
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog="Example: stoker export runs/demo model.onnx --to onnx")(export)
+
+
+def export(
+    checkpoint: CheckpointArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.", show_default=False)],
+    to: Annotated[
+        Literal["safetensors", "onnx", "torch-export"],
+        typer.Option(help="Weights alone, or a program with them.", show_default=False),
+    ],
+    image: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            readable=False,
+            help="Also compare on this image. [default: the first of the checkpoint's data_root, if it is there]",
+            show_default=False,
+        ),
+    ] = None,
+    set_: SetOption = None,
+    raw: RawOption = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Write a checkpoint's model as safetensors, ONNX or torch.export (.pt2).
+
+    The file is loaded again and its output compared with the checkpoint's; it appears only if they agree. It takes
+    normalised images in float32, a batch of any size; names of the classes, mean, std and img_size are in its
+    metadata. ONNX needs `pip install 'stoker[export]'`.
+    """
+    from stoker.commands.restore import restore_for_command
+    from stoker.output.eval_text import export_text
+    from stoker.output.json_document import print_json
+    from stoker.output.text import print_result
+    from stoker.tasks.exporting import export_model
+
+    restored, _ = restore_for_command(checkpoint, set_ or (), raw=raw)
+    found = export_model(restored, to, out, force=force, image=image)
+    if json:
+        print_json(
+            {
+                "checkpoint": str(restored.path),
+                "weights": "averaged" if restored.averaged else "raw",
+                "out": str(found.path),
+                "format": to,
+                "bytes": found.size_bytes,
+                "checked_with": found.checked_with,
+                "differences": [
+                    {"images": one.what, "max_abs": one.max_abs, "tolerance": one.tolerance}
+                    for one in found.differences
+                ],
+            }
+        )
+    else:
+        print_result(export_text(found.path, found.size_bytes, found.checked_with, found.differences))
+    return 0

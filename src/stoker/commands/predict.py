@@ -1,0 +1,65 @@
+"""`stoker predict`: what a checkpoint takes images for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOption
+from stoker.errors import EXIT_FINDING, EXIT_OK
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog="Example: stoker predict runs/demo photo.jpg holiday/ --json")(predict)
+
+
+def predict(
+    checkpoint: CheckpointArgument,
+    images: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="IMAGE...", readable=False, help="Image files, or folders of them at any depth.", show_default=False
+        ),
+    ],
+    set_: SetOption = None,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="How many classes for each image.")] = 5,
+    raw: RawOption = False,
+    json: JsonOption = False,
+) -> int:
+    """Print the five most probable classes of each image.
+
+    Images are decoded, resized and cropped as in validation. One that cannot be read is named and left out, and
+    the exit code is 1.
+    """
+    from stoker.commands.restore import restore_for_command
+    from stoker.output.eval_text import predictions_text
+    from stoker.output.json_document import print_json
+    from stoker.output.progress import progress_bar
+    from stoker.output.text import print_result, say
+    from stoker.tasks.prediction import predict_images
+
+    restored, workers = restore_for_command(checkpoint, set_ or (), raw=raw)
+    with progress_bar("predicting", None, unit="images") as advance:
+        found = predict_images(restored, images, top=top, workers=workers, progress=advance)
+    for path, reason in found.bad:
+        say(f"bad image: {path}: {reason}")
+    if json:
+        print_json(
+            {
+                "checkpoint": str(restored.path),
+                "weights": "averaged" if restored.averaged else "raw",
+                "images": [
+                    {
+                        "path": one.path,
+                        "top": [{"class": guess.name, "probability": guess.probability} for guess in one.guesses],
+                    }
+                    for one in found.images
+                ],
+                "bad": [{"path": path, "reason": reason} for path, reason in found.bad],
+            }
+        )
+    elif found.images:
+        print_result(predictions_text(found.images))
+    return EXIT_FINDING if found.bad else EXIT_OK

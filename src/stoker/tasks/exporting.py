@@ -1,0 +1,164 @@
+"""A checkpoint's model as a file for other programs, which appears only once its output was checked."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from stoker.data.decode import BadImage
+from stoker.errors import UserError
+from stoker.files import sync_folder
+from stoker.tasks.classify import colours_of
+from stoker.tasks.export_formats import FORMATS, Format
+from stoker.tasks.judging import judge_of
+from stoker.tasks.prediction import images_below, load_image
+from stoker.training.from_checkpoint import Restored
+from stoker.training.verdicts import Difference
+from stoker.version import __version__
+
+CPU = torch.device("cpu")
+# Other kernels add up in another order: of ResNet-50's largest logit 1e-6, of a ViT's 1e-5.
+RELATIVE_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was loaded again, and whose output is the checkpoint's."""
+
+    path: Path
+    size_bytes: int
+    checked_with: str
+    differences: tuple[Difference, ...]
+
+
+def export_model(restored: Restored, to: str, out: Path, *, force: bool, image: Path | None = None) -> Exported:
+    """Writes the model in a format of FORMATS; takes normalised images (batch of any size, 3, size, size)."""
+    chosen = FORMATS[to]
+    chosen.check_packages()
+    _check_out(out, force)
+    model = copy.deepcopy(restored.model).to(CPU, memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    inputs = _inputs(restored, image)
+    judge = restored.model.to(CPU)
+    with torch.inference_mode():
+        wanted = [judge(images) for images in inputs.values()]
+    with _appearing(out) as unchecked:
+        _write(chosen, model, unchecked, restored, to)
+        run, checked_with = chosen.load(unchecked, model)
+        found = [
+            _difference(what, run, images, logits, chosen.is_exact)
+            for (what, images), logits in zip(inputs.items(), wanted, strict=True)
+        ]
+        if wrong := [one for one in found if one.is_too_large]:
+            raise UserError(
+                "export-differs",
+                f"{restored.config.model} as {to}: {wrong[0].what} differs by {wrong[0].max_abs:.3g} from the "
+                f"checkpoint's output; {wrong[0].tolerance:.2g} is allowed",
+                why=f"the file would answer something else than the model; it was removed (run by {checked_with})",
+                hint="another format: --to safetensors keeps the weights exactly",
+            )
+    return Exported(out, out.stat().st_size, checked_with, tuple(found))
+
+
+def metadata_of(restored: Restored) -> dict[str, object]:
+    """What a program has to know to use the model."""
+    config = restored.config
+    mean, std = colours_of(restored.model)
+    return {
+        "model": config.model,
+        "classes": list(restored.classes),
+        "mean": list(mean),
+        "std": list(std),
+        "img_size": restored.size,
+        "crop_ratio": config.crop_ratio,
+        "interpolation": config.interpolation,
+        "probabilities": "sigmoid" if config.loss == "bce" else "softmax",
+        "weights": "averaged" if restored.averaged else "raw",
+        "epoch": restored.epoch,
+        "step": restored.step,
+        "stoker": __version__,
+    }
+
+
+def _inputs(restored: Restored, image: Path | None) -> dict[str, Tensor]:
+    """What is compared: random images, one and several, and a real one where there is one."""
+    size = restored.size
+    generator = torch.Generator().manual_seed(0)
+    inputs = {f"random batch of {count}": torch.randn(count, 3, size, size, generator=generator) for count in (3, 1)}
+    real = _real_image(restored, image)
+    if real is not None:
+        path, pixels = real
+        inputs[path.name] = judge_of(restored, CPU).prepare(pixels)
+    return inputs
+
+
+def _real_image(restored: Restored, image: Path | None) -> tuple[Path, Tensor] | None:
+    """The image that was named, or the first readable one of the data that the model was trained on."""
+    root = restored.config.data_root
+    candidates: Iterator[Path] = iter(())
+    if image is not None:
+        candidates = iter([image])
+    elif root is not None and "://" not in root:
+        candidates = images_below(Path(root).expanduser())
+    for path in candidates:
+        try:
+            return path, torch.from_numpy(load_image(path, restored.config))[None]
+        except BadImage as error:
+            if image is not None:
+                raise UserError("image-unreadable", f"{path}: {error.reason}", hint="--image FILE.jpg") from None
+    return None
+
+
+def _write(chosen: Format, model: nn.Module, path: Path, restored: Restored, to: str) -> None:
+    # Two images: torch takes a batch of one for a constant.
+    example = torch.randn(2, 3, restored.size, restored.size)
+    try:
+        chosen.write(model, path, example, metadata_of(restored))
+    except (OSError, UserError):
+        raise
+    except Exception as error:  # what torch cannot trace raises nearly anything
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            "export-failed",
+            f"{restored.config.model} cannot be written as {to}: {type(error).__name__}: {line[:300]}",
+            why="not every architecture can be traced with a batch of any size",
+            hint="another format: --to safetensors always works",
+        ) from error
+
+
+def _difference(what: str, run: Callable[[Tensor], Tensor], images: Tensor, wanted: Tensor, exact: bool) -> Difference:
+    got = run(images)
+    same_shape = got.shape == wanted.shape
+    largest = float((got - wanted).abs().max()) if same_shape else float("nan")
+    tolerance = 0.0 if exact else RELATIVE_TOLERANCE * max(1.0, float(wanted.abs().max()))
+    return Difference(what, largest, tolerance)
+
+
+def _check_out(out: Path, force: bool) -> None:
+    if out.is_dir():
+        raise UserError("out-is-folder", f"{out} is a folder", hint=f"{out}/model.onnx, or another file name")
+    if out.exists() and not force:
+        raise UserError("out-exists", f"{out} exists already", hint="--force replaces it")
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A path to write to; what is there moves to `out` once the block ends well, and is removed otherwise."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".stoker-export-", dir=out.parent) as folder:
+            # torch asks for its own suffix whatever the user likes.
+            unchecked = Path(folder) / f"model{out.suffix if out.suffix else '.bin'}"
+            yield unchecked
+            unchecked.replace(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise UserError(
+            "out-not-writable", f"{out} cannot be written: {error.strerror or error}", hint="another OUT"
+        ) from error

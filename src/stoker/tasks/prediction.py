@@ -1,0 +1,114 @@
+"""Images from anywhere, judged by a checkpoint: no classes, no index, no split."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoker.config import Config
+from stoker.data.decode import BadImage, Decoding
+from stoker.data.listing import IMAGE_SUFFIXES
+from stoker.data.place import shown
+from stoker.tasks.image_data import validation_view
+from stoker.tasks.judging import judge_of
+from stoker.training.from_checkpoint import Restored
+from stoker.training.verdicts import Guess, Prediction
+
+Progress = Callable[[int, int | None], None]
+LARGEST_BATCH = 32
+_SUFFIXES = tuple(os.fsdecode(suffix) for suffix in IMAGE_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What came of the images that were named."""
+
+    images: tuple[Prediction, ...]
+    bad: tuple[tuple[str, str], ...]
+    """Path and reason of each image that could not be read."""
+
+
+def predict_images(
+    restored: Restored, paths: Sequence[Path], *, top: int, workers: int, progress: Progress | None = None
+) -> Predictions:
+    """The most probable classes of each image, in the order of the paths; folders stand for the images below them."""
+    bad: list[tuple[str, str]] = []
+    files = list(_files_of(paths, bad))
+    judge = judge_of(restored)
+    names = tuple(map(shown, restored.classes))
+    count = min(top, len(names))
+    found: list[Prediction] = []
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        for start in range(0, len(files), LARGEST_BATCH):
+            part = files[start : start + LARGEST_BATCH]
+            good: list[tuple[Path, NDArray[np.uint8]]] = []
+            for path, image in zip(part, pool.map(lambda path: _try_image(path, restored.config), part), strict=True):
+                if isinstance(image, str):
+                    bad.append((shown(str(path)), image))
+                else:
+                    good.append((path, image))
+            if good:
+                logits = judge.logits(torch.from_numpy(np.stack([image for _, image in good])))
+                # A network that was trained with `bce` judges each class by itself: its scores add up to anything.
+                scores = logits.sigmoid() if restored.config.loss == "bce" else logits.softmax(dim=1)
+                values, classes = (part.tolist() for part in scores.topk(count, dim=1))
+                for (path, _), row, numbers in zip(good, values, classes, strict=True):
+                    guesses = tuple(Guess(names[number], value) for number, value in zip(numbers, row, strict=True))
+                    found.append(Prediction(shown(str(path)), guesses))
+            if progress is not None:
+                progress(start + len(part), len(files))
+    return Predictions(tuple(found), tuple(bad))
+
+
+def load_image(path: Path, config: Config) -> NDArray[np.uint8]:
+    """The image as validation sees it (height, width, 3); raises BadImage."""
+    try:
+        if not path.is_file():
+            raise BadImage("no such file" if not path.exists() else "neither a file nor a folder")
+        size = path.stat().st_size
+        if size > config.max_image_bytes:
+            raise BadImage(f"{size:,} bytes; max_image_bytes allows {config.max_image_bytes:,}")
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from None
+    # At full scale every decoder gives Pillow's pixels, and Pillow reads every kind.
+    view = validation_view(config, Decoding("pillow", config.max_image_pixels))
+    out = np.empty((view.size, view.size, 3), np.uint8)
+    view.decode(data, None, 0, out)
+    return out
+
+
+def images_below(folder: Path) -> Iterator[Path]:
+    """Every file below a folder that is named like an image, sorted within each folder; hidden ones do not count."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if name.lower().endswith(_SUFFIXES) and not name.startswith("."):
+                yield Path(where, name)
+
+
+def _files_of(paths: Sequence[Path], bad: list[tuple[str, str]]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        empty = True
+        for file in images_below(path):
+            empty = False
+            yield file
+        if empty:
+            bad.append((shown(str(path)), "a folder without images"))
+
+
+def _try_image(path: Path, config: Config) -> NDArray[np.uint8] | str:
+    try:
+        return load_image(path, config)
+    except BadImage as error:
+        return error.reason

@@ -1,0 +1,250 @@
+"""A run that was stopped, however and how often, ends with the bits of one that never was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.commands import training
+from stoker.data.batch import Batch
+from stoker.errors import Interrupted, Preempted
+from stoker.tasks.classify import build_run
+from stoker.training.step import Prepared
+from tests.support.ready_process import ReadyProcess
+from tests.support.tiny_training import assert_same_end, last_state, metrics, steps_done, write_config
+
+# Everything that has a state or draws random numbers.
+RECIPES: dict[str, dict[str, Any]] = {
+    "adamw": {
+        "model": "test_efficientnet", "batch_size": 4, "gradient_accumulation": 2, "optimizer": "adamw", "lr": 0.01,
+        "drop_path": 0.3, "dropout": 0.2, "ema_decay": 0.9, "mixup_alpha": 0.8, "cutmix_alpha": 1.0,
+        "mix_probability": 0.7, "label_smoothing": 0.1, "random_erasing": 0.3, "auto_augment": "randaugment",
+        "clip_grad_norm": 1.0, "warmup_epochs": 1,
+    },
+    "sgd": {
+        "model": "test_resnet", "nesterov": True, "drop_path": 0.2, "loader": "process", "num_workers": 2,
+        "repeated_augmentation": 2, "start_img_size": 24, "resize_epochs": 1, "loss": "bce", "log_every": 4,
+    },
+    "lamb": {"optimizer": "lamb", "lr": 0.05, "ema_decay": 0.5, "lr_update": "epoch", "precision": "bf16-mixed"},
+}  # fmt: skip
+STEPS = 12  # of two epochs
+Ledger = list[tuple[int, int, list[int], list[int]]]
+
+
+@pytest.fixture
+def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledger]]:
+    """Trains in this process, in one thread; sends it a real signal while it makes step `stop_at`."""
+    threads = torch.get_num_threads()
+    machine = replace(training.read_machine(), cpus=1)
+    monkeypatch.setattr(training, "read_machine", lambda: machine)
+    wanted: dict[str, Any] = {}
+
+    def build_and_watch(*arguments: Any, **keys: Any) -> Any:
+        run = build_run(*arguments, **keys)
+        prepare = run.prepare
+
+        def watched(batch: Batch, epoch: int, step: int) -> Prepared:
+            wanted["ledger"].append((epoch, step, batch.samples.tolist(), batch.keys.tolist()))
+            if step + 1 == wanted["stop_at"]:
+                os.kill(os.getpid(), wanted["number"])
+            return prepare(batch, epoch, step)
+
+        run.prepare = watched
+        return run
+
+    monkeypatch.setattr(training, "build_run", build_and_watch)
+
+    def train(config: Path, stop_at: int | None = None, number: int = signal.SIGTERM, **options: Any) -> Ledger:
+        wanted.update(ledger=[], stop_at=stop_at, number=number)
+        monkeypatch.chdir(config.parent)
+        if stop_at is None:
+            assert training.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))[0] == 0
+        else:
+            with pytest.raises(Interrupted if number == signal.SIGINT else Preempted, match=f"saved at step {stop_at}"):
+                training.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))
+        return list(wanted["ledger"])
+
+    yield train
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_that_was_stopped_ends_with_the_same_bits(
+    recipe: str, tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
+) -> None:
+    def config(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        return write_config(tmp_path / name, images, **RECIPES[recipe])
+
+    whole = config("whole")
+    ledger = train_until(whole)
+    assert last_state(whole.parent / "runs" / "tiny")["progress"]["step"] == STEPS
+    # Once; at the last step of an epoch; three times within one; at the very last step.
+    for stops in ([4], [6, 7], [2, 3, 5, 11], [STEPS]) if recipe == "adamw" else ([2, 5, 9],):
+        again = config("-".join(map(str, stops)))
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
+        parts = [train_until(again, stop, numbers[i]) for i, stop in enumerate(stops)]
+        parts.append(train_until(again))
+        assert [entry for part in parts for entry in part] == ledger
+        assert_same_end(again.parent / "runs" / "tiny", whole.parent / "runs" / "tiny")
+        assert len([line for line in metrics(again.parent / "runs" / "tiny") if line.get("event") == "resumed"]) == len(
+            stops
+        )
+
+
+def test_other_workers_give_the_same_bits(tmp_path: Path, images: Path, train_until: Callable[..., Ledger]) -> None:
+    runs = []
+    for name, keys in (("none", {}), ("threads", {"num_workers": 2, "loader": "thread"})):
+        (tmp_path / name).mkdir()
+        train_until(write_config(tmp_path / name, images, epochs=1, **keys))
+        runs.append(tmp_path / name / "runs" / "tiny")
+    assert_same_end(*runs)
+
+
+def test_a_named_checkpoint_is_where_the_run_begins_and_not_where_it_always_returns_to(
+    tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
+) -> None:
+    config = write_config(tmp_path, images, run_name="first", epochs=1)
+    train_until(config, stop_at=2)
+    named = tmp_path / "runs" / "first" / "checkpoints" / "last.ckpt"
+    config = write_config(tmp_path, images, run_name="second", epochs=1)
+    begun = train_until(config, stop_at=4, checkpoint=named)
+    assert [entry[1] for entry in begun] == [2, 3]
+    # A scheduler starts the job again with the same words.
+    assert [entry[1] for entry in train_until(config, checkpoint=named)] == [4, 5]
+
+
+def test_a_signal_during_validation_leaves_at_once_and_validates_after_the_resume(
+    tmp_path: Path, images: Path, train_until: Callable[..., Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"ema_decay": 0.5, "val_batch_size": 1}
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    train_until(write_config(tmp_path / "whole", images, **keys))
+    config = write_config(tmp_path / "stopped", images, **keys)
+    seen: list[int] = []
+    validation_step = training.RunObserver.validation_step
+
+    def note(observer: Any) -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        validation_step(observer)
+
+    monkeypatch.setattr(training.RunObserver, "validation_step", note)
+    monkeypatch.chdir(config.parent)
+    with pytest.raises(Preempted, match="saved at step 6"):
+        training.train_from_config(config, [], None, False)
+    assert len(seen) == 3
+    train_until(config)
+    assert_same_end(tmp_path / "stopped" / "runs" / "tiny", tmp_path / "whole" / "runs" / "tiny")
+
+
+def test_signals_end_real_processes_with_their_codes_and_the_same_command_goes_on(
+    ready: ReadyProcess, tmp_path: Path, images: Path
+) -> None:
+    config = write_config(tmp_path, images, batch_size=4, drop_path=0.2, mixup_alpha=0.5)
+    whole = ready.run("train", config, "run_name=whole", cwd=tmp_path)
+    assert whole.code == 0, whole.err
+    stopped = tmp_path / "runs" / "stopped"
+    for after, number, code, word in (
+        (2, signal.SIGTERM, 143, "SIGTERM"), (7, signal.SIGINT, 130, "Ctrl-C"), (12, signal.SIGUSR1, 143, "SIGUSR1"),
+    ):  # fmt: skip
+        run = ready.start("train", config, "run_name=stopped", cwd=tmp_path)
+        run.wait_for(lambda after=after: steps_done(stopped) >= after)  # type: ignore[misc]
+        run.send(number)
+        assert run.wait() == code, run.err
+        step = last_state(stopped)["progress"]["step"]
+        assert f"{word}: saved at step {step}" in run.err
+        assert "the same command goes on from there" in run.err
+        assert step == steps_done(stopped), "no step was lost, and none is told that was not saved"
+    rest = ready.run("train", config, "run_name=stopped", cwd=tmp_path)
+    assert rest.code == 0, rest.err
+    assert "going on from last.ckpt" in rest.err
+    assert_same_end(stopped, tmp_path / "runs" / "whole")
+    before = (stopped / "metrics.jsonl").read_bytes()
+    again = ready.run("train", config, "run_name=stopped", "--json", cwd=tmp_path)
+    assert again.code == 0
+    assert "is finished: 24 steps" in again.err
+    assert '"finished": true' in again.out
+    assert (stopped / "metrics.jsonl").read_bytes() == before
+
+
+def test_kills_at_any_moment_lose_nothing_but_time(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
+    config = write_config(tmp_path, images, batch_size=4, ema_decay=0.9, checkpoint_every_steps=1, csv=True)
+    assert ready.run("train", config, "run_name=whole", cwd=tmp_path).code == 0
+    killed = tmp_path / "runs" / "killed"
+    rng = random.Random(time.time_ns())
+    for after in (1, 5, 11, 12, 18):
+        run = ready.start("train", config, "run_name=killed", cwd=tmp_path)
+        run.wait_for(lambda after=after: steps_done(killed) >= after)  # type: ignore[misc]
+        time.sleep(rng.random() * 0.1)
+        run.send(signal.SIGKILL)
+        assert run.wait() in (-signal.SIGKILL, 0)
+    assert ready.run("train", config, "run_name=killed", cwd=tmp_path).code == 0
+    assert_same_end(killed, tmp_path / "runs" / "whole")
+    rows = [(killed / "metrics.csv").read_text().splitlines(), (tmp_path / "runs/whole/metrics.csv").read_text().splitlines()]
+    assert [len(lines) for lines in rows] == [3, 3]
+
+
+def test_fresh_begins_anew_and_keeps_everything_of_the_earlier_run(
+    ready: ReadyProcess, tmp_path: Path, images: Path
+) -> None:
+    config = write_config(tmp_path, images, epochs=1, csv=True, tensorboard=True, wandb_project="tests")
+    variables = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    assert ready.run("train", config, cwd=tmp_path, **variables).code == 0
+    run = tmp_path / "runs" / "tiny"
+    names = {
+        "checkpoints", "config.yaml", "environment.json", "logs", "metrics.csv", "metrics.jsonl", "tensorboard",
+        "wandb", "wandb_id.txt",
+    }  # fmt: skip
+    assert names <= {path.name for path in run.iterdir()}
+    old = (run / "metrics.jsonl").read_bytes(), (run / "wandb_id.txt").read_text()
+    fresh = ready.run("train", config, "--fresh", "seed=1", cwd=tmp_path, **variables)
+    assert fresh.code == 0, fresh.err
+    kept = run / "before-fresh-1"
+    assert f"the earlier run is kept in {kept.relative_to(tmp_path)}" in fresh.err
+    assert names <= {path.name for path in kept.iterdir()}
+    assert ((kept / "metrics.jsonl").read_bytes(), (kept / "wandb_id.txt").read_text()) == old
+    assert "seed: 0" in (kept / "config.yaml").read_text()
+    assert "seed: 1" in (run / "config.yaml").read_text()
+    assert (run / "wandb_id.txt").read_text() != old[1]
+    assert len(metrics(run, "epoch")) == 1
+    assert metrics(run, "epoch")[0]["train/loss"] != metrics(kept, "epoch")[0]["train/loss"]
+
+
+def test_a_second_process_is_refused_while_the_first_runs(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
+    config = write_config(tmp_path, images, epochs=50)
+    first = ready.start("train", config, cwd=tmp_path)
+    first.wait_for(lambda: steps_done(tmp_path / "runs" / "tiny") >= 1)
+    second = ready.run("train", config, "--fresh", cwd=tmp_path)
+    assert second.code == 1
+    assert f"runs/tiny is in use by process {first.pid}" in second.err
+    assert not list((tmp_path / "runs" / "tiny").glob("before-fresh*"))
+    assert first.poll() is None
+    first.send(signal.SIGTERM)
+    assert first.wait() == 143
+
+
+def test_what_changed_since_the_checkpoint_is_said_and_the_course_stays(
+    ready: ReadyProcess, tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
+) -> None:
+    train_until(write_config(tmp_path, images), stop_at=6 + 1)
+    config = write_config(tmp_path, images, lr=0.25, epochs=3, batch_size=16)
+    rest = ready.run("train", config, cwd=tmp_path)
+    assert rest.code == 0, rest.err
+    assert "changed since the checkpoint: lr: 0.5 in the checkpoint, 0.25 in this run" in rest.err
+    assert "changed since the checkpoint: batch_size: 8 in the checkpoint, 16 in this run" in rest.err
+    assert "an epoch now has 3 steps and had 6: the run is at step 4 in the new count" in rest.err
+    assert "going on with the course that the run began with (2 epochs, cosine, 0 of warmup)" in rest.err
+    run = tmp_path / "runs" / "tiny"
+    assert [line["epoch"] for line in metrics(run, "epoch")] == [0, 1], "the first epoch's line has survived the new count"

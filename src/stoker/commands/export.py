@@ -45,8 +45,9 @@ def export(
     from stoker.output.eval_text import export_text
     from stoker.output.json_document import print_json
     from stoker.output.text import print_result
-    from stoker.tasks.exporting import export_model
+    from stoker.tasks.exporting import check_can_export, export_model
 
+    check_can_export(to, out, force)
     restored, _ = restore_for_command(checkpoint, set_ or (), raw=raw)
     found = export_model(restored, to, out, force=force, image=image)
     if json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from stoker.data.place import count
 from stoker.output.text import format_table
 from stoker.training.verdicts import Difference, Evaluation, Prediction
 
@@ -18,8 +19,8 @@ def evaluation_text(found: Evaluation, *, all_classes: bool = False) -> str:
     """Scores, the worst classes (or all), the most confused pairs."""
     weights = "averaged weights" if found.averaged else "raw weights"
     parts = [
-        f"{found.model} after {found.epoch} epochs ({found.step:,} steps), {weights}\n"
-        f"{found.place}: {found.images:,} images",
+        f"{found.model} after {count(found.epoch, 'epoch')} ({count(found.step, 'step')}), {weights}\n"
+        f"{found.place}: {count(found.images, 'image')}",
         f"top-1 {_percent(found.acc1)}   top-5 {_percent(found.acc5)}   "
         f"loss {'none' if found.loss is None else f'{found.loss:.4f}'}",
     ]

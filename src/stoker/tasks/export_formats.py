@@ -34,10 +34,8 @@ class Format:
     write: Callable[[nn.Module, Path, Tensor, Metadata], None]
     """model, path, example batch, metadata."""
     load: Callable[[Path, nn.Module], tuple[Runner, str]]
-    """The file as a function, and by what it was loaded; the model is only for its architecture."""
+    """The file as a function, and by what it was loaded; the model is for its architecture, and may be changed."""
     packages: tuple[str, ...] = ()
-    is_exact: bool = False
-    """Whether not one bit of the output may differ: the same code computes it."""
 
     def check_packages(self) -> None:
         """Refuses to begin where a package is missing."""
@@ -144,7 +142,7 @@ def _quiet() -> Iterator[None]:
 
 
 FORMATS = {
-    "safetensors": Format(_write_safetensors, _load_safetensors, is_exact=True),
+    "safetensors": Format(_write_safetensors, _load_safetensors),
     "onnx": Format(_write_onnx, _load_onnx, packages=("onnx", "onnxscript")),
     "torch-export": Format(_write_torch_export, _load_torch_export),
 }

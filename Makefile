@@ -36,7 +36,7 @@ test: setup  ## the whole test suite
 	@$(BIN)/pytest -n $(JOBS) $(ARGS)
 
 demo: setup  ## the main job on data that comes along
-	@$(BIN)/stoker --help
+	@$(BIN)/stoker demo $(ARGS)
 
 bench: setup  ## measure; DATA=folder of class folders with real images, ARGS=names of benchmarks
 	@$(BIN)/python bench/run.py $(if $(DATA),--data $(DATA)) $(ARGS)

@@ -39,10 +39,12 @@ class CommandEntry:
 
 
 COMMANDS = {
+    "demo": CommandEntry("stoker.commands.demo", "Train on handwritten digits that come along: a minute on a CPU."),
     "train": CommandEntry("stoker.commands.train", "Train what a config describes, or go on where it stopped."),
     "eval": CommandEntry("stoker.commands.eval", "Tell how good a checkpoint is, class by class."),
     "predict": CommandEntry("stoker.commands.predict", "Tell what a checkpoint takes images for."),
     "export": CommandEntry("stoker.commands.export", "Write a checkpoint's model for other programs, and check it."),
+    "lr-find": CommandEntry("stoker.commands.lr_find", "Find a learning rate by a range test; nothing is kept."),
     "bench": CommandEntry("stoker.commands.bench", "Measure how fast this host makes batches, and what limits it."),
     "config": CommandEntry("stoker.commands.config", "Show a resolved config, the reference of its keys, a schema."),
     "pack": CommandEntry("stoker.commands.pack", "Pack images into tar shards with an index, smaller if you like."),

@@ -13,7 +13,6 @@ from PIL import Image
 
 from stoker.cli import main
 from stoker.training.verdicts import Evaluation
-from tests.conftest import Run
 from tests.support.trained import COLOURS, train_on_colours, write_colours, write_images, write_untrained
 
 IMAGENET = [f"n{number:08d}" for number in range(1000)]
@@ -65,11 +64,15 @@ def test_matrix_and_classes_add_up(trained: Path, capsys: pytest.CaptureFixture[
     with Image.open(picture) as image:
         assert image.format == "PNG"
         assert min(image.size) > 300
+    assert main(["eval", str(trained), "--plot", str(picture / "below-a-file.png")]) == 1
+    ended = capsys.readouterr()
+    assert "top-1" in ended.out
+    assert "warning: no picture" in ended.err
 
 
-def test_text_for_people(stoker: Run, trained: Path) -> None:
-    ended = stoker("eval", trained, "--per-class")
-    assert ended.code == 0, ended.err
+def test_text_for_people(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(trained), "--per-class"]) == 0
+    ended = capsys.readouterr()
     assert "test_resnet after 2 epochs (6 steps), averaged weights" in ended.out
     assert "19 images" in ended.out
     assert "top-1 " in ended.out

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from stoker.commands.options import CheckpointArgument, JsonOption, OverridesArgument, RawOption
-from stoker.errors import UsageError
+from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError
 
 _KEY_VALUE = re.compile(r"[A-Za-z_]\w*=")
 
@@ -66,11 +66,17 @@ def evaluate(
         samples = open_labelled(restored, split, say, advance)
     with progress_bar("evaluating", len(samples), unit="images") as advance:
         found = evaluate_checkpoint(restored, samples, workers=workers, real_labels=real_labels, progress=advance)
+    code = EXIT_OK
     if plot is not None:
-        plot_confusion(found, plot)
-        say(f"picture: {plot}")
+        try:
+            plot_confusion(found, plot)
+            say(f"picture: {plot}")
+        except OSError as error:
+            # The figures may have taken an hour: they are printed all the same.
+            say(f"warning: no picture: {plot}: {error.strerror or error}")
+            code = EXIT_FINDING
     if json:
         print_json(found.as_dict())
     else:
         print_result(evaluation_text(found, all_classes=per_class))
-    return 0
+    return code

@@ -92,7 +92,6 @@ def _train(
     found = from_first(lambda: load_for_resume(checkpoints, checkpoint), ranks)
     if found is not None:
         state, where, notes = found
-        saved_step, saved_epoch = state["progress"]["step"], state["progress"]["epoch"]
         for note in notes:
             say_here(f"warning: {note}")
         resume(run, state, where, say_here)
@@ -102,10 +101,11 @@ def _train(
             )
             return _summary(run, folder) if ranks.is_first else None
         say_here(f"going on from {where.name}: epoch {run.progress.epoch}, step {run.progress.step:,}")
-        if ranks.is_first:
-            truncate_after(folder.metrics_file, saved_step, saved_epoch)
     if progress is not None:
-        _listen(run, config, folder, checkpoints, progress, stack, resumed=found is not None)
+        # As the checkpoint counts them; without one, what a killed start has told is taken back as a whole.
+        saved = {"step": 0, "epoch": 0} if found is None else found[0]["progress"]
+        left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"])
+        _listen(run, config, folder, checkpoints, progress, stack, resumed=found is not None or left > 0)
         say_here(describe_run(config, run, data))
         warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
         if warning:
@@ -141,7 +141,7 @@ def _listen(
     run.saver.checkpoints = checkpoints
     run.saver.say = progress.say
     run.saver.told = lambda name, details: observer.event(name, run.progress.step, details)
-    if resumed:
+    if run.progress.step > 0:
         observer.event("resumed", run.progress.step, {"epoch": run.progress.epoch, "world": run.ranks.world})
 
 

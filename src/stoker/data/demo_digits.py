@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stoker.errors import UserError
+
 SIDE = 32
 QUALITY = 95
 # Every fifth digit is for validation; the collection is in the order in which people wrote.
@@ -14,13 +16,21 @@ VALIDATION_EVERY = 5
 
 def write_digits(root: Path) -> Path:
     """Writes the digits below `root`, once; the folder that a config's data_root names."""
-    import cv2
-    import simplejpeg
-    from sklearn.datasets import load_digits
-
     done = root / ".complete"
     if done.exists():
         return root
+    import cv2
+    import simplejpeg
+
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UserError(
+            "digits-missing",
+            "scikit-learn is not installed",
+            why="the demo's handwritten digits come with it",
+            hint="pip install 'stoker[demo]'",
+        ) from None
     digits = load_digits()
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         split = "val" if number % VALIDATION_EVERY == 0 else "train"

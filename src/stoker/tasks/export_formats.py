@@ -107,14 +107,14 @@ def _load_onnx(path: Path, _model: nn.Module) -> tuple[Runner, str]:
     try:
         import onnxruntime
 
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         name = f"onnxruntime {onnxruntime.__version__}"
     except ImportError:
         import onnx
         from onnx.reference import ReferenceEvaluator
 
-        onnx.checker.check_model(path, full_check=True)
-        session = ReferenceEvaluator(path)
+        onnx.checker.check_model(str(path), full_check=True)
+        session = ReferenceEvaluator(str(path))
         name = f"the reference of onnx {onnx.__version__}"
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0]), name
 

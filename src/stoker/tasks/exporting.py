@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stoker.data.decode import BadImage
 from stoker.errors import UserError
 from stoker.files import sync_folder
 from stoker.tasks.classify import colours_of
-from stoker.tasks.export_formats import FORMATS, Format
+from stoker.tasks.export_formats import FORMATS
 from stoker.tasks.judging import judge_of
 from stoker.tasks.prediction import images_below, load_image
 from stoker.training.from_checkpoint import Restored
@@ -48,12 +48,16 @@ def export_model(restored: Restored, to: str, out: Path, *, force: bool, image: 
     with torch.inference_mode():
         wanted = [judge(images) for images in inputs.values()]
     with _appearing(out) as unchecked:
-        _write(chosen, model, unchecked, restored, to)
-        run, checked_with = chosen.load(unchecked, copy.deepcopy(restored.model))
-        found = [
-            _difference(what, run, images, logits)
-            for (what, images), logits in zip(inputs.items(), wanted, strict=True)
-        ]
+        with _foreign("written as", restored, to):
+            # Two images: torch takes a batch of one for a constant.
+            example = torch.randn(2, 3, restored.size, restored.size)
+            chosen.write(model, unchecked, example, metadata_of(restored))
+        with _foreign("loaded again from", restored, to):
+            run, checked_with = chosen.load(unchecked, copy.deepcopy(restored.model))
+            found = [
+                _difference(what, run, images, logits)
+                for (what, images), logits in zip(inputs.items(), wanted, strict=True)
+            ]
         if wrong := [one for one in found if one.is_too_large]:
             raise UserError(
                 "export-differs",
@@ -114,20 +118,20 @@ def _real_image(restored: Restored, image: Path | None) -> tuple[Path, Tensor] |
     return None
 
 
-def _write(chosen: Format, model: nn.Module, path: Path, restored: Restored, to: str) -> None:
-    # Two images: torch takes a batch of one for a constant.
-    example = torch.randn(2, 3, restored.size, restored.size)
+@contextmanager
+def _foreign(what: str, restored: Restored, to: str) -> Iterator[None]:
+    """Says which architecture a format does not take; what torch or ONNX cannot do raises nearly anything."""
     try:
-        chosen.write(model, path, example, metadata_of(restored))
+        yield
     except (OSError, UserError):
         raise
-    except Exception as error:  # what torch cannot trace raises nearly anything
-        line = next(iter(str(error).splitlines()), type(error).__name__)
+    except Exception as error:
+        line = next(iter(str(error).splitlines()), "")
         raise UserError(
             "export-failed",
-            f"{restored.config.model} cannot be written as {to}: {type(error).__name__}: {line[:300]}",
+            f"{restored.config.model} cannot be {what} {to}: {type(error).__name__}: {line[:300]}",
             why="not every architecture can be traced with a batch of any size",
-            hint="--to safetensors works with every architecture",
+            hint=None if to == "safetensors" else "--to safetensors works with every architecture",
         ) from error
 
 

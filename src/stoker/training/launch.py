@@ -81,10 +81,11 @@ def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
     try:
         failed_at: float | None = None
         first_code = EXIT_OK
-        while any(process.poll() is None for process in processes):
-            codes = [process.returncode for process in processes if process.returncode not in (None, EXIT_OK)]
+        # Every one is asked each time: the first that lives must not hide one that died.
+        while None in (states := [process.poll() for process in processes]):
+            codes = [code for code in states if code not in (None, EXIT_OK)]
             if codes and failed_at is None:
-                first_code, failed_at = codes[0], time.monotonic()
+                first_code, failed_at = codes[0] or EXIT_OK, time.monotonic()
                 # A rank that left to save has told the others itself; a dead one could not.
                 if first_code not in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
                     pass_on(signal.SIGTERM, None)

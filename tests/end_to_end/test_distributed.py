@@ -1,0 +1,221 @@
+"""Several processes train as one: the same numbers, the same ending."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ready_process import ReadyProcess, Started, processes_with, wait_until
+from tests.support.tiny_training import (
+    last_state,
+    largest_difference,
+    metrics,
+    steps_done,
+    write_config,
+    write_images,
+)
+from tests.support.training_faults import BAD_STEPS, MOST
+
+# Without batch norm: its statistics are those of each process.
+SAME = {"model": "test_convnext", "ema_decay": 0.8, "label_smoothing": 0.1, "clip_grad_norm": 5.0, "epochs": 2}
+
+
+@pytest.fixture(scope="module")
+def prime_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 training images, and 13 for validation: no number of ranks divides them."""
+    root = write_images(tmp_path_factory.mktemp("prime"), train=16, val=5)
+    for name in ("class0/000.jpg", "class1/001.jpg"):
+        (root / "val" / name).unlink()
+    return root
+
+
+@pytest.fixture(scope="module")
+def alone(ready: ReadyProcess, tmp_path_factory: pytest.TempPathFactory, prime_images: Path) -> Path:
+    """The folder of the run that one process makes."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = ready.run("train", write_config(folder, prime_images, batch_size=16, **SAME), cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "runs" / "tiny"
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def start_ranks(
+    ready: ReadyProcess, config: Path, *overrides: str, before: str = "", world: int = 2
+) -> list[Started]:
+    """Ranks as torchrun would start them."""
+    port = free_port()
+    return [
+        ready.start(
+            "train", config, *overrides, cwd=config.parent, before=before, RANK=str(rank), LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+
+
+def assert_equal_within_rounding(run: Path, alone: Path) -> None:
+    ours, theirs = metrics(run, "epoch"), metrics(alone, "epoch")
+    assert len(ours) == len(theirs) == 2
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["train/lr"] == other["train/lr"]
+        for name in ("train/loss", "val/loss"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-4), name
+        # Exact: every sample is judged once, and by the same model.
+        assert (mine["val/acc1"], mine["val/acc5"]) == (other["val/acc1"], other["val/acc5"])
+        assert mine["val/acc1"] * 13 / 100 == pytest.approx(round(mine["val/acc1"] * 13 / 100), abs=1e-9)
+    for part in ("model", "ema"):
+        mine, other = (last_state(folder)[part] for folder in (run, alone))
+        if part == "ema":
+            mine, other = mine["tensors"], other["tensors"]
+        assert largest_difference(mine, other) < 1e-5, part
+
+
+def test_two_ranks_equal_one_process_with_the_same_total_batch(
+    ready: ReadyProcess, tmp_path: Path, prime_images: Path, alone: Path
+) -> None:
+    config = write_config(tmp_path, prime_images, batch_size=8, **SAME)
+    ranks = start_ranks(ready, config)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    assert "total batch 16 (8 x 2 ranks), 3 steps an epoch" in ranks[0].err
+    assert "learning rate 0.03125 = 0.5 x 16 / 256" in ranks[0].err
+    assert ranks[1].err == "", "one rank speaks for all"
+    assert_equal_within_rounding(tmp_path / "runs" / "tiny", alone)
+
+
+def test_torchrun_starts_the_same_program(tmp_path: Path, prime_images: Path, alone: Path) -> None:
+    import subprocess
+
+    config = write_config(tmp_path, prime_images, batch_size=8, **SAME)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "stoker", "train",
+         str(config)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, env=os.environ | {"HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_equal_within_rounding(tmp_path / "runs" / "tiny", alone)
+
+
+def test_devices_starts_ranks_and_sigterm_ends_all_of_them_and_one_process_goes_on(
+    ready: ReadyProcess, tmp_path: Path, prime_images: Path, alone: Path
+) -> None:
+    config = write_config(tmp_path, prime_images, batch_size=8, **SAME)
+    run = tmp_path / "runs" / "tiny"
+    launcher = ready.start("train", config, "devices=2", "checkpoint_every_steps=1", cwd=tmp_path)
+    launcher.wait_for(lambda: steps_done(run) >= 1, 150)
+    launcher.send(signal.SIGTERM)
+    assert launcher.wait() == 143, launcher.err
+    step = last_state(run)["progress"]["step"]
+    assert f"SIGTERM: saved at step {step}" in launcher.err
+    assert processes_with(str(config)) == []
+    assert last_state(run)["progress"]["position"] in (step * 16, (step - 3) * 16)
+    rest = ready.run("train", config, "batch_size=16", cwd=tmp_path)
+    assert rest.code == 0, rest.err
+    assert "changed since the checkpoint: batch_size: 8 in the checkpoint, 16 in this run" in rest.err
+    assert_equal_within_rounding(run, alone)
+
+
+def test_ranks_agree_when_only_one_of_them_is_asked_to_leave(
+    ready: ReadyProcess, tmp_path: Path, prime_images: Path
+) -> None:
+    config = write_config(tmp_path, prime_images, batch_size=8, epochs=200)
+    run = tmp_path / "runs" / "tiny"
+    ranks = start_ranks(ready, config)
+    ranks[0].wait_for(lambda: steps_done(run) >= 2)
+    ranks[1].send(signal.SIGINT)
+    assert [rank.wait() for rank in ranks] == [130, 130], ranks[0].err
+    step = last_state(run)["progress"]["step"]
+    assert f"Ctrl-C: saved at step {step}" in ranks[0].err
+    assert step == steps_done(run)
+
+
+def test_a_rank_that_is_killed_ends_the_others(ready: ReadyProcess, tmp_path: Path, prime_images: Path) -> None:
+    config = write_config(tmp_path, prime_images, batch_size=8, epochs=500)
+    ranks = start_ranks(ready, config)
+    ranks[0].wait_for(lambda: steps_done(tmp_path / "runs" / "tiny") >= 2)
+    ranks[1].send(signal.SIGKILL)
+    assert ranks[0].wait(30) == 1, ranks[0].err
+    assert "error: rank-lost" in ranks[0].err
+    assert "Traceback" not in ranks[0].err
+    wait_until(lambda: processes_with(str(config)) == [], 5)
+
+
+def test_two_launchers_on_two_nodes_train_together(
+    ready: ReadyProcess, tmp_path: Path, prime_images: Path, alone: Path
+) -> None:
+    # Each node has a folder of its own, and WORLD_SIZE is the number of nodes, as some people export it.
+    port, launchers = free_port(), []
+    for node in range(2):
+        folder = tmp_path / f"node{node}"
+        folder.mkdir()
+        config = write_config(folder, prime_images, batch_size=8, num_nodes=2, devices=1, **SAME)
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(node), "WORLD_SIZE": "2"}
+        launchers.append(ready.start("train", config, cwd=folder, **variables))
+    assert [launcher.wait(200) for launcher in launchers] == [0, 0], launchers[0].err
+    assert_equal_within_rounding(tmp_path / "node0" / "runs" / "tiny", alone)
+    assert not (tmp_path / "node1" / "runs" / "tiny" / "checkpoints").exists()
+
+
+def test_a_checkpoint_on_the_first_nodes_disk_is_enough(
+    ready: ReadyProcess, tmp_path: Path, prime_images: Path, alone: Path
+) -> None:
+    config = write_config(tmp_path, prime_images, batch_size=8, checkpoint_every_steps=2, **SAME)
+    assert ready.run("train", config, "epochs=1", "gradient_accumulation=2", cwd=tmp_path).code == 0
+    ranks = [
+        ready.start(
+            "train", config, f"runs_dir={tmp_path}/{'runs' if rank == 0 else 'elsewhere'}", cwd=tmp_path,
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for port in [free_port()] for rank in range(2)
+    ]  # fmt: skip
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    assert "is finished: 3 steps" in ranks[0].err
+
+
+def test_an_error_that_the_first_rank_finds_ends_all_in_the_same_way(
+    ready: ReadyProcess, tmp_path: Path, prime_images: Path
+) -> None:
+    config = write_config(tmp_path, prime_images, batch_size=8)
+    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt").write_bytes(b"nothing")
+    ranks = start_ranks(ready, config)
+    assert [rank.wait() for rank in ranks] == [1, 1], ranks[0].err
+    assert "holds no whole checkpoint" in ranks[0].err
+
+
+def test_memory_that_one_rank_lacks_changes_the_pieces_of_all_and_no_update(
+    ready: ReadyProcess, tmp_path: Path, prime_images: Path, alone: Path
+) -> None:
+    config = write_config(tmp_path, prime_images, batch_size=8, **SAME)
+    ranks = start_ranks(ready, config, before="tests.support.training_faults:little_memory_on_the_second_rank")
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    assert ranks[0].err.count("out of device memory: the batch now passes in pieces of") == 1
+    assert last_state(tmp_path / "runs" / "tiny")["progress"]["micro_batch"] == MOST
+    assert_equal_within_rounding(tmp_path / "runs" / "tiny", alone)
+
+
+def test_a_loss_that_is_no_number_on_one_rank_is_skipped_by_all_and_its_samples_are_named(
+    ready: ReadyProcess, tmp_path: Path, prime_images: Path
+) -> None:
+    config = write_config(tmp_path, prime_images, batch_size=4, max_bad_steps=3)
+    before = "tests.support.training_faults:bad_images_on_the_second_rank"
+    ranks = start_ranks(ready, config, before=before)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    run = tmp_path / "runs" / "tiny"
+    bad: list[dict[str, Any]] = [line for line in metrics(run) if line.get("event") == "bad_step"]
+    assert [(line["step"], line["in_a_row"]) for line in bad] == [(step + 1, i + 1) for i, step in enumerate(BAD_STEPS)]
+    assert all(len(line["samples"]) == 4 and line["samples"][0].startswith("class") for line in bad)
+    assert all(line["train/loss"] is not None for line in metrics(run, "epoch"))
+    stopped = start_ranks(ready, config, "run_name=stopped", "max_bad_steps=1", before=before)
+    assert [rank.wait() for rank in stopped] == [1, 1], stopped[0].err
+    assert "the loss was no finite number 2 steps in a row, up to step 5; last for class" in stopped[0].err

@@ -1,0 +1,54 @@
+"""What goes wrong on one rank only; named by a test as what its process does first."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from stoker.commands import training
+from stoker.tasks.classify import build_run
+from stoker.training.step import Prepared
+
+MOST = 4
+"""Samples that fit into the memory of the rank that lacks some."""
+BAD_STEPS = range(3, 6)
+
+
+def _instrument(change: Any) -> None:
+    def build(*arguments: Any, **keys: Any) -> Any:
+        run = build_run(*arguments, **keys)
+        change(run)
+        return run
+
+    training.build_run = build  # type: ignore[assignment]
+
+
+def little_memory_on_the_second_rank() -> None:
+    """More than MOST samples at a time run out of memory there."""
+
+    def change(run: Any) -> None:
+        def check(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            if os.environ["RANK"] == "1" and len(inputs[0]) > MOST:
+                raise torch.OutOfMemoryError("planted")
+
+        run.saver.parts.model.register_forward_pre_hook(check)
+
+    _instrument(change)
+
+
+def bad_images_on_the_second_rank() -> None:
+    """Steps BAD_STEPS get images there that are no numbers."""
+
+    def change(run: Any) -> None:
+        prepare = run.prepare
+
+        def spoiled(batch: Any, epoch: int, step: int) -> Prepared:
+            prepared: Prepared = prepare(batch, epoch, step)
+            bad = os.environ["RANK"] == "1" and step in BAD_STEPS
+            return prepared._replace(inputs=prepared.inputs * float("nan")) if bad else prepared
+
+        run.prepare = spoiled
+
+    _instrument(change)

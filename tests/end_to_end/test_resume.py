@@ -68,7 +68,9 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
         wanted.update(ledger=[], stop_at=stop_at, number=number)
         monkeypatch.chdir(config.parent)
         if stop_at is None:
-            assert training.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))[0] == 0
+            assert (
+                training.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))[0] == 0
+            )
         else:
             with pytest.raises(Interrupted if number == signal.SIGINT else Preempted, match=f"saved at step {stop_at}"):
                 training.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))
@@ -153,7 +155,7 @@ def test_a_signal_during_validation_leaves_at_once_and_validates_after_the_resum
 def test_signals_end_real_processes_with_their_codes_and_the_same_command_goes_on(
     ready: ReadyProcess, tmp_path: Path, images: Path
 ) -> None:
-    config = write_config(tmp_path, images, batch_size=4, drop_path=0.2, mixup_alpha=0.5)
+    config = write_config(tmp_path, images, epochs=3, batch_size=4, drop_path=0.2, mixup_alpha=0.5)
     whole = ready.run("train", config, "run_name=whole", cwd=tmp_path)
     assert whole.code == 0, whole.err
     stopped = tmp_path / "runs" / "stopped"
@@ -175,7 +177,7 @@ def test_signals_end_real_processes_with_their_codes_and_the_same_command_goes_o
     before = (stopped / "metrics.jsonl").read_bytes()
     again = ready.run("train", config, "run_name=stopped", "--json", cwd=tmp_path)
     assert again.code == 0
-    assert "is finished: 24 steps" in again.err
+    assert "is finished: 36 steps" in again.err
     assert '"finished": true' in again.out
     assert (stopped / "metrics.jsonl").read_bytes() == before
 
@@ -193,7 +195,10 @@ def test_kills_at_any_moment_lose_nothing_but_time(ready: ReadyProcess, tmp_path
         assert run.wait() in (-signal.SIGKILL, 0)
     assert ready.run("train", config, "run_name=killed", cwd=tmp_path).code == 0
     assert_same_end(killed, tmp_path / "runs" / "whole")
-    rows = [(killed / "metrics.csv").read_text().splitlines(), (tmp_path / "runs/whole/metrics.csv").read_text().splitlines()]
+    rows = [
+        (killed / "metrics.csv").read_text().splitlines(),
+        (tmp_path / "runs/whole/metrics.csv").read_text().splitlines(),
+    ]
     assert [len(lines) for lines in rows] == [3, 3]
 
 
@@ -248,4 +253,6 @@ def test_what_changed_since_the_checkpoint_is_said_and_the_course_stays(
     assert "an epoch now has 3 steps and had 6: the run is at step 4 in the new count" in rest.err
     assert "going on with the course that the run began with (2 epochs, cosine, 0 of warmup)" in rest.err
     run = tmp_path / "runs" / "tiny"
-    assert [line["epoch"] for line in metrics(run, "epoch")] == [0, 1], "the first epoch's line has survived the new count"
+    assert [line["epoch"] for line in metrics(run, "epoch")] == [0, 1], (
+        "the first epoch's line has survived the new count"
+    )

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+import torch._inductor.config
+from torch import nn
 
 from stoker.training.compiling import Compiled, compile_or_fall_back
 
 
-class Unwilling(nn.Module):
-    """Works, but not under the compiler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            raise NotImplementedError("an operator that the compiler does not know\nand a second line")
-        outputs: Tensor = self.layer(inputs)
-        return outputs
-
-
 def test_what_cannot_be_compiled_runs_as_it_is_and_that_is_said_once() -> None:
     said: list[str] = []
-    plain = Unwilling()
+    plain = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 2))
     model = compile_or_fall_back(plain, "default", said.append)
     inputs = torch.randn(3, 4)
-    for _ in range(3):
-        assert torch.equal(model(inputs), plain(inputs))
-    model(inputs).sum().backward()
-    assert plain.layer.weight.grad is not None
+    # A machine without a C++ compiler, as many clusters are.
+    with torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",), "force_disable_caches": True}):
+        for _ in range(3):
+            assert torch.equal(model(inputs), plain(inputs))
+        model(inputs).sum().backward()
+    assert plain[0].weight.grad is not None
     assert len(said) == 1
     assert said[0].startswith("warning: compile_model: torch.compile failed (")
     assert said[0].endswith("going on without it")
@@ -50,7 +39,7 @@ def test_a_compiled_model_computes_and_learns_the_same() -> None:
     plain(inputs).pow(2).sum().backward()
     for grad, parameter in zip(ours, plain.parameters(), strict=True):
         torch.testing.assert_close(grad, parameter.grad)
-    assert said == []
+    assert all(line.startswith("compiled for training in ") for line in said)
     assert isinstance(model, Compiled)
     assert model.compile_s > 0
     assert [name.removeprefix("plain.") for name in model.state_dict()] == list(plain.state_dict())

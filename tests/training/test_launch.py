@@ -84,9 +84,7 @@ def test_what_a_node_must_know_is_asked_for(variables: dict[str, str], name: str
     assert caught.value.name == name
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
 def test_signals_are_passed_on_once(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with launcher(tmp_path, "wait", "wait") as process:
         wait_until(lambda: len(told_by(tmp_path)) == 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -66,6 +67,8 @@ def _in_another_process(config: Config, lrs: list[float], cpus: int) -> LrCurve:
                     say(value)
                 elif kind == "error":
                     raise value
+                elif kind == "bug":
+                    raise RuntimeError(value)
                 else:
                     curve: LrCurve = value
                     return curve
@@ -100,9 +103,15 @@ def _trial(pipe: Connection, config: Config, lrs: list[float], cpus: int) -> Non
     # A parent that was killed hears nothing any more: writing to it ends the trial.
     with suppress(BrokenPipeError):
         try:
-            pipe.send(("curve", _measure(pipe, config, lrs, cpus)))
+            answer: tuple[str, object] = ("curve", _measure(pipe, config, lrs, cpus))
         except StokerError as error:
-            pipe.send(("error", error))
+            answer = ("error", error)
+        except Exception as error:
+            # As text: not every exception travels. The first line is what people see, the rest goes into the log.
+            answer = ("bug", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        # Everything is closed: from here on, being ended may be sudden.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        pipe.send(answer)
 
 
 def _measure(pipe: Connection, config: Config, lrs: list[float], cpus: int) -> LrCurve:

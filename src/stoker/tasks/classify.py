@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -214,7 +216,10 @@ def _for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch
     if ranks.world > 1:
         ids = [device.index] if device.type == "cuda" else None
         # Batch norm's statistics are made equal before each validation; sending them each step would only cost time.
-        computing = DistributedDataParallel(computing, device_ids=ids, broadcast_buffers=False)
+        known = inspect.signature(DistributedDataParallel).parameters
+        every_step = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.15
+        keys: dict[str, Any] = {every_step: False}
+        computing = DistributedDataParallel(computing, device_ids=ids, **keys)
     return computing
 
 

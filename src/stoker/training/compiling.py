@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+WORTH_SAYING_S = 1.0
+
 
 class Compiled(nn.Module):
     """A model whose first call compiles it, and falls back to the plain one where that fails."""
@@ -28,7 +30,7 @@ class Compiled(nn.Module):
         if compiled is None:
             output: torch.Tensor = self.plain(inputs)
             return output
-        key = (tuple(inputs.shape[1:]), self.training, torch.is_grad_enabled())
+        key = (tuple(inputs.shape), self.training, torch.is_grad_enabled())
         if key in self._seen:
             result: torch.Tensor = compiled(inputs)
             return result
@@ -43,8 +45,11 @@ class Compiled(nn.Module):
             self._say(f"warning: compile_model: torch.compile failed ({reason[:120]}); going on without it")
             fallback: torch.Tensor = self.plain(inputs)
             return fallback
-        self.compile_s += time.perf_counter() - began
+        took_s = time.perf_counter() - began
+        self.compile_s += took_s
         self._seen.add(key)
+        if took_s >= WORTH_SAYING_S:
+            self._say(f"compiled for {'training' if self.training else 'validation'} in {took_s:.0f} s")
         return first
 
 

@@ -1,0 +1,166 @@
+"""What our loop adds to a bare torch loop: the same model, the same batches in memory, the same SGD, on one CPU thread.
+
+The two take turns step by step: our loop asks its loader for a batch, and the loader makes the bare loop's step
+before it hands one out. So whatever disturbs the machine disturbs both, and the ratio of a round holds still.
+Ours runs with its clock, metrics file, progress line, accuracy and checks for bad losses; without checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from torch.nn import functional
+
+from bench.rounds import Spread, keep
+from stoker.augment.mixing import soft_targets
+from stoker.config import Config, load_config
+from stoker.data.batch import Batch
+from stoker.data.demo_digits import write_digits
+from stoker.output.metrics_file import MetricsFile
+from stoker.output.run_observer import RunObserver
+from stoker.output.trackers import trackers_for
+from stoker.output.train_log import TrainLog
+from stoker.output.train_progress import TrainProgress
+from stoker.run_folder import RunFolder
+from stoker.tasks.classify import build_run, open_data
+from stoker.training.loop import Run, train
+from stoker.training.progress import Progress
+from stoker.training.ranks import Ranks
+from stoker.training.schedule import Horizon
+from stoker.training.step import Prepared
+
+LARGEST_RATIO = 1.02
+CLASSES = 10
+
+
+class BareLoop:
+    """What a page of torch does in a step, and nothing else; it sees neither accuracy nor a loss that is no number."""
+
+    def __init__(self, config: Config, prepared: list[Prepared]) -> None:
+        torch.manual_seed(0)
+        self.model = timm.create_model(config.model, num_classes=CLASSES).to(memory_format=torch.channels_last)
+        self.model.train()
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.01, momentum=config.momentum, nesterov=config.nesterov,
+            weight_decay=config.weight_decay, fused=True,
+        )  # fmt: skip
+        self.prepared = prepared
+
+    def step(self, number: int) -> float:
+        batch = self.prepared[number % len(self.prepared)]
+        began = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = functional.cross_entropy(self.model(batch.inputs), batch.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return time.perf_counter() - began
+
+
+class TakingTurns:
+    """A loader of batches in memory that makes a bare step before each; the time between two of them is ours."""
+
+    def __init__(self, batches: list[Batch], bare: BareLoop, count: int) -> None:
+        self.batches, self.bare, self.count = batches, bare, count
+        self.bare_s: list[float] = []
+        self.ours_s: list[float] = []
+
+    def steps(self, start: int = 0) -> int:
+        return self.count
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        for number in range(self.count):
+            self.bare_s.append(self.bare.step(number))
+            handed = time.perf_counter()
+            yield self.batches[number % len(self.batches)]
+            self.ours_s.append(time.perf_counter() - handed)
+
+
+def synthetic(config: Config, count: int) -> tuple[list[Batch], list[Prepared]]:
+    """Random batches, as the loader gives them and as the model takes them."""
+    random, size = np.random.default_rng(0), config.batch_size
+    batches, prepared = [], []
+    for step in range(count):
+        labels = random.integers(0, CLASSES, size)
+        whole = np.arange(size)
+        images = torch.randn(size, 3, config.img_size, config.img_size).to(memory_format=torch.channels_last)
+        targets = soft_targets(torch.from_numpy(labels), CLASSES, config.label_smoothing)
+        keys, flips = np.zeros(size, np.uint64), np.zeros(size, np.bool_)
+        batches.append(Batch(images, labels, whole, flips, keys, 0, step, (step + 1) * size))
+        prepared.append(Prepared(images, targets, torch.from_numpy(labels), mixed=False))
+    return batches, prepared
+
+
+def our_run(config: Config, folder: Path, batches: list[Batch], prepared: list[Prepared]) -> Run:
+    """A run as `stoker train` makes it; only its batches come from memory, augmented once and for all."""
+    data = open_data(config, lambda _text: None)
+    run = build_run(config, data, Ranks(), torch.device("cpu"), workers=0)
+    by_identity = {id(batch): ready for batch, ready in zip(batches, prepared, strict=True)}
+    run.prepare = lambda batch, _epoch, _step: by_identity[id(batch)]
+    run.val_loader = None
+    trackers = trackers_for(config, RunFolder(folder), say=lambda _text: None)
+    progress = TrainProgress(TrainLog(folder / "logs"), (folder / "screen").open("w"))
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    run.observer = RunObserver(metrics, trackers, progress, log_every=config.log_every, world=1)
+    return run
+
+
+def measure(config: Config, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+    batches, prepared = synthetic(config, 8)
+    bare, run = BareLoop(config, prepared), our_run(config, folder, batches, prepared)
+    bare_s, ours_s, ratios, paired = [], [], [], []
+    for number in range(rounds + 1):
+        turns = TakingTurns(batches, bare, steps)
+        run.train_loader = lambda _epoch, turns=turns: turns  # type: ignore[misc]
+        run.horizon = Horizon(steps_per_epoch=steps, epochs=1)
+        run.progress = Progress()
+        train(run)
+        if number == 0:
+            continue  # the first steps pay for allocators and caches
+        # The last step's time ends when the loop asks for one more batch, which it does not: one fewer.
+        pairs = list(zip(turns.ours_s, turns.bare_s, strict=False))
+        bare_s.append(sum(b for _, b in pairs) / len(pairs))
+        ours_s.append(sum(o for o, _ in pairs) / len(pairs))
+        ratios.append(ours_s[-1] / bare_s[-1])
+        paired.append(statistics.median(o / b for o, b in pairs))
+        sys.stderr.write(f"round {number}/{rounds}  {ours_s[-1] * 1e3:.2f} / {bare_s[-1] * 1e3:.2f} ms\n")
+    return {
+        "model": config.model, "batch_size": config.batch_size, "img_size": config.img_size, "steps_a_round": steps,
+        "bare_ms": Spread(tuple(s * 1e3 for s in bare_s)).as_dict(),
+        "ours_ms": Spread(tuple(s * 1e3 for s in ours_s)).as_dict(),
+        "ratio": Spread(tuple(ratios)).as_dict(),
+        "ratio, median of a round's steps": Spread(tuple(paired)).as_dict(),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=60, help="of each, in a round")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="on top of configs/demo.yaml")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="stoker-bench-") as name:
+        folder = Path(name)
+        words = [f"data_root={write_digits(folder / 'digits')}", f"runs_dir={folder}", *arguments.overrides]
+        config = load_config(Path(__file__).parents[1] / "configs/demo.yaml", words).config
+        found = measure(config, folder, arguments.rounds, arguments.steps)
+    path = keep("loop", found)
+    for key in ("ratio", "ratio, median of a round's steps"):
+        spread = found[key]
+        print(f"{key}: {spread['median']:.4f}x ({spread['min']:.4f}-{spread['max']:.4f})")
+    print(f"steps of {found['bare_ms']['median']:.1f} ms; kept in {path}")
+    return 0 if found["ratio, median of a round's steps"]["median"] <= LARGEST_RATIO else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

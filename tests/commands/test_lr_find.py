@@ -1,0 +1,92 @@
+"""`stoker lr-find` finds a learning rate on real data, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from stoker.data.demo_digits import write_digits
+from tests.conftest import PROJECT, Run
+
+SMALL = ["epochs=2", "num_workers=1", "batch_size=32", "subset_train_per_class=40", "subset_val_per_class=2"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("lr-find") / "digits")
+
+
+def files_below(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file() and "home" not in path.relative_to(folder).parts}
+
+
+@pytest.mark.slow
+def test_it_suggests_a_rate_that_is_neither_tiny_nor_huge(stoker: Run, digits: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    picture = work / "lr.png"
+    ended = stoker(
+        "lr-find", PROJECT / "configs/demo.yaml", f"data_root={digits}", *SMALL, "--steps", "40", "--json",
+        "--plot", picture, cwd=work,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    found = ended.json
+    assert 1e-4 < found["suggestion"] < 3
+    assert found["lr_key"] == pytest.approx(found["suggestion"] * 256 / 32, rel=0.06)
+    assert len(found["lrs"]) == len(found["losses"]) <= 40
+    assert found["lrs"][0] == pytest.approx(1e-6)
+    assert files_below(work) == {picture}, "no run folder, no checkpoint"
+    with Image.open(picture) as image:
+        assert image.size[0] > 400
+
+
+@pytest.mark.slow
+def test_it_stops_where_the_loss_runs_away(stoker: Run, digits: Path, tmp_path: Path) -> None:
+    ended = stoker(
+        "lr-find", PROJECT / "configs/demo.yaml", f"data_root={digits}", *SMALL, "--steps", "40", "--min", "0.01",
+        "--max", "1e6", "scale_lr=false",
+    )  # fmt: skip
+    assert ended.code in (0, 1), ended.err
+    assert "the loss ran away at" in ended.out
+    assert files_below(tmp_path) == set()
+
+
+def test_ctrl_c_leaves_nothing(digits: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stoker", "lr-find", str(PROJECT / "configs/demo.yaml"), f"data_root={digits}"]
+    process = subprocess.Popen(
+        [*command, "--steps", "5000"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"HOME": str(tmp_path / "home")},
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert "range test" in process.stderr.readline(), "it is under way"
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 130
+    assert "stopped by Ctrl-C" in process.stderr.read()
+    assert files_below(tmp_path) == set()
+    with pytest.raises(ProcessLookupError):  # nobody of its group is left
+        for _ in range(50):
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+
+
+def test_an_error_of_the_trial_reaches_the_user(stoker: Run, tmp_path: Path) -> None:
+    ended = stoker("lr-find", PROJECT / "configs/demo.yaml", f"data_root={tmp_path}/nowhere", "--json")
+    assert ended.code == 1
+    assert "nowhere" in ended.json["error"]["message"]
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--min", "1", "--max", "0.1"], ["--min", "0"], ["--plot", "nowhere/lr.png"], ["--plot", "lr.txt"]]
+)
+def test_slips_are_refused_before_anything_starts(stoker: Run, wrong: list[str]) -> None:
+    ended = stoker("lr-find", PROJECT / "configs/demo.yaml", *wrong)
+    assert ended.code == 2
+    assert wrong[0] in ended.err

@@ -1,0 +1,172 @@
+"""What users bring along: each is named, with what to do, and never a traceback."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ready_process import ReadyProcess, Started
+from tests.support.tiny_training import last_state, metrics, write_config, write_images
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "data", train=8, val=2)
+
+
+@pytest.fixture
+def train(ready: ReadyProcess, tmp_path: Path, data: Path) -> Any:
+    def run(*arguments: str, **keys: Any) -> Started:
+        done = ready.run("train", write_config(tmp_path, data, **({"epochs": 1} | keys)), *arguments, cwd=tmp_path)
+        assert "Traceback" not in done.err
+        assert "error: bug" not in done.err
+        return done
+
+    return run
+
+
+def test_an_empty_class_folder(train: Any, data: Path) -> None:
+    (data / "train" / "class3").mkdir()
+    (data / "val" / "class3").mkdir()
+    done = train()
+    assert done.code == 0, done.err
+    assert f"1 class folder of {data}/train without images: class3" in done.err
+
+
+def test_one_class_is_nothing_to_learn(train: Any, data: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("class1", "class2"):
+            shutil.rmtree(data / split / name)
+    done = train()
+    assert done.code == 1
+    assert "train has one class, class0" in done.err
+
+
+def test_a_validation_class_that_training_lacks(train: Any, data: Path) -> None:
+    shutil.copytree(data / "val" / "class0", data / "val" / "stranger")
+    done = train()
+    assert done.code == 1
+    assert "stranger" in done.err
+
+
+def test_a_data_root_that_does_not_exist_names_the_nearest_that_does(train: Any, data: Path, tmp_path: Path) -> None:
+    done = train(f"data_root={data}/imagenet/2012")
+    assert done.code == 1
+    assert f"{data}/imagenet/2012 does not exist\n  {data} does, and holds train, val" in done.err
+    assert not (tmp_path / "runs" / "tiny" / "checkpoints").exists()
+
+
+def test_a_batch_larger_than_the_data(train: Any) -> None:
+    done = train("batch_size=64")
+    assert done.code == 1
+    assert "24 training images make no batch of 64" in done.err
+    assert "batch_size=24 or less" in done.err
+
+
+def test_a_checkpoint_of_another_model_names_what_differs(train: Any) -> None:
+    assert train().code == 0
+    done = train("model=test_convnext2", "ema_decay=0.9")
+    assert done.code == 1
+    assert "last.ckpt was made by another model or config" in done.err
+    assert "model: test_convnext in the checkpoint, test_convnext2 in this run" in done.err
+    assert "--fresh to start anew" in done.err
+
+
+def test_a_checkpoint_of_other_classes(train: Any, data: Path) -> None:
+    assert train().code == 0
+    for split in ("train", "val"):
+        (data / split / "class0").rename(data / split / "zebra")
+    shutil.rmtree(data / ".stoker", ignore_errors=True)
+    done = train()
+    assert done.code == 1
+    assert "class 0: class0 in the checkpoint, class1 in this run" in done.err
+
+
+def test_a_corrupt_last_checkpoint_falls_back_to_the_one_before(train: Any, tmp_path: Path) -> None:
+    assert train(epochs=2).code == 0
+    run = tmp_path / "runs" / "tiny"
+    whole = metrics(run, "epoch")
+    last = run / "checkpoints" / "last.ckpt"
+    content = bytearray(last.read_bytes())
+    content[-100] ^= 1
+    last.write_bytes(content)
+    done = train(epochs=2)
+    assert done.code == 0, done.err
+    assert "last.ckpt" in done.err
+    assert "going on from previous.ckpt instead" in done.err
+    assert last_state(run)["progress"]["finished"]
+    again = metrics(run, "epoch")
+    assert [(line["epoch"], line["val/loss"]) for line in again] == [
+        (line["epoch"], line["val/loss"]) for line in whole
+    ]
+
+
+def test_no_whole_checkpoint_is_no_reason_to_start_anew_in_silence(train: Any, tmp_path: Path) -> None:
+    assert train().code == 0
+    for file in (tmp_path / "runs" / "tiny" / "checkpoints").iterdir():
+        file.write_bytes(file.read_bytes()[:1000])
+    done = train()
+    assert done.code == 1
+    assert "holds no whole checkpoint" in done.err
+
+
+def test_a_checkpoint_to_resume_that_is_missing_or_none(train: Any, tmp_path: Path) -> None:
+    done = train("--resume", "nowhere.ckpt")
+    assert done.code == 1
+    assert "nowhere.ckpt cannot be read: No such file or directory" in done.err
+    (tmp_path / "some.ckpt").write_bytes(b"PK\x03\x04 what torch.save writes")
+    done = train("--resume", "some.ckpt")
+    assert done.code == 1
+    assert "is a zip file, as torch.save writes it" in done.err
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 6 MB: room for the first checkpoint, and for no second one beside it."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", folder], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs rights that this user lacks")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_keeps_what_was_saved_and_training_goes_on(train: Any, small_disk: Path, tmp_path: Path) -> None:
+    keys = {"runs_dir": str(small_disk), "save_top_k": 0, "checkpoint_every_steps": 2, "batch_size": 4}
+    first = train(**keys)
+    assert first.code == 0, first.err
+    saved = (small_disk / "tiny" / "checkpoints" / "last.ckpt").stat().st_size
+    shutil.rmtree(small_disk / "tiny")
+    # So much is left that one checkpoint fits, and no second beside it.
+    (small_disk / "filler").write_bytes(b"\0" * (6_000_000 - int(1.6 * saved)))
+    full = train(**keys)
+    assert "No space left on device" in full.err
+    assert "training goes on, the next save tries again" in full.err
+    assert "Epoch 0: 100%" in full.err
+    assert full.code == 1
+    assert "error: end-not-saved" in full.err
+    assert last_state(small_disk / "tiny")["progress"]["step"] == 2, "the first one is whole"
+    (small_disk / "filler").unlink()
+    rest = train(**keys)
+    assert rest.code == 0, rest.err
+    assert last_state(small_disk / "tiny")["progress"]["finished"]
+
+
+def test_a_folder_that_cannot_be_written(train: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    done = train("runs_dir=file/runs")
+    assert done.code == 2
+    assert "error: run-folder-not-writable" in done.err
+    assert "hint: runs_dir=/a/folder/you/may/write" in done.err
+
+
+def test_an_image_that_is_none_is_named_and_replaced(train: Any, data: Path, tmp_path: Path) -> None:
+    (data / "train" / "class1" / "003.jpg").write_bytes(b"no image at all, of no kind whatever")
+    done = train("max_bad_fraction=0.5")
+    assert done.code == 0, done.err
+    assert "003.jpg" in (tmp_path / "runs" / "tiny" / "quarantine.jsonl").read_text()

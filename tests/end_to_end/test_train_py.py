@@ -1,0 +1,59 @@
+"""`python train.py` with the flags that people know from other scripts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROJECT
+from tests.support.tiny_training import metrics, write_config
+
+sys.path.insert(0, str(PROJECT))
+from train import arguments_for_stoker
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--config c.yaml", "train c.yaml"),
+        ("--config c.yaml --epochs 3 --devices 4 --num_nodes 2", "train c.yaml epochs=3 devices=4 num_nodes=2"),
+        ("--config c.yaml --wandb_project p --wandb_name n", "train c.yaml wandb_project=p wandb_name=n"),
+        ("--config c.yaml --wandb_project p --no_wandb", "train c.yaml wandb=false wandb_project=null"),
+        ("--config c.yaml --resume last.ckpt", "train c.yaml --resume last.ckpt"),
+        ("--config c.yaml lr=1 --fresh", "train c.yaml lr=1 --fresh"),
+    ],
+)
+def test_flags_say_the_same_as_stokers_words(flags: str, words: str) -> None:
+    assert arguments_for_stoker(flags.split()) == words.split()
+
+
+def run_script(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(PROJECT / "train.py"), *flags], cwd=folder, capture_output=True, text=True, timeout=200,
+        env=os.environ | {"HOME": str(folder), "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+    )  # fmt: skip
+
+
+def test_the_flags_of_the_documents_train(tmp_path: Path, images: Path) -> None:
+    config = write_config(tmp_path, images, batch_size=16, epochs=5)
+    first = run_script(
+        tmp_path, "--config", str(config), "--wandb_project", "tests", "--wandb_name", "one", "--epochs", "1",
+        "--devices", "1", "--num_nodes", "1",
+    )  # fmt: skip
+    assert first.returncode == 0, first.stderr
+    run = tmp_path / "runs" / "tiny"
+    assert [line["step"] for line in metrics(run, "epoch")] == [3]
+    assert (run / "wandb_id.txt").exists()
+    assert list((run / "wandb").glob("offline-run-*"))
+    # A checkpoint goes on elsewhere, on two processes, without W&B.
+    second = run_script(
+        tmp_path, "--config", str(config), "--resume", str(run / "checkpoints" / "last.ckpt"), "--no_wandb",
+        "--devices", "2", "run_name=two", "batch_size=8",
+    )  # fmt: skip
+    assert second.returncode == 0, second.stderr
+    assert "is finished: 3 steps" in second.stderr
+    assert not (tmp_path / "runs" / "two" / "wandb_id.txt").exists()

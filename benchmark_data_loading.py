@@ -1,6 +1,6 @@
 """How fast images come, without a model: `stoker bench data`, under the name that people look for.
 
-    python benchmark_data_loading.py [CONFIG_OR_FOLDER] [options of `stoker bench data`]
+python benchmark_data_loading.py [CONFIG_OR_FOLDER] [options of `stoker bench data`]
 """
 
 import sys

@@ -16,7 +16,7 @@ from PIL import Image
 
 from bench.rounds import Spread, interleave, keep, ratio
 from stoker.data.crops import CropRange, draw_crops
-from stoker.data.decode import BadImage, Decoding, available_decoders
+from stoker.data.decode.decoding import BadImage, Decoding, available_decoders
 from stoker.data.draws import sample_keys
 
 SIZE = 224

@@ -168,7 +168,8 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
     program = (
         # What the command imports is imported first: the new user may not read our environment.
         "import os, sys\n"
-        "import stoker.commands.pack, stoker.data.packing, stoker.data.index, stoker.probe.host, stoker.config.units\n"
+        "import stoker.commands.pack, stoker.data.pack.packing\n"
+        "import stoker.data.index.opening, stoker.probe.host, stoker.config.units\n"
         "import stoker.output.text, stoker.output.json_document, stoker.output.progress\n"
         "from stoker.cli import main\n"
         "if os.getuid() == 0:\n"

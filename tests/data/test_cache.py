@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.cache import CachedStore, Ledger
-from stoker.data.stores import LocalStore, ReadFailure
+from stoker.data.store.cache import CachedStore, Ledger
+from stoker.data.store.stores import LocalStore, ReadFailure
 from stoker.errors import UserError
 
 OBJECTS = 200
@@ -141,8 +141,8 @@ def test_what_a_killed_process_left_half_written_is_removed_later(source: Path, 
 READ_ALL = """
 import random, sys
 from pathlib import Path
-from stoker.data.cache import CachedStore
-from stoker.data.stores import LocalStore
+from stoker.data.store.cache import CachedStore
+from stoker.data.store.stores import LocalStore
 source, cache, budget, seed, objects, size = sys.argv[1:3] + [int(a) for a in sys.argv[3:]]
 print("ready", flush=True)
 sys.stdin.readline()
@@ -207,8 +207,8 @@ def test_threads_share_one_store(source: Path, tmp_path: Path) -> None:
 FILL_DISK = """
 import resource, subprocess, sys
 from pathlib import Path
-from stoker.data.cache import CachedStore
-from stoker.data.stores import LocalStore
+from stoker.data.store.cache import CachedStore
+from stoker.data.store.stores import LocalStore
 source, cache, how = sys.argv[1:]
 Path(cache).mkdir()
 if how == "full":

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data import calibration
-from stoker.data.calibration import CalibrationResult, cache_file, choose_fastest, measure
-from stoker.data.decode import Decoding, available_decoders, choose_decoder
+from stoker.data.decode import calibration
+from stoker.data.decode.calibration import CalibrationResult, cache_file, choose_fastest, measure
+from stoker.data.decode.decoding import Decoding, available_decoders, choose_decoder
 from tests.support import images
 
 CAP = 10_000_000

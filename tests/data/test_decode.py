@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from stoker.data.decode import BadImage, Box, Decoding, available_decoders, choose_decoder
-from stoker.data.decoders import DECODERS
-from stoker.data.orientation import stored_box, turned
+from stoker.data.decode.decoders import DECODERS
+from stoker.data.decode.decoding import BadImage, Box, Decoding, available_decoders, choose_decoder
+from stoker.data.decode.orientation import stored_box, turned
 from stoker.errors import UserError
 from tests.support import images
 

@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from stoker.data.decode import BadImage, Box, Decoding, available_decoders
-from stoker.data.decoders import DECODERS
+from stoker.data.decode.decoders import DECODERS
+from stoker.data.decode.decoding import BadImage, Box, Decoding, available_decoders
 from tests.support import images
 
 FILES_FOR_EACH = 2500

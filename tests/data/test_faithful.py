@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
-from stoker.data.decode import Box, Decoding, Interpolation, available_decoders
-from stoker.data.decoders import DECODERS
+from stoker.data.decode.decoders import DECODERS
+from stoker.data.decode.decoding import Box, Decoding, Interpolation, available_decoders
 from tests.support import images
 
 HERE = available_decoders()

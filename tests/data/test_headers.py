@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from stoker.data.headers import BadImage, read_header, read_orientation
+from stoker.data.decode.headers import BadImage, read_header, read_orientation
 from tests.support import images
 
 CAP = 178_956_970

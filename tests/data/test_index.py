@@ -18,9 +18,9 @@ import obstore
 import pytest
 from obstore.store import from_url
 
-from stoker.data.index import check_same_classes, open_index
-from stoker.data.listing import list_objects
-from stoker.data.sample_index import IndexUnreadable, SampleIndex, pack_names, save_index
+from stoker.data.index.listing import list_objects
+from stoker.data.index.opening import check_same_classes, open_index
+from stoker.data.index.sample_index import IndexUnreadable, SampleIndex, pack_names, save_index
 from stoker.errors import UserError
 
 TREE = {"cat": ["b.jpg", "a.JPEG", "c.PNG"], "dog": ["x.webp", "deep/y.jpg"], "ant": ["z.tiff"]}
@@ -327,7 +327,7 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, damaged: str, damage: str
 OPENER = """
 import sys, time
 from pathlib import Path
-from stoker.data.index import open_index
+from stoker.data.index.opening import open_index
 listed = []
 while not Path(sys.argv[2]).exists():
     time.sleep(0.001)
@@ -356,7 +356,7 @@ def test_of_many_processes_one_lists_and_all_see_the_same(tmp_path: Path) -> Non
 def test_a_killed_lister_is_no_obstacle(tmp_path: Path) -> None:
     age(make_tree(tmp_path, TREE))
     program = (
-        "import os, signal, sys; from stoker.data.index import open_index\n"
+        "import os, signal, sys; from stoker.data.index.opening import open_index\n"
         "open_index(sys.argv[1], 'train', index_dir=None, progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)])
@@ -369,7 +369,7 @@ def test_a_killed_lister_is_no_obstacle(tmp_path: Path) -> None:
 # What numpy imports late is imported first: the new user may not read our environment.
 WITHOUT_RIGHTS = """
 import mmap, os, sys
-from stoker.data.index import open_index
+from stoker.data.index.opening import open_index
 from stoker.errors import UserError
 if os.getuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -543,7 +543,7 @@ def test_a_torn_pack_is_refused_and_a_foreign_index_file_is_not_ours(tmp_path: P
 OPEN_URL = """
 import sys
 from pathlib import Path
-from stoker.data.index import open_index
+from stoker.data.index.opening import open_index
 from stoker.errors import UserError
 try:
     index = open_index(sys.argv[1], "train", index_dir=Path(sys.argv[2]))

@@ -13,11 +13,11 @@ import pytest
 import simplejpeg
 import webdataset
 
-from stoker.data.index import open_index
-from stoker.data.pack_folder import PackFolder, check_options, claim_destination, remove_pack
-from stoker.data.packing import PackOptions, PackResult, pack_split, plan_shards
-from stoker.data.sample_index import SampleIndex
-from stoker.data.stores import open_store
+from stoker.data.index.opening import open_index
+from stoker.data.index.sample_index import SampleIndex
+from stoker.data.pack.folder import PackFolder, check_options, claim_destination, remove_pack
+from stoker.data.pack.packing import PackOptions, PackResult, pack_split, plan_shards
+from stoker.data.store.stores import open_store
 from stoker.errors import UserError
 from tests.support.s3_server import S3Server
 

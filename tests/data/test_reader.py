@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.data.announced import Announced
-from stoker.data.blocking import BLOCKS_ABOVE_S, Blocking
-from stoker.data.object_store import ObjectStore
-from stoker.data.reader import Reader
-from stoker.data.sample_index import SampleIndex, pack_names
-from stoker.data.stores import Buffer, LocalStore, ReadFailure, StoreDown
+from stoker.data.index.sample_index import SampleIndex, pack_names
+from stoker.data.store.announced import Announced
+from stoker.data.store.blocking import BLOCKS_ABOVE_S, Blocking
+from stoker.data.store.object_store import ObjectStore
+from stoker.data.store.reader import Reader
+from stoker.data.store.stores import Buffer, LocalStore, ReadFailure, StoreDown
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
 
@@ -322,8 +322,8 @@ import sys
 import numpy as np
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.data.test_reader import index_of
-from stoker.data.object_store import ObjectStore
-from stoker.data.reader import Reader
+from stoker.data.store.object_store import ObjectStore
+from stoker.data.store.reader import Reader
 reader = Reader(ObjectStore("s3://{BUCKET}/ending"), index_of(100), lookahead_bytes=10**8)
 reader.take(np.array([0]))
 reader.expect(np.arange(100))

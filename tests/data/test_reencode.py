@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from stoker.data.headers import BadImage, read_header
-from stoker.data.reencode import Reencoding, prepare
+from stoker.data.decode.headers import BadImage, read_header
+from stoker.data.pack.reencode import Reencoding, prepare
 
 KEEP = Reencoding()
 JPEG = Reencoding(quality=95)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.data.sample_index import IndexUnreadable, Location, SampleIndex, load_index, pack_names, save_index
+from stoker.data.index.sample_index import IndexUnreadable, Location, SampleIndex, load_index, pack_names, save_index
 
 NAMES = [b"cat/1.jpg", b"cat/two words.JPEG", "dog/ü\n.png".encode(), b"dog/\xff\xfe.jpg"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from stoker.data.shards import (
+from stoker.data.pack.tar_shards import (
     ShardDamaged,
     ShardRecord,
     ShardWriter,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.aws_profile import profile_settings
-from stoker.data.object_store import ObjectStore
-from stoker.data.stores import LocalStore, ReadFailure, Store, StoreDown, open_store
+from stoker.data.store.aws_profile import profile_settings
+from stoker.data.store.object_store import ObjectStore
+from stoker.data.store.stores import LocalStore, ReadFailure, Store, StoreDown, open_store
 from stoker.errors import UserError
 from tests.support.s3_server import BUCKET, KEY, SECRET, S3Server, use_environment
 
@@ -142,7 +142,7 @@ def test_a_fork_after_a_request_is_refused_and_one_before_works(s3: S3Server) ->
     url = put(s3, "forked")
     program = f"""
 import os
-from stoker.data.object_store import ObjectStore
+from stoker.data.store.object_store import ObjectStore
 from stoker.errors import UserError
 store = ObjectStore({url!r})
 def in_child():

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.data.sample_index import SampleIndex, pack_names
-from stoker.data.subset import Subset, choose_subset, subset_record
+from stoker.data.index.sample_index import SampleIndex, pack_names
+from stoker.data.index.subset import Subset, choose_subset, subset_record
 from stoker.errors import UserError
 from stoker.run_folder import RunFolder
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stoker.data.worker_processes import TaskFailed, WorkerDied, run_in_processes
+from stoker.data.pack.worker_processes import TaskFailed, WorkerDied, run_in_processes
 from tests.conftest import PROJECT
 
 
@@ -80,7 +80,7 @@ def test_no_worker_is_left_when_the_caller_stops(error: type[BaseException]) -> 
 
 PARENT = """
 from tests.data.test_worker_processes import say_pid_and_wait
-from stoker.data.worker_processes import run_in_processes
+from stoker.data.pack.worker_processes import run_in_processes
 
 if __name__ == "__main__":
     def say(pid):

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.data.cache import CachedStore
-from stoker.data.object_store import ObjectStore, Patience
-from stoker.data.reader import Reader
-from stoker.data.sample_index import SampleIndex, pack_names
-from stoker.data.stores import ReadFailure, StoreDown
+from stoker.data.index.sample_index import SampleIndex, pack_names
+from stoker.data.store.cache import CachedStore
+from stoker.data.store.object_store import ObjectStore, Patience
+from stoker.data.store.reader import Reader
+from stoker.data.store.stores import ReadFailure, StoreDown
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server, use_environment
 

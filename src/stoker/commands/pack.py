@@ -12,7 +12,7 @@ from stoker.commands.options import JsonOption
 from stoker.errors import UsageError, UserError
 
 if TYPE_CHECKING:
-    from stoker.data.packing import PackOptions, PackResult
+    from stoker.data.pack.packing import PackOptions, PackResult
 
 USUAL_SPLITS = ("train", "val")
 
@@ -98,8 +98,9 @@ def _pack_splits(
     max_bad_fraction: float,
     fresh: bool,
 ) -> dict[str, PackResult]:
-    from stoker.data.index import open_index
-    from stoker.data.pack_folder import (
+    from stoker.data.index.opening import open_index
+    from stoker.data.index.place import check_folder
+    from stoker.data.pack.folder import (
         PackFolder,
         check_options,
         claim_destination,
@@ -107,8 +108,7 @@ def _pack_splits(
         remove_source_index,
         source_index_folder,
     )  # fmt: skip
-    from stoker.data.packing import pack_split
-    from stoker.data.place import check_folder
+    from stoker.data.pack.packing import pack_split
     from stoker.output.progress import progress_bar
     from stoker.output.text import say_notes, say_warnings
 
@@ -148,7 +148,7 @@ def _pack_splits(
 
 def _options(shard_size: str, longest: int | None, shortest: int | None, quality: int | None) -> PackOptions:
     from stoker.config.units import parse_bytes
-    from stoker.data.packing import PackOptions
+    from stoker.data.pack.packing import PackOptions
 
     try:
         shard_bytes = parse_bytes(shard_size)
@@ -192,10 +192,10 @@ def _check_places(source: str, destination: Path) -> None:
 
 def _existing_splits(source: str) -> list[str]:
     """The usual splits that exist; the source itself ("") where it has none of them."""
-    from stoker.data.place import check_folder
+    from stoker.data.index.place import check_folder
 
     if "://" in source:
-        from stoker.data.object_store import open_object_store
+        from stoker.data.store.object_store import open_object_store
 
         found = [
             name for name in USUAL_SPLITS if any(True for _ in open_object_store(f"{source.rstrip('/')}/{name}").list())

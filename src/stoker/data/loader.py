@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from stoker.data.batch import Batch
+from stoker.data.index.sample_index import SampleIndex
 from stoker.data.making import BatchMaker, BatchPlan
 from stoker.data.process_engine import ProcessEngine
 from stoker.data.quarantine import Quarantine
-from stoker.data.reader import Reader
-from stoker.data.sample_index import SampleIndex
-from stoker.data.stores import open_store
+from stoker.data.store.reader import Reader
+from stoker.data.store.stores import open_store
 from stoker.data.thread_engine import ThreadEngine
 
 Engine = Literal["auto", "process", "thread"]

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from stoker.clock.costs import BatchClock
 from stoker.data.batch import BadSample, Batch
 from stoker.data.crops import draw_flips
-from stoker.data.decode import BadImage
+from stoker.data.decode.decoding import BadImage
 from stoker.data.draws import REPLACEMENT, mix, sample_keys
+from stoker.data.index.samples import SampleSet
 from stoker.data.order import Order, Steps
-from stoker.data.reader import Reader
-from stoker.data.samples import SampleSet
-from stoker.data.stores import ReadFailure
+from stoker.data.store.reader import Reader
+from stoker.data.store.stores import ReadFailure
 from stoker.data.views import View
 from stoker.errors import UserError
 

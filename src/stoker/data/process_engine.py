@@ -22,8 +22,8 @@ from stoker.data.batch import Batch
 from stoker.data.buffers import shared_array
 from stoker.data.lookahead import Announcer
 from stoker.data.making import BatchMaker, BatchPlan
-from stoker.data.reader import Reader
 from stoker.data.shared_slots import SharedSlots
+from stoker.data.store.reader import Reader
 from stoker.errors import StokerError, UserError
 
 Request = tuple[int, int, int, int | None]
@@ -183,7 +183,7 @@ def _leave_with_parent() -> None:
 def _preload_forkserver() -> None:
     """Lets the fork server import what every worker needs, once: a worker then starts in milliseconds."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["stoker.data.process_engine", "stoker.data.decode"]
+        ["stoker.data.process_engine", "stoker.data.decode.decoding"]
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.crops import CropDraws, CropRange, draw_crops
-from stoker.data.decode import Decoding, Interpolation
+from stoker.data.decode.decoding import Decoding, Interpolation
 from stoker.data.draws import Keys
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stoker.data.place import count
+from stoker.data.index.place import count
 from stoker.output.text import format_table
 from stoker.training.verdicts import Difference, Evaluation, Prediction
 

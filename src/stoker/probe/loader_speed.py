@@ -12,8 +12,8 @@ import numpy as np
 
 from stoker.clock.costs import BatchCost
 from stoker.data.batch import Batch
+from stoker.data.index.samples import SampleSet
 from stoker.data.loader import ImageLoader
-from stoker.data.samples import SampleSet
 
 # The first batches pay for starting workers and for an empty pipeline.
 WARM_UP_BATCHES = 2

@@ -17,10 +17,10 @@ from stoker.augment.pipeline import EvalPrepare, TrainAugment, build_train_augme
 from stoker.augment.prepare import IMAGENET_MEAN, IMAGENET_STD, Colour, to_device
 from stoker.config import Config, config_values
 from stoker.data.batch import Batch
-from stoker.data.decode import Decoding
-from stoker.data.index import check_same_classes
+from stoker.data.decode.decoding import Decoding
+from stoker.data.index.opening import check_same_classes
+from stoker.data.index.samples import SampleSet
 from stoker.data.loader import ImageLoader
-from stoker.data.samples import SampleSet
 from stoker.errors import UserError
 from stoker.models.build import build_model, count_parameters, with_sync_batchnorm
 from stoker.models.weights import load_weights

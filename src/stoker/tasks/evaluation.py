@@ -11,13 +11,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from stoker.config import Config
-from stoker.data.index import open_index
+from stoker.data.index.opening import open_index
+from stoker.data.index.place import count, shown, some, split_place
+from stoker.data.index.sample_index import SampleIndex
+from stoker.data.index.samples import SampleSet
+from stoker.data.index.subset import choose_subset
 from stoker.data.loader import ImageLoader
-from stoker.data.place import count, shown, some, split_place
-from stoker.data.sample_index import SampleIndex
-from stoker.data.samples import SampleSet
-from stoker.data.stores import is_url
-from stoker.data.subset import choose_subset
+from stoker.data.store.stores import is_url
 from stoker.errors import ConfigError, UserError, did_you_mean
 from stoker.tasks.image_data import choose_decoding, open_loader, validation_plan
 from stoker.tasks.imagenet_labels import are_class_numbers, image_numbers, is_imagenet, read_real_labels, real_score

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stoker.data.decode import BadImage
+from stoker.data.decode.decoding import BadImage
 from stoker.errors import UserError
 from stoker.files import sync_folder
 from stoker.tasks.classify import colours_of

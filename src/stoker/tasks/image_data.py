@@ -10,17 +10,17 @@ from typing import Literal
 import numpy as np
 
 from stoker.config import Config
-from stoker.data.calibration import CalibrationResult
 from stoker.data.crops import CropRange
-from stoker.data.decode import Decoding, choose_decoder
-from stoker.data.index import open_index
+from stoker.data.decode.calibration import CalibrationResult
+from stoker.data.decode.decoding import Decoding, choose_decoder
+from stoker.data.index.opening import open_index
+from stoker.data.index.sample_index import SampleIndex
+from stoker.data.index.samples import SampleSet, all_samples
+from stoker.data.index.subset import choose_subset
 from stoker.data.loader import ImageLoader, LoaderOptions
 from stoker.data.making import BatchPlan
 from stoker.data.order import Order, Steps
-from stoker.data.sample_index import SampleIndex
-from stoker.data.samples import SampleSet, all_samples
-from stoker.data.stores import ReadFailure, open_store
-from stoker.data.subset import choose_subset
+from stoker.data.store.stores import ReadFailure, open_store
 from stoker.data.views import CentreCrop, RandomCrop, View
 from stoker.errors import ConfigError
 

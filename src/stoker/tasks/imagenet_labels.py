@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.sample_index import SampleIndex
+from stoker.data.index.sample_index import SampleIndex
 from stoker.errors import UserError
 from stoker.training.verdicts import RealScore, percent
 

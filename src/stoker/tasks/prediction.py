@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.config import Config
-from stoker.data.decode import BadImage, Decoding
-from stoker.data.listing import IMAGE_SUFFIXES
-from stoker.data.place import shown
+from stoker.data.decode.decoding import BadImage, Decoding
+from stoker.data.index.listing import IMAGE_SUFFIXES
+from stoker.data.index.place import shown
 from stoker.tasks.image_data import validation_view
 from stoker.tasks.judging import judge_of
 from stoker.training.from_checkpoint import Restored

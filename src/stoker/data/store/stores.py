@@ -190,7 +190,7 @@ def open_store(
     store = _open_source(root, max_object_bytes)
     if cache_dir is None:
         return store
-    from stoker.data.cache import CachedStore
+    from stoker.data.store.cache import CachedStore
 
     return CachedStore(store, cache_dir, cache_size=cache_size)
 
@@ -215,6 +215,6 @@ def _open_source(root: str, max_object_bytes: int) -> Store:
             hint="check data_root",
         )
     # Imported here: the client library takes a while to load, and folders do without it.
-    from stoker.data.object_store import ObjectStore
+    from stoker.data.store.object_store import ObjectStore
 
     return ObjectStore(root, max_object_bytes=max_object_bytes)

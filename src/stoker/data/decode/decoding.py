@@ -10,11 +10,11 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data import calibration, decoders, faithful
 from stoker.data.crops import Box
-from stoker.data.decoders import pillow_
-from stoker.data.headers import BadImage, Bytes, ImageHeader, read_header
-from stoker.data.orientation import stored_box, stored_shape, turn_into, turned
+from stoker.data.decode import calibration, decoders, faithful
+from stoker.data.decode.decoders import pillow_
+from stoker.data.decode.headers import BadImage, Bytes, ImageHeader, read_header
+from stoker.data.decode.orientation import stored_box, stored_shape, turn_into, turned
 from stoker.errors import UserError
 
 __all__ = ["BadImage", "Box", "Decoding", "ImageHeader", "Interpolation", "available_decoders", "choose_decoder"]

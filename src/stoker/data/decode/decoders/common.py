@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.crops import Box
-from stoker.data.headers import JpegLayout
+from stoker.data.decode.headers import JpegLayout
 
 # Fresh memory of an image's size costs a page fault for each 4 KB, as much as a tenth of the decoding.
 # Above this an image is rare, and its memory is given back.

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stoker.data.stores import Buffer, Store
+from stoker.data.store.stores import Buffer, Store
 from stoker.errors import UserError
 
 FREE_SHARE = 0.9

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.sample_index import SampleIndex
+from stoker.data.index.sample_index import SampleIndex
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data.pack_folder import PackFolder
-from stoker.data.sample_index import SampleIndex, save_index
-from stoker.data.shards import END, read_record, sample_footprint
+from stoker.data.index.sample_index import SampleIndex, save_index
+from stoker.data.pack.folder import PackFolder
+from stoker.data.pack.tar_shards import END, read_record, sample_footprint
 from stoker.errors import UserError
 
 

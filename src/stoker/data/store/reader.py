@@ -18,10 +18,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.announced import Announced
-from stoker.data.blocking import Blocking
-from stoker.data.sample_index import SampleIndex, decode_name
-from stoker.data.stores import Buffer, ReadFailure, Store, StoreDown
+from stoker.data.index.sample_index import SampleIndex, decode_name
+from stoker.data.store.announced import Announced
+from stoker.data.store.blocking import Blocking
+from stoker.data.store.stores import Buffer, ReadFailure, Store, StoreDown
 
 Found: TypeAlias = Buffer | ReadFailure
 Samples = NDArray[np.int64]

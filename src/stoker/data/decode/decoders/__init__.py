@@ -16,18 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.crops import Box
-from stoker.data.decoders.common import Refused
-from stoker.data.headers import ImageHeader
+from stoker.data.decode.decoders.common import Refused
+from stoker.data.decode.headers import ImageHeader
 
 __all__ = ["DECODERS", "Decoder", "Refused", "available_decoders", "load_decoder"]
 
 # In the order in which they are named to people; listed, not discovered.
 DECODERS = {
-    "turbojpeg": "stoker.data.decoders.turbojpeg",
-    "simplejpeg": "stoker.data.decoders.simplejpeg_",
-    "nvimgcodec": "stoker.data.decoders.nvimgcodec_",
-    "opencv": "stoker.data.decoders.opencv_",
-    "pillow": "stoker.data.decoders.pillow_",
+    "turbojpeg": "stoker.data.decode.decoders.turbojpeg",
+    "simplejpeg": "stoker.data.decode.decoders.simplejpeg_",
+    "nvimgcodec": "stoker.data.decode.decoders.nvimgcodec_",
+    "opencv": "stoker.data.decode.decoders.opencv_",
+    "pillow": "stoker.data.decode.decoders.pillow_",
 }
 
 

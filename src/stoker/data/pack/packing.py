@@ -23,15 +23,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from stoker.data.index.sample_index import SampleIndex, digest_of
 from stoker.data.order import permute
-from stoker.data.pack_folder import PackFolder, check_source, finished_bytes, remove_temporaries
-from stoker.data.pack_index import write_pack_index
-from stoker.data.pack_shard import ShardDone, ShardTask, Source, make_shard, sampled_ratio
-from stoker.data.reencode import Reencoding
-from stoker.data.sample_index import SampleIndex, digest_of
-from stoker.data.shards import END, sample_footprint
-from stoker.data.stores import StoreDown
-from stoker.data.worker_processes import WorkerDied, run_in_processes
+from stoker.data.pack.folder import PackFolder, check_source, finished_bytes, remove_temporaries
+from stoker.data.pack.index import write_pack_index
+from stoker.data.pack.reencode import Reencoding
+from stoker.data.pack.shard import ShardDone, ShardTask, Source, make_shard, sampled_ratio
+from stoker.data.pack.tar_shards import END, sample_footprint
+from stoker.data.pack.worker_processes import WorkerDied, run_in_processes
+from stoker.data.store.stores import StoreDown
 from stoker.errors import UserError
 from stoker.files import write_text
 

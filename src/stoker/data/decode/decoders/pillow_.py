@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from stoker.data.crops import Box
-from stoker.data.decoders.common import cut, scaled_box
-from stoker.data.headers import BadImage, Bytes, ImageHeader
+from stoker.data.decode.decoders.common import cut, scaled_box
+from stoker.data.decode.headers import BadImage, Bytes, ImageHeader
 
 # Opened by class, not by Image.open: no other of Pillow's fifty formats is ever tried on hostile bytes, and
 # its own limit on pixels, a global variable, has no say beside ours (in GIF, WebP and TIFF it has, above 178 million).

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.crops import Box
-from stoker.data.decoders.common import NARROWEST, Refused, is_plain
-from stoker.data.headers import Bytes, ImageHeader
+from stoker.data.decode.decoders.common import NARROWEST, Refused, is_plain
+from stoker.data.decode.headers import Bytes, ImageHeader
 
 # The number that the library takes for 'no GPU at all'.
 _CPU = -99999

@@ -7,8 +7,8 @@ import simplejpeg
 from numpy.typing import NDArray
 
 from stoker.data.crops import Box
-from stoker.data.decoders.common import Refused, cut, is_plain, scaled_box, scratch
-from stoker.data.headers import Bytes, ImageHeader
+from stoker.data.decode.decoders.common import Refused, cut, is_plain, scaled_box, scratch
+from stoker.data.decode.headers import Bytes, ImageHeader
 
 
 def prepare() -> None:

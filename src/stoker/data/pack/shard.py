@@ -15,11 +15,11 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.headers import BadImage
-from stoker.data.pack_folder import PackFolder
-from stoker.data.reencode import Reencoding, prepare
-from stoker.data.sample_index import SampleIndex
-from stoker.data.shards import (
+from stoker.data.decode.headers import BadImage
+from stoker.data.index.sample_index import SampleIndex
+from stoker.data.pack.folder import PackFolder
+from stoker.data.pack.reencode import Reencoding, prepare
+from stoker.data.pack.tar_shards import (
     ShardDamaged,
     ShardRecord,
     ShardWriter,
@@ -28,8 +28,8 @@ from stoker.data.shards import (
     verify_shard,
     write_record,
 )
-from stoker.data.stores import ReadFailure, Store, StoreDown, open_store
-from stoker.data.worker_processes import Report
+from stoker.data.pack.worker_processes import Report
+from stoker.data.store.stores import ReadFailure, Store, StoreDown, open_store
 from stoker.files import sync_folder
 
 # Reads in flight for each process: enough to hide a network's latency, few enough for a hard disk.

@@ -23,9 +23,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stoker.data.listing import THREADS, ClassListing, Seen, class_names
-from stoker.data.sample_index import IndexUnreadable, SampleIndex, digest_of, load_index, save_index
-from stoker.data.stores import is_url
+from stoker.data.index.listing import THREADS, ClassListing, Seen, class_names
+from stoker.data.index.sample_index import IndexUnreadable, SampleIndex, digest_of, load_index, save_index
+from stoker.data.store.stores import is_url
 from stoker.errors import UserError
 from stoker.files import write_text
 from stoker.redact import redact_text

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.crops import Box
-from stoker.data.decoders.common import Refused, cut, is_plain, scaled_box
-from stoker.data.headers import Bytes, ImageHeader
+from stoker.data.decode.decoders.common import Refused, cut, is_plain, scaled_box
+from stoker.data.decode.headers import Bytes, ImageHeader
 
 _MODES = {
     1: cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION,

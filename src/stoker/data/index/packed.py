@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stoker.data.index_cache import building, keeping_folders, not_keepable, whole_folder
-from stoker.data.listing import IMAGE_SUFFIXES
-from stoker.data.sample_index import META, IndexUnreadable, SampleIndex, digest_of, encode_name, load_index
-from stoker.data.stores import ReadFailure, Store, is_url
+from stoker.data.index.kept import building, keeping_folders, not_keepable, whole_folder
+from stoker.data.index.listing import IMAGE_SUFFIXES
+from stoker.data.index.sample_index import META, IndexUnreadable, SampleIndex, digest_of, encode_name, load_index
+from stoker.data.store.stores import ReadFailure, Store, is_url
 from stoker.errors import UserError
 from stoker.files import write_bytes
 
@@ -47,7 +47,7 @@ def files_directly_in(place: str) -> tuple[int, int]:
 
 def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
     """The same from a URL: one small request tells whether the copy that we keep is still the right one."""
-    from stoker.data.object_store import ObjectStore
+    from stoker.data.store.object_store import ObjectStore
 
     store = ObjectStore(place, max_object_bytes=MAX_ARRAY_BYTES)
     try:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.place import count, some
-from stoker.data.sample_index import SampleIndex, encode_name
+from stoker.data.index.place import count, some
+from stoker.data.index.sample_index import SampleIndex, encode_name
 from stoker.errors import UserError, did_you_mean
 
 

@@ -18,8 +18,8 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from stoker.data.aws_profile import profile_settings
-from stoker.data.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, StoreDown
+from stoker.data.store.aws_profile import profile_settings
+from stoker.data.store.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, StoreDown
 from stoker.errors import UserError
 from stoker.redact import redact_text
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.crops import Box
-from stoker.data.decoders import pillow_
-from stoker.data.decoders.common import NARROWEST, Refused, cut, is_plain, scaled_box, scratch
-from stoker.data.decoders.turbojpeg_library import Library, Region, Scale, bind, candidates
-from stoker.data.headers import Bytes, ImageHeader, read_header
+from stoker.data.decode.decoders import pillow_
+from stoker.data.decode.decoders.common import NARROWEST, Refused, cut, is_plain, scaled_box, scratch
+from stoker.data.decode.decoders.turbojpeg_library import Library, Region, Scale, bind, candidates
+from stoker.data.decode.headers import Bytes, ImageHeader, read_header
 
 # enum TJPARAM of turbojpeg.h
 _SUBSAMPLING, _WIDTH, _HEIGHT, _PRECISION, _SCAN_LIMIT, _LOSSLESS = 4, 5, 6, 7, 13, 15

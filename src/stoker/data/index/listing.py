@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.place import not_readable
-from stoker.data.sample_index import SampleIndex, decode_name, encode_name, pack_names
+from stoker.data.index.place import not_readable
+from stoker.data.index.sample_index import SampleIndex, decode_name, encode_name, pack_names
 
 Progress = Callable[[int, int | None], None]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stoker.data.crops import Box, CropRange, draw_crops
-from stoker.data.decode import BadImage, Decoding, ImageHeader
+from stoker.data.decode.decoding import BadImage, Decoding, ImageHeader
 from stoker.data.draws import sample_keys
 
 ROUNDS = 3

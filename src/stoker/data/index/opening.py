@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.data.index_cache import (
+from stoker.data.index.kept import (
     KeptIndex,
     building,
     changed_classes,
@@ -19,7 +19,7 @@ from stoker.data.index_cache import (
     read_kept,
     write_kept,
 )
-from stoker.data.listing import (
+from stoker.data.index.listing import (
     IMAGE_SUFFIXES,
     ClassListing,
     Progress,
@@ -30,10 +30,10 @@ from stoker.data.listing import (
     list_classes,
     list_objects,
 )
-from stoker.data.packed_index import files_directly_in, open_packed
-from stoker.data.place import check_folder, count, shown, some, split_place
-from stoker.data.sample_index import META, SampleIndex, digest_of
-from stoker.data.stores import is_url
+from stoker.data.index.packed import files_directly_in, open_packed
+from stoker.data.index.place import check_folder, count, shown, some, split_place
+from stoker.data.index.sample_index import META, SampleIndex, digest_of
+from stoker.data.store.stores import is_url
 from stoker.errors import UserError
 from stoker.redact import redact_text
 
@@ -129,7 +129,7 @@ def _still_holds(place: str, kept: KeptIndex) -> bool:
 def _list(place: str, kept: KeptIndex | None, progress: Progress | None) -> tuple[list[ClassListing], list[str]]:
     """All classes, of which only those are listed that changed since; and what there is to say about it."""
     if is_url(place):
-        from stoker.data.object_store import open_object_store
+        from stoker.data.store.object_store import open_object_store
 
         return list_objects(open_object_store(place).list(), progress), []
     if kept is None:

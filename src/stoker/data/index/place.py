@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from stoker.data.stores import is_url
+from stoker.data.store.stores import is_url
 from stoker.errors import UserError, did_you_mean
 
 NAMED_AT_ONCE = 5

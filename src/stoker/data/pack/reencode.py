@@ -12,10 +12,10 @@ import simplejpeg
 from numpy.typing import NDArray
 
 from stoker.data.crops import Box
-from stoker.data.decode import MAX_PIXELS
-from stoker.data.decoders import Refused, load_decoder, pillow_
-from stoker.data.headers import BadImage, ImageHeader, read_header
-from stoker.data.orientation import turned
+from stoker.data.decode.decoders import Refused, load_decoder, pillow_
+from stoker.data.decode.decoding import MAX_PIXELS
+from stoker.data.decode.headers import BadImage, ImageHeader, read_header
+from stoker.data.decode.orientation import turned
 
 # For images that had to be made smaller where no quality was asked for: little loss beside the original.
 QUALITY_AFTER_RESIZE = 95

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.data.sample_index import META
-from stoker.data.shards import read_record
+from stoker.data.index.sample_index import META
+from stoker.data.pack.tar_shards import read_record
 from stoker.errors import UserError
 from stoker.files import write_text
 from stoker.lease import Lease, LeaseHeld

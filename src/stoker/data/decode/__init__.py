@@ -1,0 +1,1 @@
+"""From bytes to pixels: headers, decoders chosen by measurement, the faithful path."""

@@ -1,0 +1,1 @@
+"""What samples there are: listing them once, keeping the list, choosing a part of them."""

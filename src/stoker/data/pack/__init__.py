@@ -1,0 +1,1 @@
+"""`stoker pack`: class folders into tar shards with their index."""

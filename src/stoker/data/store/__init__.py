@@ -1,0 +1,1 @@
+"""Where samples' bytes come from: folders, object stores, a local cache, reading ahead."""

@@ -335,3 +335,14 @@ print("ends")
     )  # fmt: skip
     proxy.stop()
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+
+
+def test_a_short_wait_that_moved_no_bytes_is_not_taken_for_slow_storage() -> None:
+    """It is a wait for Python's lock; threads that read ahead would make it worse, and the mistake would stay."""
+    blocking = Blocking(remote=False)
+    for _ in range(40):
+        blocking.timed(lambda: time.sleep(0.0006), lambda: False)
+    assert not blocking.blocks
+    for _ in range(40):
+        blocking.timed(lambda: time.sleep(0.004), lambda: False)
+    assert blocking.blocks

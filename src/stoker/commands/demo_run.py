@@ -8,6 +8,7 @@ import time
 from importlib import resources
 from pathlib import Path
 
+from stoker.commands.cpu_threads import let_threads_sleep
 from stoker.config import load_config
 from stoker.errors import UserError
 from stoker.files import write_text
@@ -22,9 +23,7 @@ CONFIG_NAME = "demo.yaml"
 def run_demo(folder: Path | None, fresh: bool) -> tuple[int, DemoResult]:
     """Trains, or finds that it was done before; the exit code of the training and what came of it."""
     began = time.monotonic()
-    # Before torch is loaded: its threads would otherwise spin while they wait for each other, and take the core
-    # from the loader. On two cores that others use too, the same demo took 142 s so, and 20 s with sleeping threads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_threads_sleep()
     config = _prepare((folder or default_folder()).absolute())
 
     from stoker.commands.training import train_from_config

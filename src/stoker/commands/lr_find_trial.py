@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import traceback
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from stoker.commands.cpu_threads import let_threads_sleep
 from stoker.commands.load import load_for_command
 from stoker.config import Config, fit_to_machine
 from stoker.errors import StokerError, UserError
@@ -49,8 +49,7 @@ def find_lr(path: Path, overrides: Sequence[str], lowest: float, highest: float,
 
 
 def _in_another_process(config: Config, lrs: list[float], cpus: int) -> LrCurve:
-    # Before its torch is loaded, see stoker.commands.demo_run.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_threads_sleep()  # that other process inherits it
     # Not forked: torch's threads and devices do not survive that.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

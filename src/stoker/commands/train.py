@@ -25,6 +25,9 @@ def train(
     json: JsonOption = False,
 ) -> int:
     """Train. Run the same command again to go on; a finished run says so and does nothing."""
+    from stoker.commands.cpu_threads import let_threads_sleep
+
+    let_threads_sleep()
     from stoker.commands.training import train_from_config
     from stoker.output.json_document import print_json
 

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from typing import Any
 
@@ -126,7 +127,8 @@ class ProcessEngine:
             persistent_workers=persistent and workers > 0,
             multiprocessing_context=start_method if workers else None,
             collate_fn=_as_it_is,
-            worker_init_fn=_prepare_worker,
+            # A fork server keeps the environment that it was started in; credentials may have come later.
+            worker_init_fn=partial(_prepare_worker, dict(os.environ)),
         )
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -157,10 +159,12 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _prepare_worker(_worker: int) -> None:
+def _prepare_worker(environment: dict[str, str], _worker: int) -> None:
     """One core each: a worker that starts threads of its own only makes the others wait."""
     import cv2
 
+    os.environ.clear()
+    os.environ.update(environment)
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     # Ctrl-C is for the parent, which ends its workers in order.

@@ -6,6 +6,7 @@ said once and switched off. metrics.jsonl does not pass through here: it is the 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -89,7 +90,8 @@ def trackers_for(
 ) -> Trackers:
     """The trackers that this config asks for, started."""
     chosen: list[Tracker] = []
-    if config.wandb or config.wandb_project is not None:
+    # Switched off from outside, as W&B itself has it: nothing is started, nothing is said.
+    if (config.wandb or config.wandb_project is not None) and os.environ.get("WANDB_MODE") != "disabled":
         chosen.append(WandbTracker(config, folder, say))
     if config.tensorboard:
         chosen.append(TensorboardTracker(folder.tensorboard, resumed_at))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from stoker.commands.load import load_for_command
 from stoker.config import Config, fit_to_machine
 from stoker.errors import EXIT_OK, StokerError, UserError
 from stoker.facts import Machine
+from stoker.files import write_text
 from stoker.output.metrics_file import MetricsFile, truncate_after
 from stoker.output.progress import progress_bar
 from stoker.output.run_observer import RunObserver
@@ -24,6 +26,7 @@ from stoker.output.train_progress import TrainProgress
 from stoker.probe.host import read_machine
 from stoker.run_folder import RunFolder, open_run, run_folder_for
 from stoker.tasks.classify import build_run, describe_run, open_data
+from stoker.tasks.image_data import chosen_record
 from stoker.training.checkpoints import Checkpoints
 from stoker.training.launch import launch
 from stoker.training.loop import Run, train
@@ -83,6 +86,10 @@ def _train(
     say_here = _say_nothing if progress is None else progress.say
     with progress_bar("listing", None) as advance:
         data = open_data(config, say_here, advance)
+    chosen = chosen_record(config, data.train, data.val)
+    if chosen is not None and ranks.is_first:
+        say_here(f"classes: {', '.join(chosen['classes'])}")
+        write_text(folder.subset_file, json.dumps(chosen, indent=1) + "\n")
     stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
     workers = config.num_workers if isinstance(config.num_workers, int) else machine.cpus
     run = build_run(config, data, ranks, device, workers=workers, quarantine_file=folder.quarantine_file, say=say_here)

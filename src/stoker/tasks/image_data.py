@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from stoker.data.decode.decoding import Decoding, choose_decoder
 from stoker.data.index.opening import open_index
 from stoker.data.index.sample_index import SampleIndex
 from stoker.data.index.samples import SampleSet, all_samples
-from stoker.data.index.subset import choose_subset
+from stoker.data.index.subset import Subset, choose_subset, subset_record
 from stoker.data.loader import ImageLoader, LoaderOptions
 from stoker.data.making import BatchPlan
 from stoker.data.order import Order, Steps
@@ -60,6 +60,21 @@ def open_samples(
         index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes
     )
     return SampleSet(index, subset.classes, subset.ids, subset.labels)
+
+
+def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> dict[str, Any] | None:
+    """Which classes and how many images a subset took, for `subset.json`; None where everything takes part."""
+    keys = (config.subset_classes, config.subset_train_per_class, config.subset_val_per_class)
+    if all(key is None for key in keys):
+        return None
+    return subset_record(
+        _as_subset(train, config.subset_seed), None if val is None else _as_subset(val, config.subset_seed)
+    )
+
+
+def _as_subset(samples: SampleSet, seed: int) -> Subset:
+    members = np.arange(len(samples), dtype=np.int64)
+    return Subset(samples.numbers(members), samples.labels(members).astype(np.int32), samples.classes, seed)
 
 
 def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:

@@ -31,7 +31,7 @@ class AugmentationKeys(KeyGroup):
     """Standard deviation of that strength from operation to operation."""
 
     randaugment_ops: int = key(2, ge=1, le=16)
-    """Operations of RandAugment that are applied to each image."""
+    """Operations of RandAugment that are drawn for each image; each is carried out with probability 0.5, as in timm."""
 
     random_erasing: float = key(0.0, ge=0, le=1)
     """Probability that a rectangle of a training image is erased."""

@@ -24,8 +24,8 @@ Slot = NDArray[np.uint8]
 MAX_PIXELS = 178_956_970
 """The limit that Pillow has too."""
 END_OF_IMAGE = b"\xff\xd9"
-# How much smaller a JPEG can be decoded with its colours in place. At an eighth, libjpeg-turbo shifts those of
-# 4:2:2 and 4:4:0 by half a block (5 grey levels on a smooth picture); those of 4:1:1 at any scale.
+# How much smaller a JPEG can be decoded with its colours in place. At an eighth those of 4:2:2 and
+# 4:4:0 were 5 grey levels off on a smooth picture, those of 4:1:1 at any scale.
 LARGEST_REDUCTION = {"444": 8, "420": 8, "grey": 8, "422": 4, "440": 4}
 # Each worker has a core of its own: threads of OpenCV's would only fight over them.
 cv2.setNumThreads(0)

@@ -17,7 +17,8 @@ from stoker.data.crops import Box
 Pixels = NDArray[np.uint8]
 RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 # Above this ratio of all resized pixels to those that the crop keeps, only those of the crop are made, which may
-# differ by a few levels (the test allows 20): a strip of 100 000 x 1 pixels would otherwise become one of 25 600 000 x 256.
+# differ by a few levels (the test allows 20): a strip of 100 000 x 1 pixels would otherwise become one of
+# 25 600 000 x 256.
 _MOST_WASTE = 32
 
 

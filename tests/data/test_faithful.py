@@ -95,7 +95,7 @@ def test_any_centre_equals_torchvisions(
     # Where a long strip is resized only in part, the passes over it may be rounded differently.
     wasteful = expected.size != (0, 0) and max(width, height) / min(width, height) * resize**2 > 32 * rows * columns
     found = largest_difference(centre("pillow", data, resize, (rows, columns), interpolation), expected)
-    assert found == 0 or (wasteful and found <= 20)
+    assert found <= 1 or (wasteful and found <= 20)
 
 
 @settings(max_examples=150, deadline=None)

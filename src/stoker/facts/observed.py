@@ -1,0 +1,170 @@
+"""What was observed of a training loop, ours or anybody's: the one input of the checks.
+
+None always means 'not measured', never zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """What one stage of making batches (fetch, decode, augment, collate, other) took, all workers together."""
+
+    wall_s: float
+    cpu_s: float | None = None
+    """On a core."""
+    runq_s: float | None = None
+    """Ready to run while others ran: high asks for fewer workers."""
+    blocked_s: float | None = None
+    """Neither: storage, network, locks, sleeping."""
+    read_bytes: int | None = None
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class BatchTime:
+    """The making of one batch by one worker."""
+
+    wall_s: float
+    cpu_s: float | None
+    runq_s: float | None
+    blocked_s: float | None
+    samples: int
+    worker: int = 0
+    fetch_s: float | None = None
+    """Part of the wall time that was spent getting bytes; None where the stages are not known."""
+    bytes: int | None = None
+    """Size of the batch as it is handed over."""
+
+
+@dataclass(frozen=True)
+class SlowSample:
+    """A sample that took far longer than the others."""
+
+    name: str
+    seconds: float
+    typical_s: float
+
+
+@dataclass(frozen=True)
+class LoaderShape:
+    """How the training loader is set up."""
+
+    workers: int
+    """0: batches are made in the training process."""
+    prefetch: int | None = None
+    """Batches that each worker has in flight."""
+    engine: Literal["process", "thread", "main"] = "process"
+    start_method: str | None = None
+    persistent: bool | None = None
+    pin_memory: bool | None = None
+    batch_size: int | None = None
+    samples: int | None = None
+    """Samples of an epoch."""
+    threads_per_worker: int | None = None
+    """Threads that torch, OpenMP or OpenCV may start in each worker."""
+    stall_limit_s: float | None = None
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """The host as the run could use it."""
+
+    cpus: int
+    ram_bytes: int | None = None
+    throttled_share: float | None = None
+    """Share of the time in which the cgroup's quota stopped all of it."""
+    shm_bytes: int | None = None
+    shm_used_bytes: int | None = None
+    """The most that was used of it while it was watched."""
+    cpu_busy_share: float | None = None
+    """Of all usable cores, by anybody."""
+    page_cache_bytes: int | None = None
+    """Memory that can hold files: what is available, less what the run takes."""
+
+
+@dataclass(frozen=True)
+class StorageFacts:
+    """How the source of the samples answers."""
+
+    remote: bool | None = None
+    """An object store or a network file system; None where the kernel does not say."""
+    kind: str | None = None
+    """s3, nfs, lustre, fuse, ext4 …"""
+    cold_bytes_per_second: float | None = None
+    """One reader, files that are not in the page cache."""
+    warm_bytes_per_second: float | None = None
+    parallel_bytes_per_second: float | None = None
+    """Many readers, cold."""
+    latency_s: float | None = None
+    """Until the first byte of a cold read."""
+    dataset_bytes: int | None = None
+    bytes_per_sample: float | None = None
+
+
+@dataclass(frozen=True)
+class AcceleratorFacts:
+    """The device that computes."""
+
+    name: str | None = None
+    count: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    device_busy_share: float | None = None
+    """Share of compute time in which the device had work; low with many small kernels means launch-bound."""
+    transfer_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Facts about steady training: the first batch of an epoch and validation stand apart."""
+
+    source: Literal["run", "script", "trial"]
+    steps: int
+    samples: int
+    """Consumed by those steps, on this rank."""
+    elapsed_s: float
+    """Of those steps: wait + transfer + compute + other."""
+    wait_s: float
+    """The loop stood in the loader's `__next__`."""
+    transfer_s: float | None = None
+    compute_s: float | None = None
+    other_s: float | None = None
+    validation_s: float | None = None
+    epoch_starts_s: tuple[float, ...] = ()
+    """Waits for the first batch of each epoch; in none of the sums above."""
+    waits_s: tuple[float, ...] = ()
+    """Of single steps, in order; the newest few hundred."""
+    steps_s: tuple[float, ...] = ()
+    """The same steps without their wait."""
+    loader: LoaderShape | None = None
+    other_loaders: int = 0
+    stages: dict[str, StageTime] = field(default_factory=dict)
+    batches: tuple[BatchTime, ...] = ()
+    """Of the newest few hundred batches, in the order in which they were handed out."""
+    slow_samples: tuple[SlowSample, ...] = ()
+    ceiling_images_per_second: float | None = None
+    """With batches that are already there."""
+    loader_images_per_second: float | None = None
+    """The loader with a consumer that takes no time."""
+    host: HostFacts | None = None
+    storage: StorageFacts | None = None
+    accelerator: AcceleratorFacts | None = None
+    torch_version: str | None = None
+    convolves_3d: bool | None = None
+    missing: tuple[str, ...] = ()
+    """What could not be observed here, and why, in words."""
+
+    @property
+    def wait_share(self) -> float | None:
+        """Share of the steps' time in which the loop waited for data."""
+        return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else None
+
+    @property
+    def images_per_second(self) -> float | None:
+        return self.samples / self.elapsed_s if self.elapsed_s > 0 else None

@@ -1,5 +1,9 @@
 """How long a checkpoint stops the loop: torch.save beside our write and our snapshot, for ResNet-50, SGD and EMA.
 
+The loop's pause is what it pays at once, and what it waits for before its next update: the gradients of a step take
+STEP_S here, spent asleep as a CPU does that waits for a GPU. ResNet-50 with a batch of 256 takes four times that on an
+A10G. Beside it, what a copy of everything at once takes.
+
 torch.save leaves its file in the page cache, our write waits for the disk: torch.save with fsync is what equals it.
 The limit of a snapshot is the memory: beside it runs one copy of as many bytes in one piece, for which the C library
 uses stores that bypass the cache; it does not for pieces of a tensor's size, which makes them half as fast.
@@ -29,6 +33,8 @@ from stoker.training.state_tree import flatten
 
 LARGEST_RATIO = 0.1
 TORCH, TORCH_SAFE, OURS = "torch.save", "torch.save and fsync", "write_checkpoint"
+STEP_S = 0.1
+PAUSE = "pause of the loop"
 SNAPSHOT = "snapshot, reused buffer"
 FRESH, BARE = "snapshot, fresh buffer", "one copy of as many bytes"
 
@@ -76,6 +82,16 @@ def main() -> int:
     saver.prepare(state)
     saver.wait()
 
+    buffers = [tensor for name, tensor in state["model"].items() if "running_" in name or "num_batches" in name]
+
+    def pause() -> float:
+        at_once_s = saver.save(state, changing=buffers).pause_s
+        time.sleep(STEP_S)
+        held_s = saver.wait_for_copy()
+        assert held_s is not None
+        saver.wait()
+        return at_once_s + held_s
+
     def snapshot() -> float:
         pause_s = saver.save(state).pause_s
         saver.wait()  # The disk's part is not the loop's; it must not disturb the next contender either.
@@ -86,6 +102,7 @@ def main() -> int:
             TORCH: lambda: seconds(lambda: torch.save(state, folder / "torch.pt")),
             TORCH_SAFE: lambda: seconds(lambda: torch_save_and_fsync(state, folder / "torch_safe.pt")),
             OURS: lambda: seconds(lambda: write_checkpoint(folder / "ours.ckpt", state)),
+            PAUSE: pause,
             SNAPSHOT: snapshot,
             FRESH: lambda: seconds(lambda: SnapshotBuffer().take(flatten(state))),
             BARE: lambda: seconds(lambda: np.copyto(bare_target, bare_source)),
@@ -101,7 +118,8 @@ def main() -> int:
             "state_bytes": size_bytes,
             "seconds": {name: spread.as_dict() for name, spread in times.items()},
             "ratios_to_torch_save": {name: spread.as_dict() for name, spread in ratios.items()},
-            "snapshot_to_torch_save_and_fsync": ratio(times[SNAPSHOT], times[TORCH_SAFE]).as_dict(),
+            "step_s": STEP_S,
+            "pause_to_torch_save_and_fsync": ratio(times[PAUSE], times[TORCH_SAFE]).as_dict(),
             "snapshot_to_bare_copy": ratio(times[SNAPSHOT], times[BARE]).as_dict(),
         },
     )
@@ -109,7 +127,7 @@ def main() -> int:
         seen = f"({min(spread.values):.3f}-{max(spread.values):.3f})"
         print(f"{name:<26} {times[name].median * 1000:7.1f} ms  {spread.median:6.3f}x  {seen}")
     print(f"kept in {path}")
-    return 0 if ratios[SNAPSHOT].median < LARGEST_RATIO else 1
+    return 0 if ratios[PAUSE].median < LARGEST_RATIO else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from stoker.data.draws import CROP, FLIP, mix, sample_keys, uniforms
+from stoker.data.draws import CROP, FLIP, mix, mix_numbers, sample_keys, uniforms
 
 
 def keys(seed: int = 1, epoch: int = 2, count: int = 4000, repeat: int = 0) -> np.ndarray:
@@ -68,3 +68,9 @@ def test_any_whole_number_is_a_seed_and_nothing_warns() -> None:
         warnings.simplefilter("error")
         found = {int(mix(seed, 0)) for seed in (-1, 0, 1, 2**63, 2**64 - 2, -(2**62))}
     assert len(found) == 6
+
+
+@pytest.mark.parametrize("a", [0, 1, 2**31, 2**63 - 1, 2**64 - 1, -1])
+@pytest.mark.parametrize("b", [0, 7, 2**63, -5])
+def test_plain_numbers_are_mixed_as_arrays_are(a: int, b: int) -> None:
+    assert mix_numbers(a, b) == int(mix(a, b))

@@ -159,6 +159,23 @@ def test_updates_after_an_asynchronous_save_do_not_reach_the_file(tmp_path: Path
     assert (int(found["count"]), found["progress"]) == (1, {"step": 1})
 
 
+def test_weights_are_copied_while_the_next_step_computes_and_the_update_waits_for_that(tmp_path: Path) -> None:
+    weight, running_mean = torch.zeros(1000, 100), torch.zeros(100)
+    gate = threading.Event()
+    with AsyncSaver(Checkpoints(tmp_path)) as saver:
+        saver._writer.submit(gate.wait, 30)  # the thread is busy: nothing is copied in the background yet
+        saver.save({"weight": weight, "running_mean": running_mean}, changing=[running_mean])
+        running_mean += 1  # a forward pass
+        release = threading.Timer(0.3, gate.set)
+        release.start()
+        held_s = saver.wait_for_copy()
+        weight += 1  # an update
+        assert held_s is not None and held_s > 0.2
+        assert saver.wait_for_copy() is None
+    found = read_checkpoint(tmp_path / "last.ckpt")
+    assert found["weight"].count_nonzero() == found["running_mean"].count_nonzero() == 0
+
+
 def test_a_second_asynchronous_save_waits_for_the_first_and_nothing_is_dropped(tmp_path: Path) -> None:
     gate = threading.Event()
     folder = Checkpoints(tmp_path, stop=lambda point: gate.wait(30) and None if point == "before temp" else None)

@@ -110,6 +110,8 @@ def build_run(
     loaders = _Loaders(config, data, place, workers, quarantine_file)
     horizon = _horizon(config, loaders.of_epoch(0).steps())
     parts = Parts(model, step, ema, horizon, config_values(config), data.train.classes)
+    saver = Saver(parts, None, config.checkpoint_every_steps, config.checkpoint_every)
+    step.before_update = saver.wait_for_copy
     mean, std = colours_of(model)
     augment = build_train_augment(config, num_classes, mean=mean, std=std)
     return Run(
@@ -119,7 +121,7 @@ def build_run(
         train_loader=loaders.of_epoch, val_loader=loaders.validation(),
         val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr, accumulation=config.gradient_accumulation,
         max_bad_steps=config.max_bad_steps, ranks=ranks, device=device, observer=observer or Silence(),
-        saver=Saver(parts, None, config.checkpoint_every_steps, config.checkpoint_every), progress=Progress(),
+        saver=saver, progress=Progress(),
         train_metrics=Accumulator(device), stop=StopRequest(), close=loaders.close,
         name_samples=lambda samples: [data.train.index.name(sample) for sample in samples],
     )  # fmt: skip

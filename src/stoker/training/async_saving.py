@@ -1,4 +1,8 @@
-"""Saving while training goes on: the loop pays for a copy in memory, a thread for the disk.
+"""Saving while training goes on: a thread copies the state in memory, then writes the copy to the disk.
+
+Weights, momenta and averages stand still from one update to the next: they are copied while the next step computes its
+gradients, and the loop waits only before it changes them (`wait_for_copy`). What a forward pass already changes, the
+buffers of batch norm, is copied at once.
 
 The copy goes into one buffer that is allocated once and reused: the kernel gives fresh memory page by page, which takes
 many times as long as the copy itself. It costs as much memory as the state's tensors have.
@@ -10,9 +14,11 @@ dropped, and what the disk holds is never older than one interval. How long it w
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
@@ -30,11 +36,19 @@ class HandedOver:
     """A save that is under way."""
 
     pause_s: float
-    """How long the loop stood still for the copy."""
+    """How long the loop stood still for what was copied at once."""
     waited_s: float
     """How long it stood still before that, for the save before; 0 where that was done."""
     finished: tuple[Outcome, ...]
     """What became of earlier saves, each told once."""
+
+
+class Copy(NamedTuple):
+    """A stretch of memory that is still to be copied."""
+
+    target: int
+    source: torch.Tensor
+    size_bytes: int
 
 
 class Place(NamedTuple):
@@ -56,6 +70,18 @@ class Snapshot:
     memory: torch.Tensor
     event: torch.cuda.Event | None
     """Reached once the copies from a GPU have arrived; None where there are none."""
+    later: tuple[Copy, ...] = ()
+    """What `copy_rest` has yet to copy."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    """Set once the state may change again."""
+
+    def copy_rest(self) -> None:
+        """For the thread that writes; the loop goes on meanwhile, up to its next update."""
+        try:
+            for copy in self.later:
+                ctypes.memmove(copy.target, copy.source.data_ptr(), copy.size_bytes)  # lets go of Python's lock
+        finally:
+            self.copied.set()
 
     def state(self) -> FlatState:
         """Its content, for the thread that writes: waits for what is still on its way."""
@@ -88,8 +114,13 @@ class SnapshotBuffer:
             self._memory = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8))
         self._memory.numpy().fill(0)
 
-    def take(self, flat: FlatState) -> Snapshot:
-        """A copy of the state as it is now: CPU tensors are copied on return, those of a GPU in its stream."""
+    def take(self, flat: FlatState, changing: Iterable[torch.Tensor] | None = None) -> Snapshot:
+        """A copy of the state as it is now: CPU tensors are copied on return, those of a GPU in its stream.
+
+        Given the tensors that are `changing` before the next update, all others are left to `copy_rest`.
+        """
+        at_once = None if changing is None else {tensor.data_ptr() for tensor in changing}
+        later: list[Copy] = []
         places, size_bytes = _places_for(flat)
         on_cuda = _on_cuda(flat)
         self.reserve(size_bytes, pinned=on_cuda)
@@ -99,7 +130,10 @@ class SnapshotBuffer:
             if source.is_cpu:
                 # In physical order, whatever the strides. Not by torch's copy_: its team of threads waits for its
                 # slowest member at every tensor, which on cores busy with decoding took twenty times as long.
-                ctypes.memmove(base + place.start, source.data_ptr(), place.size_bytes)
+                if at_once is None or source.data_ptr() in at_once:
+                    ctypes.memmove(base + place.start, source.data_ptr(), place.size_bytes)
+                else:
+                    later.append(Copy(base + place.start, source, place.size_bytes))
             else:
                 there = self._memory[place.start : place.start + place.size_bytes].view(place.dtype)
                 there.as_strided(place.shape, place.strides).copy_(source.detach(), non_blocking=on_cuda)
@@ -108,7 +142,7 @@ class SnapshotBuffer:
             # The loop does not wait: later updates stand behind the copies in the same stream.
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return Snapshot(flat.text, places, self._memory, event)
+        return Snapshot(flat.text, places, self._memory, event, tuple(later))
 
 
 class AsyncSaver:
@@ -123,6 +157,7 @@ class AsyncSaver:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._under_way: Future[list[Outcome]] | None = None
         self._finished: list[Outcome] = []
+        self._copying: threading.Event | None = None
 
     def prepare(self, state: State) -> None:
         """Allocates the buffer in the thread; after the first step, when the optimizer has its state, is the time."""
@@ -130,17 +165,37 @@ class AsyncSaver:
         flat = flatten(state)
         self._under_way = self._writer.submit(self._reserve, _places_for(flat)[1], _on_cuda(flat))
 
-    def save(self, state: State, *, best: tuple[int, float] | None = None) -> HandedOver:
+    def save(
+        self,
+        state: State,
+        *,
+        best: tuple[int, float] | None = None,
+        changing: Iterable[torch.Tensor] | None = None,
+    ) -> HandedOver:
         """Copies the state and returns; the thread writes it as last and, given `best` (epoch, value), as a best one.
+
+        Given the tensors that are `changing` before the next update, only those are copied at once, and the caller has
+        to call `wait_for_copy` before it changes any other.
 
         Raises what went wrong with an earlier save, unless it is a disk that is full or the like: that is an outcome.
         """
         began = time.perf_counter()
         self._settle()
         settled = time.perf_counter()
-        snapshot = self._buffer.take(flatten(state))
+        snapshot = self._buffer.take(flatten(state), changing)
+        self._copying = snapshot.copied
         self._under_way = self._writer.submit(self._write, snapshot, best)
         return HandedOver(time.perf_counter() - settled, settled - began, self._told())
+
+    def wait_for_copy(self) -> float | None:
+        """Returns when the state of the last save may be changed: seconds that took; None where nothing was saved
+        since it was last asked."""
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return None
+        began = time.perf_counter()
+        copying.wait()
+        return time.perf_counter() - began
 
     def save_now(self, state: State) -> tuple[Outcome, ...]:
         """Waits for what is under way, then saves as last before it returns."""
@@ -182,6 +237,7 @@ class AsyncSaver:
         return []
 
     def _write(self, snapshot: Snapshot, best: tuple[int, float] | None) -> list[Outcome]:
+        snapshot.copy_rest()
         state = snapshot.state()
         # The best first: a crash between the two then repeats the validation, and does not lose its checkpoint.
         kept = None if best is None else self.checkpoints.save_best(state, *best)

@@ -81,6 +81,7 @@ def train(run: Run) -> Progress:
         metrics["train/lr"] = learning_rate(max(0, progress.step - 1), run.horizon, run.peak_lr)
         if run.val_loader is not None:
             try:
+                run.saver.wait_for_copy()  # the average and the weights change places
                 with run.ema.swapped() if run.ema is not None else nullcontext():
                     metrics |= evaluate(run.model, run.val_loader, run)
             except LeaveValidation:
@@ -119,6 +120,7 @@ def _train_epoch(run: Run) -> StepClock:
         stopping, due = agree((run.stop.wanted, run.saver.is_due(progress.step)), run.ranks)
         if stopping:
             _leave(run)
+        run.saver.get_ready(progress)
         if due:
             run.saver.save(progress, run.train_metrics.total())
     return clock

@@ -34,7 +34,8 @@ class Accumulator:
         # Counts up to 2^53 are exact in float64, so one tensor, and one message, carries sums and counts.
         precise = torch.float32 if device.type == "mps" else torch.float64
         self._loss = torch.zeros((), dtype=precise, device=device)
-        self._hits = torch.zeros(2, dtype=torch.int64, device=device)
+        # How often the label stood at each place from the top.
+        self._hits = torch.zeros(TOP, dtype=torch.int64, device=device)
         # Shapes are known on the host: counting needs no device.
         self._samples = 0
         self._judged = 0
@@ -53,15 +54,15 @@ class Accumulator:
     def add_hits(self, logits: Tensor, labels: Tensor) -> None:
         """Adds whose labels were among the highest scores."""
         best = logits.detach().topk(min(TOP, logits.shape[1]), dim=1).indices
-        hits = best == labels[:, None]
-        self._hits += torch.stack((hits[:, 0].sum(), hits.sum()))
+        self._hits[: best.shape[1]] += (best == labels[:, None]).sum(0)
         self._judged += len(labels)
 
     def total(self) -> dict[str, float]:
         """The sums over all ranks, for a checkpoint. Every rank has to call it: they wait for the device and each
         other."""
         counts = torch.tensor([self._samples, self._judged], dtype=self._loss.dtype, device=self._loss.device)
-        sums = torch.cat((self._loss[None], self._hits.to(self._loss.dtype), counts))
+        hits = torch.stack((self._hits[0], self._hits.sum())).to(self._loss.dtype)
+        sums = torch.cat((self._loss[None], hits, counts))
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)
         return dict(zip(("loss", "hits1", "hits5", "samples", "judged"), sums.tolist(), strict=True))
@@ -71,7 +72,8 @@ class Accumulator:
         if total is None:
             return
         self._loss.fill_(total["loss"])
-        self._hits.copy_(torch.tensor([int(total["hits1"]), int(total["hits5"])]))
+        self._hits[0] = int(total["hits1"])
+        self._hits[1] = int(total["hits5"]) - int(total["hits1"])  # where exactly is no longer known, nor asked
         self._samples, self._judged = int(total["samples"]), int(total["judged"])
 
     def result(self) -> Scores:

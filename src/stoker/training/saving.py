@@ -85,12 +85,19 @@ class Saver:
     _writer: AsyncSaver | None = field(default=None, init=False)
     _last_s: float = field(default_factory=time.monotonic, init=False)
     _last_step: int = field(default=-1, init=False)
+    _pauses: dict[str, float] = field(default_factory=dict, init=False)
 
     def is_due(self, step: int) -> bool:
         """Whether this rank thinks that it is time; the ranks have to agree before they save."""
         if self.every_steps is not None and step % self.every_steps == 0:
             return True
         return self.every_s is not None and time.monotonic() - self._last_s >= self.every_s
+
+    def get_ready(self, progress: Progress) -> None:
+        """After the first update, when the optimizer has its state: makes room for the copies, in the background."""
+        if self._writer is None and self.checkpoints is not None:
+            self._writer = AsyncSaver(self.checkpoints)
+            self._writer.prepare(self.parts.state(progress, {}))
 
     def save(
         self, progress: Progress, sums: dict[str, Any], *, best: tuple[int, float] | None = None, now: bool = False
@@ -106,14 +113,21 @@ class Saver:
         if self._writer is None:
             self._writer = AsyncSaver(self.checkpoints)
         state = self.parts.state(progress, sums)
-        handed = self._writer.save(state, best=best)
+        # A forward pass changes the buffers; everything else stands still until the next update.
+        handed = self._writer.save(state, best=best, changing=self.parts.model.buffers())
         self._tell(handed.finished)
-        self.told("checkpoint", {"pause_s": handed.pause_s, "waited_s": handed.waited_s})
+        self._pauses = {"pause_s": handed.pause_s, "waited_s": handed.waited_s}
         if not now:
             return True
+        self.wait_for_copy()
         outcomes = self._writer.wait()
         self._tell(outcomes)
         return not any(isinstance(outcome, SaveFailed) for outcome in outcomes if outcome.path == self.checkpoints.last)
+
+    def wait_for_copy(self) -> None:
+        """To be called before weights, optimizer or average change; costs nothing where no save is under way."""
+        if self._writer is not None and (held_s := self._writer.wait_for_copy()) is not None:
+            self.told("checkpoint", {**self._pauses, "pause_s": self._pauses["pause_s"] + held_s})
 
     def close(self) -> None:
         """Waits for what is under way."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.data.draws import mix
+from stoker.data.draws import mix_numbers
 from stoker.errors import UserError
 from stoker.training.precision import Precision
 from stoker.training.ranks import Ranks, any_rank
@@ -69,6 +69,8 @@ class TrainStep:
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._seed = seed
         self.say = say
+        self.before_update: Callable[[], None] = _nothing
+        """Called when the gradients are there and the weights are about to change."""
         self._guarded = GUARDED_STEPS
         self._buffers = list(model.buffers())
         self._kept_buffers = [buffer.detach().clone() for buffer in self._buffers]
@@ -78,7 +80,7 @@ class TrainStep:
         _copy(self._buffers, self._kept_buffers)
         while True:
             # A function of the step and not of what ran before: dropout is the same after a resume.
-            self._seed_generators(int(mix(mix(self._seed, step), self.ranks.rank)) >> 1)
+            self._seed_generators(mix_numbers(mix_numbers(self._seed, step), self.ranks.rank) >> 1)
             attempt, out_of_memory = None, False
             try:
                 attempt = self._gradients(batches)
@@ -135,6 +137,7 @@ class TrainStep:
             # An overflow of float16 now and then is the scaler's business, and no reason to skip here.
             watched = loss if scaler.is_enabled() else norm
         skipped = any_rank(not bool(torch.isfinite(watched)), self.ranks)  # waits for the device
+        self.before_update()
         if not skipped:
             scaler.step(self.optimizer)
         else:
@@ -182,6 +185,10 @@ class TrainStep:
             f"the device has no memory for a piece of {self.micro_batch} samples",
             hint="img_size= smaller, gradient_checkpointing=true, or a smaller model",
         )
+
+
+def _nothing() -> None:
+    """Where nobody copies the weights."""
 
 
 @torch.no_grad()

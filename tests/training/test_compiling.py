@@ -26,6 +26,24 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_that_is_said_once() -> None:
     assert "\n" not in said[0]
 
 
+def test_a_backward_pass_that_cannot_be_compiled_is_noticed_in_the_forward_pass() -> None:
+    said: list[str] = []
+    plain = nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.Linear(9, 2))
+    model = compile_or_fall_back(plain, "default", said.append)
+    graphs: list[object] = []
+
+    def second_graph_fails(graph: object) -> None:
+        graphs.append(graph)
+        if len(graphs) == 2:
+            raise RuntimeError("no kernel for this gradient")
+
+    with torch._inductor.config.patch({"post_grad_custom_post_pass": second_graph_fails, "force_disable_caches": True}):
+        model(torch.randn(3, 4)).sum().backward()
+    assert len(graphs) == 2
+    assert plain[0].weight.grad is not None
+    assert len(said) == 1 and said[0].endswith("going on without it")
+
+
 def test_a_compiled_model_computes_and_learns_the_same() -> None:
     torch.manual_seed(0)
     said: list[str] = []

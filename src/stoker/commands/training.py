@@ -140,13 +140,13 @@ def _listen(
 ) -> None:
     """The first rank writes and speaks for all."""
     trackers = trackers_for(config, folder, resumed_at=run.progress.step if resumed else None, say=progress.say)
-    observer = RunObserver(
-        MetricsFile(folder.metrics_file), trackers, progress, log_every=config.log_every, world=run.ranks.world
-    )
+    metrics = MetricsFile(folder.metrics_file)
+    observer = RunObserver(metrics, trackers, progress, log_every=config.log_every, world=run.ranks.world)
     stack.callback(observer.close)
     run.observer = observer
     run.saver.checkpoints = checkpoints
     run.saver.say = progress.say
+    run.saver.before_write = metrics.sync
     run.saver.told = lambda name, details: observer.event(name, run.progress.step, details)
     if run.progress.step > 0:
         observer.event("resumed", run.progress.step, {"epoch": run.progress.epoch, "world": run.ranks.world})

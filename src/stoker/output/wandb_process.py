@@ -44,10 +44,9 @@ def main() -> int:
     rows = _messages(training)
     try:
         run = _start(next(rows), tell)
-        if run is not None:
-            for row in rows:
-                run.log(row)
-            run.finish()
+        for row in rows:
+            run.log(row)
+        run.finish()
     except StopIteration:
         pass
     except ImportError as error:
@@ -58,12 +57,10 @@ def main() -> int:
 
 
 def _start(hello: dict[str, Any], tell: Callable[..., None]) -> Any:
-    """The run at W&B, or None where the user's environment switched it off."""
-    mode = os.environ.get("WANDB_MODE")
-    if mode == "disabled":
-        return None
+    """The run at W&B; WANDB_MODE=disabled never comes here."""
     import wandb
 
+    mode = os.environ.get("WANDB_MODE")
     if mode in ("offline", "dryrun"):
         why: str | None = f"WANDB_MODE={mode}"
     else:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -151,8 +151,9 @@ class AsyncSaver:
     Before the process ends for a signal: `wait()`, then `checkpoints.save_last(state)`; `save_now` does both.
     """
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
+    def __init__(self, checkpoints: Checkpoints, before_write: Callable[[], None] = lambda: None) -> None:
         self.checkpoints = checkpoints
+        self._before_write = before_write
         self._buffer = SnapshotBuffer()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._under_way: Future[list[Outcome]] | None = None
@@ -238,6 +239,7 @@ class AsyncSaver:
 
     def _write(self, snapshot: Snapshot, best: tuple[int, float] | None) -> list[Outcome]:
         snapshot.copy_rest()
+        self._before_write()
         state = snapshot.state()
         # The best first: a crash between the two then repeats the validation, and does not lose its checkpoint.
         kept = None if best is None else self.checkpoints.save_best(state, *best)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 WORTH_SAYING_S = 1.0
 
@@ -36,7 +37,9 @@ class Compiled(nn.Module):
             return result
         began = time.perf_counter()
         try:
-            first: torch.Tensor = compiled(inputs)
+            # The backward pass too: by default torch leaves it for the first backward, where nobody could fall back.
+            with functorch_config.patch(force_non_lazy_backward_lowering=True):
+                first: torch.Tensor = compiled(inputs)
         except torch.OutOfMemoryError:
             raise  # the step's business
         except Exception as error:

@@ -82,6 +82,8 @@ class Saver:
     every_s: float | None = None
     say: Callable[[str], None] = lambda _text: None
     told: Callable[[str, dict[str, Any]], None] = lambda _name, _details: None
+    before_write: Callable[[], None] = lambda: None
+    """Called in the thread that writes: what a checkpoint counts on has to be on the disk before it."""
     _writer: AsyncSaver | None = field(default=None, init=False)
     _last_s: float = field(default_factory=time.monotonic, init=False)
     _last_step: int = field(default=-1, init=False)
@@ -96,7 +98,7 @@ class Saver:
     def get_ready(self, progress: Progress) -> None:
         """After the first update, when the optimizer has its state: makes room for the copies, in the background."""
         if self._writer is None and self.checkpoints is not None:
-            self._writer = AsyncSaver(self.checkpoints)
+            self._writer = AsyncSaver(self.checkpoints, self.before_write)
             self._writer.prepare(self.parts.state(progress, {}))
 
     def save(
@@ -110,8 +112,7 @@ class Saver:
         if self.checkpoints is None or (progress.step == self._last_step and best is None and not now):
             return True
         self._last_step = progress.step
-        if self._writer is None:
-            self._writer = AsyncSaver(self.checkpoints)
+        self._writer = self._writer or AsyncSaver(self.checkpoints, self.before_write)
         state = self.parts.state(progress, sums)
         # A forward pass changes the buffers; everything else stands still until the next update.
         handed = self._writer.save(state, best=best, changing=self.parts.model.buffers())

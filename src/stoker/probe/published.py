@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
 
-import yaml
-
-from stoker.errors import UsageError, did_you_mean
+from stoker.errors import UsageError
+from stoker.probe.datasheets import known_datasheets, load_datasheet
 
 
 @dataclass(frozen=True)
@@ -21,15 +19,13 @@ class PublishedRate:
 
 def published_rate(name: str) -> PublishedRate:
     """The published figure for an accelerator; raises UsageError where nobody published one that we know."""
-    text = resources.files("stoker.probe").joinpath("published_rates.yaml").read_text()
-    rates = yaml.safe_load(text)
-    known = name.lower().replace("_", "-")
-    if known not in rates:
-        meant = did_you_mean(known, rates)
+    sheet = load_datasheet(name)
+    if sheet.resnet50_images_per_second is None:
+        known = [other.name for other in known_datasheets().values() if other.resnet50_images_per_second is not None]
         raise UsageError(
-            "unknown-gpu",
-            f"no published figure for {name!r}" + (f"; {meant}" if meant else ""),
+            "no-published-rate",
+            f"nobody published what {sheet.title} takes in ResNet-50 training, as far as we know",
             why="how much of it this host can feed is only worth saying against a measured figure",
-            hint="known: " + ", ".join(sorted(rates)),
+            hint=f"--gpu {' | '.join(known)}; stoker plan computes a rate for any datasheet",
         )
-    return PublishedRate(known, float(rates[known]["images_per_second"]), rates[known]["source"])
+    return PublishedRate(sheet.name, sheet.resnet50_images_per_second, sheet.resnet50_source or sheet.source)

@@ -22,6 +22,10 @@ class RunKeys(KeyGroup):
     devices: Annotated[int, Field(ge=1)] | Literal["auto"] = key("auto")
     """GPUs on each node; `auto` takes all there are. On a machine without one: processes on the CPU, 1."""
 
+    accelerator: str | None = key(None, min_length=1)
+    """Datasheet of the device, by name (`a100-80`) or as a YAML file: its peak is what `mfu` in the metrics is a share
+    of. Recognised by the device's name when not given; without a known one there is no `mfu`."""
+
     num_nodes: int = key(1, unit="nodes", ge=1)
     """Machines that train together."""
 

@@ -84,10 +84,16 @@ class BareLoop:
 class TakingTurns:
     """A loader of batches in memory that makes a bare step before each; the time between two of them is ours."""
 
+    # What the guard against a lack of memory asks a loader about.
+    workers, most_in_flight, batch_bytes = 2, 4, 1
+
     def __init__(self, batches: list[Batch], bare: BareLoop, count: int) -> None:
         self.batches, self.bare, self.count = batches, bare, count
         self.bare_took: list[Moment] = []
         self.ours_took: list[Moment] = []
+
+    def limit_prefetch(self, batches: int) -> None:
+        """Nothing is made ahead."""
 
     def steps(self, start: int = 0) -> int:  # noqa: ARG002 - the loop's protocol
         return self.count

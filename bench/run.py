@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1]
-WITHOUT_DATA = ("startup", "index", "augment", "checkpoint", "loop")
-WITH_DATA = ("decode", "interpreter_lock", "loaders", "memory", "object_store", "paced")
+WITHOUT_DATA = ("startup", "index", "augment", "checkpoint", "loop", "clock_cost", "vram", "roofline")
+WITH_DATA = ("decode", "interpreter_lock", "loaders", "memory", "object_store", "paced", "loader_memory")
 
 
 def main() -> int:

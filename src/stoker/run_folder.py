@@ -4,6 +4,7 @@ runs/<run_name>/
     config.yaml         the resolved config, every key
     environment.json    versions, host, git revision, the command
     metrics.jsonl       one line for each interval and epoch: the truth about the run
+    clock.jsonl         one line for each interval: where the time of its steps and batches went
     subset.json         the classes that were chosen, where not all of them count
     quarantine.jsonl    samples that could not be read
     logs/train_*.log    what was shown on the screen
@@ -52,6 +53,10 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def clock_file(self) -> Path:
+        return self.root / "clock.jsonl"
+
+    @property
     def subset_file(self) -> Path:
         return self.root / "subset.json"
 
@@ -95,9 +100,9 @@ class RunFolder:
     def of_one_run(self) -> tuple[Path, ...]:
         """Everything that a run leaves behind, and that another one in its place must not go on with."""
         return (
-            self.config_file, self.environment_file, self.metrics_file, self.subset_file, self.quarantine_file,
-            self.logs, self.checkpoints, self.metrics_csv_file, self.tensorboard, self.wandb, self.wandb_id_file,
-            self.report_file,
+            self.config_file, self.environment_file, self.metrics_file, self.clock_file, self.subset_file,
+            self.quarantine_file, self.logs, self.checkpoints, self.metrics_csv_file, self.tensorboard, self.wandb,
+            self.wandb_id_file, self.report_file,
         )  # fmt: skip
 
 

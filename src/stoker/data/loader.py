@@ -49,6 +49,7 @@ class ImageLoader:
         self.plan = plan
         self.engine = choose_engine(options.engine, options.workers)
         self.quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
+        self.workers = options.workers
         prefetch = options.prefetch or DEFAULT_PREFETCH
         open_reader = partial(_open_reader, plan.samples.index, options)
         self._engine: ThreadEngine | ProcessEngine
@@ -82,6 +83,30 @@ class ImageLoader:
         for batch in self._engine.batches(epoch, start):
             self.quarantine.admit(batch.bad, len(batch))
             yield batch
+
+    @property
+    def batch_bytes(self) -> int:
+        """Memory of one batch's images."""
+        return self.plan.steps.batch_size * self.plan.view.size**2 * 3
+
+    @property
+    def most_in_flight(self) -> int:
+        """Batches on their way at any time without a limit: workers x prefetch_factor."""
+        return self._engine.most_in_flight
+
+    @property
+    def in_flight(self) -> int:
+        """The same under the present limit."""
+        return self._engine.in_flight
+
+    def limit_prefetch(self, batches: int) -> None:
+        """Holds no more batches in flight than so many, from now on, and gives the memory of the others back to the
+        system as they are taken; their order and content stay the same. At least one is always on its way."""
+        self._engine.limit(batches)
+
+    def ready(self) -> int:
+        """Batches that are made and wait to be taken."""
+        return self._engine.ready()
 
     def close(self) -> None:
         """Ends workers and reads; the loader is of no use afterwards."""

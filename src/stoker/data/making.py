@@ -63,13 +63,14 @@ class BatchMaker:
         keys = sample_keys(plan.seed, epoch, members, repeats)
         numbers = plan.samples.numbers(members)
         labels = plan.samples.labels(members)
-        with clock.stage("collate"):
-            images = allocate((len(members), plan.view.size, plan.view.size, 3))
-        with clock.stage("fetch"):
-            found: list[Any] = list(self.reader.take(numbers))
         draws = plan.view.draw(keys)
+        clock.begins("collate")
+        images = allocate((len(members), plan.view.size, plan.view.size, 3))
+        clock.begins("fetch")
+        found: list[Any] = list(self.reader.take(numbers))
+        clock.begins("decode")
         bad: list[BadSample] = []
-        start_s = time.perf_counter()
+        began_s = time.perf_counter()
         for slot, data in enumerate(found):
             clock.cost.bytes_read += 0 if isinstance(data, ReadFailure) else len(data)
             reason = self._fill(data, draws, slot, images[slot])
@@ -77,8 +78,12 @@ class BatchMaker:
             if reason is not None:
                 member = self._replace(reason, int(members[slot]), int(keys[slot]), draws, slot, images[slot], bad)
                 labels[slot] = plan.samples.labels(np.array([member]))[0]
-        clock.add("decode", time.perf_counter() - start_s)
-        clock.cost.samples = len(members)
+            done_s = time.perf_counter()
+            if done_s - began_s > clock.cost.slowest_s:
+                clock.cost.slowest_s, clock.cost.slowest_sample = done_s - began_s, int(numbers[slot])
+            began_s = done_s
+        clock.begins("other")
+        clock.cost.samples, clock.cost.batch_bytes = len(members), images.nbytes
         return Batch(
             images=images,
             labels=labels,

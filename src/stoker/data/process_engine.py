@@ -17,10 +17,12 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from stoker.data.batch import Batch
 from stoker.data.buffers import shared_array
+from stoker.data.in_flight import IN_HAND, batches_held
+from stoker.data.limited_requests import InFlight, LimitedIterator, LimitedLoader
 from stoker.data.lookahead import Announcer
 from stoker.data.making import BatchMaker, BatchPlan
 from stoker.data.shared_slots import SharedSlots
@@ -110,17 +112,19 @@ class ProcessEngine:
         start_method: str,
         lookahead: int,
     ) -> None:
+        self.most_in_flight = max(1, workers * prefetch)
+        self._in_flight = InFlight(self.most_in_flight)
         self._slots = None
         if workers:
-            # As many as are on their way, one that the consumer has, and one that it has just let go.
             shape = (plan.steps.batch_size, plan.view.size, plan.view.size, 3)
-            self._slots = SharedSlots(workers * prefetch + 2, shape, pinned=pin_memory)
+            self._slots = SharedSlots(batches_held("process", workers, prefetch), shape, pinned=pin_memory)
         self._steps = _Steps(plan, self._slots)
+        self._iterator: LimitedIterator | None = None
         if start_method == "forkserver" and workers:
             _preload_forkserver()
-        self._loader: DataLoader[Batch] = DataLoader(
+        self._loader = LimitedLoader(
             _Batches(plan, open_reader, lookahead, self._slots.tensors if self._slots is not None else []),
-            batch_sampler=self._steps,  # type: ignore[arg-type]
+            batch_sampler=self._steps,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             pin_memory=False,  # the slots are pinned themselves
@@ -129,7 +133,23 @@ class ProcessEngine:
             collate_fn=_as_it_is,
             # A fork server keeps the environment that it was started in; credentials may have come later.
             worker_init_fn=partial(_prepare_worker, dict(os.environ)),
+            in_flight=self._in_flight,
         )
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight.limit
+
+    def limit(self, batches: int) -> None:
+        """Has so many batches on their way from now on; what is made already is still handed out."""
+        self._in_flight.limit = max(1, min(batches, self.most_in_flight))
+        if self._slots is not None:
+            self._slots.keep(self._in_flight.limit + IN_HAND)
+
+    def ready(self) -> int:
+        """Batches that are made and wait to be taken."""
+        iterator = self._iterator
+        return 0 if iterator is None else iterator.ready()
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of an epoch from a position on."""
@@ -137,7 +157,9 @@ class ProcessEngine:
         if self._slots is not None:
             self._slots.give_back_all()
         try:
-            for batch in self._loader:
+            iterator = iter(self._loader)
+            self._iterator = iterator if isinstance(iterator, LimitedIterator) else None
+            for batch in iterator:
                 if isinstance(batch, StokerError):
                     raise batch
                 if isinstance(batch.images, int):
@@ -149,6 +171,7 @@ class ProcessEngine:
 
     def close(self) -> None:
         """Ends the workers."""
+        self._iterator = None
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             iterator._shutdown_workers()

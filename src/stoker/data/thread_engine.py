@@ -14,6 +14,7 @@ import torch
 
 from stoker.data.batch import Batch
 from stoker.data.buffers import BufferPool
+from stoker.data.in_flight import IN_HAND
 from stoker.data.lookahead import Announcer
 from stoker.data.making import BatchMaker
 
@@ -24,10 +25,20 @@ class ThreadEngine:
     def __init__(self, maker: BatchMaker, *, workers: int, prefetch: int, pin_memory: bool, lookahead: int) -> None:
         self._maker = maker
         self._workers = workers
-        self._outstanding = max(1, workers * prefetch)
+        self.most_in_flight = self.in_flight = max(1, workers * prefetch)
         self._buffers = BufferPool(pinned=pin_memory)
         self._lookahead = lookahead
         self._pool: ThreadPoolExecutor | None = None
+        self._pending: deque[Future[Batch]] = deque()
+
+    def limit(self, batches: int) -> None:
+        """Has so many batches on their way from now on; what is made already is still handed out."""
+        self.in_flight = max(1, min(batches, self.most_in_flight))
+        self._buffers.keep(self.in_flight + IN_HAND)
+
+    def ready(self) -> int:
+        """Batches that are made and wait to be taken."""
+        return sum(future.done() for future in self._pending)
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of an epoch from a position on."""
@@ -40,15 +51,17 @@ class ThreadEngine:
             return
         pool = self._threads()
         stopped = threading.Event()
-        pending: deque[Future[Batch]] = deque()
+        pending = self._pending = deque()
         step = 0
         try:
             while step < count or pending:
-                while step < count and len(pending) < self._outstanding:
+                while step < count and len(pending) < self.in_flight:
                     announcer.before(step)
                     pending.append(pool.submit(self._make_unless, stopped, epoch, step, start))
                     step += 1
                 yield pending.popleft().result()
+                if self.in_flight < self.most_in_flight:
+                    self._buffers.keep(self.in_flight + IN_HAND)
         finally:
             # The consumer left early, or a batch failed: what is not begun yet must not be made.
             stopped.set()

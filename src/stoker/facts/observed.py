@@ -103,6 +103,8 @@ class StorageFacts:
     """Until the first byte of a cold read."""
     dataset_bytes: int | None = None
     bytes_per_sample: float | None = None
+    packed: bool | None = None
+    """Shards of many samples, rather than a file for each."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class Observed:
     transfer_s: float | None = None
     compute_s: float | None = None
     other_s: float | None = None
+    consumer_cpu_s: float | None = None
+    """CPU time of the loop's own process in those steps, all its threads, without those that make batches."""
     validation_s: float | None = None
     epoch_starts_s: tuple[float, ...] = ()
     """Waits for the first batch of each epoch; in none of the sums above."""
@@ -142,6 +146,9 @@ class Observed:
     """Of single steps, in order; the newest few hundred."""
     steps_s: tuple[float, ...] = ()
     """The same steps without their wait."""
+    ready_batches: tuple[int, ...] = ()
+    """Batches that lay ready when each of these steps asked for one; -1 where it is not known. A wait although some
+    were ready is one for the head of the line."""
     loader: LoaderShape | None = None
     other_loaders: int = 0
     stages: dict[str, StageTime] = field(default_factory=dict)

@@ -29,6 +29,10 @@ class TracedOp:
     written_bytes: int
     """Tensors that come out, or are changed in place."""
     kernels: int = 1
+    depthwise: bool = False
+    """A convolution with one channel in each group: tensor cores have no use for it."""
+    volumetric: bool = False
+    """A convolution over three dimensions."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,21 @@ class Budget:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"fits": self.fits}
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a plan needs to know of the data."""
+
+    num_classes: int
+    samples: int | None = None
+    sample_bytes: float | None = None
+    """Of one image as it is stored, on average."""
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def dataset_bytes(self) -> float | None:
+        return None if self.samples is None or self.sample_bytes is None else self.samples * self.sample_bytes
 
 
 @dataclass(frozen=True)

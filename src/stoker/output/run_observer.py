@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from stoker.output.clock_file import ClockFile
 from stoker.output.metrics_file import MetricsFile
 from stoker.output.trackers import Trackers
 from stoker.output.train_progress import TrainProgress
@@ -13,13 +15,23 @@ class RunObserver:
     """What the first rank passes to the loop."""
 
     def __init__(
-        self, metrics: MetricsFile, trackers: Trackers, progress: TrainProgress, *, log_every: int, world: int
+        self,
+        metrics: MetricsFile,
+        trackers: Trackers,
+        progress: TrainProgress,
+        *,
+        log_every: int,
+        world: int,
+        clock_file: ClockFile | None = None,
+        utilisation: Callable[[float, int], float | None] | None = None,
     ) -> None:
         self._metrics = metrics
         self._trackers = trackers
         self._progress = progress
         self._log_every = log_every
         self._world = world
+        self._utilisation = utilisation
+        self._clock_file = clock_file
         self._loss: float | None = None
 
     def epoch_begins(self, epoch: int, steps: int, done: int) -> None:
@@ -34,8 +46,11 @@ class RunObserver:
             self._loss = float(metrics["train/loss"])
         if due:
             costs = {f"batch/{name}_s": value for name, value in clock.cost.per_image().items()}
-            measured = {"train/loss": self._loss, "train/lr": metrics["train/lr"], **self._speeds(clock), **costs}
+            speeds = self._speeds(clock, epoch)
+            measured = {"train/loss": self._loss, "train/lr": metrics["train/lr"], **speeds, **costs}
             self._trackers.log(self._metrics.step(step, epoch, measured))
+            if self._clock_file is not None:
+                self._clock_file.step(step, epoch, clock.take_interval())
         self._progress.step(step, self._loss, lambda: {"wait": clock.wait_share})
 
     def validation_begins(self, steps: int) -> None:
@@ -45,8 +60,11 @@ class RunObserver:
         self._progress.validation_step()
 
     def epoch_ends(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
-        figures = {name: value for name, value in metrics.items() if name != "clock"} | self._speeds(metrics["clock"])
+        figures = {name: value for name, value in metrics.items() if name != "clock"}
+        figures |= self._speeds(metrics["clock"], epoch)
         self._trackers.log(self._metrics.epoch(step, epoch, figures))
+        if self._clock_file is not None:
+            self._clock_file.epoch(step, epoch, metrics["clock"].take_interval())
         self._progress.epoch_ends(figures)
 
     def event(self, name: str, step: int, details: dict[str, Any]) -> None:
@@ -67,11 +85,14 @@ class RunObserver:
         self._trackers.close()
         self._progress.close()
         self._metrics.close()
+        if self._clock_file is not None:
+            self._clock_file.close()
 
-    def _speeds(self, clock: Any) -> dict[str, float | None]:
-        rate = clock.images_per_second
-        measured = clock.steps > 0
+    def _speeds(self, clock: Any, epoch: int) -> dict[str, float | None]:
+        rate = clock.images_per_second if clock.steps > 0 else None
+        total = None if rate is None else rate * self._world
         return {
-            "images_per_second": rate * self._world if measured and rate is not None else None,
-            "wait_share": clock.wait_share if measured else None,
+            "images_per_second": total,
+            "wait_share": clock.wait_share if clock.steps > 0 else None,
+            "mfu": None if total is None or self._utilisation is None else self._utilisation(total, epoch),
         }

@@ -37,6 +37,7 @@ def evaluate(model: nn.Module, loader: Loader, run: Run) -> dict[str, float]:
             if len(batch):
                 most = _score(model, run.prepare_val(batch), run, sums, most)
             run.observer.validation_step()
+            run.guard_memory(loader)
             # All ranks have the same number of batches, so they ask at the same ones.
             if (run.ranks.world == 1 or number % ASK_EVERY == 0) and any_rank(run.stop.wanted, run.ranks):
                 raise LeaveValidation

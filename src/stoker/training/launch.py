@@ -22,6 +22,7 @@ from stoker.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, UserError
 GRACE_S = 120.0
 """How long the others may take to save after one of them ended: the notice that a spot machine gets."""
 POLL_S = 0.1
+LAUNCHED = "STOKER_LAUNCHED"
 _PR_SET_PDEATHSIG = 1
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 # Opened here: after a fork beside other threads, the loader's lock may be held by nobody who still lives.
@@ -50,6 +51,7 @@ def launch(command: Sequence[str], devices: int, nodes: int, environment: Mappin
                 "LOCAL_WORLD_SIZE": str(devices),
                 "MASTER_ADDR": address or "127.0.0.1",
                 "MASTER_PORT": port,
+                LAUNCHED: "1",
             }
             # A group of their own: Ctrl-C then reaches them once, through us, and not twice, which means 'at once'.
             processes.append(
@@ -63,6 +65,11 @@ def launch(command: Sequence[str], devices: int, nodes: int, environment: Mappin
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def launched_here() -> bool:
+    """Whether this process was started by `launch`, and not by torchrun or srun."""
+    return LAUNCHED in os.environ
 
 
 def _attend(processes: list[subprocess.Popen[bytes]]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NoReturn, Protocol
 
@@ -69,6 +69,12 @@ class Run:
     """Ends workers."""
     name_samples: Callable[[Sequence[int]], list[str]] = lambda samples: [str(sample) for sample in samples]
     """What people know samples by, from their numbers in the index."""
+    guard_memory: Callable[[Any], None] = lambda _loader: None
+    """Called with the loader of each batch: where memory falls, it has the loader hold fewer batches."""
+    clock: StepClock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = StepClock(self.device)
 
 
 def train(run: Run) -> Progress:
@@ -82,7 +88,7 @@ def train(run: Run) -> Progress:
         if run.val_loader is not None:
             try:
                 run.saver.wait_for_copy()  # the average and the weights change places
-                with run.ema.swapped() if run.ema is not None else nullcontext():
+                with clock.validating(), run.ema.swapped() if run.ema is not None else nullcontext():
                     metrics |= evaluate(run.model, run.val_loader, run)
             except LeaveValidation:
                 _leave(run)
@@ -96,34 +102,47 @@ def train(run: Run) -> Progress:
 
 def _train_epoch(run: Run) -> StepClock:
     """The steps of an epoch that are left."""
-    progress, clock = run.progress, StepClock(run.device)
+    progress, clock = run.progress, run.clock
     loader = run.train_loader(progress.epoch)
     steps = loader.steps(progress.position) // run.accumulation
     run.observer.epoch_begins(progress.epoch, run.horizon.steps_per_epoch, run.horizon.steps_per_epoch - steps)
     run.model.train()
     batches = loader.epoch(progress.epoch, progress.position)
+    clock.epoch_begins()
     for _ in range(steps):
         with clock.waiting():
             group = list(islice(batches, run.accumulation))
         lr = learning_rate(progress.step, run.horizon, run.peak_lr)
         set_lr(run.step.optimizer, lr)
+        with clock.transferring():
+            moved = _on_device(group, run.device)
         with clock.computing():
-            prepared = [run.prepare(batch, progress.epoch, progress.step) for batch in group]
+            prepared = [run.prepare(batch, progress.epoch, progress.step) for batch in moved]
             result = run.step(prepared, progress.step)
             if not result.skipped:
                 _count(run, result, sum(len(batch) for batch in group))
         progress.position, progress.step = group[-1].next_position, progress.step + 1
         progress.micro_batch = run.step.micro_batch
         clock.step_ends(group)
+        run.guard_memory(loader)
         _judge(run, result, group)
         run.observer.step(progress.step, progress.epoch, {"train/loss": result.loss, "train/lr": lr, "clock": clock})
+        del moved, prepared, result  # else the next step computes beside the inputs and logits of this one
         stopping, due = agree((run.stop.wanted, run.saver.is_due(progress.step)), run.ranks)
         if stopping:
             _leave(run)
         run.saver.get_ready(progress)
         if due:
-            run.saver.save(progress, run.train_metrics.total())
+            with clock.saving():
+                run.saver.save(progress, run.train_metrics.total())
     return clock
+
+
+def _on_device(group: list[Batch], device: torch.device) -> list[Batch]:
+    """The batches with their images on the way to the device; `group` keeps the memory that they are copied from."""
+    if device.type == "cpu":
+        return group
+    return [replace(batch, images=batch.images.to(device, non_blocking=True)) for batch in group]
 
 
 def _count(run: Run, result: StepResult, samples: int) -> None:
@@ -177,7 +196,8 @@ def _close_epoch(run: Run, metrics: dict[str, Any]) -> None:
     if score is not None:
         progress.best = score if progress.best is None else max(progress.best, score)
     best = None if score is None else (epoch, score)
-    saved = run.saver.save(progress, run.train_metrics.total(), best=best, now=progress.finished)
+    with run.clock.saving():
+        saved = run.saver.save(progress, run.train_metrics.total(), best=best, now=progress.finished)
     if progress.finished and not saved:
         raise UserError(
             "end-not-saved",

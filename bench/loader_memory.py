@@ -1,0 +1,62 @@
+"""Memory of the loader's process tree: predicted from one calibration, against the peak of fresh processes."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.rounds import keep
+from stoker.planning.host_memory import LoaderShape, loader_parts
+from stoker.probe.loader_memory import SIZE, Engine, measure_loader_memory, run_trial
+
+WORKERS, PREFETCH, BATCHES = (1, 2, 4), (2, 4), (32, 128)
+ENGINES: tuple[Engine, ...] = ("thread", "process")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("images", type=Path, help="folder of class folders")
+    arguments = parser.parse_args()
+    memory = measure_loader_memory(images=arguments.images, remember=False)
+    assert memory.measured, "the calibration failed"
+    sys.stderr.write(f"calibration: {memory}\n")
+    rows: list[dict[str, Any]] = []
+    for engine in ENGINES:
+        for workers in WORKERS:
+            for prefetch in PREFETCH:
+                for batch in BATCHES:
+                    cell = (workers, prefetch, batch)
+                    predicted = sum(loader_parts(LoaderShape(engine, *cell, SIZE), memory).values())
+                    trial = run_trial(engine, [cell], images=arguments.images)
+                    peak = trial.peaks[0]
+                    error = predicted / peak.total_bytes - 1
+                    rows.append(
+                        {
+                            "engine": engine, "workers": workers, "prefetch": prefetch, "batch": batch,
+                            "predicted_bytes": predicted, "measured_bytes": peak.total_bytes,
+                            "error": round(error, 4), "plain_pss_bytes": peak.pss_bytes,
+                            "open_files": trial.open_files[0],
+                            "of_it": {"anonymous": peak.anonymous_bytes, "shared": peak.shared_bytes,
+                                      "files": peak.file_bytes},
+                        }
+                    )  # fmt: skip
+                    print(
+                        f"{engine:<8} {workers} x {prefetch} x {batch:<4} predicted {predicted / 1e6:7.0f} MB   "
+                        f"measured {peak.total_bytes / 1e6:7.0f} MB   {100 * error:+.1f} %   "
+                        f"(plain PSS {peak.pss_bytes / 1e6:.0f})",
+                        flush=True,
+                    )
+    errors = [abs(row["error"]) for row in rows]
+    summary = {"median_error": statistics.median(errors), "worst_error": max(errors)}
+    path = keep("loader_memory", {**summary, "calibration": asdict(memory), "size": SIZE, "cells": rows})
+    print(f"median error {100 * summary['median_error']:.1f} %, worst {100 * summary['worst_error']:.1f} %")
+    print(f"kept in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""What a run's clock.jsonl says, as the one record that the checks judge by."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stoker.clock.interval import BATCH_COLUMNS
+from stoker.errors import UserError
+from stoker.facts.observed import (
+    AcceleratorFacts,
+    BatchTime,
+    HostFacts,
+    LoaderShape,
+    Observed,
+    SlowSample,
+    StageTime,
+    StorageFacts,
+)
+from stoker.output.clock_file import FORMAT, HEADER
+from stoker.output.metrics_file import Record, read_metrics
+from stoker.run_folder import RunFolder
+
+NEWEST = 400
+"""Single steps and batches: enough to draw from, and no older than the run's last hours."""
+SLOWEST_SAMPLES = 16
+
+Known = TypeVar("Known")
+
+
+def read_observed(run_folder: Path) -> Observed:
+    """Everything that the clock wrote down since the run was last set up as it is now.
+
+    Raises UserError where there is nothing to read, or where another version of this program wrote it.
+    """
+    path = RunFolder(run_folder).clock_file
+    if not path.is_file():
+        raise UserError(
+            "no-clock",
+            f"{run_folder} has no {path.name}",
+            why="it tells where the time went; runs of an older version have none"
+            if RunFolder(run_folder).metrics_file.exists()
+            else "this is no run folder, or its run has not started",
+            hint="stoker train again in this folder, or stoker doctor CONFIG for a trial",
+        )
+    return observed_from(read_metrics(path), str(path))
+
+
+def observed_from(records: Iterable[Record], name: str) -> Observed:
+    """The same from the lines themselves; `name` is for error messages."""
+    header: Record | None = None
+    sums = _Sums()
+    for record in records:
+        if record.get("event") == HEADER:
+            _check_format(record, name)
+            # Other workers, cores or devices: what was before says nothing about the run as it is now.
+            if header is not None and _setup(header) != _setup(record):
+                sums = _Sums()
+            header = record
+        elif record["kind"] in ("step", "epoch") and header is not None:
+            sums.add(record)
+    if header is None:
+        raise UserError(
+            "no-clock",
+            f"{name} does not say which version wrote it",
+            why="its first line is missing, so that its numbers cannot be read with certainty",
+            hint="stoker doctor CONFIG measures anew",
+        )
+    return sums.observed(header)
+
+
+def _check_format(header: Record, name: str) -> None:
+    if header.get("format") != FORMAT:
+        raise UserError(
+            "clock-format",
+            f"{name} has format {header.get('format')}; this version reads {FORMAT}",
+            why="another version of stoker wrote it, and its numbers may mean something else",
+            hint="read it with the version in environment.json, or measure anew: stoker doctor CONFIG",
+        )
+
+
+def _setup(header: Record) -> Record:
+    return {name: header.get(name) for name in ("loader", "cpus", "world", "device", "accelerator")}
+
+
+@dataclass
+class _Sums:
+    """What lines add up to."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    epoch_starts: list[float] = field(default_factory=list)
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    rests: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    batches: deque[BatchTime] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    slow: list[SlowSample] = field(default_factory=list)
+    hosts: list[Record] = field(default_factory=list)
+
+    def add(self, record: Record) -> None:
+        for name in (
+            "steps", "samples", "elapsed_s", "wait_s", "transfer_s", "compute_s", "other_s", "validation_s",
+            "consumer_cpu_s", "made_samples", "batch_bytes",
+        ):  # fmt: skip
+            if name in record:
+                self.parts[name] = self.parts.get(name, 0) + record[name]
+        for name, stage in record.get("stages", {}).items():
+            into = self.stages.setdefault(name, {})
+            for part, value in stage.items():
+                known = into.get(part, 0.0)
+                into[part] = None if value is None or known is None else known + value
+        self.epoch_starts += record.get("epoch_starts_s", [])
+        self.waits.extend(record.get("waits_s", []))
+        self.rests.extend(record.get("steps_s", []))
+        self.batches.extend(
+            BatchTime(**dict(zip(BATCH_COLUMNS, row, strict=True))) for row in record.get("batches", [])
+        )
+        if "slowest" in record:
+            typical_s = record["typical_sample_s"]
+            self.slow += [SlowSample(slow["name"], slow["seconds"], typical_s) for slow in record["slowest"]]
+            self.slow = sorted(self.slow, key=lambda sample: -sample.seconds)[:SLOWEST_SAMPLES]
+        if "host" in record:
+            self.hosts.append(record["host"])
+
+    def observed(self, header: Record) -> Observed:
+        parts = self.parts
+        loader = known_parts(LoaderShape, header["loader"])
+        return Observed(
+            source="run",
+            steps=int(parts.get("steps", 0)),
+            samples=int(parts.get("samples", 0)),
+            elapsed_s=parts.get("elapsed_s", 0.0),
+            wait_s=parts.get("wait_s", 0.0),
+            transfer_s=parts.get("transfer_s"),
+            compute_s=parts.get("compute_s"),
+            other_s=parts.get("other_s"),
+            consumer_cpu_s=max(0.0, parts["consumer_cpu_s"]) if "consumer_cpu_s" in parts else None,
+            validation_s=parts.get("validation_s"),
+            epoch_starts_s=tuple(self.epoch_starts),
+            waits_s=tuple(self.waits),
+            steps_s=tuple(self.rests),
+            loader=loader,
+            stages={name: _stage_time(stage) for name, stage in self.stages.items()},
+            batches=tuple(self.batches),
+            slow_samples=tuple(self.slow),
+            host=self._host(header),
+            storage=self._storage(header, loader),
+            accelerator=self._accelerator(header),
+            torch_version=header.get("torch"),
+            convolves_3d=header.get("convolves_3d"),
+            missing=self._missing(header),
+        )
+
+    def _host(self, header: Record) -> HostFacts:
+        """The newest look, with the most that was used of shared memory; shares are means over all looks."""
+        if not self.hosts:
+            return HostFacts(cpus=header["cpus"])
+        merged = dict(self.hosts[-1])
+        used = [host["shm_used_bytes"] for host in self.hosts if "shm_used_bytes" in host]
+        if used:
+            merged["shm_used_bytes"] = max(used)
+        for share in ("throttled_share", "cpu_busy_share"):
+            values = [host[share] for host in self.hosts if share in host]
+            if values:
+                merged[share] = sum(values) / len(values)
+        return known_parts(HostFacts, merged)
+
+    def _storage(self, header: Record, loader: LoaderShape) -> StorageFacts | None:
+        known = dict(header.get("storage", {}))
+        made, read = self.parts.get("made_samples", 0), self.stages.get("fetch", {}).get("read_bytes")
+        if made and read:
+            known["bytes_per_sample"] = read / made
+            if loader.samples is not None:
+                known.setdefault("dataset_bytes", int(read / made * loader.samples * header.get("world", 1)))
+        return known_parts(StorageFacts, known) if known else None
+
+    def _accelerator(self, header: Record) -> AcceleratorFacts | None:
+        if "accelerator" not in header:
+            return None
+        known = dict(header["accelerator"])
+        if self.parts.get("transfer_s") and self.parts.get("batch_bytes"):
+            known["transfer_bytes_per_second"] = self.parts["batch_bytes"] / self.parts["transfer_s"]
+        return known_parts(AcceleratorFacts, known)
+
+    def _missing(self, header: Record) -> tuple[str, ...]:
+        found = ["ceiling and loader alone: a run does not stop training to measure them (stoker doctor CONFIG does)"]
+        if any(stage.get("cpu_s") is None for stage in self.stages.values()):
+            found.append(
+                "running, run queue and blocking of the workers: this kernel has no /proc/thread-self/schedstat"
+            )
+        if header.get("world", 1) > 1:
+            found.append(f"ranks 1 to {header['world'] - 1}: the clock of the first one is written")
+        return tuple(found)
+
+
+def _stage_time(stage: dict[str, float | None]) -> StageTime:
+    read, calls = stage.get("read_bytes"), stage.get("calls")
+    return StageTime(
+        wall_s=stage.get("wall_s") or 0.0,
+        cpu_s=stage.get("cpu_s"),
+        runq_s=stage.get("runq_s"),
+        blocked_s=stage.get("blocked_s"),
+        read_bytes=None if read is None else int(read),
+        calls=int(calls or 0),
+    )
+
+
+def known_parts(kind: type[Known], values: dict[str, Any]) -> Known:
+    """A record of facts from a line; what this version does not know is left out."""
+    names = {part.name for part in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})

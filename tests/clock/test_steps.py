@@ -1,0 +1,167 @@
+"""A step's time goes to one part each; epoch starts, validation and checkpoints stand apart from all of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from stoker.clock.costs import BatchCost, StageCost
+from stoker.clock.device import DeviceTimes
+from stoker.clock.interval import KEPT_STEPS
+from stoker.clock.steps import StepClock
+
+
+@dataclass
+class Eight:
+    """What the clock needs of a batch."""
+
+    cost: BatchCost = field(
+        default_factory=lambda: BatchCost({"decode": StageCost(0.01, 0.01, 0.0, 1)}, 0.01, samples=8)
+    )
+
+    def __len__(self) -> int:
+        return 8
+
+
+def step(clock: StepClock, wait_s: float = 0.0, compute_s: float = 0.0, other_s: float = 0.0) -> None:
+    with clock.waiting():
+        time.sleep(wait_s)
+    with clock.transferring():
+        pass
+    with clock.computing():
+        time.sleep(compute_s)
+    time.sleep(other_s)
+    clock.step_ends([Eight()])
+
+
+def test_the_wait_for_an_epochs_first_batch_is_no_part_of_steady_steps() -> None:
+    clock = StepClock()
+    clock.epoch_begins()
+    step(clock, wait_s=0.2, compute_s=0.01)
+    step(clock, wait_s=0.02, compute_s=0.01)
+    clock.epoch_begins()
+    step(clock, wait_s=0.1, compute_s=0.01)
+    interval = clock.take_interval()
+    assert interval.epoch_starts_s == pytest.approx([0.2, 0.1], abs=0.05)
+    assert interval.wait_s == pytest.approx(0.02, abs=0.02)
+    assert interval.elapsed_s < 0.15
+    assert interval.steps == 3
+    assert len(interval.newest_steps) == 1
+
+
+def test_parts_add_up_to_the_time_of_the_steps() -> None:
+    clock = StepClock()
+    clock.epoch_begins()
+    step(clock)
+    clock.take_interval()
+    began = time.perf_counter()
+    for _ in range(5):
+        step(clock, wait_s=0.01, compute_s=0.02, other_s=0.005)
+    took = time.perf_counter() - began
+    interval = clock.take_interval()
+    assert interval.elapsed_s == pytest.approx(took, abs=0.005)
+    parts = interval.wait_s + interval.compute_s + interval.other_s
+    assert parts == pytest.approx(interval.elapsed_s, abs=1e-9)
+    assert interval.other_s >= 0.024
+    assert interval.transfer_s is None
+    single = [wait + rest for wait, rest in interval.newest_steps]
+    assert sum(single) == pytest.approx(interval.elapsed_s, abs=1e-6)
+
+
+def test_checkpoints_and_validation_are_in_no_step() -> None:
+    clock = StepClock()
+    clock.epoch_begins()
+    step(clock)
+    with clock.saving():
+        time.sleep(0.1)
+    step(clock, compute_s=0.01)
+    with clock.validating():
+        time.sleep(0.05)
+    interval = clock.take_interval()
+    assert interval.saving_s >= 0.1
+    assert interval.validation_s is not None
+    assert interval.validation_s >= 0.05
+    assert interval.elapsed_s < 0.08
+    assert clock.total_s < 0.08
+
+
+def test_validation_that_is_left_early_still_counts() -> None:
+    clock = StepClock()
+    with pytest.raises(KeyError), clock.validating():
+        raise KeyError
+    assert clock.take_interval().validation_s is not None
+
+
+def test_an_interval_keeps_the_details_of_few_steps_and_the_sums_of_all() -> None:
+    clock = StepClock()
+    clock.epoch_begins()
+    for _ in range(50):
+        step(clock)
+    interval = clock.take_interval()
+    assert interval.steps == 50
+    assert interval.samples == 400
+    assert interval.cost.stages["decode"].calls == 50
+    assert len(interval.newest_steps) == len(interval.newest_batches) == KEPT_STEPS
+    assert clock.take_interval().steps == 0
+    assert clock.steps == 50
+
+
+def test_what_the_consumer_computes_is_told_from_what_the_making_of_batches_took() -> None:
+    clock = StepClock()
+    clock.epoch_begins()
+    for _ in range(5):
+        end = time.process_time() + 0.02
+        while time.process_time() < end:
+            pass
+        step(clock, wait_s=0.01)
+    assert clock.take_interval().consumer_cpu_s == pytest.approx(0.1, abs=0.03)
+
+
+class Queue:
+    """A device that has come so far, in milliseconds; its events know when they were put in."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reached = 0.0
+        self.made = 0
+
+    def event(self) -> Event:
+        self.made += 1
+        return Event(self)
+
+
+class Event:
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.at = queue, -1.0
+
+    def record(self) -> None:
+        self.at = self.queue.now
+
+    def query(self) -> bool:
+        return self.queue.reached >= self.at
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.query()
+        assert other.query(), "asking for it would wait for the device"
+        return other.at - self.at
+
+
+def test_events_are_read_when_the_device_has_passed_them_and_used_again() -> None:
+    queue = Queue()
+    times = DeviceTimes(queue.event)
+    for _ in range(3):
+        for milliseconds in (0.0, 2.0, 30.0):
+            queue.now += milliseconds
+            times.mark()
+        times.step_ends()
+    assert list(times.passed()) == []
+    queue.reached = 64.0
+    assert [pytest.approx(parts) for parts in times.passed()] == [[0.002, 0.03], [0.002, 0.03]]
+    queue.reached = queue.now
+    assert list(times.passed()) == [pytest.approx([0.002, 0.03])]
+    made = queue.made
+    for _ in range(3):
+        times.mark()
+    assert queue.made == made

@@ -1,0 +1,41 @@
+"""A real run writes down where its time went, and a start from nothing does not count what a lost one had done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stoker.output.clock_reading import read_observed
+from tests.conftest import Run
+from tests.support.tiny_training import write_config, write_images
+
+STEPS = 2 * (3 * 16 // 8)
+
+
+def test_a_run_tells_where_its_time_went(stoker: Run, tmp_path: Path) -> None:
+    config = write_config(tmp_path, write_images(tmp_path / "data"), log_every=4, num_workers=1)
+    assert stoker("train", config).code == 0
+    run = tmp_path / "runs" / "tiny"
+    seen = read_observed(run)
+    assert (seen.steps, seen.samples) == (STEPS, 8 * STEPS)
+    assert len(seen.epoch_starts_s) == 2
+    assert seen.validation_s is not None
+    assert seen.validation_s > 0
+    assert seen.compute_s is not None
+    assert seen.other_s is not None
+    assert seen.wait_s + seen.compute_s + seen.other_s == pytest.approx(seen.elapsed_s, abs=1e-3)
+    assert seen.stages["decode"].calls == STEPS
+    assert seen.storage is not None
+    assert seen.storage.bytes_per_sample is not None
+    assert seen.loader is not None
+    assert (seen.loader.workers, seen.loader.engine) == (1, "thread")
+    told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    whole = sum(line["seconds"] for line in told if line["kind"] == "epoch")
+    assert seen.elapsed_s + sum(seen.epoch_starts_s) + seen.validation_s <= whole + 0.05
+    # The checkpoints are lost, and with them the steps.
+    shutil.rmtree(run / "checkpoints")
+    assert stoker("train", config).code == 0
+    assert read_observed(run).steps == STEPS

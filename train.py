@@ -21,6 +21,7 @@ def arguments_for_stoker(arguments: list[str]) -> list[str]:
     parser.add_argument("--num_nodes", type=int)
     parser.add_argument("--resume", metavar="CKPT", help="go on from this checkpoint")
     parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("--force", action="store_true", help="start even where the plan says that it cannot fit")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="config keys to set")
     given = parser.parse_args(arguments)
     words = ["train", given.config, *given.overrides]
@@ -32,8 +33,7 @@ def arguments_for_stoker(arguments: list[str]) -> list[str]:
         words += ["wandb=false", "wandb_project=null"]
     if given.resume:
         words += ["--resume", given.resume]
-    if given.fresh:
-        words.append("--fresh")
+    words += [f"--{flag}" for flag in ("fresh", "force") if getattr(given, flag)]
     return words
 
 

@@ -108,6 +108,17 @@ def test_json_is_one_document_even_for_an_error(stoker: Run, tmp_path: Path) -> 
     assert error["problems"][0]["hint"] == "did you mean batch_size?"
 
 
+def test_of_many_ranks_the_first_tells_an_error_at_length() -> None:
+    command = [sys.executable, "-m", "stoker", "config", "show", "absent.yaml"]
+    told = {}
+    for rank in ("0", "3"):
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"RANK": rank})
+        assert done.returncode == 2
+        told[rank] = done.stderr.strip().splitlines()
+    assert len(told["0"]) > 1
+    assert len(told["3"]) == 1 and told["3"][0].startswith("rank 3: ")
+
+
 def test_keys_are_a_complete_reference(stoker: Run) -> None:
     reference = stoker("config", "keys", "--json").json
     assert len(reference) > 90

@@ -45,6 +45,10 @@ COMMANDS = {
     "predict": CommandEntry("stoker.commands.predict", "Tell what a checkpoint takes images for."),
     "export": CommandEntry("stoker.commands.export", "Write a checkpoint's model for other programs, and check it."),
     "lr-find": CommandEntry("stoker.commands.lr_find", "Find a learning rate by a range test; nothing is kept."),
+    "plan": CommandEntry("stoker.commands.plan", "Tell what fits, how long it takes and what it costs, before it runs."),
+    "report": CommandEntry("stoker.commands.report", "Write report.html: where a run's time went; two runs side by side."),
+    "watch": CommandEntry("stoker.commands.watch", "Show a run while it goes on, in the terminal or the browser."),
+    "doctor": CommandEntry("stoker.commands.doctor", "Tell where every second goes, in a run, a config or any script."),
     "bench": CommandEntry("stoker.commands.bench", "Measure how fast this host makes batches, and what limits it."),
     "config": CommandEntry("stoker.commands.config", "Show a resolved config, the reference of its keys, a schema."),
     "pack": CommandEntry("stoker.commands.pack", "Pack images into tar shards with an index, smaller if you like."),
@@ -130,8 +134,13 @@ def _raise_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
 
 def _end_with(error: StokerError, arguments: Sequence[str]) -> int:
     from stoker.output.json_document import print_json_error
-    from stoker.output.text import say_error
+    from stoker.output.text import say, say_error
 
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        # The first rank tells it at length; a config's mistake is the same on all of them.
+        say(f"rank {rank}: {error.name}: {error.seen}")
+        return error.exit_code
     if "--json" in arguments:
         print_json_error(error)
     say_error(error)

@@ -22,6 +22,9 @@ def train(
         Path | None, typer.Option(metavar="CKPT", help="Go on from this checkpoint instead of the run's last.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; the old checkpoints are set aside.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even where the plan says that memory or disk will not last.")
+    ] = False,
     json: JsonOption = False,
 ) -> int:
     """Train. Run the same command again to go on; a finished run says so and does nothing."""
@@ -31,7 +34,7 @@ def train(
     from stoker.commands.training import train_from_config
     from stoker.output.json_document import print_json
 
-    code, summary = train_from_config(config, [*(overrides or ()), *(set_ or ())], resume, fresh)
+    code, summary = train_from_config(config, [*(overrides or ()), *(set_ or ())], resume, fresh, force=force)
     if json and summary is not None:
         print_json(summary)
     return code

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from stoker.commands.guard import refuse_what_cannot_fit
 from stoker.commands.load import load_for_command
 from stoker.config import Config, fit_to_machine
 from stoker.errors import EXIT_OK, StokerError, UserError
 from stoker.facts import Machine
 from stoker.files import write_text
+from stoker.output.clock_file import ClockFile
 from stoker.output.metrics_file import MetricsFile, truncate_after
 from stoker.output.progress import progress_bar
 from stoker.output.run_observer import RunObserver
@@ -26,20 +28,22 @@ from stoker.output.train_progress import TrainProgress
 from stoker.probe.host import read_machine
 from stoker.run_folder import RunFolder, open_run, run_folder_for
 from stoker.tasks.classify import build_run, describe_run, open_data
+from stoker.tasks.clock_header import run_header
 from stoker.tasks.image_data import chosen_record
 from stoker.training.checkpoints import Checkpoints
-from stoker.training.launch import launch
+from stoker.training.launch import launch, launched_here
 from stoker.training.loop import Run, train
 from stoker.training.ranks import Ranks, from_first, process_group, ranks_from_environment
 from stoker.training.resuming import resume
 from stoker.training.saving import load_for_resume
 from stoker.training.schedule import lr_warning
+from stoker.training.utilisation import accelerator_of, utilisation_of
 
 Summary = dict[str, Any]
 
 
 def train_from_config(
-    path: Path, overrides: Sequence[str], checkpoint: Path | None, fresh: bool
+    path: Path, overrides: Sequence[str], checkpoint: Path | None, fresh: bool, *, force: bool = False
 ) -> tuple[int, Summary | None]:
     """Trains, or starts the processes that do; the exit code, and on the first rank what came of it."""
     ranks = ranks_from_environment()
@@ -47,11 +51,15 @@ def train_from_config(
     config = load_for_command(path, overrides, None).config
     if config.task != "classify":
         raise UserError("task-not-built", f"task: {config.task} cannot be trained yet", hint="task=classify")
+    accelerator_of(config)  # a name that nobody knows is refused before anything starts, on every rank
     machine = read_machine()
     config, notes = fit_to_machine(config, machine)
     if speaks:
         say_notes(notes)
     devices = _devices(config, machine)
+    if ranks is None or (ranks.local_rank == 0 and not launched_here()):
+        # Once on each node, before anything is started: the processes of our own launcher come after it.
+        refuse_what_cannot_fit(config.model_copy(update={"devices": devices}), machine, force=force)
     if ranks is None and devices * config.num_nodes > 1:
         return launch(["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv, devices, config.num_nodes), None
     ranks = ranks or Ranks()
@@ -112,7 +120,10 @@ def _train(
         # As the checkpoint counts them; without one, what a killed start has told is taken back as a whole.
         saved = {"step": 0, "epoch": 0} if found is None else found[0]["progress"]
         left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"])
-        _listen(run, config, folder, checkpoints, progress, stack, resumed=found is not None or left > 0)
+        truncate_after(folder.clock_file, saved["step"], saved["epoch"])
+        header = run_header(config, data.train, run, workers=workers, cpus=machine.cpus)
+        clock = ClockFile(folder.clock_file, header, step=run.progress.step, name_samples=run.name_samples)
+        _listen(run, config, folder, checkpoints, progress, clock, stack, resumed=found is not None or left > 0)
         say_here(describe_run(config, run, data))
         warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
         if warning:
@@ -134,6 +145,7 @@ def _listen(
     folder: RunFolder,
     checkpoints: Checkpoints,
     progress: TrainProgress,
+    clock: ClockFile,
     stack: ExitStack,
     *,
     resumed: bool,
@@ -141,7 +153,11 @@ def _listen(
     """The first rank writes and speaks for all."""
     trackers = trackers_for(config, folder, resumed_at=run.progress.step if resumed else None, say=progress.say)
     metrics = MetricsFile(folder.metrics_file)
-    observer = RunObserver(metrics, trackers, progress, log_every=config.log_every, world=run.ranks.world)
+    world = run.ranks.world
+    observer = RunObserver(
+        metrics, trackers, progress, log_every=config.log_every, world=world, clock_file=clock,
+        utilisation=utilisation_of(config, run.saver.parts.model, run.device, world),
+    )  # fmt: skip
     stack.callback(observer.close)
     run.observer = observer
     run.saver.checkpoints = checkpoints

@@ -1,0 +1,66 @@
+"""The plan before a run: refuses a config that cannot fit into this machine, unless forced."""
+
+from __future__ import annotations
+
+from stoker.commands.planning import Wanted, hardware_for
+from stoker.config import Config
+from stoker.errors import UserError
+from stoker.facts import Machine
+from stoker.facts.plan import DataFacts, Plan, VramBudget
+from stoker.output.text import say
+from stoker.planning.plan import Job, Measured, StepNeeds, make_plan, trace_needs
+from stoker.planning.trace_model import build_without_memory
+from stoker.probe.loader_memory import STATED
+from stoker.probe.memory_pressure import used_by_others_bytes
+from stoker.tasks.classify import traceable_step
+from stoker.training.traceable import TraceableStep
+
+UNKNOWN_CLASSES = 1000
+# Activations of a network in training beside its float input: 30 for the smallest of the zoo, 150 for ResNet-50. A
+# step whose input times this stays below a tenth of the memory need not be traced, which takes seconds.
+MOST_ACTIVATIONS_PER_INPUT = 200
+WORTH_A_TRACE = 0.1
+
+
+def refuse_what_cannot_fit(config: Config, machine: Machine, *, force: bool) -> None:
+    """Raises where RAM, /dev/shm, disk, open files or VRAM do not last; with `force` it warns and goes on."""
+    plan = quick_plan(config, machine)
+    if not plan.refused:
+        return
+    if force:
+        for finding in plan.refused:
+            say(f"warning: {finding.message}; started all the same, as --force asks")
+        return
+    first, *others = plan.refused
+    more = "".join(f"\nalso: {finding.message} ({finding.fix})" for finding in others)
+    raise UserError(
+        "does-not-fit",
+        f"{first.message}{more}",
+        why="the kernel or the device would end the run later, when more is lost than a start",
+        hint=f"{first.fix}; `stoker plan` shows every part, --force starts all the same",
+    )
+
+
+def quick_plan(config: Config, machine: Machine) -> Plan:
+    """What this machine has against what the config needs: under a second where no accelerator has to be traced for."""
+    hardware = hardware_for(config, Wanted(), machine, for_start=True)
+    data = DataFacts(config.num_classes or UNKNOWN_CLASSES)
+    job = Job(config, hardware, data, Measured(STATED, None, used_by_others_bytes()))
+    step = traceable_step(config, data.num_classes)
+    input_bytes = config.batch_size * 3 * config.img_size**2 * 4
+    heavy = input_bytes * MOST_ACTIVATIONS_PER_INPUT > WORTH_A_TRACE * (hardware.ram_bytes or 0)
+    needs = trace_needs(job, step) if heavy or not hardware.on_cpu else _weights_only(step)
+    return make_plan(job, needs, scaling=False)
+
+
+def _weights_only(step: TraceableStep) -> StepNeeds:
+    """What is known without a trace: the model, its optimizer's state and average."""
+    model = build_without_memory(step.build_model)
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    parts = {
+        "parameters": weights,
+        "gradients": weights,
+        "optimizer": 2 * weights,  # two averages at the most; SGD keeps one
+        "ema": weights if step.ema_decay is not None else 0,
+    }
+    return StepNeeds(VramBudget(sum(parts.values()), parts), None)

@@ -1,0 +1,74 @@
+"""`stoker plan`: what a config needs on a machine, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        epilog="Example: stoker plan configs/single_gpu_full.yaml --gpu a10g --cpus 16 --ram 62GB --price 1.21"
+    )(plan)
+
+
+def plan(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    set_: SetOption = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Accelerator to plan for: a name such as a10g, or a datasheet.yaml of yours.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Accelerators in each node.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes that train together.")] = None,
+    cpus: Annotated[int | None, typer.Option(help="Cores of each node.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Memory of each node, with a unit: 62GB.")] = None,
+    shm: Annotated[str | None, typer.Option(help="Size of /dev/shm: 8GB.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Free disk for checkpoints and caches: 500GB.")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Price of a node for an hour.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Where the data is: s3, fsx, gp3, local, or a rate such as 500MB/s.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Training images, where the data is not at hand here.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the loader and the memory of a worker here: some ten seconds.")
+    ] = False,
+    write_tiers: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write configs that are conservative, balanced and aggressive on it."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Where the picture of the budget goes; none by default.")
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Tell whether a config fits into VRAM, RAM, /dev/shm and disk, how long it takes and what it costs.
+
+    Without options the plan is for this machine. Nothing is trained and no accelerator is needed: the real model's step
+    is traced on tensors that have no memory. Exits with 1 where something does not fit.
+    """
+    from stoker.commands.planning import Wanted, plan_config, write_tier_configs
+    from stoker.output.json_document import print_json
+    from stoker.output.plan_picture import plot_plan
+    from stoker.output.plan_text import plan_text
+    from stoker.output.text import print_result, say
+
+    wanted = Wanted(gpu, gpus, nodes, cpus, ram, shm, disk, price, storage, samples, measure)
+    planned = plan_config(config, [*(overrides or ()), *(set_ or ())], wanted)
+    if plot is not None:
+        plot_plan(planned.plan, config.name, plot)
+        say(f"picture: {plot}")
+    if write_tiers is not None:
+        for path in write_tier_configs(planned, write_tiers):
+            say(f"written: {path}")
+    if json:
+        print_json(planned.plan.as_dict())
+    else:
+        print_result(plan_text(planned.plan, config.name))
+    return 1 if planned.plan.refused else 0

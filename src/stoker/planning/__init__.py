@@ -1,0 +1,1 @@
+"""What a config will need before anything runs: memory, time and money."""

@@ -1,0 +1,117 @@
+"""`stoker plan`: memory, time and money of a config, with no GPU at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.config import load_config
+from tests.conftest import PROJECT, Run
+
+CONFIG = PROJECT / "configs" / "single_gpu_full.yaml"
+# A small network: its trace takes a second.
+SMALL = ("model=resnet10t", "num_workers=4", "data_root=/absent/imagenet")
+MACHINE = ("--gpu", "a10g", "--cpus", "16", "--ram", "62GB")
+
+
+def plan(stoker: Run, *words: str) -> dict[str, Any]:
+    done = stoker("plan", str(CONFIG), *SMALL, "batch_size=32", *words, "--json")
+    document: dict[str, Any] = json.loads(done.out)
+    return document
+
+
+def test_a_plan_is_one_document_with_everything_that_can_run_out(stoker: Run) -> None:
+    found = plan(stoker, *MACHINE, "--price", "1.21", "--storage", "gp3", "--disk", "500GB")
+    vram, ram, time = found["vram"], found["ram"], found["time"]
+    assert sum(vram["parts"].values()) == vram["peak_bytes"] < vram["limit_bytes"]
+    assert vram["fits"] is True
+    assert vram["largest_batch"] > 32
+    assert sum(ram["parts"].values()) == ram["total_bytes"] > ram["loader_bytes"] > 0
+    assert (ram["limit_bytes"], ram["fits"]) == (62_000_000_000, True)
+    assert found["shm"]["fits"] is found["disk"]["fits"] is True
+    # As ImageNet has them: the data is not here.
+    assert found["steps_per_epoch"] == 1_281_167 // 32
+    assert time["bound_by"] == "storage"  # 125 MB/s
+    assert time["images_per_second"] == pytest.approx(125e6 / 114_660)
+    assert time["cost"] == pytest.approx(time["total_s"] / 3600 * 1.21)
+    assert [row["gpus"] for row in found["scaling"]] == [1, 2, 4, 8]
+    assert found["scaling"][3]["lr"] == pytest.approx(8 * found["lr"])
+    assert {finding["id"] for finding in found["findings"]} >= {"storage-bound"}
+    assert all(set(finding) >= {"id", "message", "fix", "speedup"} for finding in found["findings"])
+
+
+def test_what_does_not_fit_is_refused_with_the_keys_that_would(stoker: Run, tmp_path: Path) -> None:
+    sheet = tmp_path / "tiny.yaml"
+    sheet.write_text(
+        "title: a small card\nvram_gib: 1.0\nmemory_gb_per_s: 100\npeak_tflops: {fp32: 5, fp16: 10}\n"
+        "pcie_gb_per_s: 12\nsource: made up\n"
+    )
+    words = ("--gpu", str(sheet), "--cpus", "4", "--ram", "1GB", "batch_size=1024", "loader=process", "--shm", "64MB")
+    done = stoker("plan", str(CONFIG), *SMALL, *words, "--json")
+    found = json.loads(done.out)
+    assert done.code == 1
+    refusing = {finding["id"]: finding["fix"] for finding in found["findings"] if finding["refuses"]}
+    assert set(refusing) == {"vram-exceeded", "ram-exceeded", "shm-exceeded"}
+    largest = found["vram"]["largest_batch"]
+    assert 0 < largest < 1024
+    assert "gradient_accumulation=" in refusing["vram-exceeded"]
+    batch = int(refusing["vram-exceeded"].split("batch_size=")[1].split()[0])
+    assert batch <= largest
+
+
+def test_the_text_begins_with_the_verdict_and_shows_every_budget(stoker: Run) -> None:
+    done = stoker("plan", str(CONFIG), *SMALL, *MACHINE)
+    assert done.out.startswith("single_gpu_full.yaml: fits; an epoch ")
+    for word in ("VRAM", "RAM", "/dev/shm", "largest batch that fits", "activations", "the same on more accelerators"):
+        assert word in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--gpu", "a10"), "a10g"),
+        (("--gpu", "a100"), "a100-40"),
+        (("--ram", "62"), "of what?"),
+        (("--gpus", "0"), "leaves nothing"),
+        (("--storage", "fxs"), "fsx"),
+        (("task=segment3d", "patch_size=[8,8,8]"), "cannot be planned yet"),
+    ],
+)
+def test_bad_input_gets_a_clear_word(stoker: Run, words: tuple[str, ...], told: str) -> None:
+    done = stoker("plan", str(CONFIG), *SMALL, *words)
+    assert done.code in (1, 2)
+    assert told in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_batch_larger_than_the_data_is_refused(stoker: Run) -> None:
+    done = stoker("plan", str(CONFIG), *SMALL, *MACHINE, "--samples", "20", "--json")
+    assert done.code == 1
+    assert "batch-larger-than-data" in {finding["id"] for finding in json.loads(done.out)["findings"]}
+
+
+def test_without_options_the_plan_is_for_this_machine(stoker: Run) -> None:
+    found = plan(stoker)
+    assert found["hardware"].endswith("(this machine)")
+    assert found["ram"]["limit_bytes"] is not None
+    if found["vram"] is None:  # no accelerator: the step's memory is the host's
+        assert found["ram"]["parts"]["training step"] > 0
+
+
+def test_tiers_are_configs_that_load_and_grow(stoker: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "budget.png"
+    words = ("--write-tiers", str(tmp_path / "tiers"), "--plot", str(picture))
+    assert stoker("plan", str(CONFIG), *SMALL, *MACHINE, *words).code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    loaded = [
+        load_config(tmp_path / "tiers" / f"single_gpu_full_{tier}.yaml", []).config
+        for tier in ("conservative", "balanced", "aggressive")
+    ]
+    batches = [config.batch_size for config in loaded]
+    assert batches == sorted(batches)
+    assert batches[0] < batches[2]
+    assert [config.num_workers for config in loaded] == [8, 12, 16]
+    assert [config.compile_model for config in loaded] == [False, True, True]

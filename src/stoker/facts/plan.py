@@ -73,6 +73,8 @@ class RamBudget:
     """Whether the memory of a worker was measured on this machine, or is the stated default."""
     torch_loader_bytes: int | None = None
     """What batches in flight take in torch's own loader, which hands over float32."""
+    torch_loader_verdict: Literal["safe", "risky", "refused"] | None = None
+    """Whether that would fit beside everything else; None where the memory is not known."""
 
     @property
     def fits(self) -> bool | None:

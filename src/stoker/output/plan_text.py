@@ -24,9 +24,9 @@ def plan_text(plan: Plan, name: str) -> str:
         lines += ["", *_vram_lines(plan.vram)]
     lines += ["", "RAM by part:", *_parts(plan.ram.parts, plan.ram.total_bytes)]
     if plan.ram.torch_loader_bytes is not None:
-        lines.append(
-            f"  (torch's own loader would hold {_size(plan.ram.torch_loader_bytes)} of float batches in flight)"
-        )
+        verdict = "" if plan.ram.torch_loader_verdict is None else f": {plan.ram.torch_loader_verdict}"
+        size = _size(plan.ram.torch_loader_bytes)
+        lines.append(f"  (torch's own loader would hold {size} of float batches in flight{verdict})")
     if plan.scaling:
         lines += ["", "the same on more accelerators:", _scaling_table(plan.scaling)]
     if plan.findings:

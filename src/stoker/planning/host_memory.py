@@ -139,6 +139,11 @@ def ram_budget(
         limit_bytes=limit_bytes,
         measured=memory.measured,
         torch_loader_bytes=shape.processes * torch_loader_bytes(train.workers, train.prefetch, train.batch, train.size),
+        torch_loader_verdict=None
+        if limit_bytes is None
+        else torch_loader_verdict(
+            shape.processes * train.workers, train.prefetch, train.batch, train.size, limit_bytes
+        ),
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from stoker.facts.plan import VramBudget
-from stoker.planning.batch_search import Traces, trace_batches
+from stoker.planning.batch_search import Traces, largest_that_fits, trace_batches
 from stoker.planning.tracing import CannotTrace
-from stoker.planning.vram import largest_batch, outside_bytes, parts_at_peak, usage_under, vram_budget
+from stoker.planning.vram import outside_bytes, parts_at_peak, usage_under, vram_budget
 from stoker.training.traceable import TraceableStep
 
 
@@ -32,7 +32,10 @@ class VramSearch:
         return VramBudget(sum(parts.values()), parts, limit_bytes)
 
     def largest(self, limit_bytes: int) -> int | None:
-        """The largest batch under a limit; None where the model cannot be traced."""
+        """The largest batch that stays below a limit by itself; None where the model cannot be traced.
+
+        On a device that is full the allocator gives back what it keeps, and more would fit; a share of it is not full.
+        """
         if self._traces is None:
             return None
-        return largest_batch(self._traces, limit_bytes, self._outside, self._start)
+        return largest_that_fits(lambda batch: self.budget(batch, None).peak_bytes <= limit_bytes, self._start)

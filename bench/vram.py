@@ -235,7 +235,7 @@ def _plan_here() -> dict[str, Any]:
     import resource
 
     from stoker.config import load_config
-    from stoker.tasks.classify import traceable_step
+    from stoker.tasks.traceable_classify import traceable_step
 
     torch.set_num_threads(1)
     path = Path(__file__).parents[1] / "configs/single_gpu_full.yaml"

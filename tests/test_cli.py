@@ -116,7 +116,8 @@ def test_of_many_ranks_the_first_tells_an_error_at_length() -> None:
         assert done.returncode == 2
         told[rank] = done.stderr.strip().splitlines()
     assert len(told["0"]) > 1
-    assert len(told["3"]) == 1 and told["3"][0].startswith("rank 3: ")
+    assert len(told["3"]) == 1
+    assert told["3"][0].startswith("rank 3: ")
 
 
 def test_keys_are_a_complete_reference(stoker: Run) -> None:

@@ -138,13 +138,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_keeps_what_was_saved_and_training_goes_on(train: Any, small_disk: Path, tmp_path: Path) -> None:
     keys = {"runs_dir": str(small_disk), "save_top_k": 0, "checkpoint_every_steps": 2, "batch_size": 4}
-    first = train(**keys)
+    first = train("--force", **keys)
     assert first.code == 0, first.err
     saved = (small_disk / "tiny" / "checkpoints" / "last.ckpt").stat().st_size
     shutil.rmtree(small_disk / "tiny")
     # So much is left that one checkpoint fits, and no second beside it.
     (small_disk / "filler").write_bytes(b"\0" * (6_000_000 - int(1.6 * saved)))
-    full = train(**keys)
+    refused = train(**keys)
+    assert refused.code == 1
+    assert "error: does-not-fit" in refused.err
+    assert "of disk (checkpoints" in refused.err
+    full = train("--force", **keys)
     assert "No space left on device" in full.err
     assert "training goes on, the next save tries again" in full.err
     assert "Epoch 0: 100%" in full.err
@@ -152,7 +156,7 @@ def test_a_full_disk_keeps_what_was_saved_and_training_goes_on(train: Any, small
     assert "error: end-not-saved" in full.err
     assert last_state(small_disk / "tiny")["progress"]["step"] == 2, "the first one is whole"
     (small_disk / "filler").unlink()
-    rest = train(**keys)
+    rest = train("--force", **keys)
     assert rest.code == 0, rest.err
     assert last_state(small_disk / "tiny")["progress"]["finished"]
 

@@ -13,7 +13,7 @@ from stoker.config import Config, load_config
 from stoker.models.build import build_model
 from stoker.planning.vram import CONTEXT, PARTS, trace_vram, vram_budget
 from stoker.planning.vram_bound import bound_without_trace
-from stoker.tasks.classify import traceable_step
+from stoker.tasks.traceable_classify import traceable_step
 from stoker.training.losses import cross_entropy
 from stoker.training.optimizers import build_optimizer
 from stoker.training.traceable import TraceableStep, plain_batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from stoker.commands.planning import Wanted, hardware_for
 from stoker.config import Config
 from stoker.errors import UserError
@@ -12,7 +14,7 @@ from stoker.planning.plan import Job, Measured, StepNeeds, make_plan, trace_need
 from stoker.planning.trace_model import build_without_memory
 from stoker.probe.loader_memory import STATED
 from stoker.probe.memory_pressure import used_by_others_bytes
-from stoker.tasks.classify import traceable_step
+from stoker.tasks.traceable_classify import traceable_step
 from stoker.training.traceable import TraceableStep
 
 UNKNOWN_CLASSES = 1000
@@ -22,9 +24,9 @@ MOST_ACTIVATIONS_PER_INPUT = 200
 WORTH_A_TRACE = 0.1
 
 
-def refuse_what_cannot_fit(config: Config, machine: Machine, *, force: bool) -> None:
+def refuse_what_cannot_fit(config: Config, path: Path | None, machine: Machine, *, force: bool) -> None:
     """Raises where RAM, /dev/shm, disk, open files or VRAM do not last; with `force` it warns and goes on."""
-    plan = quick_plan(config, machine)
+    plan = quick_plan(config, path, machine)
     if not plan.refused:
         return
     if force:
@@ -41,26 +43,26 @@ def refuse_what_cannot_fit(config: Config, machine: Machine, *, force: bool) -> 
     )
 
 
-def quick_plan(config: Config, machine: Machine) -> Plan:
+def quick_plan(config: Config, path: Path | None, machine: Machine) -> Plan:
     """What this machine has against what the config needs: under a second where no accelerator has to be traced for."""
-    hardware = hardware_for(config, Wanted(), machine, for_start=True)
+    hardware = hardware_for(config, path, Wanted(), machine, for_start=True)
     data = DataFacts(config.num_classes or UNKNOWN_CLASSES)
     job = Job(config, hardware, data, Measured(STATED, None, used_by_others_bytes()))
     step = traceable_step(config, data.num_classes)
     input_bytes = config.batch_size * 3 * config.img_size**2 * 4
     heavy = input_bytes * MOST_ACTIVATIONS_PER_INPUT > WORTH_A_TRACE * (hardware.ram_bytes or 0)
-    needs = trace_needs(job, step) if heavy or not hardware.on_cpu else _weights_only(step)
+    needs = trace_needs(job, step) if heavy or not hardware.on_cpu else _weights_only(config, step)
     return make_plan(job, needs, scaling=False)
 
 
-def _weights_only(step: TraceableStep) -> StepNeeds:
+def _weights_only(config: Config, step: TraceableStep) -> StepNeeds:
     """What is known without a trace: the model, its optimizer's state and average."""
     model = build_without_memory(step.build_model)
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     parts = {
         "parameters": weights,
         "gradients": weights,
-        "optimizer": 2 * weights,  # two averages at the most; SGD keeps one
+        "optimizer": weights if config.optimizer == "sgd" else 2 * weights,
         "ema": weights if step.ema_decay is not None else 0,
     }
     return StepNeeds(VramBudget(sum(parts.values()), parts), None)

@@ -27,9 +27,10 @@ from stoker.probe.datasheets import Datasheet, datasheet_for_device, load_datash
 from stoker.probe.host import read_machine
 from stoker.probe.loader_memory import STATED, measure_loader_memory
 from stoker.probe.memory_pressure import used_by_others_bytes
-from stoker.tasks.classify import traceable_step
+from stoker.run_folder import run_folder_for
 from stoker.tasks.data_facts import data_facts
 from stoker.tasks.loader_trial import images_per_core_second
+from stoker.tasks.traceable_classify import traceable_step
 from stoker.training.traceable import TraceableStep
 
 # tmpfs takes half of the memory unless it is told otherwise (Linux, Documentation/filesystems/tmpfs).
@@ -69,7 +70,7 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
     config = load_for_command(path, overrides, None).config
     if config.task != "classify":
         raise UserError("task-not-built", f"task: {config.task} cannot be planned yet", hint="task=classify")
-    hardware = hardware_for(config, wanted, read_machine())
+    hardware = hardware_for(config, path, wanted, read_machine())
     config, notes = fit_to_machine(
         config,
         Machine(cpus=hardware.cpus, accelerators=0 if hardware.on_cpu else hardware.gpus),
@@ -92,7 +93,9 @@ class _Accelerator:
     on_cpu: bool = False
 
 
-def hardware_for(config: Config, wanted: Wanted, machine: Machine, *, for_start: bool = False) -> Hardware:
+def hardware_for(
+    config: Config, path: Path | None, wanted: Wanted, machine: Machine, *, for_start: bool = False
+) -> Hardware:
     """The described machine, or this one where nothing is described; `for_start` measures nothing."""
     check_counts(wanted.gpus, wanted.nodes or config.num_nodes, wanted.cpus)
     described = any(value is not None for value in (wanted.gpu, wanted.gpus, wanted.cpus, wanted.ram))
@@ -103,7 +106,7 @@ def hardware_for(config: Config, wanted: Wanted, machine: Machine, *, for_start:
     shm = _bytes("--shm", wanted.shm)
     if shm is None:
         shm = int(SHM_SHARE_OF_RAM * ram) if wanted.ram is not None and ram is not None else machine.shm_bytes
-    disk = _bytes("--disk", wanted.disk) or (None if described else _free_disk(config))
+    disk = _bytes("--disk", wanted.disk) or (None if described else _free_disk(config, path))
     return Hardware(
         gpus=max(1, gpus), nodes=wanted.nodes or config.num_nodes, cpus=wanted.cpus or machine.cpus,
         sheet=accelerator.sheet, vram_bytes=accelerator.vram_bytes, on_cpu=accelerator.on_cpu, ram_bytes=ram,
@@ -195,11 +198,14 @@ def _bytes(option: str, text: str | None) -> int | None:
         raise UsageError("size-without-unit", f"{option} {text}: {error}", hint=f"{option} {text}GB") from None
 
 
-def _free_disk(config: Config) -> int | None:
+def _free_disk(config: Config, path: Path | None) -> int | None:
+    """What this run may fill: what is free, and what its own checkpoints take already."""
+    own = run_folder_for(config, path).checkpoints
+    taken = sum(file.stat().st_size for file in own.glob("*.ckpt")) if own.is_dir() else 0
     folder = Path(config.runs_dir).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
-        return shutil.disk_usage(folder).free
+        return shutil.disk_usage(folder).free + taken
     except OSError:
         return None

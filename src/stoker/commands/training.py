@@ -59,7 +59,7 @@ def train_from_config(
     devices = _devices(config, machine)
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):
         # Once on each node, before anything is started: the processes of our own launcher come after it.
-        refuse_what_cannot_fit(config.model_copy(update={"devices": devices}), machine, force=force)
+        refuse_what_cannot_fit(config.model_copy(update={"devices": devices}), path, machine, force=force)
     if ranks is None and devices * config.num_nodes > 1:
         return launch(["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv, devices, config.num_nodes), None
     ranks = ranks or Ranks()

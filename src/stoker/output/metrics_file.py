@@ -112,7 +112,8 @@ class MetricsFile:
 
     def _write(self, line: bytes) -> None:
         size = os.fstat(self._descriptor).st_size
-        # One write, so that a kill leaves the whole line or nothing of it; a disk that fills up may take a part.
+        # One write: a kill leaves the whole line, or rarely a part of it, which the next start takes back. A disk that
+        # fills up leaves a part too.
         if os.write(self._descriptor, line) < len(line):
             os.ftruncate(self._descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

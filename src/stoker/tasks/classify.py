@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +41,6 @@ from stoker.training.schedule import Horizon, scaled_lr
 from stoker.training.sizes import default_resize_epochs, image_size
 from stoker.training.step import Prepared, TrainStep
 from stoker.training.stopping import StopRequest
-from stoker.training.traceable import TraceableStep
 
 Say = Callable[[str], None]
 
@@ -95,7 +93,7 @@ def build_run(
     """Everything but a checkpoint: model, optimizer, loaders, augmentation. The same on every rank."""
     set_matmul_precision(config.matmul_precision)
     num_classes = config.num_classes or len(data.train.classes)
-    model = _model(config, num_classes, device, ranks, say)
+    model = build_classifier(config, num_classes, device, ranks, say)
     total_batch = config.batch_size * ranks.world * config.gradient_accumulation
     peak_lr = scaled_lr(config.lr, total_batch, config.lr_reference_batch, config.scale_lr)
     optimizer = build_optimizer(
@@ -201,7 +199,8 @@ def _too_few(config: Config, samples: int, total: int) -> UserError:
     )
 
 
-def _model(config: Config, num_classes: int, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
+def build_classifier(config: Config, num_classes: int, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
+    """The network that a config describes, on its device."""
     sizes = [size for size in (config.val_img_size, config.start_img_size) if size is not None]
     model = build_model(
         config.model, num_classes, img_size=config.img_size, other_sizes=sizes, drop_path=config.drop_path,
@@ -257,50 +256,3 @@ def _prepare(augment: TrainAugment, device: torch.device, batch: Batch, epoch: i
 def _prepare_val(prepare: EvalPrepare, device: torch.device, batch: Batch) -> Prepared:
     labels = to_device(batch.labels, device)
     return Prepared(prepare(batch.images.to(device, non_blocking=True)), labels, labels, mixed=False)
-
-
-def traceable_step(config: Config, num_classes: int) -> TraceableStep:
-    """The step that `build_run` would train with, described for a plan; nothing of the data is opened.
-
-    The heaviest batch stands for all: where mixup is on, every one is mixed. Policies and erasing are left out: they
-    work on bytes, or on a few samples, and are over before the model's activations begin.
-    """
-    fresh = config.model_copy(update={"weights": None})  # what the weights are does not change their size
-
-    def build() -> nn.Module:
-        # The default device is meta while a step is traced: nothing is allocated.
-        return _model(fresh, num_classes, torch.get_default_device(), Ranks(), lambda _text: None)
-
-    always = {"mix_probability": 1.0, "mix_switch_probability": 0.0 if config.mixup_alpha > 0 else 1.0}
-    plain = {"auto_augment": "none", "random_erasing": 0.0}
-    augment = build_train_augment(config.model_copy(update=always | plain), num_classes)
-    # Kept by `to_float` for the life of the process: made here, so that no fake tensor is.
-    augment(torch.zeros(2, 2, 2, 3, dtype=torch.uint8), np.zeros(2, np.int64), *_no_draws(2), 0, 0)
-
-    def make_batch(batch: int) -> Prepared:
-        images = torch.empty(batch, config.img_size, config.img_size, 3, dtype=torch.uint8)
-        labels = torch.empty(batch, dtype=torch.int64)
-        mixed = augment(images, labels, *_no_draws(batch), 0, 0)
-        return Prepared(mixed.images, mixed.targets, labels, mixed.mixed)
-
-    checkpointing = config.model_copy(update={"gradient_checkpointing": True})
-    return TraceableStep(
-        build_model=build,
-        build_optimizer=partial(
-            build_optimizer, name=config.optimizer, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov,
-            betas=config.betas, weight_decay=config.weight_decay, decay_bias_and_norm=config.decay_bias_and_norm,
-        ),
-        loss=build_loss(config),
-        make_batch=make_batch,
-        batch_size=config.batch_size,
-        precision=config.precision,
-        ema_decay=config.ema_decay,
-        accumulation=config.gradient_accumulation,
-        clip_grad_norm=config.clip_grad_norm,
-        checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, num_classes),
-    )  # fmt: skip
-
-
-def _no_draws(batch: int) -> tuple[Any, Any]:
-    """Flips and keys of a batch whose contents do not matter."""
-    return np.zeros(batch, np.bool_), np.zeros(batch, np.uint64)

@@ -91,6 +91,7 @@ def ceiling_trial(config: Config, job: Job, tell: Tell) -> Result:
     batches = batches_to_replay(run.train_loader(last).epoch(last))
     run.close()  # workers that wait for nothing would still be asked
     run.train_loader = lambda _epoch: Replay(batches)
+    run.guard_memory = lambda _loader: None  # nothing is made ahead that could be held back
     interval = train_for(run, job["seconds"], tell)
     accelerator = measure_transfer(run.device, batches[0].images.nbytes, 1.0, batches[0].images.is_pinned())
     if accelerator is not None:

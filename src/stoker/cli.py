@@ -45,8 +45,12 @@ COMMANDS = {
     "predict": CommandEntry("stoker.commands.predict", "Tell what a checkpoint takes images for."),
     "export": CommandEntry("stoker.commands.export", "Write a checkpoint's model for other programs, and check it."),
     "lr-find": CommandEntry("stoker.commands.lr_find", "Find a learning rate by a range test; nothing is kept."),
-    "plan": CommandEntry("stoker.commands.plan", "Tell what fits, how long it takes and what it costs, before it runs."),
-    "report": CommandEntry("stoker.commands.report", "Write report.html: where a run's time went; two runs side by side."),
+    "plan": CommandEntry(
+        "stoker.commands.plan", "Tell what fits, how long it takes and what it costs, before it runs."
+    ),
+    "report": CommandEntry(
+        "stoker.commands.report", "Write report.html: where a run's time went; two runs side by side."
+    ),
     "watch": CommandEntry("stoker.commands.watch", "Show a run while it goes on, in the terminal or the browser."),
     "doctor": CommandEntry("stoker.commands.doctor", "Tell where every second goes, in a run, a config or any script."),
     "bench": CommandEntry("stoker.commands.bench", "Measure how fast this host makes batches, and what limits it."),

@@ -1,0 +1,130 @@
+"""The cases as data: what is injected, how it is run, and what the doctor must say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+STORAGE = ("storage-bound", "storage-bound-cold", "storage-bound-latency", "storage-bound-bandwidth")
+
+LOCK = ("workers-take-turns", "waits-elsewhere")
+"""The second one names a lock as well, beside other things that cannot be told from it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One injected fault. Cores are two where nothing else is said: the bench ties every case to two."""
+
+    name: str
+    script: Literal["torch", "trainer", "own"]
+    verdicts: tuple[str, ...]
+    """Any of these is right: names of one thing."""
+    faults: dict[str, Any] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    """KEY=VALUE for our own loader."""
+    cpus: str = "0,1"
+    """As taskset takes it."""
+    quota: float | None = None
+    """Cores of a cgroup's quota."""
+    shm_mb: int | None = None
+    """Size of a /dev/shm of its own."""
+    server: tuple[int, float, float] | None = None
+    """Bytes, latency in seconds, bytes a second."""
+    finding: str | None = None
+    """One that has to be among the findings, whatever the verdict."""
+
+
+def _foreign(script: Literal["torch", "trainer"]) -> list[Case]:
+    """Faults of scripts that are not ours."""
+
+    def case(name: str, verdicts: tuple[str, ...] | str, **options: Any) -> Case:
+        outside = {key: options.pop(key) for key in ("cpus", "quota", "shm_mb", "server", "finding") if key in options}
+        right = (verdicts,) if isinstance(verdicts, str) else verdicts
+        return Case(f"{script}: {name}", script, right, options, **outside)
+
+    http = (20_000, 0.02, 0.0)
+    throttled = (50_000, 0.0, 1_500_000.0)
+    common = [
+        case("sleep in __getitem__, 2 workers", "waits-elsewhere", sleep_ms=10, workers=2),
+        case("http, late answers, 2 workers", STORAGE, server=http, workers=2),
+        case("http, few bytes a second, 2 workers", STORAGE, server=throttled, workers=2),
+        case("unknown computing, 1 worker", "too-few-workers", spin_ms=4, workers=1),
+        case("unknown computing, 2 workers", "cpu-bound", spin_ms=4, workers=2),
+        case("unknown computing, 8 workers", "too-many-workers", spin_ms=4, workers=8),
+        case("transform, 1 worker", "too-few-workers", transform_ms=4, workers=1),
+        case("transform, 2 workers", "augment-bound", transform_ms=4, workers=2),
+        case("JPEG, 2 workers", "decode-bound", jpeg="LARGE", workers=2),
+        case("lock around computing, 4 workers", LOCK, lock_spin_ms=3, workers=4),
+        case("a slow sample now and then", "slow-samples", slow_every=48, slow_ms=400, spin_ms=0.2, workers=2),
+        case("heavy collate, 2 workers", "collate-bound", collate_ms=30, workers=2),
+        case("workers start anew", "epoch-start-stalls", start_ms=500, epoch_batches=40, step_ms=20, workers=2),
+        case("slow consumer", "compute-bound", step_ms=40, spin_ms=0.5, workers=2),
+    ]
+    if script == "trainer":
+        return common
+    return [
+        *common,
+        case("sleep in __getitem__, no workers", "waits-elsewhere", sleep_ms=5, workers=0),
+        case("sleep in __getitem__, 4 workers", "waits-elsewhere", sleep_ms=20, workers=4),
+        case("http, late answers, 1 worker", STORAGE, server=http, workers=1),
+        case("http, late answers, 4 workers", STORAGE, server=(20_000, 0.05, 0.0), workers=4),
+        case("http, few bytes a second, 4 workers", STORAGE, server=throttled, workers=4),
+        case("http and computing", STORAGE, server=(20_000, 0.03, 0.0), spin_ms=2, workers=2),
+        case("unknown computing, no workers", "too-few-workers", spin_ms=3, workers=0),
+        case("transform, no workers", "too-few-workers", transform_ms=3, workers=0),
+        case("transform, 8 workers", "too-many-workers", transform_ms=4, workers=8),
+        case("JPEG, 1 worker", "too-few-workers", jpeg="LARGE", workers=1),
+        case("JPEG, 8 workers", "too-many-workers", jpeg="LARGE", workers=8, batch=2),
+        case("lock around computing, 2 workers", LOCK, lock_spin_ms=4, workers=2),
+        case("lock around a sleep, 4 workers", "waits-elsewhere", lock_sleep_ms=4, workers=4),
+        case("a slow sample that computes", "slow-samples", slow_every=64, slow_ms=400, slow_spins=True, spin_ms=0.2,
+             workers=2),
+        case("a slow sample, 1 worker", "slow-samples", slow_every=56, slow_ms=500, sleep_ms=0.5, workers=1),
+        case("heavy collate, 1 worker", "too-few-workers", collate_ms=30, workers=1),
+        case("workers start anew, each epoch short", "epoch-start-stalls", start_ms=800, epoch_batches=20, step_ms=30,
+             workers=2),
+        case("slow consumer, no workers", "compute-bound", step_ms=60, spin_ms=0.2, workers=0),
+        case("slow consumer, late answers", "compute-bound", step_ms=120, server=(5_000, 0.005, 0.0), workers=4),
+        case("slow consumer, many workers", "compute-bound", step_ms=60, spin_ms=0.5, workers=8),
+        case("one core, 4 workers", "too-many-workers", spin_ms=3, workers=4, cpus="0"),
+        case("one core, 1 worker", "cpu-bound", spin_ms=3, workers=1, cpus="0"),
+        case("quota of half a core, 2 workers", "cpu-throttled", spin_ms=3, workers=2, quota=0.5),
+        case("quota of one core, 4 workers", "cpu-throttled", spin_ms=3, workers=4, quota=1.0),
+        case("threads of torch, 2 workers x 4", "too-many-workers", matrix=400, threads=4, workers=2),
+        case("small shared memory", "compute-bound", step_ms=60, tensor_bytes=400_000, workers=2, shm_mb=16,
+             finding="shared-memory-tight"),
+        case("sleep and a slow consumer", "compute-bound", sleep_ms=2, step_ms=60, workers=2),
+        case("sleep beside computing, mostly sleep", "waits-elsewhere", sleep_ms=12, spin_ms=2, workers=2),
+    ]  # fmt: skip
+
+
+def _own() -> list[Case]:
+    """Faults of our own loader."""
+
+    def case(name: str, verdicts: tuple[str, ...] | str, *settings: str, pace_s: float = 0.005, **options: Any) -> Case:
+        outside = {key: options.pop(key) for key in ("cpus", "quota", "finding") if key in options}
+        right = (verdicts,) if isinstance(verdicts, str) else verdicts
+        faults = {"pace_s": pace_s, "seconds": 4.0, **options}
+        return Case(f"own: {name}", "own", right, faults, ("batch_size=16", "img_size=160", *settings), **outside)
+
+    return [
+        case("decoding, 1 thread", "too-few-workers", "num_workers=1"),
+        case("decoding, 2 threads", "decode-bound", "num_workers=2"),
+        case("decoding, 6 threads", "too-many-workers", "num_workers=6"),
+        case("decoding, 2 processes", "decode-bound", "num_workers=2", "loader=process"),
+        case("decoding, 6 processes", "too-many-workers", "num_workers=6", "loader=process"),
+        case("decoding, no workers", "too-few-workers", "num_workers=0"),
+        case("one core, 4 threads", "too-many-workers", "num_workers=4", cpus="0"),
+        case("one core, 1 thread", "decode-bound", "num_workers=1", cpus="0"),
+        case("late reads, 2 threads", STORAGE, "num_workers=2", sleep_ms=300),
+        case("late reads, 1 thread", STORAGE, "num_workers=1", sleep_ms=500),
+        case("few bytes a second", STORAGE, "num_workers=2", bytes_per_second=2_000_000),
+        case("reads one at a time", STORAGE, "num_workers=2", lock_ms=25),
+        case("slow consumer", "compute-bound", "num_workers=2", pace_s=0.25),
+        case("slow consumer, no workers", "compute-bound", "num_workers=0", pace_s=0.8),
+        case("quota of half a core", "cpu-throttled", "num_workers=2", quota=0.5),
+        case("a slow sample", "slow-samples", "num_workers=2", "data_root=HUGE"),
+    ]
+
+
+CASES: tuple[Case, ...] = (*_foreign("torch"), *_foreign("trainer"), *_own())

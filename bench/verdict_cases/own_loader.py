@@ -1,0 +1,69 @@
+"""Our own loader with a fault, behind a consumer that keeps a pace; prints the doctor's diagnosis as JSON.
+
+`python -m bench.verdict_cases.own_loader FAULTS KEY=VALUE...`, where FAULTS is JSON: pace_s, seconds, sleep_ms (each
+read), bytes_per_second (of all reads together), lock_ms (each read, one at a time).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from stoker.commands.doctor_sources import diagnosis_of
+from stoker.config import fit_to_machine, load_config
+from stoker.data.store.stores import LocalStore
+from stoker.output.clock_file import HEADER, interval_record
+from stoker.output.clock_reading import observed_from
+from stoker.probe.host import read_machine
+from stoker.probe.host_load import HostWatch
+from stoker.tasks.paced_feeding import feed_at_pace
+
+
+def slow_down_reads(faults: dict[str, Any]) -> None:
+    """Every read of a local file from here on, in this process and its forks."""
+    original, turn = LocalStore.read, threading.Lock()
+
+    def read(self: LocalStore, *args: Any, **options: Any) -> Any:
+        found = original(self, *args, **options)
+        time.sleep(faults.get("sleep_ms", 0.0) / 1e3)
+        if faults.get("bytes_per_second") or faults.get("lock_ms"):
+            with turn:
+                wait = faults.get("lock_ms", 0.0) / 1e3
+                time.sleep(wait + (len(found) / faults["bytes_per_second"] if faults.get("bytes_per_second") else 0))
+        return found
+
+    LocalStore.read = read  # type: ignore[method-assign]
+
+
+def main() -> None:
+    faults = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    machine = read_machine()
+    config, _ = fit_to_machine(load_config(None, sys.argv[2:]).config, machine)
+    slow_down_reads(faults)
+    watch = HostWatch()
+
+    def look(seconds: float) -> None:
+        if seconds == 0:
+            watch.facts()
+        watch.look()
+
+    job = {
+        "workers": config.num_workers, "cpus": machine.cpus, "seconds": faults["seconds"], "pace_s": faults["pace_s"],
+    }  # fmt: skip
+    interval, header, name_samples = feed_at_pace(config, job, look)
+    host = {name: value for name, value in vars(watch.facts()).items() if value is not None}
+    lines = [
+        {"kind": "event", "event": HEADER, **header},
+        {"kind": "step", **interval_record(interval, name_samples), "host": host},
+    ]
+    sys.stdout.write(json.dumps(diagnosis_of(observed_from(lines, "the case")).as_dict()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""A plain PyTorch training loop, as in any tutorial; knows nothing of stoker."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from bench.verdict_cases.work import make_loader, read_faults
+
+faults = read_faults()
+model = torch.nn.Linear(16, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = make_loader(faults)
+end = time.monotonic() + faults.seconds
+while time.monotonic() < end:
+    for batch in loader:
+        loss = torch.nn.functional.cross_entropy(model(batch["x0"][:, :16]), batch["label"])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        time.sleep(faults.step_ms / 1e3)  # an accelerator that takes its time, and no core
+        if time.monotonic() > end:
+            break

@@ -1,0 +1,177 @@
+"""Whether the doctor is right: scripts with one known fault each, run for seconds, and what it says about them.
+
+Over a plain torch script and a trainer-like one, both unmodified and attached to, and our own loader. A case that other
+programs disturbed (they took cores) is run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from bench.quiet import wait_for_quiet
+from bench.rounds import keep
+from bench.verdict_cases.cases import CASES, Case
+
+FOLDER = Path(__file__).parent / "verdict_cases"
+SCRIPTS = {"torch": FOLDER / "torch_script.py", "trainer": FOLDER / "trainer_script.py"}
+RIGHT = 0.95
+TRIES = 3
+DISTURBED = "cores-are-taken"
+PICTURES, SIDE, HUGE_SIDE = 240, 700, 9000
+CGROUP = Path("/sys/fs/cgroup/cpu")
+PERIOD_US = 100_000
+
+
+def write_pictures(folder: Path) -> None:
+    """Class folders of JPEGs; in another one a huge picture among them."""
+    rng = np.random.default_rng(0)
+    noise = Image.fromarray(rng.integers(0, 255, (SIDE // 4, SIDE // 4, 3), dtype=np.uint8)).resize((SIDE, SIDE))
+    huge = noise.resize((HUGE_SIDE, HUGE_SIDE))
+    for root in ("plain", "huge"):
+        for number in range(PICTURES):
+            place = folder / root / "train" / f"class{number % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            rare = root == "huge" and number % 60 == 59
+            picture = huge if rare else noise if root == "plain" else noise.resize((100, 100))
+            picture.save(place / f"{number}.jpg", quality=85)
+    noise.save(folder / "large.jpg", quality=85)
+
+
+@contextlib.contextmanager
+def served(case: Case) -> Iterator[str | None]:
+    """The address of the case's server, where it has one."""
+    if case.server is None:
+        yield None
+        return
+    command = [sys.executable, str(FOLDER / "slow_server.py"), *map(str, case.server)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{process.stdout.readline().strip()}/object"
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def limited(case: Case) -> Iterator[list[str]]:
+    """What to put before a command so that it has the case's cores, quota and shared memory."""
+    before = ["taskset", "-c", case.cpus]
+    if case.shm_mb is not None:
+        mount = f'mount -t tmpfs -o size={case.shm_mb}m tmpfs /dev/shm && exec "$@"'
+        before = ["unshare", "-m", "sh", "-c", mount, "sh", *before]
+    if case.quota is None:
+        yield before
+        return
+    group = CGROUP / f"stoker_verdicts_{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(int(case.quota * PERIOD_US)))
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *before]
+    finally:
+        for _ in range(50):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
+    """The doctor's document about a case."""
+    with served(case) as url, limited(case) as before:
+        if case.script == "own":
+            root = folder / ("huge" if "data_root=HUGE" in case.settings else "plain")
+            settings = [text for text in case.settings if text != "data_root=HUGE"]
+            command = [
+                sys.executable, "-m", "bench.verdict_cases.own_loader", json.dumps(case.faults | {"seconds": seconds}),
+                f"data_root={root}", f"index_dir={folder / 'index'}", "pin_memory=false", "task=classify", *settings,
+            ]  # fmt: skip
+        else:
+            faults = case.faults | {"seconds": seconds} | ({"url": url} if url else {})
+            if faults.get("jpeg"):
+                faults["jpeg"] = str(folder / "large.jpg")
+            script = [sys.executable, str(SCRIPTS[case.script]), json.dumps(faults)]
+            command = [sys.executable, "-m", "stoker", "doctor", "--json", "--", *script]
+        done = subprocess.run(
+            ["nice", "-n", str(nice), *before, *command], capture_output=True, text=True, timeout=300,
+            cwd=FOLDER.parents[1], env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])},
+        )  # fmt: skip
+    try:
+        document: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        sys.stderr.write(done.stderr[-2000:])
+        return {"verdict": f"exit {done.returncode}", "wait_share": None, "findings": []}
+    return document
+
+
+def is_right(case: Case, document: dict[str, Any]) -> bool:
+    found = {finding["id"] for finding in document["findings"]}
+    return document.get("verdict") in case.verdicts and (case.finding is None or case.finding in found)
+
+
+def confusion(rows: list[dict[str, Any]]) -> str:
+    """Truth by verdict, counted."""
+    pairs = Counter((row["truth"], row["verdict"]) for row in rows)
+    truths, verdicts = (sorted({pair[place] for pair in pairs}) for place in (0, 1))
+    width = max(map(len, truths))
+    lines = [f"{'truth':<{width}}  " + "  ".join(verdicts)]
+    for truth in truths:
+        cells = [str(pairs[truth, verdict] or ".").rjust(len(verdict)) for verdict in verdicts]
+        lines.append(f"{truth:<{width}}  " + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="cases with this in their name")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet machine, each time")
+    parser.add_argument("--nice", type=int, default=0, help="of the cases; below 0 where other programs run (root)")
+    parser.add_argument("--dry", action="store_true", help="keep nothing")
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if arguments.only is None or arguments.only in case.name]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="stoker-verdicts-") as name:
+        folder = Path(name)
+        write_pictures(folder)
+        for case in cases:
+            tries = 1
+            wait_for_quiet(arguments.patience)
+            document = run(case, folder, arguments.seconds, arguments.nice)
+            while document["verdict"] == DISTURBED and tries < TRIES:
+                tries += 1
+                wait_for_quiet(arguments.patience)
+                document = run(case, folder, arguments.seconds, arguments.nice)
+            right = is_right(case, document)
+            said = "storage-bound" if document["verdict"].startswith("storage-bound") else document["verdict"]
+            rows.append({"case": case.name, "truth": case.verdicts[0], "verdict": said, "right": right, "tries": tries,
+                         "wait_share": document["wait_share"],
+                         "findings": [finding["id"] for finding in document["findings"]]})  # fmt: skip
+            sys.stderr.write(f"{'right' if right else 'WRONG'}  {case.name}: {document['verdict']}")
+            sys.stderr.write("\n" if right else f"; {json.dumps(document)[:900]}\n")
+    share = sum(row["right"] for row in rows) / len(rows)
+    print(confusion(rows))
+    print(f"{share:.1%} of {len(rows)} right")
+    if not arguments.dry:
+        by_kind = Counter(row["case"].split(":")[0] for row in rows)
+        document = {"cases": len(rows), "right": round(share, 4), "by_script": dict(by_kind)}
+        print(f"kept in {keep('verdicts', document | {'confusion': confusion(rows).splitlines(), 'rows': rows})}")
+    return 0 if share >= RIGHT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""From a config, a run folder or a script to a diagnosis."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from stoker.checks import judge, workers_stand_in_line
+from stoker.config import Config
+from stoker.errors import UsageError
+from stoker.facts.diagnosis import Confirmation, Diagnosis
+from stoker.facts.observed import Observed
+from stoker.output.predictions_file import keep_confirmation, keep_predictions, settle_predictions
+from stoker.output.text import say, say_notes
+from stoker.tuning.what_if import WORTH_SAYING, what_if
+
+CONFIG_ENDINGS = (".yaml", ".yml")
+CONFIRMING = 0.6
+"""Of the time of the trials: confirming needs no second look at storage."""
+
+
+def diagnose(
+    target: str | None,
+    overrides: Sequence[str],
+    script: list[str] | None,
+    steps: int | None,
+    seconds: float | None,
+    *,
+    confirm: bool,
+    json: bool,
+) -> tuple[Diagnosis, int]:
+    """The diagnosis, and the exit code of a script."""
+    if script is not None:
+        return _of_script(script, steps, seconds, apart=json)
+    assert target is not None
+    if target.endswith(CONFIG_ENDINGS) or Path(target).is_file():
+        return _of_config(Path(target), overrides, seconds, confirm=confirm), 0
+    for given, option in ((confirm, "--confirm"), (seconds is not None, "--seconds"), (bool(overrides), "KEY=VALUE")):
+        if given:
+            raise UsageError("usage", f"{option} is for a config; {target} is a run", hint="stoker doctor CONFIG")
+    return _of_folder(Path(target)), 0
+
+
+def diagnosis_of(observed: Observed) -> Diagnosis:
+    """Verdict, findings and predictions of an observation."""
+    return judge(observed, what_if(observed, takes_turns=workers_stand_in_line(observed)))
+
+
+def _of_script(script: list[str], steps: int | None, seconds: float | None, *, apart: bool) -> tuple[Diagnosis, int]:
+    from stoker.attach.running import run_attached
+
+    with _stdout_to_stderr() if apart else _as_it_is():
+        ended = run_attached(script, steps=steps, seconds=seconds)
+    if ended.observed is None:
+        nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=ended.notes)
+        return judge(nothing), ended.exit_code
+    say_notes(ended.notes)
+    return diagnosis_of(ended.observed), ended.exit_code
+
+
+def _of_folder(path: Path) -> Diagnosis:
+    if path.is_dir() and any(path.glob("about-*.jsonl")):
+        from stoker.attach.reading import read_attached
+
+        return diagnosis_of(read_attached(path))
+    from stoker.commands.run_reading import find_run
+    from stoker.output.clock_reading import read_observed
+
+    folder = find_run(path)
+    observed = read_observed(folder)
+    settled = settle_predictions(folder, observed)
+    diagnosis = diagnosis_of(observed)
+    keep_predictions(folder, diagnosis)
+    return replace(diagnosis, confirmation=settled)
+
+
+def _of_config(path: Path, overrides: Sequence[str], seconds: float | None, *, confirm: bool) -> Diagnosis:
+    from stoker.commands.cpu_threads import let_threads_sleep
+    from stoker.commands.load import load_for_command
+    from stoker.config import fit_to_machine
+    from stoker.probe.host import read_machine
+    from stoker.run_folder import run_folder_for
+    from stoker.tasks.doctor_trials import DEFAULT_SECONDS
+
+    let_threads_sleep()
+    config = load_for_command(path, overrides, None).config
+    folder = run_folder_for(config, path).root
+    fitted, notes = fit_to_machine(config, read_machine())
+    say_notes(notes)
+    length = seconds or DEFAULT_SECONDS
+    observed = _tried(fitted, length)
+    settled = settle_predictions(folder, observed)
+    diagnosis = diagnosis_of(observed)
+    keep_predictions(folder, diagnosis)
+    if not confirm:
+        return replace(diagnosis, confirmation=settled)
+    best = next((p for p in diagnosis.predictions if p.settings and p.speedup.expected >= WORTH_SAYING), None)
+    before = observed.images_per_second
+    if best is None or not before:
+        say("note: no change of a setting is predicted to help; there is nothing to confirm")
+        return diagnosis
+    say(f"trying {best.label}")
+    measured = _tried(fitted.model_copy(update=dict(best.settings)), CONFIRMING * length).images_per_second
+    if not measured:
+        return diagnosis
+    confirmation = Confirmation(best, measured, measured / before)
+    keep_confirmation(folder, confirmation)
+    return replace(diagnosis, confirmation=confirmation)
+
+
+def _tried(config: Config, seconds: float) -> Observed:
+    from stoker.output.progress import progress_bar
+    from stoker.tasks.doctor_trials import run_trials
+
+    shown = ""
+
+    def tell(what: str, done_s: float, total_s: float) -> None:
+        nonlocal shown
+        if what != shown:
+            say(f"{what} ({done_s:.0f} of {total_s:.0f} s)")
+        shown = what
+
+    if not sys.stderr.isatty():
+        return run_trials(config, seconds, progress=tell, say=say)
+    with progress_bar("trials", round(seconds)) as advance:
+        return run_trials(
+            config, seconds, progress=lambda _what, done, total: advance(round(done), round(total)), say=say
+        )
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What a child prints on stdout goes to stderr meanwhile."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield

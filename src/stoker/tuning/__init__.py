@@ -1,0 +1,1 @@
+"""What a change would bring: the loader simulated with measured times, and predictions from that."""

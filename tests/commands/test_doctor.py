@@ -1,0 +1,194 @@
+"""`stoker doctor` from outside: scripts stay their own, gates fail, JSON is one document."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from stoker.cli import main
+from stoker.clock.interval import BATCH_COLUMNS
+from stoker.facts.diagnosis import Diagnosis, Prediction
+from stoker.facts.finding import Interval
+from stoker.facts.observed import LoaderShape, Observed
+from stoker.output.clock_file import FORMAT
+from stoker.output.doctor_text import doctor_text
+from stoker.output.predictions_file import NAME, keep_predictions, settle_predictions
+from tests.checks.observations import starved
+from tests.conftest import Run
+
+SCRIPT = """
+import sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 96
+    def __getitem__(self, number):
+        time.sleep(0.01)
+        return torch.zeros(4), number % 2
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("arguments", sys.argv[1:])
+for x, y in DataLoader(Slow(), batch_size=8, num_workers=1):
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "their_train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_keeps_its_arguments_its_output_and_its_exit_code(stoker: Run, script: Path) -> None:
+    ended = stoker("doctor", "--fail-if", "wait_share>0.1", "--", sys.executable, script, "--json", "--", "x", "-h")
+    assert ended.code == 7
+    assert ended.out == "arguments ['--json', '--', 'x', '-h']\n"
+    # Which one is for the machine to decide: other tests may take its cores meanwhile.
+    assert "\nverdict: " in ended.err
+    assert "making a batch:" in ended.err
+    assert "failed: wait_share is" in ended.err
+
+
+def test_json_of_a_script_is_one_document(stoker: Run, script: Path) -> None:
+    ended = stoker("doctor", "--json", "--", sys.executable, script)
+    assert ended.code == 7
+    assert ended.json["verdict"] == ended.json["findings"][0]["id"]
+    assert ended.json["wait_share"] > 0.1
+    assert ended.json["stages"]["other"]["blocked_s"] > 0.01 * 48
+    assert "arguments []" in ended.err
+
+
+def test_a_script_without_a_loader_is_told_so(stoker: Run) -> None:
+    gate = ["--fail-if", "wait_share>0.1"]
+    ended = stoker("doctor", "--json", *gate, "--", sys.executable, "-c", "print('hello')")
+    assert ended.json["verdict"] == "unknown"
+    assert ended.json["findings"] == []
+    # A gate does not pass because nobody looked.
+    assert ended.code == 1
+    assert "wait_share was not measured" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["doctor"], "nothing to look at"),
+        (["doctor", "--"], "nothing stands after `--`"),
+        (["doctor", "x.yaml", "--", "python"], "one of them"),
+        (["doctor", "--confirm", "--", "python"], "a script has none"),
+        (["doctor", "x.yaml", "--steps", "3"], "--steps is for a script"),
+        (["doctor", "x.yaml", "--fail-if", "wait_shar>0.1"], "did you mean wait_share?"),
+        (["doctor", "x.yaml", "--fail-if", "wait_share=0.1"], "operators: >= <= > <"),
+        (["doctor", "x.yaml", "--fail-if", "wait_share>much"], "'much' is not a number"),
+        (["doctor", "x.yaml", "--nope"], "No such option"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert main(["doctor", str(folder)]) == 1
+        assert "hint:" in capsys.readouterr().err
+
+
+def test_a_config_is_tried_for_seconds(stoker: Run, tmp_path: Path) -> None:
+    from stoker.data.demo_digits import write_digits
+
+    write_digits(tmp_path / "digits")
+    config = tmp_path / "small.yaml"
+    config.write_text(
+        "model: test_resnet\nimg_size: 32\nbatch_size: 32\nnum_workers: 1\ndata_root: digits\nprecision: 32\n"
+    )
+    ended = stoker("doctor", config, "--json", "--seconds", "2", timeout=300)
+    assert ended.code == 0, ended.err
+    assert ended.json["ceiling_images_per_second"] > 0
+    assert ended.json["images_per_second"] > 0
+    assert set(ended.json["stages"]) >= {"fetch", "decode"}
+    assert ended.json["verdict"] != "unknown"
+
+
+def test_a_run_is_judged_by_its_clock_and_its_predictions_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = {"wall_s": 0.04, "cpu_s": 0.039, "runq_s": 0.0, "blocked_s": 0.001, "samples": 8, "worker": 0}
+    batch |= {"fetch_s": 0.001, "bytes": 1000}
+    header = {
+        "kind": "event", "event": "clock", "format": FORMAT, "cpus": 8, "world": 1, "torch": "2.15.0", "device": "cpu",
+        "loader": {"workers": 2, "prefetch": 2, "engine": "thread", "batch_size": 8}, "batch_columns": BATCH_COLUMNS,
+    }  # fmt: skip
+    line = {
+        "kind": "step", "steps": 100, "samples": 800, "elapsed_s": 2.0, "wait_s": 1.5, "compute_s": 0.5,
+        "waits_s": [0.015] * 100, "steps_s": [0.005] * 100,
+        "batches": [[batch.get(name) for name in BATCH_COLUMNS]] * 100,
+        "stages": {"decode": {"wall_s": 4.0, "cpu_s": 3.9, "runq_s": 0.0, "blocked_s": 0.1}},
+    }  # fmt: skip
+    (tmp_path / "clock.jsonl").write_text("".join(json.dumps(part) + "\n" for part in (header, line)))
+    assert main(["doctor", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdict"] == "too-few-workers"
+    assert document["wait_share"] == 0.75
+    assert document["findings"][0]["fix"].startswith("num_workers=")
+    assert document["findings"][0]["speedup"]["expected"] > 2
+    kept = [json.loads(text) for text in (tmp_path / NAME).read_text().splitlines()]
+    assert kept[0]["id"] == "workers"
+    assert main(["doctor", str(tmp_path), "--fail-if", "wait_share>0.1"]) == 1
+    assert main(["doctor", str(tmp_path), "--fail-if", "wait_share>0.8"]) == 0
+    assert main(["doctor", str(tmp_path), "--confirm"]) == 2
+
+
+WORKERS = Prediction(
+    "workers", "num_workers 2 -> 4", Interval(1.6, 1.8, 2.0), Interval(160, 180, 200), (("num_workers", 4),)
+)
+
+
+def test_a_prediction_is_settled_when_its_setting_is_seen_once(tmp_path: Path) -> None:
+    before = starved(cpu=0.04, loader=LoaderShape(workers=2, prefetch=2, batch_size=8))
+    keep_predictions(tmp_path, Diagnosis("too-few-workers", "", (), before, (WORKERS,)))
+    keep_predictions(tmp_path, Diagnosis("too-few-workers", "", (), before, (WORKERS,)))
+    assert len((tmp_path / NAME).read_text().splitlines()) == 1
+    assert settle_predictions(tmp_path, before) is None
+    after = starved(cpu=0.04, workers=4, loader=LoaderShape(workers=4, prefetch=2, batch_size=8))
+    settled = settle_predictions(tmp_path, after)
+    assert settled is not None
+    assert settled.measured_speedup == pytest.approx(2.0)
+    assert settled.error == pytest.approx(180 / (after.images_per_second or 0) - 1)
+    kept = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
+    assert kept[1]["error"] == pytest.approx(settled.error)
+    assert settle_predictions(tmp_path, after) is None
+
+
+def test_a_torn_last_line_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text('{"label": "x"}\n[1]\n{"label": ')
+    assert settle_predictions(tmp_path, starved(cpu=0.04)) is None
+
+
+def test_the_screen_has_a_verdict_a_bar_needs_and_cures() -> None:
+    from stoker.checks import judge
+
+    text = doctor_text(judge(starved(cpu=0.04), (WORKERS,)))
+    assert text.splitlines()[0].startswith("verdict: too few workers")
+    assert "░" in text
+    assert "the accelerator wants 1,600 images/s" in text
+    assert "1. DataLoader(..., num_workers=4)   1.8x (1.6-2.0)" in text
+    assert "num_workers 2 -> 4:" in text
+    assert max(map(len, text.splitlines())) < 160
+
+
+def test_the_screen_of_nothing_still_says_something() -> None:
+    from stoker.checks import judge
+
+    nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=("no batch was taken",))
+    assert "no batch was taken" in doctor_text(judge(nothing))

@@ -8,8 +8,9 @@ UV     ?= $(BIN)/uv
 UV     ?= $(BIN)/uv
 # Two test processes on two cores: the suite is CPU-bound, more would only wait for each other.
 JOBS   ?= 2
+CHROMIUM ?= yes
 
-.PHONY: help setup check test demo bench lock clean
+.PHONY: help setup check test browser demo bench lock clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -32,8 +33,11 @@ check: setup  ## lint, format, types, import direction
 	@$(BIN)/mypy
 	@$(BIN)/pytest tests/test_direction.py -q
 
-test: setup  ## the whole test suite
+test: setup browser  ## the whole test suite; CHROMIUM=no installs no Chromium for it
 	@$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+browser:  ## Chromium for the tests of report.html, where it can be had
+	@CHROMIUM=$(CHROMIUM) tools/browser.sh
 
 demo: setup  ## the main job on data that comes along
 	@$(BIN)/stoker demo $(ARGS)

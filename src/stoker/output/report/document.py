@@ -1,0 +1,199 @@
+"""Everything that a page shows of a run, as one plain document; `--json` prints it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from stoker.facts.diagnosis import Diagnosis, Need
+from stoker.facts.finding import Finding
+from stoker.output.metrics_file import ABOUT
+from stoker.output.predictions_file import NAME as PREDICTIONS_NAME
+from stoker.output.report.clock_intervals import ClockSums
+from stoker.output.report.figures import (
+    epoch_columns,
+    figures,
+    images_per_step,
+    memory_columns,
+    progress,
+    stages_of_metrics,
+    step_columns,
+    sum_of_parts,
+    timeline_columns,
+    validation_beside,
+)
+from stoker.output.report.intervals import intervals_of_metrics
+from stoker.output.report.json_lines import JsonLines, Record, number
+from stoker.output.report.series import rounded
+from stoker.output.report.state import is_held
+from stoker.output.report.surroundings import (
+    changed_from_defaults,
+    clip,
+    describe_predictions,
+    describe_quarantine,
+    list_checkpoints,
+    read_config,
+    read_environment,
+)
+from stoker.run_folder import RunFolder
+
+Document = dict[str, Any]
+
+JUDGE_EVERY_S = 5.0
+JUDGING_SHARE = 0.05
+"""Of the time of one core, at most."""
+SHOWN_FINDINGS = 40
+SHOWN_EVENTS = 60
+
+
+Judge = Callable[[Path], Diagnosis | str]
+"""What the checks say about the run in a folder, or in words why they say nothing."""
+
+
+class RunReader:
+    """A run folder, read again and again at the price of what is new in it."""
+
+    def __init__(self, root: Path, judge: Judge) -> None:
+        self.folder = RunFolder(root)
+        self._judge = judge
+        self._diagnosis: Diagnosis | None = None
+        self._why_not: str | None = None
+        self._judge_due_s = 0.0
+        self._unjudged = True
+        self._metrics = JsonLines(self.folder.metrics_file, _MetricsLines)
+        self._clock = JsonLines(self.folder.clock_file, ClockSums)
+        self._predictions: JsonLines[list[Record]] = JsonLines(root / PREDICTIONS_NAME, list)
+        self._quarantine: JsonLines[list[Record]] = JsonLines(self.folder.quarantine_file, list)
+        self._document: Document | None = None
+        self._seen: tuple[object, ...] = ()
+
+    def document(self) -> Document:
+        """What is known of the run now; the same object as before where nothing has changed."""
+        changed = [file.refresh() for file in (self._metrics, self._predictions, self._quarantine)]
+        self._unjudged |= self._clock.refresh()
+        if self._unjudged and time.monotonic() >= self._judge_due_s:
+            self._think()
+            changed.append(True)
+        seen = (is_held(self.folder.lease_file), _changed_ns(self.folder.config_file))
+        if self._document is None or any(changed) or seen != self._seen:
+            self._seen = seen
+            self._document = self._made(held=seen[0])
+        return self._document
+
+    def _think(self) -> None:
+        began_s = time.monotonic()
+        judged, self._unjudged = self._judge(self.folder.root), False
+        self._diagnosis = None if isinstance(judged, str) else judged
+        self._why_not = judged if isinstance(judged, str) else None
+        # The checks read the whole clock: of a long run that takes seconds, which the training beside us would miss.
+        took_s = time.monotonic() - began_s
+        self._judge_due_s = time.monotonic() + max(JUDGE_EVERY_S, took_s / JUDGING_SHARE)
+
+    def _made(self, *, held: bool) -> Document:
+        folder, records, clock, diagnosis = self.folder, self._metrics.records, self._clock.records, self._diagnosis
+        config = read_config(folder.config_file)
+        steps, epochs, events = (
+            [record for record in records if record.get("kind") == kind] for kind in ("step", "epoch", "event")
+        )
+        split = bool(clock.intervals)
+        intervals = clock.intervals or intervals_of_metrics(records, images_per_step(config))
+        parts = sum_of_parts(intervals)
+        besides = {name: rounded(seconds) for name, seconds in clock.besides_s.items()}
+        tried = [] if diagnosis is None else [prediction.as_dict() for prediction in diagnosis.predictions]
+        return {
+            "name": clip(folder.root.resolve().name),
+            "folder": clip(folder.root),
+            **progress(config, epochs, events, held=held),
+            "verdict": None if diagnosis is None else {"id": clip(diagnosis.verdict), "line": clip(diagnosis.line)},
+            "figures": figures(intervals, epochs, records, config, held=held),
+            "parts": parts,
+            "split": split,
+            "besides": besides if split else validation_beside(epochs, intervals),
+            "timeline": timeline_columns(intervals),
+            "epochs": epoch_columns(epochs),
+            "steps": step_columns(steps),
+            "memory": memory_columns(intervals),
+            "stages": clock.stages() or stages_of_metrics(steps),
+            "slowest": [sample | {"name": clip(sample["name"])} for sample in clock.slowest],
+            "findings": [] if diagnosis is None else [_finding(f) for f in diagnosis.findings[:SHOWN_FINDINGS]],
+            "needs": [] if diagnosis is None else [_need(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
+            "predictions": describe_predictions([*tried, *self._predictions.records]),
+            "quarantine": describe_quarantine(self._quarantine.records),
+            "config": {"changed": changed_from_defaults(config), "all": config},
+            "environment": read_environment(folder.environment_file),
+            "checkpoints": list_checkpoints(folder.checkpoints),
+            "events": _telling(events),
+            "missing": self._missing(split, steps),
+        }
+
+    def _missing(self, split: bool, steps: Sequence[Record]) -> list[str]:
+        found = []
+        if not self._metrics.exists:
+            found.append("metrics.jsonl is not there: this run has written no step yet.")
+        elif not steps:
+            found.append("metrics.jsonl has no line of a step yet.")
+        if not split:
+            found.append(
+                "clock.jsonl has no line: transfer, computing and the rest of a step are not told apart, and stages "
+                "are not split by CPU, queue and blocking. Runs of an older version have none."
+            )
+        for file in (self._metrics, self._clock, self._predictions, self._quarantine):
+            if file.broken:
+                found.append(f"{file.path.name}: {file.broken:,} lines are no JSON and were passed over.")
+        observed = [self._why_not] if self._why_not is not None and split else []
+        if self._diagnosis is not None:
+            observed += self._diagnosis.observed.missing
+        return [*found, *(clip(text) for text in observed)]
+
+
+class _MetricsLines(list[Record]):
+    """Lines of metrics.jsonl; of what a batch cost only the newest line's word is kept."""
+
+    _newest_step: Record | None = None
+
+    def append(self, record: Record) -> None:
+        if record.get("kind") == "step":
+            before, self._newest_step = self._newest_step or {}, record
+            for name in [name for name in before if name.startswith("batch/")]:
+                del before[name]
+        super().append(record)
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    speedup = finding.speedup
+    return {
+        "id": clip(finding.id),
+        "message": clip(finding.message, 1000),
+        "fix": None if finding.fix is None else clip(finding.fix, 1000),
+        "speedup": None if speedup is None else {n: rounded(v) for n, v in speedup.as_dict().items()},
+        "refuses": finding.refuses,
+    }
+
+
+def _need(need: Need) -> dict[str, Any]:
+    return {
+        "what": clip(need.what), "unit": clip(need.unit), "wants": rounded(need.wants), "has": rounded(need.has),
+        "how": clip(need.how),
+    }  # fmt: skip
+
+
+def _telling(events: Sequence[Record]) -> list[dict[str, Any]]:
+    """What happened to the run besides its checkpoints, the newest last."""
+    told = [event for event in events if event.get("event") != "checkpoint"][-SHOWN_EVENTS:]
+    return [
+        {
+            "event": clip(event.get("event")),
+            "step": rounded(number(event, "step")),
+            "details": clip(", ".join(f"{name}: {value}" for name, value in event.items() if name not in ABOUT)),
+        }
+        for event in told
+    ]
+
+
+def _changed_ns(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None

@@ -64,3 +64,8 @@ def test_a_config_is_fitted_to_the_machine_and_says_so() -> None:
 def test_what_is_not_known_changes_nothing() -> None:
     config = load_config(None, ["precision=16-mixed", "num_workers=3"]).config
     assert fit_to_machine(config, Machine(cpus=2, accelerators=None)) == (config, [])
+
+
+def test_where_nobody_chooses_cores_all_of_them_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert usable_cpus(tmp_path) == os.cpu_count()

@@ -25,9 +25,16 @@ def read_machine() -> Machine:
 def usable_cpus(cgroup_root: Path = CGROUP_ROOT) -> int:
     """Cores by affinity and cgroup quota, whichever is less: os.cpu_count() shows the host's, which in
     a container starts workers that only wait for each other."""
-    affinity = len(os.sched_getaffinity(0))
+    affinity = len(own_cores())
     quota = _cgroup_cpu_quota(cgroup_root)
     return max(1, affinity if quota is None else min(affinity, math.ceil(quota)))
+
+
+def own_cores() -> set[int]:
+    """Numbers of the cores that this process may run on; all of them where nobody can choose, as on macOS."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def usable_ram_bytes(cgroup_root: Path = CGROUP_ROOT) -> int:

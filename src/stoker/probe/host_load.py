@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stoker.facts.observed import HostFacts
-from stoker.probe.host import read_machine
+from stoker.probe.host import own_cores, read_machine
 from stoker.probe.throttling import read_throttling, throttled_share
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written
@@ -35,7 +35,7 @@ class HostWatch:
         self.look()
         machine, shm_used = self._machine, self._shm_used
         elapsed_s = time.monotonic() - self._began_s
-        throttled = throttled_share(self._throttling, read_throttling(), elapsed_s, len(os.sched_getaffinity(0)))
+        throttled = throttled_share(self._throttling, read_throttling(), elapsed_s, len(own_cores()))
         busy = _busy_share(self._ticks, _ticks())
         self._begin()
         return HostFacts(
@@ -75,7 +75,7 @@ def _shm_used_bytes() -> int | None:
 
 def _ticks() -> tuple[int, int] | None:
     """Idle and all ticks of the cores that this process may run on."""
-    wanted = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    wanted = {f"cpu{number}" for number in own_cores()}
     idle = total = 0
     try:
         for line in Path("/proc/stat").read_text().splitlines():

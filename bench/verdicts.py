@@ -31,7 +31,7 @@ SCRIPTS = {"torch": FOLDER / "torch_script.py", "trainer": FOLDER / "trainer_scr
 RIGHT = 0.95
 TRIES = 3
 DISTURBED = "cores-are-taken"
-PICTURES, SIDE, HUGE_SIDE = 240, 700, 9000
+PICTURES, SIDE, HUGE_SIDE = 1600, 700, 9000
 CGROUP = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 100_000
 
@@ -45,7 +45,7 @@ def write_pictures(folder: Path) -> None:
         for number in range(PICTURES):
             place = folder / root / "train" / f"class{number % 2}"
             place.mkdir(parents=True, exist_ok=True)
-            rare = root == "huge" and number % 60 == 59
+            rare = root == "huge" and number % 200 == 199
             picture = huge if rare else noise if root == "plain" else noise.resize((100, 100))
             picture.save(place / f"{number}.jpg", quality=85)
     noise.save(folder / "large.jpg", quality=85)

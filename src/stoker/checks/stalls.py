@@ -37,7 +37,7 @@ def slow_samples(case: Case) -> Finding | None:
     names = "; ".join(f"{s.name} {s.seconds * 1e3:.0f} ms (typical {s.typical_s * 1e3:.1f})" for s in named)
     return Finding(
         "slow-samples",
-        f"{len(slow)} of {len(case.observed.batches)} batches take {statistics.median(slow) / typical:.0f} times the "
+        f"{len(slow)} of {len(walls)} batches take {statistics.median(slow) / typical:.0f} times the "
         f"typical {typical * 1e3:.0f} ms, and the others wait behind them" + (f": {names}" if names else ""),
         "shrink, re-encode or leave out those samples" if named else "find what those samples have in common",
         without((case.observed.wait_share or 0.0) * share),
@@ -57,8 +57,15 @@ def slow_share(case: Case) -> float | None:
 
 
 def _own_times(case: Case) -> list[float]:
-    """Of each batch, without what it stood in line for a core: that says something about the others."""
-    return [b.wall_s - (b.runq_s or 0.0) for b in case.observed.batches]
+    """Of each batch, without what it stood in line for a core: that says something about the others. A worker's first
+    batch is left out: it imports and opens."""
+    begun: set[int] = set()
+    times = []
+    for batch in case.observed.batches:
+        if batch.worker in begun:
+            times.append(batch.wall_s - (batch.runq_s or 0.0))
+        begun.add(batch.worker)
+    return times
 
 
 def epoch_start_stalls(case: Case) -> Finding | None:

@@ -27,8 +27,8 @@ from stoker.facts.observed import Observed
 CHECKS: tuple[Callable[[Case], Finding | None], ...] = (
     # Why the loop waits for data. Of those that fire, the first here names the cause: what stops everything stands
     # before what is slow, and that before what it is slow at.
-    slow_samples,
     cpu_throttled,
+    slow_samples,
     workers_take_turns,
     too_many_workers,
     cores_are_taken,

@@ -71,8 +71,8 @@ def too_few_workers(case: Case) -> Finding | None:
     if prediction is not None and prediction.speedup.expected < 1:
         return None
     wanted = host.cpus if prediction is None else dict(prediction.settings)["num_workers"]
-    here = (
-        "the loop makes its batches itself" if shape.workers == 0 else f"{shape.workers} workers keep their cores busy"
+    here = {0: "the loop makes its batches itself", 1: "one worker keeps one core busy"}.get(
+        shape.workers, f"{shape.workers} workers keep as many cores busy"
     )
     return Finding(
         "too-few-workers",
@@ -141,7 +141,9 @@ def cpu_throttled(case: Case) -> Finding | None:
         return Finding("cpu-throttled", message, fix)
     # Not every kernel lets a container see its own quota. In line while cores are idle is what it looks like.
     idle = None if host.cpu_busy_share is None else (1 - host.cpu_busy_share) * host.cpus
-    if case.split is None or idle is None or idle < FREE or not in_line(case):
+    # Workers that have nothing to do for part of the time leave cores idle too, and queue when they all begin.
+    always = case.busy_workers is not None and case.busy_workers > 1 - ALONE
+    if case.split is None or idle is None or idle < FREE or not always or not in_line(case):
         return None
     return Finding(
         "cpu-throttled",

@@ -97,6 +97,19 @@ def test_a_quota_that_stops_everything_comes_first() -> None:
     assert found.verdict == "cpu-throttled"
 
 
+def test_standing_in_line_beside_idle_cores_is_a_quota_that_the_kernel_does_not_show() -> None:
+    half_idle = HostFacts(cpus=2, cpu_busy_share=0.3)
+    assert judge(starved(cpu=0.01, runq=0.03, workers=2, host=half_idle)).verdict == "cpu-throttled"
+    assert judge(starved(cpu=0.04, workers=1, host=half_idle)).verdict == "too-few-workers"
+
+
+def test_a_workers_first_batch_is_no_slow_sample() -> None:
+    first = tuple(replace(one, wall_s=2.0, worker=number) for number, one in enumerate(batches(cpu=0.04, count=8)))
+    later = tuple(replace(one, worker=number % 8) for number, one in enumerate(batches(cpu=0.04, count=92)))
+    observed = replace(starved(cpu=0.04, workers=8, host=HostFacts(cpus=16)), batches=(*first, *later))
+    assert judge(observed).verdict != "slow-samples"
+
+
 def test_blocked_workers_that_read_wait_for_storage() -> None:
     made = stages(fetch=batches(cpu=0.001, blocked=0.05), other=batches(cpu=0.002))
     assert judge(starved(cpu=0.003, blocked=0.05, stages=made)).verdict == "storage-bound"

@@ -10,10 +10,10 @@ from typing import Any
 
 from stoker.attach import making, timeline
 from stoker.attach.inside.ring import LAST
-from stoker.attach.mounts import file_system_of, is_remote
 from stoker.attach.records import About, FetchFile, StepFile, read_about, read_fetches, read_steps
 from stoker.errors import UserError
 from stoker.facts.observed import AcceleratorFacts, HostFacts, LoaderShape, Observed, StorageFacts
+from stoker.probe.mounts import mount_of
 
 MOST_STEPS = 512
 """Single steps that are kept in an Observed: the newest few hundred."""
@@ -183,8 +183,8 @@ def _storage(made: Sequence[FetchFile]) -> StorageFacts | None:
         read = None
     if path is None and not from_sockets and not read:
         return None
-    kind = file_system_of(Path(path)) if path else None
-    remote = None if kind is None else is_remote(kind)
+    mount = mount_of(path) if path else None
+    kind, remote = (None, None) if mount is None else (mount.kind, mount.remote)
     if from_sockets * 2 > (read or 0):
         kind, remote = "network", True
     return StorageFacts(remote=remote, kind=kind, bytes_per_sample=read / samples if read and samples else None)

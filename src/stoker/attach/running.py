@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from stoker.attach.command_line import refuse_what_cannot_work
-from stoker.attach.host_watch import HostWatch
 from stoker.attach.inside import ring
 from stoker.attach.inside.session import (
     FOLDER_VARIABLE,
@@ -32,6 +31,7 @@ from stoker.attach.processes import kill_all, processes_with
 from stoker.attach.reading import read_recording
 from stoker.errors import UserError
 from stoker.facts.observed import Observed
+from stoker.probe.host_load import HostWatch
 
 ON_PATH = Path(__file__).parent / "on_path"
 POLL_S = 0.05

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from stoker.attach.host_watch import HostWatch
 from stoker.attach.inside import session
 from stoker.attach.inside.start import start
 from stoker.attach.reading import Recording, read_attached, read_recording
 from stoker.attach.running import ON_PATH
 from stoker.errors import UserError
 from stoker.facts.observed import Observed
+from stoker.probe.host_load import HostWatch
 
 DEFAULT_FOLDER = "stoker_watch"
 OUR_FILES = ("about-*.jsonl", "steps-*.ring", "fetch-*.ring")

@@ -105,8 +105,8 @@ def handover_bound(case: Case) -> Finding | None:
 
 
 IDLE = 0.6
-"""Workers that feed a waiting loop are busy all the time but for the hand-over: in the bench (verdicts) never below
-0.8 where making the batches was the cause."""
+"""Workers that a waiting loop is short of have next to nothing else to do; with this much time to spare they are not
+what it waits for."""
 
 
 def _is_uneven(case: Case) -> bool:

@@ -9,12 +9,14 @@ from stoker.facts.finding import Finding, Interval
 FREE = 0.75
 """Of a core that must be free before one more worker can use it: half a core goes to what the system does anyway."""
 QUEUEING = 0.35
-"""Of the time in which workers want a core: above, cores are short by half. Two workers on two cores with a busy loop
-beside them stay below (bench/verdicts.py)."""
+"""Of the time in which workers want a core: above, cores are short by half. Two workers that fill two cores
+stay below (results/verdicts)."""
 DELAYS = 0.20
 """Of the time of making a batch: what hardly computes may stand in line for most of that, and it matters to nobody."""
 THROTTLED = 0.10
 """Of the time: the line that is drawn for waiting, too."""
+ALWAYS = 0.65
+"""Of its time in which a worker makes batches, to say that it always does: hand-overs and full queues take the rest."""
 TAKEN = 0.5
 """Cores in use by others from which they are worth a word."""
 ALONE = 0.15
@@ -142,7 +144,7 @@ def cpu_throttled(case: Case) -> Finding | None:
     # Not every kernel lets a container see its own quota. In line while cores are idle is what it looks like.
     idle = None if host.cpu_busy_share is None else (1 - host.cpu_busy_share) * host.cpus
     # Workers that have nothing to do for part of the time leave cores idle too, and queue when they all begin.
-    always = case.busy_workers is not None and case.busy_workers > 1 - ALONE
+    always = case.busy_workers is not None and case.busy_workers >= ALWAYS
     if case.split is None or idle is None or idle < FREE or not always or not in_line(case):
         return None
     return Finding(

@@ -1,6 +1,6 @@
 """Whether the doctor is right: scripts with one known fault each, run for seconds, and what it says about them.
 
-Over a plain torch script and a trainer-like one, both unmodified and attached to, and our own loader. A case that other
+Over a plain torch script and one with Lightning, both unmodified and attached to, and our own loader. A case that other
 programs disturbed (they took cores) is run again.
 """
 
@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from bench.peers.environments import python_of
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
 from bench.verdict_cases.cases import CASES, Case
 
 FOLDER = Path(__file__).parent / "verdict_cases"
-SCRIPTS = {"torch": FOLDER / "torch_script.py", "trainer": FOLDER / "trainer_script.py"}
+SCRIPTS = {"torch": FOLDER / "torch_script.py", "lightning": FOLDER / "lightning_script.py"}
 RIGHT = 0.95
 TRIES = 3
 DISTURBED = "cores-are-taken"
@@ -104,7 +105,7 @@ def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
             faults = case.faults | {"seconds": seconds} | ({"url": url} if url else {})
             if faults.get("jpeg"):
                 faults["jpeg"] = str(folder / "large.jpg")
-            script = [sys.executable, str(SCRIPTS[case.script]), json.dumps(faults)]
+            script = [str(python_of(case.script)), str(SCRIPTS[case.script]), json.dumps(faults)]
             command = [sys.executable, "-m", "stoker", "doctor", "--json", "--", *script]
         done = subprocess.run(
             ["nice", "-n", str(nice), *before, *command], capture_output=True, text=True, timeout=300,
@@ -144,6 +145,8 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="keep nothing")
     arguments = parser.parse_args()
     cases = [case for case in CASES if arguments.only is None or arguments.only in case.name]
+    installed = {script for script in {case.script for case in cases} if python_of(script) is not None}
+    cases = [case for case in cases if case.script in installed]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="stoker-verdicts-") as name:
         folder = Path(name)

@@ -33,6 +33,9 @@ PEERS = {
          "lightning-utilities", "tifffile"),
         probe="import litdata",
     ),
+    "lightning": Peer(
+        ("lightning==2.5.6", "lightning-utilities==0.15.2", "torchmetrics==1.8.2", "tqdm"), probe="import lightning"
+    ),
     "dali": Peer(
         ("nvidia-dali-cuda130==2.4.0", "astunparse", "gast", "libcst", "makefun", "nvtx", "optree", "six", "wheel",
          "nvidia-libnvcomp-cu13==5.3.0.16", "nvidia-nvimgcodec-cu13"),

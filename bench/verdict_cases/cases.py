@@ -16,7 +16,7 @@ class Case:
     """One injected fault. Cores are two where nothing else is said: the bench ties every case to two."""
 
     name: str
-    script: Literal["torch", "trainer", "own"]
+    script: Literal["torch", "lightning", "own"]
     verdicts: tuple[str, ...]
     """Any of these is right: names of one thing."""
     faults: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Case:
     """One that has to be among the findings, whatever the verdict."""
 
 
-def _foreign(script: Literal["torch", "trainer"]) -> list[Case]:
+def _foreign(script: Literal["torch", "lightning"]) -> list[Case]:
     """Faults of scripts that are not ours."""
 
     def case(name: str, verdicts: tuple[str, ...] | str, **options: Any) -> Case:
@@ -60,7 +60,7 @@ def _foreign(script: Literal["torch", "trainer"]) -> list[Case]:
         case("workers start anew", "epoch-start-stalls", start_ms=500, epoch_batches=40, step_ms=20, workers=2),
         case("slow consumer", "compute-bound", step_ms=40, spin_ms=0.5, workers=2),
     ]
-    if script == "trainer":
+    if script == "lightning":
         return common
     return [
         *common,
@@ -127,4 +127,4 @@ def _own() -> list[Case]:
     ]
 
 
-CASES: tuple[Case, ...] = (*_foreign("torch"), *_foreign("trainer"), *_own())
+CASES: tuple[Case, ...] = (*_foreign("torch"), *_foreign("lightning"), *_own())

@@ -13,6 +13,7 @@ runs/<run_name>/
     tensorboard/        TensorBoard's events (tensorboard: true)
     wandb/              what Weights & Biases keeps locally (wandb: true)
     wandb_id.txt        the run's id there, so that a resumed run goes on under it
+    predictions.jsonl   what `stoker doctor` predicted, and how wrong that was where it was tried
     report.html         made by `stoker report`
     lease.json          who works here now
 """
@@ -89,6 +90,10 @@ class RunFolder:
         return self.root / "wandb_id.txt"
 
     @property
+    def predictions_file(self) -> Path:
+        return self.root / "predictions.jsonl"
+
+    @property
     def report_file(self) -> Path:
         return self.root / "report.html"
 
@@ -102,7 +107,7 @@ class RunFolder:
         return (
             self.config_file, self.environment_file, self.metrics_file, self.clock_file, self.subset_file,
             self.quarantine_file, self.logs, self.checkpoints, self.metrics_csv_file, self.tensorboard, self.wandb,
-            self.wandb_id_file, self.report_file,
+            self.wandb_id_file, self.predictions_file, self.report_file,
         )  # fmt: skip
 
 

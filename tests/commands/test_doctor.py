@@ -15,7 +15,7 @@ from stoker.facts.finding import Interval
 from stoker.facts.observed import LoaderShape, Observed
 from stoker.output.clock_file import FORMAT
 from stoker.output.doctor_text import doctor_text
-from stoker.output.predictions_file import NAME, keep_predictions, settle_predictions
+from stoker.output.predictions_file import keep_predictions, settle_predictions
 from tests.checks.observations import starved
 from tests.conftest import Run
 
@@ -142,7 +142,7 @@ def test_a_run_is_judged_by_its_clock_and_its_predictions_are_kept(
     assert document["wait_share"] == 0.75
     assert document["findings"][0]["fix"].startswith("num_workers=")
     assert document["findings"][0]["speedup"]["expected"] > 2
-    kept = [json.loads(text) for text in (tmp_path / NAME).read_text().splitlines()]
+    kept = [json.loads(text) for text in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert kept[0]["id"] == "workers"
     assert main(["doctor", str(tmp_path), "--fail-if", "wait_share>0.1"]) == 1
     assert main(["doctor", str(tmp_path), "--fail-if", "wait_share>0.8"]) == 0
@@ -158,20 +158,20 @@ def test_a_prediction_is_settled_when_its_setting_is_seen_once(tmp_path: Path) -
     before = starved(cpu=0.04, loader=LoaderShape(workers=2, prefetch=2, batch_size=8))
     keep_predictions(tmp_path, Diagnosis("too-few-workers", "", (), before, (WORKERS,)))
     keep_predictions(tmp_path, Diagnosis("too-few-workers", "", (), before, (WORKERS,)))
-    assert len((tmp_path / NAME).read_text().splitlines()) == 1
+    assert len((tmp_path / "predictions.jsonl").read_text().splitlines()) == 1
     assert settle_predictions(tmp_path, before) is None
     after = starved(cpu=0.04, workers=4, loader=LoaderShape(workers=4, prefetch=2, batch_size=8))
     settled = settle_predictions(tmp_path, after)
     assert settled is not None
     assert settled.measured_speedup == pytest.approx(2.0)
     assert settled.error == pytest.approx(180 / (after.images_per_second or 0) - 1)
-    kept = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
+    kept = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert kept[1]["error"] == pytest.approx(settled.error)
     assert settle_predictions(tmp_path, after) is None
 
 
 def test_a_torn_last_line_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('{"label": "x"}\n[1]\n{"label": ')
+    (tmp_path / "predictions.jsonl").write_text('{"label": "x"}\n[1]\n{"label": ')
     assert settle_predictions(tmp_path, starved(cpu=0.04)) is None
 
 

@@ -66,7 +66,6 @@ class LoaderShape:
     """Samples of an epoch."""
     threads_per_worker: int | None = None
     """Threads that torch, OpenMP or OpenCV may start in each worker."""
-    stall_limit_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""predictions.jsonl in a run folder: what was predicted, and, when somebody tried it, how wrong that was."""
+"""predictions.jsonl in a run folder: one line for each prediction, or for one with what a trial of it measured."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from stoker.facts.diagnosis import Confirmation, Diagnosis, Prediction
 from stoker.facts.finding import Interval
 from stoker.facts.observed import LoaderShape, Observed
 from stoker.output.text import say
-
-NAME = "predictions.jsonl"
-"""As the report reads it: one line for each prediction, or for a prediction with what a trial of it measured."""
+from stoker.run_folder import RunFolder
 
 
 def keep_predictions(folder: Path, diagnosis: Diagnosis) -> None:
@@ -76,7 +74,7 @@ def _prediction(line: dict[str, Any]) -> Prediction | None:
 
 def _read(folder: Path) -> list[dict[str, Any]]:
     try:
-        texts = (folder / NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+        texts = (RunFolder(folder).predictions_file).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
     found = []
@@ -96,8 +94,8 @@ def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
     text = "".join(json.dumps(line | {"time": time.time()}) + "\n" for line in lines)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / NAME).open("a", encoding="utf-8") as file:
+        with (RunFolder(folder).predictions_file).open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         # A read-only run can be looked at all the same.
-        say(f"note: {folder / NAME} cannot be written: {error.strerror or error}")
+        say(f"note: {RunFolder(folder).predictions_file} cannot be written: {error.strerror or error}")

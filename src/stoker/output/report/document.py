@@ -10,7 +10,6 @@ from typing import Any
 from stoker.facts.diagnosis import Diagnosis, Need
 from stoker.facts.finding import Finding
 from stoker.output.metrics_file import ABOUT
-from stoker.output.predictions_file import NAME as PREDICTIONS_NAME
 from stoker.output.report.clock_intervals import ClockSums
 from stoker.output.report.figures import (
     epoch_columns,
@@ -64,7 +63,7 @@ class RunReader:
         self._unjudged = True
         self._metrics = JsonLines(self.folder.metrics_file, _MetricsLines)
         self._clock = JsonLines(self.folder.clock_file, ClockSums)
-        self._predictions: JsonLines[list[Record]] = JsonLines(root / PREDICTIONS_NAME, list)
+        self._predictions: JsonLines[list[Record]] = JsonLines(RunFolder(root).predictions_file, list)
         self._quarantine: JsonLines[list[Record]] = JsonLines(self.folder.quarantine_file, list)
         self._document: Document | None = None
         self._seen: tuple[object, ...] = ()

@@ -38,6 +38,8 @@ def test_a_plan_is_one_document_with_everything_that_can_run_out(stoker: Run) ->
     assert time["images_per_second"] == pytest.approx(125e6 / 114_660)
     assert time["cost"] == pytest.approx(time["total_s"] / 3600 * 1.21)
     assert [row["gpus"] for row in found["scaling"]] == [1, 2, 4, 8]
+    rates = [row["images_per_second"] for row in found["scaling"]]
+    assert rates == sorted(rates)
     assert found["scaling"][3]["lr"] == pytest.approx(8 * found["lr"])
     assert {finding["id"] for finding in found["findings"]} >= {"storage-bound"}
     assert all(set(finding) >= {"id", "message", "fix", "speedup"} for finding in found["findings"])
@@ -110,6 +112,7 @@ def test_tiers_are_configs_that_load_and_grow(stoker: Run, tmp_path: Path) -> No
         load_config(tmp_path / "tiers" / f"single_gpu_full_{tier}.yaml", []).config
         for tier in ("conservative", "balanced", "aggressive")
     ]
+    assert {config.model for config in loaded} == {"resnet10t"}, "what the command line set is in them too"
     batches = [config.batch_size for config in loaded]
     assert batches == sorted(batches)
     assert batches[0] < batches[2]

@@ -51,7 +51,11 @@ def quick_plan(config: Config, path: Path | None, machine: Machine) -> Plan:
     step = traceable_step(config, data.num_classes)
     input_bytes = config.batch_size * 3 * config.img_size**2 * 4
     heavy = input_bytes * MOST_ACTIVATIONS_PER_INPUT > WORTH_A_TRACE * (hardware.ram_bytes or 0)
-    needs = trace_needs(job, step) if heavy or not hardware.on_cpu else _weights_only(config, step)
+    if not heavy and hardware.on_cpu:
+        return make_plan(job, _weights_only(config, step), scaling=False)
+    needs = trace_needs(job, step, search=False)
+    if needs.vram.fits is False:
+        needs = trace_needs(job, step)  # only now: what would fit takes three more traces
     return make_plan(job, needs, scaling=False)
 
 

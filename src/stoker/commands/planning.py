@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from stoker.commands.load import load_for_command
-from stoker.config import Config, fit_to_machine
+from stoker.config import Config, config_values, fit_to_machine, load_config
 from stoker.config.units import parse_bytes
 from stoker.config.writing import write_scalar
 from stoker.errors import UsageError, UserError
@@ -63,11 +64,15 @@ class Planned:
     step: TraceableStep
     needs: StepNeeds
     path: Path
+    overridden: dict[str, Any]
+    """Keys that the command line set on top of the file."""
 
 
 def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned:
     """Plans a config for the machine that is wanted."""
     config = load_for_command(path, overrides, None).config
+    in_file = config_values(load_config(path, []).config) if overrides else config_values(config)
+    overridden = {key: value for key, value in config_values(config).items() if value != in_file[key]}
     if config.task != "classify":
         raise UserError("task-not-built", f"task: {config.task} cannot be planned yet", hint="task=classify")
     hardware = hardware_for(config, path, wanted, read_machine())
@@ -82,7 +87,7 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
     step = traceable_step(config, data.num_classes)
     with progress_bar("tracing the step", None):
         needs = trace_needs(job, step)
-    return Planned(make_plan(job, needs, name=path.name), job, step, needs, path)
+    return Planned(make_plan(job, needs, name=path.name), job, step, needs, path, overridden)
 
 
 @dataclass(frozen=True)
@@ -106,12 +111,21 @@ def hardware_for(
     shm = _bytes("--shm", wanted.shm)
     if shm is None:
         shm = int(SHM_SHARE_OF_RAM * ram) if wanted.ram is not None and ram is not None else machine.shm_bytes
+    stated = []
+    if described and wanted.cpus is None:
+        stated.append(f"{machine.cpus} cores: this machine's; --cpus for another")
+    if described and wanted.ram is None:
+        stated.append(
+            "memory of the host: not known, so nothing is refused for it; --ram 62GB"
+            if ram is None
+            else f"{ram / 1e9:.0f} GB of RAM: this machine's; --ram for another"
+        )
     disk = _bytes("--disk", wanted.disk) or (None if described else _free_disk(config, path))
     return Hardware(
         gpus=max(1, gpus), nodes=wanted.nodes or config.num_nodes, cpus=wanted.cpus or machine.cpus,
         sheet=accelerator.sheet, vram_bytes=accelerator.vram_bytes, on_cpu=accelerator.on_cpu, ram_bytes=ram,
         shm_bytes=shm, disk_bytes=disk, storage=None if wanted.storage is None else read_storage(wanted.storage),
-        price_per_hour=wanted.price, is_here=not described,
+        price_per_hour=wanted.price, is_here=not described, stated=tuple(stated),
     )  # fmt: skip
 
 
@@ -124,7 +138,7 @@ def write_tier_configs(planned: Planned, folder: Path) -> list[Path]:
         path = folder / f"{planned.path.stem}_{setting.tier.name}.yaml"
         if path.resolve() == base:
             raise UsageError("tier-is-its-base", f"{path} would overwrite the config it builds on", hint="another DIR")
-        write_text(path, _tier_text(setting, base))
+        write_text(path, _tier_text(setting, base, planned.overridden))
         written.append(path)
     return written
 
@@ -152,7 +166,7 @@ def tiers_of(planned: Planned) -> list[TierSetting]:
     )
 
 
-def _tier_text(setting: TierSetting, base: Path) -> str:
+def _tier_text(setting: TierSetting, base: Path, overridden: dict[str, Any]) -> str:
     plan = setting.plan
     lines = [f"# {setting.tier.name}: {setting.tier.about}.", f"# Planned for {plan.hardware}:"]
     if plan.vram is not None and plan.vram.limit_bytes is not None:
@@ -162,7 +176,8 @@ def _tier_text(setting: TierSetting, base: Path) -> str:
     if plan.time.images_per_second is not None:
         lines.append(f"# About {plan.time.images_per_second:,.0f} images/s, bound by the {plan.time.bound_by}.")
     lines += [f"base: {write_scalar(str(base))}", ""]
-    lines += [f"{key}: {write_scalar(value)}" for key, value in setting.keys.items()]
+    keys = overridden | setting.keys
+    lines += [f"{key}: {write_scalar(value)}" for key, value in keys.items()]
     return "\n".join(lines) + "\n"
 
 

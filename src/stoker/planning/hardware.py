@@ -32,6 +32,8 @@ class Hardware:
     """Of one node."""
     is_here: bool = True
     """Whether it is the machine that this runs on."""
+    stated: tuple[str, ...] = ()
+    """What nobody described and had to be taken from somewhere, each in a line."""
 
     @property
     def world(self) -> int:

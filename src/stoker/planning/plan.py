@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stoker.config import Config
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
@@ -13,6 +13,7 @@ from stoker.planning.hardware import Hardware
 from stoker.planning.host_memory import HostShape, LoaderShape, open_files_budget, ram_budget, shm_budget
 from stoker.planning.roofline import step_seconds
 from stoker.planning.timing import loader_rate, time_budget, time_findings
+from stoker.planning.tracing import Trace
 from stoker.planning.vram import trace_vram
 from stoker.probe.loader_memory import STATED, LoaderMemory
 from stoker.training.schedule import lr_warning, scaled_lr
@@ -42,6 +43,8 @@ class StepNeeds:
     vram: VramBudget
     step_s: float | None
     """Of forward, backward and update; None where nothing is known of the device."""
+    trace: Trace | None = None
+    """From which the time on other numbers of accelerators follows."""
 
 
 @dataclass(frozen=True)
@@ -81,40 +84,31 @@ class Job:
 
 def trace_needs(job: Job, step: TraceableStep, *, search: bool = True) -> StepNeeds:
     """VRAM and time of the real step, by tracing it."""
-    config, sheet = job.config, job.hardware.sheet
+    config, hardware = job.config, job.hardware
     vram, trace = trace_vram(
-        step,
-        config.batch_size,
-        job.hardware.vram_bytes,
-        compiled=config.compile_model,
-        gpus=job.hardware.world,
-        search=search,
+        step, config.batch_size, hardware.vram_bytes, compiled=config.compile_model, gpus=hardware.world, search=search
     )
-    seconds = None
-    if trace is not None and sheet is not None:
-        seconds = step_seconds(
-            trace.ops, sheet, channels_last=config.channels_last, compiled=config.compile_model,
-            tf32=config.matmul_precision != "highest", gradient_bytes=trace.trained_bytes, gpus=job.hardware.gpus,
-            nodes=job.hardware.nodes,
-        ).total_s  # fmt: skip
-    return StepNeeds(vram, seconds)
+    return StepNeeds(vram, None if trace is None else _step_s(job, trace), trace)
+
+
+def _step_s(job: Job, trace: Trace) -> float | None:
+    config, hardware = job.config, job.hardware
+    if hardware.sheet is None:
+        return None
+    return step_seconds(
+        trace.ops, hardware.sheet, channels_last=config.channels_last, compiled=config.compile_model,
+        tf32=config.matmul_precision != "highest", gradient_bytes=trace.trained_bytes, gpus=hardware.gpus,
+        nodes=hardware.nodes,
+    ).total_s  # fmt: skip
 
 
 def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scaling: bool = True) -> Plan:
     """Puts the parts together. Without `needs` nothing is said of the accelerator: quick enough for every start."""
     config, hardware, data = job.config, job.hardware, job.data
-    rates: dict[str, Rate] = {}
-    if needs is not None and needs.step_s and hardware.sheet is not None:
-        images = config.batch_size * config.gradient_accumulation * hardware.world
-        rates["accelerator"] = Rate(images / needs.step_s, f"roofline of {hardware.world} x {hardware.sheet.title}")
-    rates["loader"] = loader_rate(
-        job.workers, hardware.cpus, hardware.nodes, hardware.gpus, config.img_size, job.measured.images_per_core_second
-    )
-    if hardware.storage is not None and data.sample_bytes is not None:
-        rates["storage"] = hardware.storage.rate(data.sample_bytes, hardware.world)
     time = time_budget(
-        rates, total_batch=job.total_batch, samples=data.samples, steps_per_epoch=job.steps_per_epoch,
-        epochs=config.epochs, nodes=hardware.nodes, price_per_hour=hardware.price_per_hour,
+        _rates(job, None if needs is None else needs.step_s), total_batch=job.total_batch, samples=data.samples,
+        steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, nodes=hardware.nodes,
+        price_per_hour=hardware.price_per_hour,
     )  # fmt: skip
     vram = needs.vram if needs is not None and not hardware.on_cpu else None
     shape, ram = _ram(job, needs)
@@ -134,9 +128,23 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
     return Plan(
         hardware=hardware.describe(), batch_size=config.batch_size, total_batch=job.total_batch, lr=job.lr,
         steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, vram=vram, ram=ram, shm=shm, disk=disk,
-        open_files=files, time=time, scaling=_scaling(job, needs, time.rates) if scaling else (),
+        open_files=files, time=time, scaling=_scaling(job, needs) if scaling else (),
         findings=tuple(found), assumptions=_assumptions(job, ram),
     )  # fmt: skip
+
+
+def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
+    """Images a second of everything that is known."""
+    hardware, rates = job.hardware, {}
+    if step_s and hardware.sheet is not None:
+        rates["accelerator"] = Rate(job.total_batch / step_s, f"roofline of {hardware.world} x {hardware.sheet.title}")
+    rates["loader"] = loader_rate(
+        job.workers, hardware.cpus, hardware.nodes, hardware.gpus, job.config.img_size,
+        job.measured.images_per_core_second,
+    )  # fmt: skip
+    if hardware.storage is not None and job.data.sample_bytes is not None:
+        rates["storage"] = hardware.storage.rate(job.data.sample_bytes, hardware.world)
+    return rates
 
 
 def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
@@ -171,8 +179,7 @@ def _ram(job: Job, needs: StepNeeds | None) -> tuple[HostShape, RamBudget]:
 
 
 def _with_loader(job: Job, workers: int, prefetch: int) -> Job:
-    config = job.config.model_copy(update={"num_workers": workers, "prefetch_factor": prefetch})
-    return Job(config, job.hardware, job.data, job.measured)
+    return replace(job, config=job.config.model_copy(update={"num_workers": workers, "prefetch_factor": prefetch}))
 
 
 def _open_files(job: Job, shape: HostShape) -> Budget:
@@ -194,24 +201,15 @@ def _disk(job: Job, needs: StepNeeds | None) -> Budget | None:
     return Budget(sum(wanted.values()), job.hardware.disk_bytes, wanted)
 
 
-def _scaling(job: Job, needs: StepNeeds | None, rates: dict[str, Rate]) -> tuple[ScalingRow, ...]:
-    """The same settings for each accelerator, on more of them; a node each has its own host."""
+def _scaling(job: Job, needs: StepNeeds | None) -> tuple[ScalingRow, ...]:
+    """The same settings for each accelerator, with more of them in one node."""
     if job.hardware.on_cpu:
         return ()
     rows = []
     for gpus in SCALING:
-        more = Job(job.config, _with_gpus(job.hardware, gpus), job.data, job.measured)
-        share = more.hardware.world / job.hardware.world
-        paces = [rate.images_per_second * share for name, rate in rates.items() if name == "accelerator"]
-        paces.append(
-            loader_rate(
-                more.workers, more.hardware.cpus, more.hardware.nodes, more.hardware.gpus, job.config.img_size,
-                job.measured.images_per_core_second,
-            ).images_per_second
-        )  # fmt: skip
-        if job.hardware.storage is not None and job.data.sample_bytes is not None:
-            paces.append(job.hardware.storage.rate(job.data.sample_bytes, more.hardware.world).images_per_second)
-        pace = min(paces) if "accelerator" in rates else None
+        more = replace(job, hardware=replace(job.hardware, gpus=gpus, nodes=1))
+        rates = _rates(more, None if needs is None or needs.trace is None else _step_s(more, needs.trace))
+        pace = min(rate.images_per_second for rate in rates.values()) if "accelerator" in rates else None
         steps = more.steps_per_epoch
         days = None
         if pace is not None and steps is not None:
@@ -221,12 +219,8 @@ def _scaling(job: Job, needs: StepNeeds | None, rates: dict[str, Rate]) -> tuple
     return tuple(rows)
 
 
-def _with_gpus(hardware: Hardware, gpus: int) -> Hardware:
-    return Hardware(**{**hardware.__dict__, "gpus": gpus, "nodes": 1})
-
-
 def _assumptions(job: Job, ram: RamBudget) -> tuple[str, ...]:
-    said = list(job.data.assumptions)
+    said = [*job.data.assumptions, *job.hardware.stated]
     if not ram.measured:
         said.append("memory of a worker: stated for torch 2.15 on Linux; --measure measures it here")
     if job.measured.images_per_core_second is None:

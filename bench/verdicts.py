@@ -1,7 +1,7 @@
 """Whether the doctor is right: scripts with one known fault each, run for seconds, and what it says about them.
 
-Over a plain torch script and one with Lightning, both unmodified and attached to, and our own loader. A case that other
-programs disturbed (they took cores) is run again.
+Over a plain torch script, Lightning, Hugging Face's Trainer and accelerate, all unmodified and attached to, and our own
+loader. A case that other programs disturbed (they took cores) is run again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from PIL import Image
 from bench.peers.environments import python_of
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
-from bench.verdict_cases.cases import CASES, Case
+from bench.verdict_cases.cases import CASES, Case, Script
 
 FOLDER = Path(__file__).parent / "verdict_cases"
-SCRIPTS = {"torch": FOLDER / "torch_script.py", "lightning": FOLDER / "lightning_script.py"}
+ENVIRONMENTS: dict[Script, str] = {"transformers": "huggingface", "accelerate": "huggingface"}
+"""Of the scripts that are not in the one of their own name."""
 RIGHT = 0.95
 TRIES = 3
 DISTURBED = "cores-are-taken"
@@ -105,7 +106,8 @@ def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
             faults = case.faults | {"seconds": seconds} | ({"url": url} if url else {})
             if faults.get("jpeg"):
                 faults["jpeg"] = str(folder / "large.jpg")
-            script = [str(python_of(case.script)), str(SCRIPTS[case.script]), json.dumps(faults)]
+            python = python_of(ENVIRONMENTS.get(case.script, case.script))
+            script = [str(python), str(FOLDER / f"{case.script}_script.py"), json.dumps(faults)]
             command = [sys.executable, "-m", "stoker", "doctor", "--json", "--", *script]
         done = subprocess.run(
             ["nice", "-n", str(nice), *before, *command], capture_output=True, text=True, timeout=300,
@@ -136,16 +138,22 @@ def confusion(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _right(rows: list[dict[str, Any]]) -> float:
+    return sum(bool(row["right"]) for row in rows) / len(rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="cases with this in their name")
+    parser.add_argument("--held-out", action="store_true", help="only those that no threshold was set on")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet machine, each time")
     parser.add_argument("--nice", type=int, default=0, help="of the cases; below 0 where other programs run (root)")
     parser.add_argument("--dry", action="store_true", help="keep nothing")
     arguments = parser.parse_args()
     cases = [case for case in CASES if arguments.only is None or arguments.only in case.name]
-    installed = {script for script in {case.script for case in cases} if python_of(script) is not None}
+    cases = [case for case in cases if case.held_out or not arguments.held_out]
+    installed = {script for script in {case.script for case in cases} if python_of(ENVIRONMENTS.get(script, script))}
     cases = [case for case in cases if case.script in installed]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="stoker-verdicts-") as name:
@@ -162,16 +170,21 @@ def main() -> int:
             right = is_right(case, document)
             said = "storage-bound" if document["verdict"].startswith("storage-bound") else document["verdict"]
             rows.append({"case": case.name, "truth": case.verdicts[0], "verdict": said, "right": right, "tries": tries,
+                         "held_out": case.held_out,
                          "wait_share": document["wait_share"],
                          "findings": [finding["id"] for finding in document["findings"]]})  # fmt: skip
             sys.stderr.write(f"{'right' if right else 'WRONG'}  {case.name}: {document['verdict']}")
             sys.stderr.write("\n" if right else f"; {json.dumps(document)[:900]}\n")
-    share = sum(row["right"] for row in rows) / len(rows)
+    share, held_out = _right(rows), [row for row in rows if row["held_out"]]
     print(confusion(rows))
     print(f"{share:.1%} of {len(rows)} right")
+    if held_out:
+        print(f"{_right(held_out):.1%} of {len(held_out)} that were held out")
     if not arguments.dry:
         by_kind = Counter(row["case"].split(":")[0] for row in rows)
         document = {"cases": len(rows), "right": round(share, 4), "by_script": dict(by_kind)}
+        if held_out:
+            document |= {"held_out": len(held_out), "right_of_held_out": round(_right(held_out), 4)}
         print(f"kept in {keep('verdicts', document | {'confusion': confusion(rows).splitlines(), 'rows': rows})}")
     return 0 if share >= RIGHT else 1
 

@@ -36,6 +36,10 @@ PEERS = {
     "lightning": Peer(
         ("lightning==2.5.6", "lightning-utilities==0.15.2", "torchmetrics==1.8.2", "tqdm"), probe="import lightning"
     ),
+    "huggingface": Peer(
+        ("transformers==5.22.2", "accelerate==1.15.0", "tokenizers==0.23.3", "regex", "psutil"),
+        probe="from transformers import Trainer; import accelerate",
+    ),
     "dali": Peer(
         ("nvidia-dali-cuda130==2.4.0", "astunparse", "gast", "libcst", "makefun", "nvtx", "optree", "six", "wheel",
          "nvidia-libnvcomp-cu13==5.3.0.16", "nvidia-nvimgcodec-cu13"),

@@ -43,3 +43,23 @@ def test_a_signal_for_the_doctor_reaches_the_script_which_ends_as_it_sees_fit(tm
     out, _ = doctor.communicate(timeout=60)
     assert out.splitlines() == ["ended by SIGTERM after a checkpoint", "doctor saw 5 True"]
     assert doctor.returncode == 0
+
+
+IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_script_once_and_the_report_follows(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    script = [sys.executable, str(SCRIPTS / "endings.py"), "--catch-interrupt", "--ready-file", str(ready)]
+    terminal = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, sys.executable, "-m", "stoker", "doctor", "--", *script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    wait_until(ready.exists, 60)
+    out, _ = terminal.communicate(b"\x03", timeout=60)
+    text = out.decode()
+    assert text.count("interrupted") == 1
+    # It was left the time that it needs, and nobody interrupted it a second time.
+    assert "saved after the interrupt" in text
+    assert text.index("saved after the interrupt") < text.index("verdict: ")
+    assert terminal.returncode == 6

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from stoker.checks import judge, workers_stand_in_line
+from stoker.checks.case import Case
 from stoker.checks.verdict import CHECKS
 from stoker.facts.diagnosis import Prediction
 from stoker.facts.finding import Interval
@@ -168,6 +169,15 @@ def test_idle_workers_before_a_waiting_loop_mean_that_batches_are_held_up() -> N
     assert judge(observed).verdict == "handover-bound"
 
 
+def test_of_few_slow_batches_most_work_is_in_those_that_were_not_finished() -> None:
+    slow = batches(cpu=0.01, blocked=4.0, count=1)
+    few = replace(starved(cpu=0.01), steps=1, samples=8, elapsed_s=4.1, wait_s=4.0, batches=slow, stages={})
+    assert few.loader is not None
+    few = replace(few, loader=replace(few.loader, workers=4))
+    assert Case(few).busy_workers == pytest.approx(0.245, abs=0.01)
+    assert judge(few).verdict != "handover-bound"
+
+
 def test_epochs_that_begin_late_without_persistent_workers() -> None:
     shape = LoaderShape(workers=2, prefetch=2, persistent=False)
     found = judge(healthy(epoch_starts_s=(5.0, 4.0, 4.0), loader=shape))
@@ -250,7 +260,18 @@ def test_the_document_has_exactly_the_promised_keys() -> None:
     document = judge(starved(cpu=0.04)).as_dict()
     assert list(document) == [
         "verdict", "wait_share", "images_per_second", "ceiling_images_per_second", "stages", "findings",
+        "what_if", "needs", "not_seen",
     ]  # fmt: skip
+    assert set(document["needs"][0]) == {"what", "unit", "wants", "has", "how"}
     assert set(document["stages"]["other"]) == {"wall_s", "cpu_s", "runq_s", "blocked_s"}
     assert set(document["findings"][0]) == {"id", "message", "fix", "speedup"}
     assert document["ceiling_images_per_second"] is None
+
+
+def test_full_cores_promise_no_more_of_workers_than_the_prediction() -> None:
+    full = starved(cpu=0.04, host=FULL)
+    assert "more workers cannot help" in judge(full).line
+    some = Prediction(
+        "workers", "num_workers 2 -> 3", Interval(1.0, 1.1, 1.2), Interval(1, 1, 1), (("num_workers", 3),)
+    )
+    assert "more workers bring 1.1x and no more" in judge(full, (some,)).line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from stoker.output.doctor_text import doctor_text
 from stoker.output.predictions_file import keep_predictions, settle_predictions
 from tests.checks.observations import starved
 from tests.conftest import Run
+from tests.support.tiny_training import write_config, write_images
 
 SCRIPT = """
 import sys, time
@@ -84,6 +86,7 @@ def test_a_script_without_a_loader_is_told_so(stoker: Run) -> None:
         (["doctor", "--"], "nothing stands after `--`"),
         (["doctor", "x.yaml", "--", "python"], "one of them"),
         (["doctor", "--confirm", "--", "python"], "a script has none"),
+        (["doctor", "--pace", "800", "--", "python"], "--pace is for a config"),
         (["doctor", "x.yaml", "--steps", "3"], "--steps is for a script"),
         (["doctor", "x.yaml", "--fail-if", "wait_shar>0.1"], "did you mean wait_share?"),
         (["doctor", "x.yaml", "--fail-if", "wait_share=0.1"], "operators: >= <= > <"),
@@ -147,6 +150,61 @@ def test_a_run_is_judged_by_its_clock_and_its_predictions_are_kept(
     assert main(["doctor", str(tmp_path), "--fail-if", "wait_share>0.1"]) == 1
     assert main(["doctor", str(tmp_path), "--fail-if", "wait_share>0.8"]) == 0
     assert main(["doctor", str(tmp_path), "--confirm"]) == 2
+    assert main(["doctor", str(tmp_path), "--pace", "800"]) == 2
+
+
+@pytest.fixture(scope="module")
+def large_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config whose pictures take some time to decode, and nobody makes them while the consumer is busy."""
+    folder = tmp_path_factory.mktemp("large")
+    data = write_images(folder / "data", train=16, side=900)
+    return write_config(folder, data, num_workers=0, index_dir=str(folder / "index"), runs_dir=str(folder / "runs"))
+
+
+def test_a_change_is_tried_and_its_prediction_kept_with_its_error(stoker: Run, large_pictures: Path) -> None:
+    ended = stoker("doctor", large_pictures, "--pace", "250", "--confirm", "--json", "--seconds", "6", timeout=300)
+    assert ended.code == 0, ended.err
+    assert "a consumer of 250 images/s stands in for the model (as given)" in ended.err
+    document = ended.json
+    assert document["ceiling_images_per_second"] == pytest.approx(250)
+    assert document["not_seen"][0] == "the model: a consumer of 250 images/s stood in for it"
+    confirmed = document["confirmed"]
+    # Making batches beside the consumer, instead of after it, is faster on any machine.
+    assert confirmed["settings"]["num_workers"] >= 1
+    assert confirmed["speedup"]["expected"] > 1.02
+    assert confirmed["measured_speedup"] > 1.02
+    predicted, measured = confirmed["images_per_second"]["expected"], confirmed["measured_images_per_second"]
+    assert confirmed["error"] == pytest.approx(predicted / measured - 1)
+    assert measured == pytest.approx(document["images_per_second"] * confirmed["measured_speedup"])
+    kept = large_pictures.parent / "runs" / "tiny" / "predictions.jsonl"
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert lines[0]["from"]["pace"] == 250
+    assert lines[-1]["error"] == pytest.approx(confirmed["error"])
+
+
+@pytest.mark.parametrize(
+    ("pace", "expected"),
+    [
+        ("0", "images a second are above zero"),
+        ("nan", "images a second are above zero"),
+        ("a1000", "no datasheet for 'a1000'"),
+    ],
+)
+def test_a_pace_that_makes_no_sense_is_refused(
+    pace: str, expected: str, large_pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(large_pictures), "--pace", pace]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_card_by_name_is_as_fast_as_the_plan_says(large_pictures: Path) -> None:
+    from stoker.commands.pace import read_pace
+    from stoker.commands.planning import Wanted, plan_config
+
+    pace = read_pace("a100-80", large_pictures, ["devices=8"])
+    plan = plan_config(large_pictures, [], Wanted(gpu="a100-80", gpus=1)).plan
+    assert pace.images_per_second == plan.time.rates["accelerator"].images_per_second
+    assert "A100" in pace.how
 
 
 WORKERS = Prediction(
@@ -168,6 +226,14 @@ def test_a_prediction_is_settled_when_its_setting_is_seen_once(tmp_path: Path) -
     kept = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert kept[1]["error"] == pytest.approx(settled.error)
     assert settle_predictions(tmp_path, after) is None
+
+
+def test_a_prediction_of_one_consumer_is_not_settled_by_another(tmp_path: Path) -> None:
+    before = starved(cpu=0.04, loader=LoaderShape(workers=2, prefetch=2, batch_size=8))
+    keep_predictions(tmp_path, Diagnosis("too-few-workers", "", (), before, (WORKERS,)))
+    after = starved(cpu=0.04, workers=4, loader=LoaderShape(workers=4, prefetch=2, batch_size=8))
+    assert settle_predictions(tmp_path, replace(after, pace_images_per_second=800.0)) is None
+    assert settle_predictions(tmp_path, after) is not None
 
 
 def test_a_torn_last_line_is_no_obstacle(tmp_path: Path) -> None:

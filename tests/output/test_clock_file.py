@@ -15,7 +15,7 @@ from stoker.clock.steps import StepClock
 from stoker.errors import UserError
 from stoker.facts.observed import LoaderShape
 from stoker.output.clock_file import ClockFile, clock_header
-from stoker.output.clock_reading import read_observed
+from stoker.output.clock_reading import observed_from, read_observed
 from stoker.output.metrics_file import truncate_after
 from stoker.run_folder import RunFolder
 
@@ -73,11 +73,14 @@ def test_the_file_reads_back_to_the_sums_of_the_clock(tmp_path: Path) -> None:
     clock = write(tmp_path, 105, every=10)
     seen = read_observed(tmp_path)
     assert seen.source == "run"
-    assert (seen.steps, seen.samples) == (clock.steps, clock.samples)
+    # The first step of the epoch stands apart.
+    others = (clock.steps - 1) / clock.steps
+    assert (seen.steps, seen.samples) == (clock.steps - 1, clock.samples - 256)
     assert clock.first_wait_s is not None
-    assert seen.wait_s == pytest.approx(clock.wait_s - clock.first_wait_s, abs=1e-5)
-    assert seen.elapsed_s == pytest.approx(clock.total_s - clock.first_wait_s, abs=1e-5)
-    assert seen.compute_s == pytest.approx(clock.compute_s, abs=1e-5)
+    wait_s = clock.wait_s - clock.first_wait_s
+    assert seen.wait_s == pytest.approx(wait_s, abs=1e-5)
+    assert seen.elapsed_s == pytest.approx(wait_s + others * (clock.total_s - clock.wait_s), abs=1e-5)
+    assert seen.compute_s == pytest.approx(others * clock.compute_s, abs=1e-5)
     assert seen.wait_s + (seen.compute_s or 0) + (seen.other_s or 0) == pytest.approx(seen.elapsed_s, abs=1e-4)
     assert seen.epoch_starts_s == pytest.approx([clock.first_wait_s], abs=1e-5)
     assert seen.validation_s is not None
@@ -101,6 +104,23 @@ def test_the_file_reads_back_to_the_sums_of_the_clock(tmp_path: Path) -> None:
     assert seen.host.shm_used_bytes is not None
 
 
+def test_short_epochs_do_not_look_faster_than_long_ones() -> None:
+    # A worker takes 0.12 s for a batch, the loop 0.06 s for a step: epochs of 6 steps, of which the first waits longer.
+    epoch = {"kind": "step", "steps": 6, "samples": 6 * 64, "wait_s": 5 * 0.06, "elapsed_s": 5 * 0.12 + 0.06,
+             "compute_s": 6 * 0.06, "other_s": 0.0, "epoch_starts_s": [0.12]}  # fmt: skip
+    seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[epoch] * 40], "these")
+    assert (seen.steps, seen.samples) == (200, 200 * 64)
+    assert seen.images_per_second == pytest.approx(64 / 0.12)
+    assert seen.wait_share == pytest.approx(0.5)
+    assert seen.wait_s + (seen.compute_s or 0) == pytest.approx(seen.elapsed_s)
+
+
+def test_epochs_of_a_single_step_are_told_as_they_are() -> None:
+    epoch = {"kind": "step", "steps": 1, "samples": 8, "wait_s": 0.0, "elapsed_s": 0.1, "epoch_starts_s": [1.0]}
+    seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[epoch] * 3], "these")
+    assert (seen.steps, seen.samples) == (3, 24)
+
+
 def test_a_line_stays_small_however_long_its_interval_is(tmp_path: Path) -> None:
     write(tmp_path, 500, every=50)
     lines = (tmp_path / "clock.jsonl").read_bytes().splitlines()
@@ -111,16 +131,16 @@ def test_resuming_takes_back_what_came_after_the_checkpoint(tmp_path: Path) -> N
     path = RunFolder(tmp_path).clock_file
     write(tmp_path, 40, every=10)
     truncate_after(path, 20, 0)
-    assert read_observed(tmp_path).steps == 20
+    assert read_observed(tmp_path).steps == 20 - 1
     write(tmp_path, 20, every=10, first=20)
-    assert read_observed(tmp_path).steps == 40
+    assert read_observed(tmp_path).steps == 40 - 2
 
 
 def test_what_was_before_another_set_up_does_not_count(tmp_path: Path) -> None:
     write(tmp_path, 40, every=10)
     write(tmp_path, 20, every=10, first=40, workers=2)
     seen = read_observed(tmp_path)
-    assert seen.steps == 20
+    assert seen.steps == 20 - 1
     assert seen.loader is not None
     assert seen.loader.workers == 2
 
@@ -129,7 +149,7 @@ def test_half_a_line_at_the_end_is_passed_over(tmp_path: Path) -> None:
     write(tmp_path, 20, every=10)
     path = tmp_path / "clock.jsonl"
     path.write_bytes(path.read_bytes()[:-30])
-    assert read_observed(tmp_path).steps == 20
+    assert read_observed(tmp_path).steps == 20 - 1
 
 
 def test_a_file_of_another_version_is_refused_by_name(tmp_path: Path) -> None:

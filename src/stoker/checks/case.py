@@ -85,6 +85,15 @@ class Case:
             return None
         return min(1.0, wall_s / (shape.workers * elapsed))
 
+    @property
+    def busy_workers_at_most(self) -> float | None:
+        """The same, with a batch for each worker that was begun and not finished when the observation ended: of few
+        and slow batches these are most of the work."""
+        busy, steps, shape = self.busy_workers, self.observed.steps, self.observed.loader
+        if busy is None or shape is None or not steps:
+            return busy
+        return min(1.0, busy * (steps + shape.workers) / steps)
+
     @cached_property
     def cores_used(self) -> float | None:
         """By making batches."""

@@ -81,7 +81,7 @@ def cpu_bound(case: Case) -> Finding | None:
     assert split is not None
     return Finding(
         "cpu-bound",
-        f"the cores are full: {split.cpu_s * 1e3:.1f} ms of computing a batch{_cores(case)}; more workers cannot help",
+        f"the cores are full: {split.cpu_s * 1e3:.1f} ms of computing a batch{_cores(case)}; {_more_workers(case)}",
         "py-spy top --pid WORKER shows where; do it once and store the result, or use more cores",
     )
 
@@ -93,7 +93,7 @@ def handover_bound(case: Case) -> Finding | None:
 
     Example: a dataset that returns dicts of a thousand small tensors: each costs a file descriptor and a copy.
     """
-    busy = case.busy_workers
+    busy = case.busy_workers_at_most
     if not case.starved or busy is None or busy > IDLE or _is_uneven(case):
         return None
     return Finding(
@@ -121,14 +121,24 @@ def _bound(case: Case, stage: str, fix: str, prediction: str | None) -> Finding 
     share = case.stage_share(stage) or 0.0
     return Finding(
         f"{stage}-bound",
-        f"the cores are full, {share:.0%} of making a batch is {_GERUND[stage]}{_cores(case)}; "
-        "more workers cannot help",
+        f"the cores are full, {share:.0%} of making a batch is {_GERUND[stage]}{_cores(case)}; {_more_workers(case)}",
         fix,
         None if prediction is None else case.gain(prediction),
     )
 
 
 _GERUND = {"decode": "decoding", "augment": "augmenting", "collate": "putting samples together"}
+
+
+LITTLE = 1.05
+
+
+def _more_workers(case: Case) -> str:
+    """Nothing, or the little that cores bring which the loop leaves idle while it waits."""
+    gain = case.gain("workers")
+    if gain is None or gain.expected < LITTLE:
+        return "more workers cannot help"
+    return f"more workers bring {gain.expected:.1f}x and no more"
 
 
 def _cores(case: Case) -> str:

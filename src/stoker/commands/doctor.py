@@ -43,6 +43,13 @@ def doctor(
         float | None, typer.Option(min=1.0, help="How long the trials of a config take, or a script is watched.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="End a script after so many training batches.")] = None,
+    pace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IMAGES/S|GPU",
+            help="Instead of the model: a consumer that takes so many images a second, or as many as this card would.",
+        ),
+    ] = None,
     confirm: Annotated[
         bool, typer.Option("--confirm", help="Try the best change of a config, and say how right it was.")
     ] = False,
@@ -63,14 +70,14 @@ def doctor(
     from stoker.commands.doctor_gate import check_gates, parse_gates
 
     gates = parse_gates(fail_if or ())
-    _refuse_what_does_not_fit(target, script, steps, confirm)
+    _refuse_what_does_not_fit(target, script, steps, {"--confirm": confirm, "--pace": pace is not None})
 
     from stoker.commands.doctor_sources import diagnose
     from stoker.output.doctor_text import doctor_text
     from stoker.output.json_document import print_json
     from stoker.output.text import print_result, say
 
-    diagnosis, code = diagnose(target, overrides or [], script, steps, seconds, confirm=confirm, json=json)
+    diagnosis, code = diagnose(target, overrides or [], script, steps, seconds, pace=pace, confirm=confirm, json=json)
     if json:
         print_json(diagnosis.as_dict())
     elif script is not None:
@@ -83,7 +90,9 @@ def doctor(
     return code or (EXIT_FINDING if failed else 0)
 
 
-def _refuse_what_does_not_fit(target: str | None, script: list[str] | None, steps: int | None, confirm: bool) -> None:
+def _refuse_what_does_not_fit(
+    target: str | None, script: list[str] | None, steps: int | None, for_config: dict[str, bool]
+) -> None:
     ways = "stoker doctor CONFIG | stoker doctor RUN_FOLDER | stoker doctor -- python train.py"
     if script is None and target is None:
         raise UsageError("usage", "nothing to look at", hint=ways)
@@ -91,7 +100,8 @@ def _refuse_what_does_not_fit(target: str | None, script: list[str] | None, step
         raise UsageError("usage", f"{target!r} stands before `--`, and a script after it: one of them", hint=ways)
     if script == []:
         raise UsageError("usage", "nothing stands after `--`", hint="stoker doctor -- python train.py")
-    if script is not None and confirm:
-        raise UsageError("usage", "--confirm changes a config, and a script has none", hint="stoker doctor CONFIG")
+    given = [option for option, is_given in for_config.items() if is_given]
+    if script is not None and given:
+        raise UsageError("usage", f"{given[0]} is for a config, and a script has none", hint="stoker doctor CONFIG")
     if script is None and steps is not None:
         raise UsageError("usage", "--steps is for a script", hint="--seconds 30")

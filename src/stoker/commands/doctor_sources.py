@@ -19,8 +19,6 @@ from stoker.output.text import say, say_notes
 from stoker.tuning.what_if import WORTH_SAYING, what_if
 
 CONFIG_ENDINGS = (".yaml", ".yml")
-CONFIRMING = 0.6
-"""Of the time of the trials: confirming needs no second look at storage."""
 
 
 def diagnose(
@@ -30,6 +28,7 @@ def diagnose(
     steps: int | None,
     seconds: float | None,
     *,
+    pace: str | None,
     confirm: bool,
     json: bool,
 ) -> tuple[Diagnosis, int]:
@@ -38,8 +37,11 @@ def diagnose(
         return _of_script(script, steps, seconds, apart=json)
     assert target is not None
     if target.endswith(CONFIG_ENDINGS) or Path(target).is_file():
-        return _of_config(Path(target), overrides, seconds, confirm=confirm), 0
-    for given, option in ((confirm, "--confirm"), (seconds is not None, "--seconds"), (bool(overrides), "KEY=VALUE")):
+        return _of_config(Path(target), overrides, seconds, pace, confirm=confirm), 0
+    for_config = {
+        "--confirm": confirm, "--pace": pace is not None, "--seconds": seconds is not None, "KEY=VALUE": bool(overrides)
+    }  # fmt: skip
+    for option, given in for_config.items():
         if given:
             raise UsageError("usage", f"{option} is for a config; {target} is a run", hint="stoker doctor CONFIG")
     return _of_folder(Path(target)), 0
@@ -78,21 +80,30 @@ def _of_folder(path: Path) -> Diagnosis:
     return replace(diagnosis, confirmation=settled)
 
 
-def _of_config(path: Path, overrides: Sequence[str], seconds: float | None, *, confirm: bool) -> Diagnosis:
+def _of_config(
+    path: Path, overrides: Sequence[str], seconds: float | None, pace: str | None, *, confirm: bool
+) -> Diagnosis:
     from stoker.commands.cpu_threads import let_threads_sleep
     from stoker.commands.load import load_for_command
     from stoker.config import fit_to_machine
     from stoker.probe.host import read_machine
     from stoker.run_folder import run_folder_for
-    from stoker.tasks.doctor_trials import DEFAULT_SECONDS
+    from stoker.tasks.doctor_trials import DEFAULT_SECONDS, together_seconds
 
     let_threads_sleep()
     config = load_for_command(path, overrides, None).config
     folder = run_folder_for(config, path).root
     fitted, notes = fit_to_machine(config, read_machine())
     say_notes(notes)
+    pace_s = None
+    if pace is not None:
+        from stoker.commands.pace import read_pace
+
+        taken = read_pace(pace, path, overrides)
+        pace_s = fitted.batch_size / taken.images_per_second
+        say(f"note: a consumer of {taken.images_per_second:,.0f} images/s stands in for the model ({taken.how})")
     length = seconds or DEFAULT_SECONDS
-    observed = _tried(fitted, length)
+    observed = _tried(fitted, length, pace_s)
     settled = settle_predictions(folder, observed)
     diagnosis = diagnosis_of(observed)
     keep_predictions(folder, diagnosis)
@@ -104,7 +115,9 @@ def _of_config(path: Path, overrides: Sequence[str], seconds: float | None, *, c
         say("note: no change of a setting is predicted to help; there is nothing to confirm")
         return diagnosis
     say(f"trying {best.label}")
-    measured = _tried(fitted.model_copy(update=dict(best.settings)), CONFIRMING * length).images_per_second
+    changed = fitted.model_copy(update=dict(best.settings))
+    # As long as before, and only what is compared.
+    measured = _tried(changed, together_seconds(length), pace_s, only=("together",)).images_per_second
     if not measured:
         return diagnosis
     confirmation = Confirmation(best, measured, measured / before)
@@ -112,10 +125,11 @@ def _of_config(path: Path, overrides: Sequence[str], seconds: float | None, *, c
     return replace(diagnosis, confirmation=confirmation)
 
 
-def _tried(config: Config, seconds: float) -> Observed:
+def _tried(config: Config, seconds: float, pace_s: float | None, only: Sequence[str] | None = None) -> Observed:
     from stoker.output.progress import progress_bar
-    from stoker.tasks.doctor_trials import run_trials
+    from stoker.tasks.doctor_trials import SHARES, run_trials
 
+    trials = tuple(SHARES) if only is None else only
     shown = ""
 
     def tell(what: str, done_s: float, total_s: float) -> None:
@@ -125,11 +139,12 @@ def _tried(config: Config, seconds: float) -> Observed:
         shown = what
 
     if not sys.stderr.isatty():
-        return run_trials(config, seconds, progress=tell, say=say)
+        return run_trials(config, seconds, pace_s=pace_s, only=trials, progress=tell, say=say)
     with progress_bar("trials", round(seconds)) as advance:
         return run_trials(
-            config, seconds, progress=lambda _what, done, total: advance(round(done), round(total)), say=say
-        )
+            config, seconds, pace_s=pace_s, only=trials, say=say,
+            progress=lambda _what, done, total: advance(round(done), round(total)),
+        )  # fmt: skip
 
 
 @contextmanager

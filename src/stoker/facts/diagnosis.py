@@ -115,6 +115,9 @@ class Diagnosis:
                 for finding in self.findings
             ],
         }
+        document["what_if"] = [prediction.as_dict() for prediction in self.predictions]
+        document["needs"] = [need.as_dict() for need in self.needs]
+        document["not_seen"] = list(observed.missing)
         if self.confirmation is not None:
             document["confirmed"] = self.confirmation.as_dict()
         return document

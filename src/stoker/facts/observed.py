@@ -156,6 +156,8 @@ class Observed:
     slow_samples: tuple[SlowSample, ...] = ()
     ceiling_images_per_second: float | None = None
     """With batches that are already there."""
+    pace_images_per_second: float | None = None
+    """Of a consumer that stood in for the model; None where the model itself ran."""
     loader_images_per_second: float | None = None
     """The loader with a consumer that takes no time."""
     host: HostFacts | None = None

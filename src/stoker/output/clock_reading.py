@@ -125,12 +125,12 @@ class _Sums:
             self.hosts.append(record["host"])
 
     def observed(self, header: Record) -> Observed:
-        parts = self.parts
+        parts = self._between_starts()
         loader = known_parts(LoaderShape, header["loader"])
         return Observed(
             source="run",
             steps=int(parts.get("steps", 0)),
-            samples=int(parts.get("samples", 0)),
+            samples=round(parts.get("samples", 0)),
             elapsed_s=parts.get("elapsed_s", 0.0),
             wait_s=parts.get("wait_s", 0.0),
             transfer_s=parts.get("transfer_s"),
@@ -152,6 +152,21 @@ class _Sums:
             convolves_3d=header.get("convolves_3d"),
             missing=self._missing(header),
         )
+
+    def _between_starts(self) -> dict[str, float]:
+        """The sums without the first step of each epoch: its wait stands apart, and a step that waits for nothing
+        would make the others, where epochs are short, look faster than they are."""
+        parts, firsts = dict(self.parts), len(self.epoch_starts)
+        steps, wait_s = parts.get("steps", 0), parts.get("wait_s", 0.0)
+        if not 0 < firsts < steps:
+            return parts
+        others = 1 - firsts / steps
+        for name in ("steps", "samples", "transfer_s", "compute_s", "other_s", "consumer_cpu_s"):
+            if name in parts:
+                parts[name] *= others
+        parts["steps"] = steps - firsts
+        parts["elapsed_s"] = wait_s + others * (parts.get("elapsed_s", 0.0) - wait_s)
+        return parts
 
     def _host(self, header: Record) -> HostFacts:
         """The newest look, with the most that was used of shared memory; shares are means over all looks."""

@@ -19,8 +19,9 @@ def keep_predictions(folder: Path, diagnosis: Diagnosis) -> None:
     shape = diagnosis.observed.loader
     if shape is None:
         return
+    start = _settings(shape, diagnosis.observed)
     lines = [
-        prediction.as_dict() | {"from": _settings(shape), "before": diagnosis.observed.images_per_second}
+        prediction.as_dict() | {"from": start, "before": diagnosis.observed.images_per_second}
         for prediction in diagnosis.predictions
         if prediction.settings
     ]
@@ -40,7 +41,7 @@ def settle_predictions(folder: Path, observed: Observed) -> Confirmation | None:
     shape, rate = observed.loader, observed.images_per_second
     if shape is None or not rate:
         return None
-    now = _settings(shape)
+    now = _settings(shape, observed)
     for line in reversed(_read(folder)):
         if "measured_speedup" in line:
             return None  # the newest line is a measurement already: nothing is open
@@ -55,8 +56,11 @@ def settle_predictions(folder: Path, observed: Observed) -> Confirmation | None:
     return None
 
 
-def _settings(shape: LoaderShape) -> dict[str, Any]:
-    return {"num_workers": shape.workers, "prefetch_factor": shape.prefetch or 2, "batch_size": shape.batch_size}
+def _settings(shape: LoaderShape, observed: Observed) -> dict[str, Any]:
+    """What has to be alike, but for the change, for two measurements to be compared: also who took the batches."""
+    found = {"num_workers": shape.workers, "prefetch_factor": shape.prefetch or 2, "batch_size": shape.batch_size}
+    pace = observed.pace_images_per_second
+    return found if pace is None else found | {"pace": round(pace, 3)}
 
 
 def _prediction(line: dict[str, Any]) -> Prediction | None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -42,13 +42,15 @@ def run_trials(
     seconds: float = DEFAULT_SECONDS,
     *,
     pace_s: float | None = None,
+    only: Collection[str] = tuple(SHARES),
     progress: Progress = lambda _what, _done, _total: None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> Observed:
     """Everything that short real runs of a config tell; the config is one that is fitted to the machine.
 
-    With `pace_s`, a consumer that takes a batch every so many seconds stands in for the model. A trial that fails is
-    named in `missing`; an error about the config or the data is raised, before anything is tried where possible.
+    With `pace_s`, a consumer that takes a batch every so many seconds stands in for the model. `only` names the trials
+    that are run, which share the time. A trial that fails is named in `missing`; an error about the config or the data
+    is raised, before anything is tried where possible.
     """
     if config.task != "classify":
         raise UserError("task-not-built", f"task: {config.task} cannot be tried yet", hint="task=classify")
@@ -61,11 +63,10 @@ def run_trials(
     job = {"config": config_values(alone), "workers": workers, "cpus": machine.cpus, "pace_s": pace_s}
     found: dict[str, dict[str, Any]] = {}
     missing = _left_out(config, pace_s)
-    total = sum(share for trial, share in SHARES.items() if trial != "ceiling" or pace_s is None)
+    wanted = {trial: SHARES[trial] for trial in only if trial != "ceiling" or pace_s is None}
+    total = sum(wanted.values())
     before = 0.0
-    for trial, share in SHARES.items():
-        if trial == "ceiling" and pace_s is not None:
-            continue
+    for trial, share in wanted.items():
         took = seconds * share / total
 
         def tell(done_s: float, trial: str = trial, before: float = before, took: float = took) -> None:
@@ -155,8 +156,15 @@ def _died(code: int) -> UserError:
     return UserError("trial-died", f"its process {how}; often the system was out of memory")
 
 
+def together_seconds(seconds: float) -> float:
+    """What the loader and model together get of the time of all trials."""
+    return seconds * SHARES["together"] / sum(SHARES.values())
+
+
 def _left_out(config: Config, pace_s: float | None) -> list[str]:
     found = []
+    if pace_s is not None:
+        found.append(f"the model: a consumer of {config.batch_size / pace_s:,.0f} images/s stood in for it")
     if config.compile_model and pace_s is None:
         found.append("torch.compile: the trials ran without it, so the ceiling with it is higher")
     ranks = (config.devices if isinstance(config.devices, int) else 1) * config.num_nodes
@@ -185,6 +193,7 @@ def _observed(config: Config, found: dict[str, dict[str, Any]], missing: list[st
     return replace(
         seen,
         ceiling_images_per_second=per_second,
+        pace_images_per_second=config.batch_size / pace_s if pace_s else None,
         loader_images_per_second=found["loader"]["images_per_second"] if "loader" in found else None,
         missing=tuple(missing),
     )

@@ -29,6 +29,7 @@ def main():
     parser.add_argument("--kill-self-at", type=int, default=-1)
     parser.add_argument("--ready-file", default=None)
     parser.add_argument("--catch", action="store_true")
+    parser.add_argument("--catch-interrupt", action="store_true")
     options = parser.parse_args()
     caught = []
     if options.catch:
@@ -38,6 +39,18 @@ def main():
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(Samples(20 if options.killed_worker else -1), batch_size=4, num_workers=1)
+    try:
+        train(options, loader, model, optimizer, caught)
+    except KeyboardInterrupt:
+        if not options.catch_interrupt:
+            raise
+        print("interrupted", flush=True)
+        time.sleep(0.5)
+        print("saved after the interrupt", flush=True)
+        raise SystemExit(6) from None
+
+
+def train(options, loader, model, optimizer, caught):
     for number, inputs in enumerate(loader):
         model(inputs).sum().backward()
         optimizer.step()

@@ -47,6 +47,8 @@ class ClockSums:
             hidden_s = max(0.0, sum(parts.values()) - elapsed_s)
             parts["compute"] = max(0.0, parts["compute"] - hidden_s)
         images, seconds, epoch = number(record, "samples"), sum(parts.values()), number(record, "epoch")
+        # A person who looks at images/s over time wants to see the stall at the start of an epoch.
+        seconds += _seconds_of(record.get("epoch_starts_s"))
         rate = self._world * images / seconds if images and seconds else None
         longest_s, memory = number(record, "longest_s"), _bytes_of(record.get("memory"))
         self.intervals.append(
@@ -72,11 +74,8 @@ class ClockSums:
 
     def _add_besides(self, record: Record) -> None:
         for name in BESIDES:
-            value = record.get(f"{name}_s")
-            for one in value if isinstance(value, list) else [value]:
-                seconds = number({"": one}, "")
-                if seconds is not None:
-                    self.besides_s[name] = self.besides_s.get(name, 0.0) + seconds
+            if record.get(f"{name}_s") is not None:
+                self.besides_s[name] = self.besides_s.get(name, 0.0) + _seconds_of(record[f"{name}_s"])
 
     def _add_stages(self, record: Record) -> None:
         stages = record.get("stages")
@@ -104,6 +103,11 @@ class ClockSums:
                 typical_ms = None if typical_s is None else rounded(1000 * typical_s)
                 known[name] = {"name": name, "ms": ms, "typical_ms": typical_ms}
         self.slowest = sorted(known.values(), key=lambda sample: -sample["ms"])[:SLOWEST_SAMPLES]
+
+
+def _seconds_of(value: Any) -> float:
+    """The sum of a number or a list of numbers; of anything else nothing."""
+    return sum(number({"": one}, "") or 0.0 for one in (value if isinstance(value, list) else [value]))
 
 
 def _bytes_of(memory: Any) -> dict[str, float]:

@@ -1,7 +1,9 @@
 """The cases as data: what is injected, how it is run, and what the doctor must say.
 
-Thresholds were set while looking at the first three groups. The held-out ones came later, and nothing was changed for
-them: they say how right the doctor is about what it has never seen.
+Thresholds were set while looking at the first three groups. The held-out ones came later, and no threshold was set on
+them: they say how right the doctor is about what it has never seen. When they were first run, 29 of 31 were right. One
+of the others was a fault of the doctor (batches that were not finished counted as idle workers) and was mended; one was
+a fault of the case, whose slow reads never reached the worker processes.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 
 from stoker.attach.inside import ring
 from stoker.attach.reading import read_attached
+from stoker.cli import main
 from stoker.errors import UserError
 from tests.attach.conftest import SCRIPTS
 
@@ -26,6 +27,9 @@ def test_one_line_in_the_script_leaves_a_record_and_prints_nothing(tmp_path: Pat
     assert seen.loader.start_method == "spawn"
     assert seen.host is not None
     assert seen.host.cpus >= 1
+    assert main(["report", str(report)]) == 0
+    page = (report / "report.html").read_text()
+    assert '"state":"watched"' in page
     _another_version(report)
     with pytest.raises(UserError) as refused:
         read_attached(report)

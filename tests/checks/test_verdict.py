@@ -275,3 +275,13 @@ def test_full_cores_promise_no_more_of_workers_than_the_prediction() -> None:
         "workers", "num_workers 2 -> 3", Interval(1.0, 1.1, 1.2), Interval(1, 1, 1), (("num_workers", 3),)
     )
     assert "more workers bring 1.1x and no more" in judge(full, (some,)).line
+
+
+def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> None:
+    # One worker on two cores, and a loop whose threads use nearly all of the second one.
+    alone = starved(cpu=0.04, workers=1, host=FULL, stages=stages(decode=batches(cpu=0.04)))
+    busy = replace(alone, consumer_cpu_s=3.6)
+    few = Prediction("workers", "num_workers 1 -> 2", Interval(1.3, 1.4, 1.5), Interval(1, 1, 1), (("num_workers", 2),))
+    little = replace(few, speedup=Interval(1.0, 1.1, 1.2))
+    assert judge(busy, (few,)).verdict == "too-few-workers"
+    assert judge(busy, (little,)).verdict == "decode-bound"

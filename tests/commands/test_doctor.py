@@ -69,6 +69,25 @@ def test_json_of_a_script_is_one_document(stoker: Run, script: Path) -> None:
     assert "arguments []" in ended.err
 
 
+def test_a_page_about_a_script_is_written_where_it_is_asked_for(stoker: Run, script: Path, tmp_path: Path) -> None:
+    ended = stoker("doctor", "--report", tmp_path / "page.html", "--json", "--", sys.executable, script)
+    assert ended.code == 7
+    assert ended.err.splitlines()[-1] == f"page: {tmp_path / 'page.html'}"
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "their_train.py" in page
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_script_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for place in (tmp_path, tmp_path / "nowhere" / "page.html"):
+        assert main(["doctor", "--report", str(place), "--", sys.executable, "-c", "print('it ran')"]) == 1
+        said = capfd.readouterr()
+        assert "report-not-writable" in said.err
+        assert "it ran" not in said.out
+
+
 def test_a_script_without_a_loader_is_told_so(stoker: Run) -> None:
     gate = ["--fail-if", "wait_share>0.1"]
     ended = stoker("doctor", "--json", *gate, "--", sys.executable, "-c", "print('hello')")

@@ -8,6 +8,8 @@ from stoker.facts.finding import Finding, Interval
 
 FREE = 0.75
 """Of a core that must be free before one more worker can use it: half a core goes to what the system does anyway."""
+WORTH_A_WORKER = 1.25
+"""A predicted gain that no cores could give that are full."""
 QUEUEING = 0.35
 """Of the time in which workers want a core: above, cores are short by half. Two workers that fill two cores
 stay below (results/verdicts)."""
@@ -34,7 +36,11 @@ def has_free_cores(case: Case) -> bool:
     if in_line(case):
         return False
     # What others use does not count: where they leave too little, workers stand in line, and that was asked above.
-    return host.cpus - own_cores(case) >= FREE
+    if host.cpus - own_cores(case) >= FREE:
+        return True
+    # A loop that computes on the same cores leaves them to others while it waits, though they are busy on average.
+    gain = case.gain("workers")
+    return shape.workers < host.cpus and gain is not None and gain.expected >= WORTH_A_WORKER
 
 
 def in_line(case: Case) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +58,10 @@ def doctor(
         list[str] | None,
         typer.Option("--fail-if", metavar="METRIC>NUMBER", help="Exit with 1, e.g. 'wait_share>0.1'; may be repeated."),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page about it, e.g. report.html.", readable=False),
+    ] = None,
     json: JsonOption = False,
 ) -> int:
     """Print where every second goes, the one thing that limits, and cures with what each would bring.
@@ -72,11 +77,14 @@ def doctor(
     gates = parse_gates(fail_if or ())
     _refuse_what_does_not_fit(target, script, steps, {"--confirm": confirm, "--pace": pace is not None})
 
+    from stoker.commands.doctor_page import refuse_place, write_diagnosis_page
     from stoker.commands.doctor_sources import diagnose
     from stoker.output.doctor_text import doctor_text
     from stoker.output.json_document import print_json
     from stoker.output.text import print_result, say
 
+    if report is not None:
+        refuse_place(report)  # before the minutes that the script takes, not after
     diagnosis, code = diagnose(target, overrides or [], script, steps, seconds, pace=pace, confirm=confirm, json=json)
     if json:
         print_json(diagnosis.as_dict())
@@ -84,6 +92,8 @@ def doctor(
         say("\n" + doctor_text(diagnosis))
     else:
         print_result(doctor_text(diagnosis))
+    if report is not None:
+        write_diagnosis_page(report, diagnosis, " ".join(script) if script is not None else Path(target or "").stem)
     failed = check_gates(gates, diagnosis.observed)
     for text in failed:
         say(f"failed: {text}")

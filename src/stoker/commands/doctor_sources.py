@@ -65,12 +65,13 @@ def _of_script(script: list[str], steps: int | None, seconds: float | None, *, a
 
 
 def _of_folder(path: Path) -> Diagnosis:
-    if path.is_dir() and any(path.glob("about-*.jsonl")):
+    from stoker.commands.run_reading import find_run, is_watched
+    from stoker.output.clock_reading import read_observed
+
+    if is_watched(path):
         from stoker.attach.reading import read_attached
 
         return diagnosis_of(read_attached(path))
-    from stoker.commands.run_reading import find_run
-    from stoker.output.clock_reading import read_observed
 
     folder = find_run(path)
     observed = read_observed(folder)

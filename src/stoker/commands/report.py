@@ -12,7 +12,12 @@ from stoker.commands.options import JsonOption
 RunArgument = Annotated[
     Path,
     # Whether it is a run folder is for our own error to say.
-    typer.Argument(metavar="RUN", readable=False, help="Run folder, or its name below runs/.", show_default=False),
+    typer.Argument(
+        metavar="RUN",
+        readable=False,
+        help="Run folder, its name below runs/, or the folder of stoker.watch().",
+        show_default=False,
+    ),
 ]
 
 
@@ -39,13 +44,14 @@ def report(
 
     With --json, the document that the page is made from is printed; the page is then written only where --out says so.
     """
-    from stoker.commands.run_reading import find_run, read_run
+    from stoker.commands.run_reading import read_document
     from stoker.output.json_document import print_json
     from stoker.output.report.page import report_document, report_page
     from stoker.output.report.writing import default_place, say_where, show_in_browser, write_page
 
-    folders = [find_run(path) for path in (run, run2) if path is not None]
-    document = report_document([read_run(folder).document() for folder in folders])
+    read = [read_document(path) for path in (run, run2) if path is not None]
+    folders, documents = [folder for folder, _ in read], [one for _, one in read]
+    document = report_document(documents)
     if json:
         print_json(document)
     place = out or (None if json else default_place(folders))

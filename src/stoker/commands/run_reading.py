@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stoker.errors import StokerError, UserError
 from stoker.facts.diagnosis import Diagnosis
-from stoker.output.report.document import RunReader
+from stoker.output.report.document import Document, RunReader
 from stoker.run_folder import RunFolder
 
 RUNS = Path("runs")
@@ -32,6 +32,24 @@ def find_run(path: Path) -> Path:
     )
 
 
+def is_watched(folder: Path) -> bool:
+    """Whether `stoker.watch()` left a record of a script here."""
+    return folder.is_dir() and any(folder.glob("about-*.jsonl"))
+
+
+def read_document(path: Path) -> tuple[Path, Document]:
+    """The folder, and what a page shows of the run or of the watched script in it."""
+    if not is_watched(path):
+        folder = find_run(path)
+        return folder, read_run(folder).document()
+
+    from stoker.attach.reading import read_attached
+    from stoker.commands.doctor_sources import diagnosis_of
+    from stoker.output.report.diagnosis_document import diagnosis_document
+
+    return path, diagnosis_document(diagnosis_of(read_attached(path)), path.resolve().name)
+
+
 def read_run(folder: Path) -> RunReader:
     """The run, to be asked for its document as often as one likes."""
     return RunReader(folder, judge_run)
@@ -39,7 +57,7 @@ def read_run(folder: Path) -> RunReader:
 
 def judge_run(folder: Path) -> Diagnosis | str:
     """What the checks say of the run so far, or in words why they cannot say anything."""
-    from stoker.checks import judge
+    from stoker.commands.doctor_sources import diagnosis_of
     from stoker.output.clock_reading import read_observed
 
     try:
@@ -49,7 +67,7 @@ def judge_run(folder: Path) -> Diagnosis | str:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         # A page from a broken file is worth more than none.
         return f"a verdict: clock.jsonl cannot be read ({type(error).__name__}: {error})"
-    return judge(observed) if observed.steps else "a verdict: the clock has seen no whole step yet"
+    return diagnosis_of(observed) if observed.steps else "a verdict: the clock has seen no whole step yet"
 
 
 def _is_run(folder: Path) -> bool:

@@ -22,7 +22,8 @@ FIGURES = {
 
 def compare(a: Document, b: Document) -> dict[str, Any]:
     """What differs between two runs' documents."""
-    ours, theirs = a["config"]["all"], b["config"]["all"]
+    # What the doctor saw of a script has no config.
+    ours, theirs = ((run["config"] or {}).get("all", {}) for run in (a, b))
     keys = [*ours, *(key for key in theirs if key not in ours)]
     config = [
         {"key": key, "a": ours.get(key), "b": theirs.get(key), "in_a": key in ours, "in_b": key in theirs}

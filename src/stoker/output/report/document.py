@@ -116,8 +116,8 @@ class RunReader:
             "memory": memory_columns(intervals),
             "stages": clock.stages() or stages_of_metrics(steps),
             "slowest": [sample | {"name": clip(sample["name"])} for sample in clock.slowest],
-            "findings": [] if diagnosis is None else [_finding(f) for f in diagnosis.findings[:SHOWN_FINDINGS]],
-            "needs": [] if diagnosis is None else [_need(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
+            "findings": [] if diagnosis is None else [finding_row(f) for f in diagnosis.findings[:SHOWN_FINDINGS]],
+            "needs": [] if diagnosis is None else [need_row(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
             "predictions": describe_predictions([*tried, *self._predictions.records]),
             "quarantine": describe_quarantine(self._quarantine.records),
             "config": {"changed": changed_from_defaults(config), "all": config},
@@ -160,7 +160,8 @@ class _MetricsLines(list[Record]):
         super().append(record)
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def finding_row(finding: Finding) -> dict[str, Any]:
+    """A finding as the page shows it."""
     speedup = finding.speedup
     return {
         "id": clip(finding.id),
@@ -171,7 +172,8 @@ def _finding(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _need(need: Need) -> dict[str, Any]:
+def need_row(need: Need) -> dict[str, Any]:
+    """A need as the page shows it."""
     return {
         "what": clip(need.what), "unit": clip(need.unit), "wants": rounded(need.wants), "has": rounded(need.has),
         "how": clip(need.how),

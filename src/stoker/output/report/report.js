@@ -32,7 +32,7 @@ function sentence(run) {
 function states(run) {
   const f = run.figures, of = known(f.epochs_total) ? ` of ${plain(f.epochs_total)}` : "";
   return el("div", { class: "kicker" }, el("strong", null, run.label), el("span", { class: `pill ${run.state}` }, run.state),
-    el("span", null, `${plain(f.epochs_done)}${of} epochs, ${plain(f.step)} steps`), known(f.left_s) && el("span", null, `${duration(f.left_s)} left`),
+    el("span", null, `${known(f.epochs_done) ? `${plain(f.epochs_done)}${of} epochs, ` : ""}${plain(f.step)} steps`), known(f.left_s) && el("span", null, `${duration(f.left_s)} left`),
     known(f.updated) && el("span", null, el("time", { datetime: new Date(1000 * f.updated).toISOString() }, new Date(1000 * f.updated).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }))));
 }
 function figures(run) {
@@ -131,7 +131,7 @@ const sections = {
           told.map(([part, time]) => el("span", { colour: colourOf(part), width: `${100 * time / longest}%`, title: `${labels[part] || "time"}: ${microseconds(time)}` }))), el("span", { class: "number" }, microseconds(stage.wall_us)));
       }), isSplit && el("ul", { class: "keys small" }, split.map((part) => el("li", null, el("i", { class: "swatch", colour: colourOf(part) }), labels[part]))),
       el("details", null, el("summary", null, "The numbers as a table"), table(["stage", "wall", "on a core", "waiting for a core", "blocked", "read"], run.stages.map((stage) => [stage.name, microseconds(stage.wall_us), ...split.map((part) => microseconds(stage[`${part}_us`])), bytes(stage.read_bytes)]), [1, 2, 3, 4, 5])),
-      run.slowest.length > 0 && el("details", null, el("summary", null, "The samples that took longest to decode"), table(["sample", "took", "usual"], run.slowest.map((sample) => [el("code", null, sample.name), milliseconds(sample.ms), milliseconds(sample.typical_ms)]), [1, 2])));
+      run.slowest.length > 0 && el("details", null, el("summary", null, "The samples that took longest"), table(["sample", "took", "usual"], run.slowest.map((sample) => [el("code", null, sample.name), milliseconds(sample.ms), milliseconds(sample.typical_ms)]), [1, 2])));
     })];
   },
 
@@ -167,7 +167,7 @@ const sections = {
 
   events: (doc) => perRun(doc, "events", "What happened on the way", (run) => run.events.length && table(["step", "event", ""], run.events.map((event) => [known(event.step) ? plain(event.step) : "", event.event, event.details]))),
 
-  config: (doc) => doc.differences ? null : perRun(doc, "config", "Config: what differs from the defaults", (run) => run.config.changed.length
+  config: (doc) => doc.differences ? null : perRun(doc, "config", "Config: what differs from the defaults", (run) => !run.config ? null : run.config.changed.length
     ? table(["key", "this run", "default"], run.config.changed.map((item) => [el("code", null, item.key), value(item.value), item.known ? value(item.default) : "not a key of this version"])) : soft(Object.keys(run.config.all).length ? "Every key has its default." : "config.yaml could not be read.")),
 
   environment: (doc) => perRun(doc, "environment", "Machine and checkpoints", (run) => [
@@ -177,7 +177,7 @@ const sections = {
 
   missing: (doc) => perRun(doc, "missing", "What is not in this report", (run) => run.missing.length && el("ul", null, run.missing.map((text) => el("li", null, text)))),
 
-  foot: (doc) => [`Made by stoker ${doc.stoker} from the run's own files. This page holds all of its data and asks nobody for anything.`],
+  foot: (doc) => [`Made by stoker ${doc.stoker} from ${doc.runs.some((run) => run.config) ? "the run's own files" : "what the doctor saw"}. This page holds all of its data and asks nobody for anything.`],
 };
 
 function perRun(doc, id, title, make) {

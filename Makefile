@@ -5,7 +5,6 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 UV     ?= $(BIN)/uv
-UV     ?= $(BIN)/uv
 # Two test processes on two cores: the suite is CPU-bound, more would only wait for each other.
 JOBS   ?= 2
 CHROMIUM ?= yes

@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1]
-WITHOUT_DATA = ("startup", "index", "augment", "checkpoint", "loop", "clock_cost", "vram", "roofline")
+WITHOUT_DATA = (
+    "startup", "index", "augment", "checkpoint", "loop", "clock_cost", "attach_overhead", "what_if", "verdicts", "vram",
+    "roofline",
+)  # fmt: skip
 WITH_DATA = ("decode", "interpreter_lock", "loaders", "memory", "object_store", "paced", "loader_memory")
+BY_HAND = {"known_scripts": "checkouts of timm and torchvision: python -m bench.known_scripts --help"}
 
 
 def main() -> int:
@@ -28,6 +32,9 @@ def main() -> int:
         data = [str(arguments.data.resolve())] if name in WITH_DATA else []
         print(f"== {name}", flush=True)
         code |= subprocess.run([sys.executable, "-m", f"bench.{name}", *data], cwd=PROJECT).returncode
+    for name, needs in BY_HAND.items():
+        if not arguments.names:
+            print(f"{name}: skipped, it needs {needs}")
     return code
 
 

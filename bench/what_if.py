@@ -22,7 +22,8 @@ from bench.quiet import wait_for_quiet
 from bench.rounds import keep
 from bench.what_if_loaders import KINDS, observe
 from stoker.facts.observed import Observed
-from stoker.tuning.what_if import model_of, speed_up, with_loader
+from stoker.tuning.loader_model import model_of
+from stoker.tuning.what_if import speed_up, with_loader
 
 WORKERS, PREFETCH = (0, 1, 2, 4, 8), (2, 4)
 CALIBRATED = (2, 2)

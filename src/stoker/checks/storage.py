@@ -135,13 +135,11 @@ def _gain(case: Case) -> Interval | None:
 
 
 def _fix(case: Case) -> str | None:
+    nearer = "cache_dir=/local/disk/cache" if case.config_line else "copy the data to a local disk first"
     staging, workers = case.gain("staging"), case.gain("workers")
-    if staging is not None and (workers is None or staging.expected >= workers.expected) and case.config_line:
-        return "cache_dir=/local/disk/cache"
-    line = _workers_fix(case)
-    if line is not None:
-        return line
-    return "cache_dir=/local/disk/cache" if case.config_line else "copy the data to a local disk first"
+    if staging is not None and (workers is None or staging.expected >= workers.expected):
+        return nearer
+    return _workers_fix(case) or nearer
 
 
 def _workers_fix(case: Case) -> str | None:

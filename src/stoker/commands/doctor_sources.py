@@ -61,7 +61,18 @@ def _of_script(script: list[str], steps: int | None, seconds: float | None, *, a
         nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=ended.notes)
         return judge(nothing), ended.exit_code
     say_notes(ended.notes)
-    return diagnosis_of(ended.observed), ended.exit_code
+    return diagnosis_of(_with_local_disk(ended.observed)), ended.exit_code
+
+
+def _with_local_disk(observed: Observed) -> Observed:
+    """How fast this host's own disk would be, where the samples came from elsewhere."""
+    from stoker.probe.local_disk import measure_local_disk
+
+    storage = observed.storage
+    if storage is None or not storage.remote or not storage.bytes_per_sample:
+        return observed
+    local = measure_local_disk(None, storage.bytes_per_sample)
+    return replace(observed, storage=replace(storage, local_bytes_per_second=local))
 
 
 def _of_folder(path: Path) -> Diagnosis:

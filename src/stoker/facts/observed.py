@@ -98,6 +98,8 @@ class StorageFacts:
     warm_bytes_per_second: float | None = None
     parallel_bytes_per_second: float | None = None
     """Many readers, cold."""
+    local_bytes_per_second: float | None = None
+    """One reader of this host's own disk, where the samples are not on it: what staging would give."""
     latency_s: float | None = None
     """Until the first byte of a cold read."""
     dataset_bytes: int | None = None

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from stoker.config import Config
@@ -52,6 +53,7 @@ def main() -> None:
 def storage_trial(config: Config, job: Job, tell: Tell) -> Result:  # noqa: ARG001 - it takes no longer than it was given
     """How the data's source answers."""
     from stoker.data.store.stores import open_store
+    from stoker.probe.local_disk import measure_local_disk
     from stoker.probe.storage_speed import measure_storage
     from stoker.tasks.image_data import open_samples
 
@@ -59,6 +61,9 @@ def storage_trial(config: Config, job: Job, tell: Tell) -> Result:  # noqa: ARG0
     missing: list[str] = []
     store = open_store(samples.index.root, max_object_bytes=config.max_image_bytes)
     facts = measure_storage(store, samples, job["seconds"], missing.append)
+    if facts.remote and facts.bytes_per_sample:
+        folder = None if config.cache_dir is None else Path(config.cache_dir)
+        facts = replace(facts, local_bytes_per_second=measure_local_disk(folder, facts.bytes_per_sample))
     return {"storage": asdict(facts), "missing": missing}
 
 

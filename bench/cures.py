@@ -1,0 +1,136 @@
+"""What staging and packing bring: predicted from trials without them, and then measured.
+
+Staging: samples on a real S3 server behind a proxy that answers late or delivers slowly, then the same files on the
+local disk. Packing: the original files, then shards of 500 px, both local. The consumer takes next to no time, so that
+what is cured is all that limits. Server and proxy run on the same cores as the loader: at most a fifth of a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.s3_server import BUCKET, running_s3_server
+
+from bench.loaders import PROJECT, link_copies
+from bench.quiet import wait_for_quiet
+from bench.rounds import keep
+from stoker.checks import workers_stand_in_line
+from stoker.config import Config, fit_to_machine, load_config
+from stoker.probe.host import read_machine
+from stoker.tasks.doctor_trials import run_trials
+from stoker.tuning.what_if import what_if
+
+COPIES = 5
+SECONDS = 16.0
+PACE_S = 0.002
+"""Of a batch of 64: 32,000 images/s."""
+LARGEST_ERROR = 0.25
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A store that is slow in one way."""
+
+    name: str
+    cure: str
+    latency_ms: float = 0.0
+    megabytes_per_second: float | None = None
+    settings: tuple[str, ...] = ()
+
+
+SITUATIONS = (
+    Situation("S3 at 12 MB/s", "staging", latency_ms=20, megabytes_per_second=12),
+    Situation("S3 at 150 ms, 2 MB ahead", "staging", latency_ms=150, settings=("lookahead=2MB",)),
+    Situation("original files", "packing"),
+)
+
+
+def config_of(root: str, work: Path, settings: tuple[str, ...] = ()) -> Config:
+    words = [f"data_root={root}", "task=classify", "batch_size=64", "num_workers=2", "pin_memory=false", *settings,
+             f"index_dir={work / 'index'}"]  # fmt: skip
+    return fit_to_machine(load_config(None, words).config, read_machine())[0]
+
+
+@contextmanager
+def proxied(situation: Situation, port: int) -> Iterator[str]:
+    """The address of the server as this situation sees it."""
+    numbers = [
+        port,
+        situation.latency_ms,
+        *([situation.megabytes_per_second] if situation.megabytes_per_second else []),
+    ]
+    proxy = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.proxy", *map(str, numbers)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT,
+    )  # fmt: skip
+    try:
+        assert proxy.stdout is not None
+        yield f"http://127.0.0.1:{proxy.stdout.readline().strip()}"
+    finally:
+        proxy.kill()
+        proxy.wait()
+
+
+def tried(before: Config, after: Config, cure: str) -> dict[str, Any]:
+    """One prediction, and what came of it."""
+    wait_for_quiet(20.0)
+    seen = run_trials(before, SECONDS, pace_s=PACE_S, only=("storage", "together"))
+    found = what_if(seen, takes_turns=workers_stand_in_line(seen))
+    prediction = next(one for one in found if one.id == cure)
+    wait_for_quiet(20.0)
+    measured = run_trials(after, SECONDS / 2, pace_s=PACE_S, only=("together",)).images_per_second
+    was = seen.images_per_second
+    assert was
+    assert measured
+    gain = prediction.speedup
+    return {
+        "before": round(was, 1), "after": round(measured, 1), "measured_speedup": round(measured / was, 3),
+        "predicted": {name: round(value, 3) for name, value in gain.as_dict().items()},
+        "error": round(gain.expected / (measured / was) - 1, 4), "inside": gain.low <= measured / was <= gain.high,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="stoker-bench-") as name, running_s3_server() as server:
+        work = Path(name)
+        local, packed = work / "local", work / "packed"
+        images = link_copies(arguments.images, local / "train", COPIES)
+        for path in sorted(path for path in images.rglob("*") if path.is_file()):
+            server.put(f"train/{path.relative_to(images)}", path.read_bytes())
+        pack = [sys.executable, "-m", "stoker", "pack", str(local), str(packed), "--longest", "500", "--quality", "90"]
+        subprocess.run(pack, check=True, capture_output=True)
+        for number in range(arguments.rounds):
+            for situation in SITUATIONS:
+                with proxied(situation, server.port) as endpoint:
+                    os.environ.update(server.environment(endpoint))
+                    stages = situation.cure == "staging"
+                    before = config_of(f"s3://{BUCKET}" if stages else str(local), work, situation.settings)
+                    after = config_of(str(local if stages else packed), work, situation.settings)
+                    row = {"situation": situation.name, "cure": situation.cure, "round": number + 1}
+                    rows.append(row | tried(before, after, situation.cure))
+                print(rows[-1], flush=True)
+    errors = sorted(abs(row["error"]) for row in rows)
+    document = {
+        "median_error": errors[len(errors) // 2], "worst_error": errors[-1],
+        "inside_the_80_percent_interval": sum(row["inside"] for row in rows) / len(rows), "rows": rows,
+    }  # fmt: skip
+    print(f"kept in {keep('cures', document)}")
+    return 0 if document["median_error"] <= LARGEST_ERROR else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""This host's own disk is measured with files of a sample's size, and nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stoker.probe import local_disk
+from stoker.probe.local_disk import measure_local_disk
+
+
+def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    rate = measure_local_disk(tmp_path, 50_000, seconds=0.3)
+    assert rate is not None
+    assert 1e5 < rate < 1e11
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_larger_than_what_is_written_are_measured_with_one_file(tmp_path: Path) -> None:
+    assert (measure_local_disk(tmp_path, 1e10, seconds=0.2) or 0) > 0
+
+
+def test_where_nothing_may_be_written_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A folder that is not there: temporary files go where they always go.
+    assert measure_local_disk(tmp_path / "nowhere", 1000, seconds=0.1) is not None
+    if os.geteuid() != 0:  # root may write anywhere
+        tmp_path.chmod(0o500)
+        assert measure_local_disk(tmp_path, 1000) is None
+        tmp_path.chmod(0o700)
+    monkeypatch.setattr(local_disk, "LEAST_FREE", 1 << 62)
+    assert measure_local_disk(tmp_path, 1000) is None

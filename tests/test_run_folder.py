@@ -160,6 +160,7 @@ def test_a_folder_without_permission_is_refused_and_left_alone(open_folder: Path
         "try:\n    open_run(load_config(None, ['runs_dir=' + sys.argv[1]]).config, None)\n"
         "except ConfigError as error:\n    print(error.seen)\n"
     )
+    open_folder.chmod(0o555)  # closed to its owner as well, who may be the one that runs the tests
     done = subprocess.run([sys.executable, "-c", program, str(open_folder)], capture_output=True, text=True)
     assert "cannot be written: Permission denied" in done.stdout
     assert list(open_folder.iterdir()) == []

@@ -16,7 +16,9 @@ def test_a_crash_keeps_its_traceback_its_code_and_the_records_so_far(
     err = capfd.readouterr().err
     assert result.exit_code == 1
     assert err.endswith("ValueError: the script's own mistake\n")
-    assert "stoker" not in err.replace("foreign_scripts", "")
+    # No frame of ours: the checkout itself may lie in a folder of that name.
+    assert "stoker/attach" not in err
+    assert "stoker." not in err
     assert result.observed is not None
     assert result.observed.steps == 4
 

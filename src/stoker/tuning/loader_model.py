@@ -23,6 +23,8 @@ class Model:
     images_per_second: float
     fetch_blocked: tuple[float, ...] | None = None
     """Of each batch the blocked time that went into getting bytes; None where the stages are not known."""
+    fetch_cpu: tuple[float, ...] | None = None
+    """Of each batch the time on a core that threads beside the workers took to get its bytes."""
     fetched_bytes: tuple[float, ...] | None = None
     most_batches_per_second: float | None = None
     """What storage can give at most, however many workers ask."""
@@ -38,8 +40,12 @@ def model_of(observed: Observed) -> Model | None:
     batches = tuple(Work(b.cpu_s or 0.0, b.blocked_s or 0.0) for b in known)
     worker_cpu = sum(work.cpu_s for work in batches) / len(batches)
     batches_per_second = observed.steps / observed.elapsed_s
-    step_cpu = _step_cpu(observed, worker_cpu, cpus)
+    used_cpu = _step_cpu(observed, worker_cpu, cpus)
     mean_step = max(1e-9, statistics.fmean(observed.steps_s))
+    # The loop computes only while it does not wait, and a consumer that keeps a pace not at all. What the process uses
+    # beyond that, other threads use to fetch.
+    step_cpu = min(used_cpu, cpus * mean_step) if observed.pace_images_per_second is None else 0.0
+    fetching_cpu = used_cpu - step_cpu
     # With batches that are there already nobody else uses the cores: the step as it is by itself.
     alone = _alone(observed, mean_step)
     threads = max(1.0, step_cpu / mean_step)
@@ -48,8 +54,15 @@ def model_of(observed: Observed) -> Model | None:
     steps = tuple(
         Work(handover + alone * seconds * share, alone * seconds * (1 - share)) for seconds in observed.steps_s
     )
-    others = _others(observed, worker_cpu + step_cpu, batches_per_second)
+    others = _others(observed, worker_cpu + used_cpu, batches_per_second)
     fetch = [min(b.blocked_s or 0.0, b.fetch_s) for b in known if b.fetch_s is not None]
+    if len(fetch) == len(known):
+        # A worker that waits for them gives them its core.
+        own = [min(fetching_cpu, blocked) for blocked in fetch]
+        batches = tuple(Work(b.cpu_s + cpu, b.blocked_s - cpu) for b, cpu in zip(batches, own, strict=True))
+        fetch = [blocked - cpu for blocked, cpu in zip(fetch, own, strict=True)]
+    else:
+        own = []
     return Model(
         setup=Setup(
             workers=shape.workers,
@@ -62,6 +75,7 @@ def model_of(observed: Observed) -> Model | None:
         steps=steps,
         images_per_second=rate,
         fetch_blocked=tuple(fetch) if len(fetch) == len(known) else None,
+        fetch_cpu=tuple(own) if len(fetch) == len(known) else None,
         fetched_bytes=_fetched_bytes(observed, [b.samples for b in known]),
         most_batches_per_second=_storage_limit(observed),
     )

@@ -24,12 +24,11 @@ from tests.support.s3_server import BUCKET, running_s3_server
 from bench.loaders import PROJECT, link_copies
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
-from stoker.checks import workers_stand_in_line
+from stoker.commands.diagnosing import diagnosis_of
 from stoker.config import Config, fit_to_machine, load_config
 from stoker.probe.host import read_machine
 from stoker.tasks.doctor_trials import run_trials
 from stoker.tuning.loader_model import model_of
-from stoker.tuning.what_if import what_if
 
 COPIES = 5
 SECONDS = 16.0
@@ -86,8 +85,7 @@ def tried(before: Config, after: Config, cure: str) -> dict[str, Any]:
     """One prediction, and what came of it."""
     wait_for_quiet(20.0)
     seen = run_trials(before, SECONDS, pace_s=PACE_S, only=("storage", "together"))
-    found = what_if(seen, takes_turns=workers_stand_in_line(seen))
-    prediction = next(one for one in found if one.id == cure)
+    prediction = next(one for one in diagnosis_of(seen).predictions if one.id == cure)
     wait_for_quiet(20.0)
     measured = run_trials(after, SECONDS / 2, pace_s=PACE_S, only=("together",)).images_per_second
     was = seen.images_per_second

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stoker.commands.doctor_sources import diagnosis_of
+from stoker.commands.diagnosing import diagnosis_of
 from stoker.config import fit_to_machine, load_config
 from stoker.data.store.stores import LocalStore
 from stoker.output.clock_file import HEADER, interval_record

@@ -285,3 +285,15 @@ def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> 
     little = replace(few, speedup=Interval(1.0, 1.1, 1.2))
     assert judge(busy, (few,)).verdict == "too-few-workers"
     assert judge(busy, (little,)).verdict == "decode-bound"
+
+
+def test_a_script_that_waits_for_a_network_is_told_to_copy_where_that_brings_most() -> None:
+    away = starved(cpu=0.002, blocked=0.04, storage=StorageFacts(remote=True, kind="network", bytes_per_sample=1e5))
+    away = replace(away, stages=stages(fetch=batches(cpu=0.002, blocked=0.04)))
+    copy = Prediction("staging", "staging to local disk", Interval(3.0, 3.3, 3.6), Interval(1, 1, 1))
+    more = Prediction(
+        "workers", "num_workers 2 -> 4", Interval(1.8, 1.9, 2.0), Interval(1, 1, 1), (("num_workers", 4),)
+    )
+    assert judge(away, (copy, more)).findings[0].fix == "copy the data to a local disk first"
+    best = replace(more, speedup=Interval(3.8, 4.0, 4.2))
+    assert judge(away, (copy, best)).findings[0].fix == "DataLoader(..., num_workers=4)"

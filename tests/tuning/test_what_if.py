@@ -63,19 +63,26 @@ def test_a_starved_loop_gains_nothing_from_a_faster_accelerator_and_a_fed_one_mu
 def test_what_a_client_of_a_store_computes_is_neither_the_loops_nor_there_after_staging() -> None:
     # Two workers wait 200 ms for a batch; threads of the same process take 60 ms of a core to get it.
     storage = StorageFacts(remote=True, bytes_per_sample=100_000, local_bytes_per_second=1e9)
-    seen = replace(observed(cpu=0.04, blocked=0.2, cpus=2), storage=storage, consumer_cpu_s=200 * 0.068)
+    shape = LoaderShape(workers=2, prefetch=2, engine="thread")
+    seen = replace(observed(cpu=0.04, blocked=0.2, cpus=2), storage=storage, consumer_cpu_s=200 * 0.068, loader=shape)
     model = model_of(seen)
     assert model is not None
     assert model.setup.consumer_threads == pytest.approx(2.0)
     assert (model.batches[0].cpu_s, model.batches[0].blocked_s) == pytest.approx((0.1, 0.14))
-    assert model.fetch_cpu is not None
-    assert model.fetch_cpu[0] == pytest.approx(0.06)
+    assert model.fetching is not None
+    assert (model.fetching[0].cpu_s, model.fetching[0].blocked_s) == pytest.approx((0.06, 0.14))
+    # Worker processes fetch by themselves: what the training process computes is its own.
+    processes = model_of(replace(seen, loader=replace(shape, engine="process")))
+    assert processes is not None
+    assert processes.batches[0].cpu_s == pytest.approx(0.04)
     # Of the 120 ms between two batches, 20 of computing by each of two workers are left, and the loop's own 8 of CPU.
     assert named(seen, "staging").speedup.expected == pytest.approx(0.120 / 0.024, rel=0.15)
 
 
 def test_a_consumer_that_keeps_a_pace_computes_nothing() -> None:
-    seen = replace(observed(cpu=0.04, blocked=0.2), consumer_cpu_s=200 * 0.003, pace_images_per_second=2000.0)
+    shape = LoaderShape(workers=2, prefetch=2, engine="thread")
+    paced = replace(observed(cpu=0.04, blocked=0.2), pace_images_per_second=2000.0)
+    seen = replace(paced, consumer_cpu_s=200 * 0.003, loader=shape)
     model = model_of(seen)
     assert model is not None
     assert model.steps[0].cpu_s == 0.0

@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.attach import making, timeline
 from stoker.attach.inside.ring import LAST
-from stoker.attach.records import About, FetchFile, StepFile, read_about, read_fetches, read_steps
+from stoker.attach.records import About, FetchFile, StepFile, has_records, read_about, read_fetches, read_steps
 from stoker.errors import UserError
 from stoker.facts.observed import AcceleratorFacts, HostFacts, LoaderShape, Observed, StorageFacts
 from stoker.probe.mounts import mount_of
@@ -31,7 +31,7 @@ class Recording:
 
 def read_attached(folder: Path) -> Observed:
     """The observation that `stoker.watch(report=folder)` has left."""
-    if not folder.is_dir() or not any(folder.glob("about-*.jsonl")):
+    if not has_records(folder):
         raise UserError(
             "no-record",
             f"{folder} holds no record of a watched script",

@@ -14,6 +14,13 @@ from stoker.attach.inside.ring import FetchRecord, StepRecord
 from stoker.attach.inside.targets import STAGE_COUNT
 from stoker.errors import UserError
 
+ABOUT_FILES = "about-*.jsonl"
+
+
+def has_records(folder: Path) -> bool:
+    """Whether the clock was hung into a script that wrote here."""
+    return folder.is_dir() and any(folder.glob(ABOUT_FILES))
+
 
 @dataclass(frozen=True)
 class FetchFile:
@@ -76,7 +83,7 @@ class About:
 def read_about(folder: Path) -> dict[int, About]:
     """What each process said, by its number; a line that was cut off by its death is left out."""
     found: dict[int, About] = {}
-    for path in sorted(folder.glob("about-*.jsonl")):
+    for path in sorted(folder.glob(ABOUT_FILES)):
         about = About(int(path.stem.split("-")[1]))
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError):

@@ -29,6 +29,7 @@ from stoker.attach.inside.session import (
 )
 from stoker.attach.processes import kill_all, processes_with
 from stoker.attach.reading import read_recording
+from stoker.attach.records import has_records
 from stoker.errors import UserError
 from stoker.facts.observed import Observed
 from stoker.probe.host_load import HostWatch
@@ -69,7 +70,7 @@ def run_attached(command: list[str], *, steps: int | None = None, seconds: float
         notes = list(recording.notes)
         if stopped:
             notes.append("the script was stopped: the steps or seconds that were asked for were over")
-        if not any(folder.glob("about-*.jsonl")):
+        if not has_records(folder):
             notes = [
                 "nothing could be attached: no Python process of this command looked at PYTHONPATH (isolated mode, a "
                 "container, another host?); put one line into the script instead:  import stoker; stoker.watch()"

@@ -14,13 +14,14 @@ from pathlib import Path
 from stoker.attach.inside import session
 from stoker.attach.inside.start import start
 from stoker.attach.reading import Recording, read_attached, read_recording
+from stoker.attach.records import ABOUT_FILES
 from stoker.attach.running import ON_PATH
 from stoker.errors import UserError
 from stoker.facts.observed import Observed
 from stoker.probe.host_load import HostWatch
 
 DEFAULT_FOLDER = "stoker_watch"
-OUR_FILES = ("about-*.jsonl", "steps-*.ring", "fetch-*.ring")
+OUR_FILES = (ABOUT_FILES, "steps-*.ring", "fetch-*.ring")
 # Ranks of one run start within seconds of each other and share the folder; what is older is of a run before.
 SAME_RUN_S = 60.0
 HOST_LOOK_S = 1.0

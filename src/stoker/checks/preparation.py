@@ -98,8 +98,9 @@ def handover_bound(case: Case) -> Finding | None:
         return None
     return Finding(
         "handover-bound",
-        f"workers make batches {busy:.0%} of their time, and the loop still waits {case.observed.wait_share:.0%} of "
-        "its own: batches are held up on their way (pickling, shared memory, pinning)",
+        f"workers make batches at most {busy:.0%} of their time, and the loop still waits "
+        f"{case.observed.wait_share:.0%} of its own: batches are held up on their way (pickling, shared memory, "
+        "pinning)",
         "return few large tensors instead of many small ones; uint8 instead of float32",
     )
 
@@ -128,9 +129,8 @@ def _bound(case: Case, stage: str, fix: str, prediction: str | None) -> Finding 
 
 
 _GERUND = {"decode": "decoding", "augment": "augmenting", "collate": "putting samples together"}
-
-
 LITTLE = 1.05
+"""A predicted gain below which more workers are said to bring nothing: as much as the prediction may be wrong."""
 
 
 def _more_workers(case: Case) -> str:

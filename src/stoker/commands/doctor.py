@@ -93,7 +93,7 @@ def doctor(
     else:
         print_result(doctor_text(diagnosis))
     if report is not None:
-        write_diagnosis_page(report, diagnosis, " ".join(script) if script is not None else Path(target or "").stem)
+        write_diagnosis_page(report, diagnosis, " ".join(script) if script is not None else Path(target or "").name)
     failed = check_gates(gates, diagnosis.observed)
     for text in failed:
         say(f"failed: {text}")

@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from stoker.checks import judge, workers_stand_in_line
+from stoker.checks import judge
+from stoker.commands.diagnosing import diagnosis_of, diagnosis_of_watched
 from stoker.config import Config
 from stoker.errors import UsageError
 from stoker.facts.diagnosis import Confirmation, Diagnosis
 from stoker.facts.observed import Observed
 from stoker.output.predictions_file import keep_confirmation, keep_predictions, settle_predictions
 from stoker.output.text import say, say_notes
-from stoker.tuning.what_if import WORTH_SAYING, what_if
+from stoker.tuning.what_if import WORTH_SAYING
 
 CONFIG_ENDINGS = (".yaml", ".yml")
 
@@ -47,11 +48,6 @@ def diagnose(
     return _of_folder(Path(target)), 0
 
 
-def diagnosis_of(observed: Observed) -> Diagnosis:
-    """Verdict, findings and predictions of an observation."""
-    return judge(observed, what_if(observed, takes_turns=workers_stand_in_line(observed)))
-
-
 def _of_script(script: list[str], steps: int | None, seconds: float | None, *, apart: bool) -> tuple[Diagnosis, int]:
     from stoker.attach.running import run_attached
 
@@ -76,14 +72,12 @@ def _with_local_disk(observed: Observed) -> Observed:
 
 
 def _of_folder(path: Path) -> Diagnosis:
-    from stoker.commands.run_reading import find_run, is_watched
+    from stoker.attach.records import has_records
+    from stoker.commands.run_reading import find_run
     from stoker.output.clock_reading import read_observed
 
-    if is_watched(path):
-        from stoker.attach.reading import read_attached
-
-        return diagnosis_of(read_attached(path))
-
+    if has_records(path):
+        return diagnosis_of_watched(path)
     folder = find_run(path)
     observed = read_observed(folder)
     settled = settle_predictions(folder, observed)
@@ -100,7 +94,7 @@ def _of_config(
     from stoker.config import fit_to_machine
     from stoker.probe.host import read_machine
     from stoker.run_folder import run_folder_for
-    from stoker.tasks.doctor_trials import DEFAULT_SECONDS, together_seconds
+    from stoker.tasks.doctor_trials import DEFAULT_SECONDS, trial_seconds
 
     let_threads_sleep()
     config = load_for_command(path, overrides, None).config
@@ -129,7 +123,8 @@ def _of_config(
     say(f"trying {best.label}")
     changed = fitted.model_copy(update=dict(best.settings))
     # As long as before, and only what is compared.
-    measured = _tried(changed, together_seconds(length), pace_s, only=("together",)).images_per_second
+    as_long = trial_seconds(length, pace_s)["together"]
+    measured = _tried(changed, as_long, pace_s, only=("together",)).images_per_second
     if not measured:
         return diagnosis
     confirmation = Confirmation(best, measured, measured / before)

@@ -32,22 +32,18 @@ def find_run(path: Path) -> Path:
     )
 
 
-def is_watched(folder: Path) -> bool:
-    """Whether `stoker.watch()` left a record of a script here."""
-    return folder.is_dir() and any(folder.glob("about-*.jsonl"))
-
-
 def read_document(path: Path) -> tuple[Path, Document]:
     """The folder, and what a page shows of the run or of the watched script in it."""
-    if not is_watched(path):
+    from stoker.attach.records import has_records
+
+    if not has_records(path):
         folder = find_run(path)
         return folder, read_run(folder).document()
 
-    from stoker.attach.reading import read_attached
-    from stoker.commands.doctor_sources import diagnosis_of
+    from stoker.commands.diagnosing import diagnosis_of_watched
     from stoker.output.report.diagnosis_document import diagnosis_document
 
-    return path, diagnosis_document(diagnosis_of(read_attached(path)), path.resolve().name)
+    return path, diagnosis_document(diagnosis_of_watched(path), path.resolve().name)
 
 
 def read_run(folder: Path) -> RunReader:
@@ -57,7 +53,7 @@ def read_run(folder: Path) -> RunReader:
 
 def judge_run(folder: Path) -> Diagnosis | str:
     """What the checks say of the run so far, or in words why they cannot say anything."""
-    from stoker.commands.doctor_sources import diagnosis_of
+    from stoker.commands.diagnosing import diagnosis_of
     from stoker.output.clock_reading import read_observed
 
     try:

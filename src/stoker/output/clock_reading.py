@@ -161,7 +161,7 @@ class _Sums:
         if not 0 < firsts < steps:
             return parts
         others = 1 - firsts / steps
-        for name in ("steps", "samples", "transfer_s", "compute_s", "other_s", "consumer_cpu_s"):
+        for name in ("samples", "transfer_s", "compute_s", "other_s", "consumer_cpu_s"):
             if name in parts:
                 parts[name] *= others
         parts["steps"] = steps - firsts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stoker.data.pack import PACKING_SPEEDUP
 from stoker.facts.finding import Finding, Interval
 from stoker.facts.plan import Rate, TimeBudget
 
@@ -12,8 +13,6 @@ IMAGES_PER_CORE_SECOND = 500.0
 MEASURED_AT_PX = 224
 # Of making an image: 285 us of resizing beside 660 us of decoding the crop, on one core.
 RESIZING_SHARE = 0.3
-# Packed at 500 px and quality 90 beside the originals, 1,864 to 1,236 (results/loaders).
-PACKING_SPEEDUP = 1.5
 # The rest is for the loop, the driver and the kernel: with every core busy decoding, kernels are launched late.
 SHARE_OF_CORES = 0.9
 # An accelerator that is fed at this share of its rate counts as busy.

@@ -16,7 +16,8 @@ LEAST_FREE = 10 * MOST_BYTES
 
 
 def measure_local_disk(folder: Path | None, sample_bytes: float, seconds: float = 1.0) -> float | None:
-    """Bytes a second of reading files of a sample's size, one after the other, cold where the kernel lets us.
+    """Bytes a second of reading files of a sample's size, one after the other, cold where the kernel lets us; writing
+    them and reading them take at most so many seconds each.
 
     In `folder`, or where temporary files go; None where nothing can be written there. Leaves nothing behind.
     """

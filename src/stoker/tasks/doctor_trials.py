@@ -63,11 +63,8 @@ def run_trials(
     job = {"config": config_values(alone), "workers": workers, "cpus": machine.cpus, "pace_s": pace_s}
     found: dict[str, dict[str, Any]] = {}
     missing = _left_out(config, pace_s)
-    wanted = {trial: SHARES[trial] for trial in only if trial != "ceiling" or pace_s is None}
-    total = sum(wanted.values())
     before = 0.0
-    for trial, share in wanted.items():
-        took = seconds * share / total
+    for trial, took in trial_seconds(seconds, pace_s, only).items():
 
         def tell(done_s: float, trial: str = trial, before: float = before, took: float = took) -> None:
             progress(NAMES[trial], before + min(took, done_s), seconds)
@@ -82,6 +79,12 @@ def run_trials(
         before += took
     progress("done", seconds, seconds)
     return _observed(config, found, missing, pace_s)
+
+
+def trial_seconds(seconds: float, pace_s: float | None, only: Collection[str] = tuple(SHARES)) -> dict[str, float]:
+    """What each trial gets of the time; a consumer that keeps a pace has no ceiling to measure."""
+    wanted = {trial: SHARES[trial] for trial in only if trial != "ceiling" or pace_s is None}
+    return {trial: seconds * share / sum(wanted.values()) for trial, share in wanted.items()}
 
 
 def in_another_process(job: dict[str, Any], tell: Callable[[float], None]) -> dict[str, Any]:
@@ -154,11 +157,6 @@ def _user_error(message: dict[str, Any]) -> UserError:
 def _died(code: int) -> UserError:
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     return UserError("trial-died", f"its process {how}; often the system was out of memory")
-
-
-def together_seconds(seconds: float) -> float:
-    """What the loader and model together get of the time of all trials."""
-    return seconds * SHARES["together"] / sum(SHARES.values())
 
 
 def _left_out(config: Config, pace_s: float | None) -> list[str]:

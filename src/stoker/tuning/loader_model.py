@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stoker.facts.observed import Observed
+from stoker.facts.observed import BatchTime, LoaderShape, Observed
 from stoker.tuning.loader_simulation import Setup, Work
 
 FEWEST_BATCHES = 8
@@ -21,10 +21,9 @@ class Model:
     batches: tuple[Work, ...]
     steps: tuple[Work, ...]
     images_per_second: float
-    fetch_blocked: tuple[float, ...] | None = None
-    """Of each batch the blocked time that went into getting bytes; None where the stages are not known."""
-    fetch_cpu: tuple[float, ...] | None = None
-    """Of each batch the time on a core that threads beside the workers took to get its bytes."""
+    fetching: tuple[Work, ...] | None = None
+    """Of each batch what went into getting its bytes: on a core by threads beside the workers, and blocked. None where
+    the stages are not known."""
     fetched_bytes: tuple[float, ...] | None = None
     most_batches_per_second: float | None = None
     """What storage can give at most, however many workers ask."""
@@ -42,10 +41,7 @@ def model_of(observed: Observed) -> Model | None:
     batches_per_second = observed.steps / observed.elapsed_s
     used_cpu = _step_cpu(observed, worker_cpu, cpus)
     mean_step = max(1e-9, statistics.fmean(observed.steps_s))
-    # The loop computes only while it does not wait, and a consumer that keeps a pace not at all. What the process uses
-    # beyond that, other threads use to fetch.
-    step_cpu = min(used_cpu, cpus * mean_step) if observed.pace_images_per_second is None else 0.0
-    fetching_cpu = used_cpu - step_cpu
+    step_cpu = _own_cpu(observed, shape, used_cpu, cpus * mean_step)
     # With batches that are there already nobody else uses the cores: the step as it is by itself.
     alone = _alone(observed, mean_step)
     threads = max(1.0, step_cpu / mean_step)
@@ -55,14 +51,10 @@ def model_of(observed: Observed) -> Model | None:
         Work(handover + alone * seconds * share, alone * seconds * (1 - share)) for seconds in observed.steps_s
     )
     others = _others(observed, worker_cpu + used_cpu, batches_per_second)
-    fetch = [min(b.blocked_s or 0.0, b.fetch_s) for b in known if b.fetch_s is not None]
-    if len(fetch) == len(known):
-        # A worker that waits for them gives them its core.
-        own = [min(fetching_cpu, blocked) for blocked in fetch]
-        batches = tuple(Work(b.cpu_s + cpu, b.blocked_s - cpu) for b, cpu in zip(batches, own, strict=True))
-        fetch = [blocked - cpu for blocked, cpu in zip(fetch, own, strict=True)]
-    else:
-        own = []
+    fetching = _fetching(known, used_cpu - step_cpu)
+    if fetching is not None:
+        # What threads compute for a worker that waits for them, they compute on the core that it leaves.
+        batches = tuple(Work(b.cpu_s + f.cpu_s, b.blocked_s - f.cpu_s) for b, f in zip(batches, fetching, strict=True))
     return Model(
         setup=Setup(
             workers=shape.workers,
@@ -74,11 +66,26 @@ def model_of(observed: Observed) -> Model | None:
         batches=batches,
         steps=steps,
         images_per_second=rate,
-        fetch_blocked=tuple(fetch) if len(fetch) == len(known) else None,
-        fetch_cpu=tuple(own) if len(fetch) == len(known) else None,
+        fetching=fetching,
         fetched_bytes=_fetched_bytes(observed, [b.samples for b in known]),
         most_batches_per_second=_storage_limit(observed),
     )
+
+
+def _own_cpu(observed: Observed, shape: LoaderShape, used_cpu: float, most_cpu: float) -> float:
+    """What the loop itself computes in a step. Threads that fetch may live in the same process: the loop computes only
+    while it does not wait, and a consumer that keeps a pace not at all; the rest is theirs."""
+    if shape.engine == "process":
+        return used_cpu
+    return 0.0 if observed.pace_images_per_second is not None else min(used_cpu, most_cpu)
+
+
+def _fetching(batches: Sequence[BatchTime], threads_cpu: float) -> tuple[Work, ...] | None:
+    blocked = [min(batch.blocked_s or 0.0, batch.fetch_s) for batch in batches if batch.fetch_s is not None]
+    if len(blocked) < len(batches):
+        return None
+    own = [min(threads_cpu, seconds) for seconds in blocked]
+    return tuple(Work(cpu, seconds - cpu) for cpu, seconds in zip(own, blocked, strict=True))
 
 
 def _alone(observed: Observed, mean_step: float) -> float:

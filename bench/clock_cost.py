@@ -26,6 +26,7 @@ from stoker.clock.steps import StepClock
 from stoker.data.batch import Batch
 from stoker.facts.observed import LoaderShape
 from stoker.output.clock_file import ClockFile, clock_header
+from stoker.probe.host_load import HostWatch
 
 STEP_S = 0.02
 LARGEST_SHARE = 0.01
@@ -120,7 +121,10 @@ class Sides:
 def open_file(folder: Path) -> ClockFile:
     header = clock_header(LoaderShape(8, 2), cpus=8, world=1, torch_version=torch.__version__, device="cpu")
     return ClockFile(
-        folder / "clock.jsonl", header, name_samples=lambda numbers: [f"n0144{n:04d}/x.JPEG" for n in numbers]
+        folder / "clock.jsonl",
+        header,
+        HostWatch(),
+        name_samples=lambda numbers: [f"n0144{n:04d}/x.JPEG" for n in numbers],
     )
 
 

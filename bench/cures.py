@@ -25,7 +25,8 @@ from bench.loaders import PROJECT, link_copies
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
 from stoker.commands.diagnosing import diagnosis_of
-from stoker.config import Config, fit_to_machine, load_config
+from stoker.config import Config, load_config
+from stoker.config.machine import fit_to_machine
 from stoker.probe.host import read_machine
 from stoker.tasks.doctor_trials import run_trials
 from stoker.tuning.loader_model import model_of

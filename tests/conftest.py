@@ -82,7 +82,7 @@ def as_nobody() -> Callable[..., tuple[int, str]]:
         # What the command will import is imported first: the new user may not read our environment.
         program = (
             "import os, sys\n"
-            "import stoker.commands.config, stoker.commands.load, stoker.config, stoker.run_folder\n"
+            "import stoker.commands.config, stoker.config, stoker.run_folder\n"
             "import stoker.output.config_text, stoker.output.text, stoker.output.json_document\n"
             "import stoker.probe.host\n"
             "from stoker.cli import main\n"

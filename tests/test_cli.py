@@ -187,7 +187,7 @@ def run_crash(body: str, home: Path, **variables: str) -> subprocess.CompletedPr
 
 def test_our_bug_exits_3_and_writes_a_log_without_secrets(tmp_path: Path) -> None:
     body = (
-        "from stoker.commands.load import load_for_command; "
+        "from stoker.config.loading import load_for_command; "
         "load_for_command(None, ['data_root=s3://user:hunter22@host/b', 'lr=0.125'], None); "
         "raise ZeroDivisionError('AKIAABCDEFGHIJKLMNOP')"
     )

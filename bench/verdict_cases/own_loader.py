@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from stoker.commands.diagnosing import diagnosis_of
-from stoker.config import fit_to_machine, load_config
+from stoker.config import load_config
+from stoker.config.machine import fit_to_machine
 from stoker.data.store.stores import LocalStore
 from stoker.output.clock_file import HEADER, interval_record
 from stoker.output.clock_reading import observed_from

@@ -29,10 +29,13 @@ from types import TracebackType
 
 from stoker.config import Config, config_as_yaml
 from stoker.environment import describe_environment
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, UserError
 from stoker.files import write_text
 from stoker.lease import Lease
 from stoker.redact import redact_text
+
+RUNS = Path("runs")
+SHOWN_RUNS = 8
 
 
 @dataclass(frozen=True)
@@ -179,3 +182,30 @@ def _not_writable(root: Path, error: OSError) -> ConfigError:
         why=f"a run keeps its config, metrics and checkpoints there; {existing} exists and is not ours",
         hint="runs_dir=/a/folder/you/may/write",
     )
+
+
+def find_run(path: Path) -> Path:
+    """The run folder of this path, or of this name below runs/; raises where there is none."""
+    for candidate in (path, RUNS / path):
+        if _is_run(candidate):
+            return candidate
+    around = path if path.is_dir() else RUNS
+    seen = "does not exist" if not path.exists() else "is no folder" if not path.is_dir() else "holds no run"
+    try:
+        runs = sorted(folder for folder in around.iterdir() if _is_run(folder))
+    except OSError:
+        runs = []
+    raise UserError(
+        "not-a-run-folder",
+        f"{path} {seen}",
+        why="a run folder has metrics.jsonl or config.yaml in it; `stoker train` makes it below runs/",
+        hint="  ".join(map(str, runs[-SHOWN_RUNS:])) if runs else "stoker demo    # makes one in a minute",
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    run = RunFolder(folder)
+    try:
+        return any(file.is_file() for file in (run.metrics_file, run.config_file, run.clock_file))
+    except OSError:
+        return False

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.commands import training
+from stoker.commands import train as command
+from stoker.commands import training_run as training
 from stoker.data.batch import Batch
 from stoker.errors import Interrupted, Preempted
+from stoker.probe import host
 from stoker.tasks.classify import build_run
 from stoker.training.step import Prepared
 from tests.support.ready_process import ReadyProcess
@@ -44,8 +46,8 @@ Ledger = list[tuple[int, int, list[int], list[int]]]
 def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledger]]:
     """Trains in this process, in one thread; sends it a real signal while it makes step `stop_at`."""
     threads = torch.get_num_threads()
-    machine = replace(training.read_machine(), cpus=1)
-    monkeypatch.setattr(training, "read_machine", lambda: machine)
+    machine = replace(host.read_machine(), cpus=1)
+    monkeypatch.setattr(host, "read_machine", lambda: machine)
     wanted: dict[str, Any] = {}
 
     def build_and_watch(*arguments: Any, **keys: Any) -> Any:
@@ -68,12 +70,10 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
         wanted.update(ledger=[], stop_at=stop_at, number=number)
         monkeypatch.chdir(config.parent)
         if stop_at is None:
-            assert (
-                training.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))[0] == 0
-            )
+            assert command.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))[0] == 0
         else:
             with pytest.raises(Interrupted if number == signal.SIGINT else Preempted, match=f"saved at step {stop_at}"):
-                training.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))
+                command.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))
         return list(wanted["ledger"])
 
     yield train
@@ -146,7 +146,7 @@ def test_a_signal_during_validation_leaves_at_once_and_validates_after_the_resum
     monkeypatch.setattr(training.RunObserver, "validation_step", note)
     monkeypatch.chdir(config.parent)
     with pytest.raises(Preempted, match="saved at step 6"):
-        training.train_from_config(config, [], None, False)
+        command.train_from_config(config, [], None, False)
     assert len(seen) == 3
     train_until(config)
     assert_same_end(tmp_path / "stopped" / "runs" / "tiny", tmp_path / "whole" / "runs" / "tiny")

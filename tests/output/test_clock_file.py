@@ -17,6 +17,7 @@ from stoker.facts.observed import LoaderShape
 from stoker.output.clock_file import ClockFile, clock_header
 from stoker.output.clock_reading import observed_from, read_observed
 from stoker.output.metrics_file import truncate_after
+from stoker.probe.host_load import HostWatch
 from stoker.run_folder import RunFolder
 
 LONGEST_LINE = 2000
@@ -52,7 +53,10 @@ def names(samples: Any) -> list[str]:
 
 def write(folder: Path, steps: int, every: int, first: int = 0, **shape: Any) -> StepClock:
     """Steps of a run, as the loop and its observer would tell of them; the clock has the sums of all."""
-    clock, file = StepClock(), ClockFile(folder / "clock.jsonl", header(**shape), step=first, name_samples=names)
+    clock, file = (
+        StepClock(),
+        ClockFile(folder / "clock.jsonl", header(**shape), HostWatch(), step=first, name_samples=names),
+    )
     clock.epoch_begins()
     for step in range(first + 1, first + steps + 1):
         with clock.waiting():
@@ -184,7 +188,10 @@ def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
     clock, file = (
         StepClock(),
         ClockFile(
-            tmp_path / "clock.jsonl", header(), name_samples=lambda _: [b"x\xff.jpg".decode("utf-8", "surrogateescape")]
+            tmp_path / "clock.jsonl",
+            header(),
+            HostWatch(),
+            name_samples=lambda _: [b"x\xff.jpg".decode("utf-8", "surrogateescape")],
         ),
     )
     clock.epoch_begins()

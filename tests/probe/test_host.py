@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.config import fit_to_machine, load_config
+from stoker.config import load_config
+from stoker.config.machine import fit_to_machine
 from stoker.facts import Machine
 from stoker.probe.host import count_accelerators, read_machine, usable_cpus, usable_ram_bytes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stoker.commands import training
+from stoker.commands import training_run as training
 from stoker.tasks.classify import build_run
 from stoker.training.step import Prepared
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from stoker.config import Config, config_values, fit_to_machine, load_config
+from stoker.config import Config, config_values, load_config
+from stoker.config.machine import fit_to_machine
 from stoker.errors import UserError
 from stoker.output.clock_reading import observed_from
 from stoker.probe.host import read_machine
@@ -23,7 +24,8 @@ from tests.support.tiny_training import write_config, write_images
 PROGRAM = """
 import sys
 from pathlib import Path
-from stoker.config import fit_to_machine, load_config
+from stoker.config import load_config
+from stoker.config.machine import fit_to_machine
 from stoker.probe.host import read_machine
 from stoker.tasks.doctor_trials import run_trials
 config, _ = fit_to_machine(load_config(Path(sys.argv[1]), sys.argv[2:]).config, read_machine())

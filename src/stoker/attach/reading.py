@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.attach import making, timeline
+from stoker.attach import timeline
 from stoker.attach.inside.ring import LAST
+from stoker.attach.making import batches_of, read_bytes_of, slow_samples_of, stages_of
 from stoker.attach.records import About, FetchFile, StepFile, has_records, read_about, read_fetches, read_steps
 from stoker.errors import UserError
 from stoker.facts.observed import AcceleratorFacts, HostFacts, LoaderShape, Observed, StorageFacts
@@ -128,9 +129,9 @@ def _observe(
         ready_batches=tuple(steps.ready[-MOST_STEPS:]),
         loader=_loader_shape(about.loaders.get(steps.loader), made),
         other_loaders=len(loaders) - 1,
-        stages=making.stages_of(made, share) if made else {},
-        batches=making.batches_of(made, starts),
-        slow_samples=making.slow_samples_of(made),
+        stages=stages_of(made, share) if made else {},
+        batches=batches_of(made, starts),
+        slow_samples=slow_samples_of(made),
         host=host,
         storage=_storage(made),
         accelerator=_accelerator(about.facts),
@@ -175,7 +176,7 @@ def _loader_shape(shape: dict[str, Any] | None, made: Sequence[FetchFile]) -> Lo
 
 
 def _storage(made: Sequence[FetchFile]) -> StorageFacts | None:
-    read, samples = making.read_bytes_of(made), sum(file.samples for file in made)
+    read, samples = read_bytes_of(made), sum(file.samples for file in made)
     path = next((file.path for file in made if file.path), None)
     from_sockets = sum(file.socket_bytes for file in made)
     # Reading our own clocks under /proc counts as well: some ten bytes a sample.
@@ -205,7 +206,7 @@ def _missing(made: Sequence[FetchFile], about: About) -> list[str]:
         missing.append("the making of batches: no worker left a record")
     elif not all(file.knows_run_queue for file in made):
         missing.append("run-queue and blocked time: this system has no /proc/thread-self/schedstat")
-    if made and making.read_bytes_of(made) is None:
+    if made and read_bytes_of(made) is None:
         missing.append("bytes read: this system has no readable /proc/thread-self/io")
     if "device" in about.facts:
         missing.append("transfer to the device: it is part of compute")

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from stoker.commands.load import load_for_command
-from stoker.config import Config, fit_to_machine
+from stoker.config import Config
+from stoker.config.loading import load_for_command
+from stoker.config.machine import fit_to_machine
 from stoker.data.loader import choose_engine
 from stoker.facts import DataBench, WorkerRate
 from stoker.output.progress import progress_bar

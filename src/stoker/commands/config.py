@@ -26,8 +26,9 @@ def show(
     json: JsonOption = False,
 ) -> int:
     """Print every key with its value and where that came from; refuse what is wrong."""
-    from stoker.commands.load import load_for_command
-    from stoker.config import config_values, fit_to_machine
+    from stoker.config import config_values
+    from stoker.config.loading import load_for_command
+    from stoker.config.machine import fit_to_machine
     from stoker.output.config_text import config_with_origins
     from stoker.output.json_document import print_json
     from stoker.output.text import print_result, say_notes

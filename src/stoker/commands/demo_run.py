@@ -7,15 +7,14 @@ import os
 import time
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stoker.commands.cpu_threads import let_threads_sleep
-from stoker.config import load_config
 from stoker.errors import UserError
-from stoker.files import write_text
-from stoker.output.demo_text import DemoResult
 from stoker.output.text import say
-from stoker.output.time_spent import time_spent
-from stoker.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from stoker.output.demo_text import DemoResult
 
 CONFIG_NAME = "demo.yaml"
 
@@ -26,7 +25,11 @@ def run_demo(folder: Path | None, fresh: bool) -> tuple[int, DemoResult]:
     let_threads_sleep()
     config = _prepare((folder or default_folder()).absolute())
 
-    from stoker.commands.training import train_from_config
+    from stoker.commands.train import train_from_config
+    from stoker.config import load_config
+    from stoker.output.demo_text import DemoResult
+    from stoker.output.time_spent import time_spent
+    from stoker.run_folder import RunFolder
 
     code, summary = train_from_config(config, [], None, fresh)
     assert summary is not None, "one device: this process trained"
@@ -50,6 +53,7 @@ def default_folder() -> Path:
 def _prepare(folder: Path) -> Path:
     """The digits and a config that names them, below `folder`; every later command can take that config."""
     from stoker.data.demo_digits import write_digits
+    from stoker.files import write_text
 
     config, digits = folder / CONFIG_NAME, folder / "digits"
     places = {"data_root": str(digits), "runs_dir": str(folder / "runs")}

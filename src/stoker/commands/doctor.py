@@ -77,12 +77,14 @@ def doctor(
     gates = parse_gates(fail_if or ())
     _refuse_what_does_not_fit(target, script, steps, {"--confirm": confirm, "--pace": pace is not None})
 
+    from stoker.commands.cpu_threads import let_threads_sleep
     from stoker.commands.doctor_page import refuse_place, write_diagnosis_page
     from stoker.commands.doctor_sources import diagnose
     from stoker.output.doctor_text import doctor_text
     from stoker.output.json_document import print_json
     from stoker.output.text import print_result, say
 
+    let_threads_sleep()
     if report is not None:
         refuse_place(report)  # before the minutes that the script takes, not after
     diagnosis, code = diagnose(target, overrides or [], script, steps, seconds, pace=pace, confirm=confirm, json=json)

@@ -73,8 +73,8 @@ def _with_local_disk(observed: Observed) -> Observed:
 
 def _of_folder(path: Path) -> Diagnosis:
     from stoker.attach.records import has_records
-    from stoker.commands.run_reading import find_run
     from stoker.output.clock_reading import read_observed
+    from stoker.run_folder import find_run
 
     if has_records(path):
         return diagnosis_of_watched(path)
@@ -89,14 +89,12 @@ def _of_folder(path: Path) -> Diagnosis:
 def _of_config(
     path: Path, overrides: Sequence[str], seconds: float | None, pace: str | None, *, confirm: bool
 ) -> Diagnosis:
-    from stoker.commands.cpu_threads import let_threads_sleep
-    from stoker.commands.load import load_for_command
-    from stoker.config import fit_to_machine
+    from stoker.config.loading import load_for_command
+    from stoker.config.machine import fit_to_machine
     from stoker.probe.host import read_machine
     from stoker.run_folder import run_folder_for
     from stoker.tasks.doctor_trials import DEFAULT_SECONDS, trial_seconds
 
-    let_threads_sleep()
     config = load_for_command(path, overrides, None).config
     folder = run_folder_for(config, path).root
     fitted, notes = fit_to_machine(config, read_machine())

@@ -8,12 +8,13 @@ from stoker.commands.planning import Wanted, hardware_for
 from stoker.config import Config
 from stoker.errors import UserError
 from stoker.facts import Machine
-from stoker.facts.plan import DataFacts, Plan, VramBudget
+from stoker.facts.plan import Plan, VramBudget
 from stoker.output.text import say
 from stoker.planning.plan import Job, Measured, StepNeeds, make_plan, trace_needs
 from stoker.planning.trace_model import build_without_memory
 from stoker.probe.loader_memory import STATED
 from stoker.probe.memory_pressure import used_by_others_bytes
+from stoker.tasks.data_facts import DataFacts
 from stoker.tasks.traceable_classify import traceable_step
 from stoker.training.traceable import TraceableStep
 

@@ -13,8 +13,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from stoker.commands.cpu_threads import let_threads_sleep
-from stoker.commands.load import load_for_command
-from stoker.config import Config, fit_to_machine
+from stoker.config import Config
+from stoker.config.loading import load_for_command
+from stoker.config.machine import fit_to_machine
 from stoker.errors import StokerError, UserError
 from stoker.output.lr_text import LrFound
 from stoker.output.progress import progress_bar

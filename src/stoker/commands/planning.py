@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.commands.load import load_for_command
-from stoker.config import Config, config_values, fit_to_machine, load_config
+from stoker.config import Config, config_values, load_config
+from stoker.config.loading import load_for_command
+from stoker.config.machine import fit_to_machine
 from stoker.config.units import parse_bytes
 from stoker.config.writing import write_scalar
 from stoker.errors import UsageError, UserError

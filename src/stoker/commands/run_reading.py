@@ -4,32 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stoker.errors import StokerError, UserError
+from stoker.errors import StokerError
 from stoker.facts.diagnosis import Diagnosis
 from stoker.output.report.document import Document, RunReader
-from stoker.run_folder import RunFolder
-
-RUNS = Path("runs")
-SHOWN_RUNS = 8
-
-
-def find_run(path: Path) -> Path:
-    """The run folder of this path, or of this name below runs/; raises where there is none."""
-    for candidate in (path, RUNS / path):
-        if _is_run(candidate):
-            return candidate
-    around = path if path.is_dir() else RUNS
-    seen = "does not exist" if not path.exists() else "is no folder" if not path.is_dir() else "holds no run"
-    try:
-        runs = sorted(folder for folder in around.iterdir() if _is_run(folder))
-    except OSError:
-        runs = []
-    raise UserError(
-        "not-a-run-folder",
-        f"{path} {seen}",
-        why="a run folder has metrics.jsonl or config.yaml in it; `stoker train` makes it below runs/",
-        hint="  ".join(map(str, runs[-SHOWN_RUNS:])) if runs else "stoker demo    # makes one in a minute",
-    )
+from stoker.run_folder import find_run
 
 
 def read_document(path: Path) -> tuple[Path, Document]:
@@ -64,11 +42,3 @@ def judge_run(folder: Path) -> Diagnosis | str:
         # A page from a broken file is worth more than none.
         return f"a verdict: clock.jsonl cannot be read ({type(error).__name__}: {error})"
     return diagnosis_of(observed) if observed.steps else "a verdict: the clock has seen no whole step yet"
-
-
-def _is_run(folder: Path) -> bool:
-    run = RunFolder(folder)
-    try:
-        return any(file.is_file() for file in (run.metrics_file, run.config_file, run.clock_file))
-    except OSError:
-        return False

@@ -19,6 +19,7 @@ from stoker.config.schema import ALIASES, SECTION_NAMES, Config, key_names
 from stoker.config.wording import say_validation_error
 from stoker.config.yaml_file import YamlFile, parse_value, read_yaml_file
 from stoker.errors import ConfigError, Problem, did_you_mean
+from stoker.output.text import say_warnings
 
 BASE = "base"
 MAX_BASES = 8
@@ -61,6 +62,28 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resol
         raise ConfigError(f"{count} in {source}", problems, hint=_hint(problems))
     origins = {key: setting.where for key, setting in settings.items()}
     return Resolved(config, origins, tuple(warnings))
+
+
+_last_loaded: Config | None = None
+
+
+def load_for_command(path: Path | None, overrides: Sequence[str] | None, set_options: Sequence[str] | None) -> Resolved:
+    """The config of file and overrides; warnings go to stderr; a crash log will include it."""
+    resolved = load_config(path, [*(overrides or ()), *(set_options or ())])
+    remember_config(resolved.config)
+    say_warnings(resolved.warnings)
+    return resolved
+
+
+def remember_config(config: Config) -> None:
+    """Keeps the config that the current command works with, for a crash log."""
+    global _last_loaded
+    _last_loaded = config
+
+
+def config_in_use() -> Config | None:
+    """The config that the current command works with, if it got that far."""
+    return _last_loaded
 
 
 def _read_with_bases(path: Path) -> list[YamlFile]:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 # What getrefcount counts for an array that only the list holds: the list and the argument.
-_FREE = 2
+_FREE_SLOT = 2
 _LIBC = ctypes.CDLL(None)
 
 
@@ -64,7 +64,7 @@ class SharedSlots:
         self._empty_the_rest()
 
     def _is_free(self, number: int) -> bool:
-        return number not in self._filling and sys.getrefcount(self._arrays[number]) == _FREE
+        return number not in self._filling and sys.getrefcount(self._arrays[number]) == _FREE_SLOT
 
     def _empty_the_rest(self, but: int | None = None) -> None:
         if self._kept + len(self._emptied) == len(self._arrays):

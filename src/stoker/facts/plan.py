@@ -101,21 +101,6 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class DataFacts:
-    """What a plan needs to know of the data."""
-
-    num_classes: int
-    samples: int | None = None
-    sample_bytes: float | None = None
-    """Of one image as it is stored, on average."""
-    assumptions: tuple[str, ...] = ()
-
-    @property
-    def dataset_bytes(self) -> float | None:
-        return None if self.samples is None or self.sample_bytes is None else self.samples * self.sample_bytes
-
-
-@dataclass(frozen=True)
 class Rate:
     """Images a second of one part, for the whole job, and where the figure is from."""
 

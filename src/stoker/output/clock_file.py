@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from stoker.clock.interval import BATCH_COLUMNS, Interval
-from stoker.facts.observed import AcceleratorFacts, LoaderShape, StorageFacts
+from stoker.facts.observed import AcceleratorFacts, HostFacts, LoaderShape, StorageFacts
 from stoker.output.metrics_file import MetricsFile
 from stoker.output.text import say as say_on_stderr
-from stoker.probe.host_load import HostWatch
 
 FORMAT = 1
 HEADER = "clock"
@@ -33,6 +32,14 @@ HOST_EVERY_S = 10.0
 NameSamples = Callable[[Sequence[int]], list[str]]
 
 
+class HostLook(Protocol):
+    """Looks at this host now and then (stoker.machine.host.HostWatch)."""
+
+    def look(self) -> None: ...
+
+    def facts(self) -> HostFacts: ...
+
+
 class ClockFile:
     """Appends what the clock has seen; a disk that is full delays nothing (as metrics.jsonl)."""
 
@@ -40,6 +47,7 @@ class ClockFile:
         self,
         path: Path,
         header: dict[str, Any],
+        host: HostLook,
         *,
         step: int = 0,
         name_samples: NameSamples | None = None,
@@ -47,7 +55,7 @@ class ClockFile:
     ) -> None:
         self._file = MetricsFile(path, say)
         self._name_samples = name_samples
-        self._watch = HostWatch()
+        self._watch = host
         self._host_due_s = time.monotonic() + HOST_EVERY_S
         self._host_told = False
         self._file.event(HEADER, step, **header)

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stoker.environment import describe_environment
 from stoker.redact import redact_text
-
-if TYPE_CHECKING:
-    from stoker.config import Config
-
-_config_in_use: Config | None = None
-
-
-def remember_config(config: Config) -> None:
-    """Keeps the config that the current command works with, for the log of a crash."""
-    global _config_in_use
-    _config_in_use = config
 
 
 def write_crash_log(error: BaseException) -> Path | None:
@@ -47,8 +36,10 @@ def _folders() -> list[Path]:
 
 def _log_text(error: BaseException) -> str:
     parts = ["".join(traceback.format_exception(error)), json.dumps(describe_environment(), indent=2)]
-    if _config_in_use is not None:
+    loading = sys.modules.get("stoker.config.loading")  # imported only where a command has read a config
+    config = None if loading is None else loading.config_in_use()
+    if config is not None:
         from stoker.config import config_as_yaml
 
-        parts.append(config_as_yaml(_config_in_use, "the resolved config"))
+        parts.append(config_as_yaml(config, "the resolved config"))
     return "\n".join(parts)

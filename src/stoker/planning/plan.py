@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from stoker.config import Config
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.facts.finding import Finding
-from stoker.facts.plan import Budget, DataFacts, Plan, RamBudget, Rate, ScalingRow, VramBudget
+from stoker.facts.plan import Budget, Plan, RamBudget, Rate, ScalingRow, VramBudget
 from stoker.planning.findings import batch_finding, budget_findings, ram_findings, vram_findings
 from stoker.planning.hardware import Hardware
 from stoker.planning.host_memory import HostShape, LoaderShape, open_files_budget, ram_budget, shm_budget
@@ -16,6 +16,7 @@ from stoker.planning.timing import loader_rate, time_budget, time_findings
 from stoker.planning.tracing import Trace
 from stoker.planning.vram import trace_vram
 from stoker.probe.loader_memory import STATED, LoaderMemory
+from stoker.tasks.data_facts import DataFacts
 from stoker.training.schedule import lr_warning, scaled_lr
 from stoker.training.traceable import TraceableStep
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.data.pack import PACKING_SPEEDUP
+from stoker.data.pack.packing import PACKING_SPEEDUP
 from stoker.facts.finding import Finding, Interval
 from stoker.facts.plan import Rate, TimeBudget
 

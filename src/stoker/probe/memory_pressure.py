@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.probe.process_memory import tree_memory
+from stoker.probe.process_memory import PROC, tree_memory
 
-PROC = Path("/proc")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 # What the kernel gives up before it ends a process. Shared memory is no file cache here: it stands with the anonymous.
 _RECLAIMABLE_V2 = ("active_file", "inactive_file", "slab_reclaimable")

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
+from stoker.probe.host import CGROUP_ROOT
 
 
 @dataclass(frozen=True)

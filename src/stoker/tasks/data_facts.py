@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from stoker.config import Config
 from stoker.data.index.samples import SampleSet
 from stoker.errors import StokerError
-from stoker.facts.plan import DataFacts
 from stoker.tasks.image_data import open_samples
 
 IMAGENET_SAMPLES = 1_281_167
@@ -18,6 +18,21 @@ IMAGENET_CLASSES = 1000
 # MLPerf Storage's figure for an ImageNet file.
 IMAGENET_SAMPLE_BYTES = 114_660.0
 FILES_LOOKED_AT = 200
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a plan needs to know of the data."""
+
+    num_classes: int
+    samples: int | None = None
+    sample_bytes: float | None = None
+    """Of one image as it is stored, on average."""
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def dataset_bytes(self) -> float | None:
+        return None if self.samples is None or self.sample_bytes is None else self.samples * self.sample_bytes
 
 
 def data_facts(

@@ -16,8 +16,7 @@ from stoker.probe.ceiling import Tell, consume_at_pace
 from stoker.probe.storage_speed import describe_storage
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
 from stoker.tasks.loader_shape import loader_shape
-
-Header = dict[str, Any]
+from stoker.tasks.timed_training import Header
 
 
 def feed_at_pace(

@@ -20,13 +20,13 @@ from typing import Any
 
 from stoker.config import Config
 from stoker.errors import StokerError
+from stoker.probe.ceiling import Tell
 
 LOCAL_SHARE = 0.2
 """Of the storage trial's time: for writing to this host's own disk and reading it back, where the data is elsewhere."""
 
 Job = dict[str, Any]
 Result = dict[str, Any]
-Tell = Callable[[float], None]
 
 
 def main() -> None:

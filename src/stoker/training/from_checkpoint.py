@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from stoker.config import Config, load_config
+from stoker.config.loading import remember_config
+from stoker.config.machine import fit_to_machine
 from stoker.config.schema import ALIASES, key_names
 from stoker.config.writing import write_scalar
 from stoker.errors import UserError
 from stoker.models.build import build_model
+from stoker.output.text import say, say_notes
+from stoker.probe.host import read_machine
 from stoker.training.checkpoint_file import CheckpointCorrupt, read_checkpoint
 from stoker.training.checkpoint_match import MOST_SHOWN, differences
 from stoker.training.checkpoints import Checkpoints
@@ -75,6 +79,20 @@ def restore_model(
         epoch=int(state["progress"]["epoch"]),
         step=int(state["progress"]["step"]),
     )
+
+
+def restore_for_command(
+    checkpoint: Path, overrides: Sequence[str], *, raw: bool, data_root: str | None = None
+) -> tuple[Restored, int]:
+    """The model, and how many workers may decode for it."""
+    given = [] if data_root is None else [f"data_root={write_scalar(data_root)}"]
+    restored = restore_model(checkpoint, [*given, *overrides], raw=raw, say=say)
+    machine = read_machine()
+    config, notes = fit_to_machine(restored.config, machine)
+    say_notes(notes)
+    remember_config(config)
+    workers = config.num_workers if isinstance(config.num_workers, int) else machine.cpus
+    return replace(restored, config=config), workers
 
 
 def _checkpoint_in(path: Path, say: Say) -> Path:

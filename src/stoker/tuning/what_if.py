@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.pack import PACKING_SPEEDUP
+from stoker.data.pack.packing import PACKING_SPEEDUP
 from stoker.facts.diagnosis import Prediction
 from stoker.facts.finding import Interval
 from stoker.facts.observed import LoaderShape, Observed

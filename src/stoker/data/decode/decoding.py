@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.crops import Box
-from stoker.data.decode import calibration, decoders, faithful
+from stoker.data.decode import calibration, decoders
 from stoker.data.decode.decoders import pillow_
+from stoker.data.decode.faithful import centre_into, resize_into
 from stoker.data.decode.headers import BadImage, Bytes, ImageHeader, read_header
 from stoker.data.decode.orientation import stored_box, stored_shape, turn_into, turned
 from stoker.errors import UserError
@@ -66,7 +67,7 @@ class Decoding:
         _check_slot(out)
         inner = stored_box(header.orientation, header.width, header.height, box)
         pixels = self._region(data, header, inner, 1)
-        faithful.resize_into(turned(pixels, header.orientation), out, interpolation)
+        resize_into(turned(pixels, header.orientation), out, interpolation)
 
     def faithful_centre_into(
         self, data: Bytes, header: ImageHeader, resize: int, out: Slot, interpolation: Interpolation
@@ -74,7 +75,7 @@ class Decoding:
         """Fills `out` as torchvision's Resize and CenterCrop do on a Pillow image; raises BadImage."""
         _check_slot(out)
         pixels = self._region(data, header, Box(0, 0, header.stored_height, header.stored_width), 1)
-        faithful.centre_into(turned(pixels, header.orientation), resize, out, interpolation)
+        centre_into(turned(pixels, header.orientation), resize, out, interpolation)
 
     def _region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> Slot:
         """The pixels of a box of the stored image; about what the decoder refuses, Pillow decides."""

@@ -7,9 +7,9 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import BinaryIO, Generic, Protocol, TypeVar
 
-Record = dict[str, Any]
+from stoker.output.metrics_file import Record
 
 LONGEST_LINE = 4 << 20
 """Bytes: a hundred times our longest; a file without line ends must not fill the memory."""

@@ -1,84 +1,42 @@
-"""The steps of `stoker train`, in order: config, ranks, folder, data, model, checkpoint, loop."""
+"""What one training process does, in order: data, ranks, model, checkpoint, loop."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stoker.commands.guard import refuse_what_cannot_fit
-from stoker.commands.load import load_for_command
-from stoker.config import Config, fit_to_machine
-from stoker.errors import EXIT_OK, StokerError, UserError
+from stoker.config import Config
+from stoker.errors import StokerError, UserError
 from stoker.facts import Machine
 from stoker.files import write_text
 from stoker.output.clock_file import ClockFile
 from stoker.output.metrics_file import MetricsFile, truncate_after
 from stoker.output.progress import progress_bar
 from stoker.output.run_observer import RunObserver
-from stoker.output.text import say, say_notes
+from stoker.output.text import say
 from stoker.output.trackers import trackers_for
-from stoker.output.train_log import TrainLog
 from stoker.output.train_progress import TrainProgress
-from stoker.probe.host import read_machine
-from stoker.run_folder import RunFolder, open_run, run_folder_for
+from stoker.probe.host_load import HostWatch
+from stoker.run_folder import RunFolder
 from stoker.tasks.classify import build_run, describe_run, open_data
 from stoker.tasks.clock_header import run_header
 from stoker.tasks.image_data import chosen_record
 from stoker.training.checkpoints import Checkpoints
-from stoker.training.launch import launch, launched_here
 from stoker.training.loop import Run, train
-from stoker.training.ranks import Ranks, from_first, process_group, ranks_from_environment
+from stoker.training.ranks import Ranks, from_first, process_group
 from stoker.training.resuming import resume
 from stoker.training.saving import load_for_resume
 from stoker.training.schedule import lr_warning
-from stoker.training.utilisation import accelerator_of, utilisation_of
+from stoker.training.utilisation import utilisation_of
 
 Summary = dict[str, Any]
 
 
-def train_from_config(
-    path: Path, overrides: Sequence[str], checkpoint: Path | None, fresh: bool, *, force: bool = False
-) -> tuple[int, Summary | None]:
-    """Trains, or starts the processes that do; the exit code, and on the first rank what came of it."""
-    ranks = ranks_from_environment()
-    speaks = ranks is None or ranks.is_first
-    config = load_for_command(path, overrides, None).config
-    if config.task != "classify":
-        raise UserError("task-not-built", f"task: {config.task} cannot be trained yet", hint="task=classify")
-    accelerator_of(config)  # a name that nobody knows is refused before anything starts, on every rank
-    machine = read_machine()
-    config, notes = fit_to_machine(config, machine)
-    if speaks:
-        say_notes(notes)
-    devices = _devices(config, machine)
-    if ranks is None or (ranks.local_rank == 0 and not launched_here()):
-        # Once on each node, before anything is started: the processes of our own launcher come after it.
-        refuse_what_cannot_fit(config.model_copy(update={"devices": devices}), path, machine, force=force)
-    if ranks is None and devices * config.num_nodes > 1:
-        return launch(["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv, devices, config.num_nodes), None
-    ranks = ranks or Ranks()
-    folder = run_folder_for(config, path)
-    with ExitStack() as stack:
-        progress = None
-        if ranks.is_first:
-            aside: list[Path] = []
-            stack.enter_context(
-                open_run(config, path, entered=(lambda found: aside.extend(_set_aside(found))) if fresh else None)
-            )
-            if aside and checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
-                checkpoint = aside[0] / folder.checkpoints.name / checkpoint.name  # it was set aside as well
-            progress = TrainProgress(TrainLog(folder.logs))
-            stack.callback(progress.close)
-        return EXIT_OK, _train(config, folder, ranks, machine, checkpoint, progress, stack)
-
-
-def _train(
+def train_here(
     config: Config,
     folder: RunFolder,
     ranks: Ranks,
@@ -87,6 +45,7 @@ def _train(
     progress: TrainProgress | None,
     stack: ExitStack,
 ) -> Summary | None:
+    """Trains on this rank, from the last checkpoint where there is one; on the first rank what came of it."""
     device = _device(ranks)
     if device.type == "cpu":
         here = ranks.local_world or max(1, ranks.world // config.num_nodes)
@@ -122,7 +81,7 @@ def _train(
         left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"])
         truncate_after(folder.clock_file, saved["step"], saved["epoch"])
         header = run_header(config, data.train, run, workers=workers, cpus=machine.cpus)
-        clock = ClockFile(folder.clock_file, header, step=run.progress.step, name_samples=run.name_samples)
+        clock = ClockFile(folder.clock_file, header, HostWatch(), step=run.progress.step, name_samples=run.name_samples)
         _listen(run, config, folder, checkpoints, progress, clock, stack, resumed=found is not None or left > 0)
         say_here(describe_run(config, run, data))
         warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
@@ -180,7 +139,8 @@ def _summary(run: Run, folder: RunFolder) -> Summary:
     }
 
 
-def _devices(config: Config, machine: Machine) -> int:
+def devices_here(config: Config, machine: Machine) -> int:
+    """How many devices of this node train; raises where there are not as many."""
     devices = config.devices if isinstance(config.devices, int) else max(1, machine.accelerators or 1)
     present = machine.accelerators
     if present and devices > present:
@@ -203,7 +163,7 @@ def _device(ranks: Ranks) -> torch.device:
     return torch.device("cpu")
 
 
-def _set_aside(folder: RunFolder) -> list[Path]:
+def set_aside(folder: RunFolder) -> list[Path]:
     """Keeps what an earlier run left, under another name: a slip of the finger must not cost ten days.
 
     The new folder, where there was something to keep.
@@ -220,11 +180,6 @@ def _set_aside(folder: RunFolder) -> list[Path]:
         file.rename(aside / file.name)
     say(f"the earlier run is kept in {aside}")
     return [aside]
-
-
-def _is_program() -> bool:
-    """Whether this is `stoker` itself, and not a script of another name that calls it."""
-    return Path(sys.argv[0]).name in ("stoker", "__main__.py")
 
 
 def _percent(value: float | None) -> str:

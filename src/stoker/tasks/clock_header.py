@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +13,9 @@ from stoker.facts.observed import AcceleratorFacts
 from stoker.output.clock_file import clock_header
 from stoker.probe.storage_speed import describe_storage
 from stoker.tasks.loader_shape import loader_shape
-from stoker.training.loop import Run
+
+if TYPE_CHECKING:
+    from stoker.training.loop import Run
 
 
 def run_header(config: Config, samples: SampleSet, run: Run, *, workers: int, cpus: int) -> dict[str, Any]:

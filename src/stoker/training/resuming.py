@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.training.checkpoint_match import differences
-from stoker.training.loop import Run
 from stoker.training.schedule import Horizon
+
+if TYPE_CHECKING:
+    from stoker.training.loop import Run
 
 # Where and how fast, but not what: a run is the same run with any of these.
 _ELSEWHERE = {

@@ -17,11 +17,10 @@ from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 
 from bench.rounds import interleave, keep, ratio
-from stoker.augment.erasing import draw_erasures, erase
 from stoker.augment.mixing import Mixer
+from stoker.augment.operations import IMAGENET_MEAN, IMAGENET_STD, draw_erasures, erase, flip, to_float
 from stoker.augment.pipeline import TrainAugment
 from stoker.augment.policies import RandAugment, TrivialAugmentWide, apply_policy
-from stoker.augment.prepare import IMAGENET_MEAN, IMAGENET_STD, flip, to_float
 from stoker.data.draws import Keys, sample_keys
 
 FILL = (124, 116, 104)

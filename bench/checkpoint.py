@@ -26,10 +26,9 @@ import timm
 import torch
 
 from bench.rounds import interleave, keep, ratio
-from stoker.training.async_saving import AsyncSaver, SnapshotBuffer
-from stoker.training.checkpoint_file import write_checkpoint
-from stoker.training.checkpoints import Checkpoints
-from stoker.training.state_tree import flatten
+from stoker.train.checkpoint.folder import Checkpoints
+from stoker.train.checkpoint.format import flatten, write_checkpoint
+from stoker.train.checkpoint.saver import AsyncSaver, SnapshotBuffer
 
 LARGEST_RATIO = 0.1
 TORCH, TORCH_SAFE, OURS = "torch.save", "torch.save and fsync", "write_checkpoint"

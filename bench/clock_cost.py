@@ -22,11 +22,11 @@ import torch
 
 from bench.rounds import Spread, interleave, keep
 from stoker.clock.costs import BatchClock, BatchCost
+from stoker.clock.file import ClockFile, clock_header
+from stoker.clock.observed import LoaderShape
 from stoker.clock.steps import StepClock
 from stoker.data.batch import Batch
-from stoker.facts.observed import LoaderShape
-from stoker.output.clock_file import ClockFile, clock_header
-from stoker.probe.host_load import HostWatch
+from stoker.machine.host import HostWatch
 
 STEP_S = 0.02
 LARGEST_SHARE = 0.01
@@ -87,7 +87,7 @@ class Sides:
         return (time.thread_time() - began) / self.steps
 
     def making(self, kind: type[BatchClock] | type[NoBatchClock]) -> float:
-        """CPU seconds of what the maker of a batch asks of its clock (stoker.data.making), and of nothing else."""
+        """CPU seconds that making a batch spends on its clock (stoker.data.engines.making), and nothing else."""
         began = time.thread_time()
         for _ in range(self.batches):
             clock = kind()

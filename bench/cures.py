@@ -24,12 +24,11 @@ from tests.support.s3_server import BUCKET, running_s3_server
 from bench.loaders import PROJECT, link_copies
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
-from stoker.commands.diagnosing import diagnosis_of
 from stoker.config import Config, load_config
-from stoker.config.machine import fit_to_machine
-from stoker.probe.host import read_machine
-from stoker.tasks.doctor_trials import run_trials
-from stoker.tuning.loader_model import model_of
+from stoker.doctor.diagnosing import diagnosis_of
+from stoker.doctor.simulation import model_of
+from stoker.doctor.trials import run_trials
+from stoker.machine.host import fit_to_machine, read_machine
 
 COPIES = 5
 SECONDS = 16.0

@@ -15,9 +15,9 @@ import simplejpeg
 from PIL import Image
 
 from bench.rounds import Spread, interleave, keep, ratio
-from stoker.data.crops import CropRange, draw_crops
-from stoker.data.decode.decoding import BadImage, Decoding, available_decoders
 from stoker.data.draws import sample_keys
+from stoker.data.images.crops import CropRange, draw_crops
+from stoker.data.images.decoding import BadImage, Decoding, available_decoders
 
 SIZE = 224
 LONGEST_SIDE, QUALITY = 500, 90

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.rounds import interleave, keep, ratio
-from stoker.data.index.kept import building, keeping_folders, write_kept
-from stoker.data.index.listing import ClassListing, Seen, index_of_classes
-from stoker.data.index.opening import open_index
-from stoker.data.index.sample_index import SampleIndex, pack_names
+from stoker.data.images.kept_index import building, keeping_folders, write_kept
+from stoker.data.images.listing import ClassListing, Seen, index_of_classes
+from stoker.data.images.opening import open_index
+from stoker.data.images.sample_index import SampleIndex, pack_names
 
 MOST_BYTES_AN_ENTRY = 100
 MOST_START_S = 1.0

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.rounds import keep
-from stoker.planning.host_memory import LoaderShape, loader_parts
-from stoker.probe.loader_memory import SIZE, Engine, measure_loader_memory, run_trial
+from stoker.machine.loader_memory import SIZE, Engine, measure_loader_memory, run_trial
+from stoker.plan.host_memory import LoaderShape, loader_parts
 
 WORKERS, PREFETCH, BATCHES = (1, 2, 4), (2, 4), (32, 128)
 ENGINES: tuple[Engine, ...] = ("thread", "process")

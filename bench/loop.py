@@ -26,19 +26,17 @@ from bench.rounds import Spread, keep
 from stoker.augment.mixing import soft_targets
 from stoker.config import Config, load_config
 from stoker.data.batch import Batch
-from stoker.data.demo_digits import write_digits
-from stoker.output.metrics_file import MetricsFile
-from stoker.output.run_observer import RunObserver
-from stoker.output.trackers import trackers_for
-from stoker.output.train_log import TrainLog
-from stoker.output.train_progress import TrainProgress
-from stoker.run_folder import RunFolder
+from stoker.run.folder import RunFolder
+from stoker.run.metrics import MetricsFile
+from stoker.run.trackers import trackers_for
 from stoker.tasks.classify import build_run, open_data
-from stoker.training.loop import Run, train
-from stoker.training.progress import Progress
-from stoker.training.ranks import Ranks
-from stoker.training.schedule import Horizon
-from stoker.training.step import Prepared
+from stoker.tasks.demo import write_digits
+from stoker.train.loop import Run, train
+from stoker.train.observer import RunObserver
+from stoker.train.progress_line import TrainLog, TrainProgress
+from stoker.train.ranks import Ranks
+from stoker.train.schedule import Horizon, Progress
+from stoker.train.step import Prepared
 
 LARGEST_RATIO = 1.02
 CLASSES = 10

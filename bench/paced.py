@@ -19,7 +19,7 @@ from bench.rounds import Spread, interleave, keep, ratio
 from stoker.config import load_config
 from stoker.data.batch import Batch
 from stoker.data.loader import ImageLoader
-from stoker.probe.loader_speed import repeated
+from stoker.machine.loader_speed import repeated
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
 
 SMALLEST_SHARE = 0.97

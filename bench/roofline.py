@@ -1,6 +1,6 @@
 """Predicted images a second beside published ones: the roofline of a traced step, for every figure that we found.
 
-One set of constants for all rows (stoker.planning.roofline). Networks are those of this timm; where the publisher ran
+One set of constants for all rows (stoker.plan.roofline). Networks are those of this timm; where the publisher ran
 something else (other kernels, an older torch, a pipeline in front), the row says so and stays in the table.
 """
 
@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn import functional
 
 from bench.rounds import keep
-from stoker.planning.roofline import step_seconds
-from stoker.planning.tracing import Trace, trace_step
-from stoker.probe.datasheets import load_datasheet
-from stoker.training.traceable import TraceableStep, plain_batch
+from stoker.machine.accelerators import load_datasheet
+from stoker.plan.roofline import step_seconds
+from stoker.plan.tracing import Trace, trace_step
+from stoker.train.step import TraceableStep, plain_batch
 
 LARGEST_ERROR = 0.25
 DLE = "NVIDIA DeepLearningExamples, PyTorch ConvNets"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.environment import describe_environment
 from stoker.files import write_text
+from stoker.run.environment import describe_environment
 
 RESULTS = Path(__file__).parents[1] / "results"
 # Of the packages only those that a figure could depend on are kept with it.

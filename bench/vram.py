@@ -26,12 +26,11 @@ from torch.nn import functional
 from bench.rounds import keep
 from bench.vram_networks import DilatedFcn, NnUNet, dice_and_cross_entropy, planned_patch
 from stoker.models.build import build_model
-from stoker.planning.allocator import plain_peak, replay
-from stoker.planning.tracing import Trace, trace_step
-from stoker.planning.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, vram_budget
-from stoker.training.losses import cross_entropy
-from stoker.training.optimizers import build_optimizer
-from stoker.training.traceable import TraceableStep, plain_batch
+from stoker.plan.allocator import plain_peak, replay
+from stoker.plan.tracing import Trace, trace_step
+from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, vram_budget
+from stoker.train.optimization import build_optimizer, cross_entropy
+from stoker.train.step import TraceableStep, plain_batch
 
 PUBLISHED = Path(__file__).with_name("vram_published.yaml")
 UNITS = {"mib": 1000 << 20, "gib": 1 << 30, "gb": 1e9}
@@ -174,9 +173,9 @@ def measure_here(model: str, batch: int) -> int:
     """The most that a real step has allocated at once on the CPU, in bytes; to be run in a process of its own."""
     from torch.profiler import ProfilerActivity, profile
 
-    from stoker.training.precision import Precision
-    from stoker.training.ranks import Ranks
-    from stoker.training.step import TrainStep
+    from stoker.train.compute import Precision
+    from stoker.train.ranks import Ranks
+    from stoker.train.step import TrainStep
 
     torch.set_num_threads(1)
     step = cpu_step(model, batch)
@@ -235,7 +234,7 @@ def _plan_here() -> dict[str, Any]:
     import resource
 
     from stoker.config import load_config
-    from stoker.tasks.traceable_classify import traceable_step
+    from stoker.tasks.classify import traceable_step
 
     torch.set_num_threads(1)
     path = Path(__file__).parents[1] / "configs/single_gpu_full.yaml"

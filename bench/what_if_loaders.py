@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from bench.quiet import busy_seconds
 from stoker.clock.costs import read_schedule
+from stoker.clock.observed import BatchTime, HostFacts, LoaderShape, Observed
 from stoker.data.batch import Batch
-from stoker.data.thread_engine import ThreadEngine
-from stoker.facts.observed import BatchTime, HostFacts, LoaderShape, Observed
+from stoker.data.engines.threads import ThreadEngine
 
 KINDS = {"io": (0.0, 24e-3), "cpu": (14e-3, 0.0), "mixed": (8e-3, 16e-3)}
 """Seconds that a batch computes and sleeps."""

@@ -82,9 +82,8 @@ def as_nobody() -> Callable[..., tuple[int, str]]:
         # What the command will import is imported first: the new user may not read our environment.
         program = (
             "import os, sys\n"
-            "import stoker.commands.config, stoker.config, stoker.run_folder\n"
-            "import stoker.output.config_text, stoker.output.text, stoker.output.json_document\n"
-            "import stoker.probe.host\n"
+            "import stoker.commands.config, stoker.config.reference, stoker.run.folder, stoker.machine.host\n"
+            "import stoker.console\n"
             "from stoker.cli import main\n"
             "if os.getuid() == 0:\n"
             "    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

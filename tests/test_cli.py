@@ -187,7 +187,7 @@ def run_crash(body: str, home: Path, **variables: str) -> subprocess.CompletedPr
 
 def test_our_bug_exits_3_and_writes_a_log_without_secrets(tmp_path: Path) -> None:
     body = (
-        "from stoker.config.loading import load_for_command; "
+        "from stoker.config.reading import load_for_command; "
         "load_for_command(None, ['data_root=s3://user:hunter22@host/b', 'lr=0.125'], None); "
         "raise ZeroDivisionError('AKIAABCDEFGHIJKLMNOP')"
     )
@@ -245,7 +245,7 @@ def test_the_completion_script_is_shown(stoker: Run) -> None:
 
 
 def test_json_documents_hold_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
-    from stoker.output.json_document import print_json
+    from stoker.console import print_json
 
     with pytest.raises(ValueError):
         print_json({"x": float("nan")})

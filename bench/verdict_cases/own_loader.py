@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 
-from stoker.commands.diagnosing import diagnosis_of
+from stoker.clock.file import HEADER, interval_record, observed_from
 from stoker.config import load_config
-from stoker.config.machine import fit_to_machine
 from stoker.data.store.stores import LocalStore
-from stoker.output.clock_file import HEADER, interval_record
-from stoker.output.clock_reading import observed_from
-from stoker.probe.host import read_machine
-from stoker.probe.host_load import HostWatch
-from stoker.tasks.paced_feeding import feed_at_pace
+from stoker.doctor.diagnosing import diagnosis_of
+from stoker.doctor.trial_process import feed_at_pace
+from stoker.machine.host import HostWatch, fit_to_machine, read_machine
 
 
 def slow_down_reads(faults: dict[str, Any]) -> None:

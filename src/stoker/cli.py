@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from stoker.errors import (
-    EXIT_BUG,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    Interrupted,
-    StokerError,
-    UsageError,
-    nearest,
-)
+from stoker.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Interrupted, StokerError, UsageError, nearest
 from stoker.version import __version__
 
 if TYPE_CHECKING:
@@ -137,8 +129,7 @@ def _raise_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
 
 
 def _end_with(error: StokerError, arguments: Sequence[str]) -> int:
-    from stoker.output.json_document import print_json_error
-    from stoker.output.text import say, say_error
+    from stoker.console import print_json_error, say, say_error
 
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -152,8 +143,8 @@ def _end_with(error: StokerError, arguments: Sequence[str]) -> int:
 
 
 def _end_with_bug(error: Exception) -> int:
-    from stoker.output.crash_log import write_crash_log
-    from stoker.output.text import say, say_bug
+    from stoker.console import say, say_bug
+    from stoker.run.environment import write_crash_log
 
     log = write_crash_log(error)
     if log is None:
@@ -184,6 +175,6 @@ Example: stoker config show configs/demo.yaml"""
 
 
 def _print(text: str) -> None:
-    from stoker.output.text import print_result
+    from stoker.console import print_result
 
     print_result(text)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.augment import erasing, mixing, policies
-from stoker.augment.erasing import draw_erasures, erase
+from stoker.augment import mixing, policies
+from stoker.augment import operations as erasing
 from stoker.augment.mixing import Mixer, soft_targets
+from stoker.augment.operations import IMAGENET_MEAN, IMAGENET_STD, draw_erasures, erase, flip, to_float
 from stoker.augment.pipeline import EvalPrepare, TrainAugment, build_policy, build_train_augment
 from stoker.augment.policies import RandAugment, TrivialAugmentWide, apply_policy
-from stoker.augment.prepare import IMAGENET_MEAN, IMAGENET_STD, flip, to_float
 from stoker.config import Config
 from stoker.data import draws
 from tests.augment.images import some_batch, some_keys

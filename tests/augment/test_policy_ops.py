@@ -12,7 +12,7 @@ from PIL import Image
 from timm.data import auto_augment as timm_ops
 from torch import Tensor
 
-from stoker.augment import policy_ops as ops
+from stoker.augment import operations as ops
 from tests.augment.images import HEIGHT, WIDTH, some_batch, some_images
 
 FILL = (124, 116, 104)

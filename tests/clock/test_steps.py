@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from stoker.clock.costs import BatchCost, StageCost
-from stoker.clock.device import DeviceTimes
-from stoker.clock.interval import KEPT_STEPS
-from stoker.clock.steps import StepClock
+from stoker.clock.steps import KEPT_STEPS, DeviceTimes, StepClock
 
 
 @dataclass

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.clock.interval import BATCH_COLUMNS
-from stoker.facts.diagnosis import Diagnosis, Prediction
-from stoker.facts.finding import Interval
-from stoker.facts.observed import LoaderShape, Observed
-from stoker.output.clock_file import FORMAT
-from stoker.output.doctor_text import doctor_text
-from stoker.output.predictions_file import keep_predictions, settle_predictions
-from tests.checks.observations import starved
+from stoker.clock.file import FORMAT
+from stoker.clock.observed import LoaderShape, Observed
+from stoker.clock.steps import BATCH_COLUMNS
+from stoker.doctor.predictions_file import keep_predictions, settle_predictions
+from stoker.doctor.records import Diagnosis, Prediction
+from stoker.doctor.text import doctor_text
+from stoker.plan.records import Interval
 from tests.conftest import Run
+from tests.doctor.checks.observations import starved
 from tests.support.tiny_training import write_config, write_images
 
 SCRIPT = """
@@ -161,7 +161,7 @@ def test_a_folder_that_is_no_run_is_told_so(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_config_is_tried_for_seconds(stoker: Run, tmp_path: Path) -> None:
-    from stoker.data.demo_digits import write_digits
+    from stoker.tasks.demo import write_digits
 
     write_digits(tmp_path / "digits")
     config = tmp_path / "small.yaml"
@@ -256,8 +256,8 @@ def test_a_pace_that_makes_no_sense_is_refused(
 
 
 def test_a_card_by_name_is_as_fast_as_the_plan_says(large_pictures: Path) -> None:
-    from stoker.commands.pace import read_pace
-    from stoker.commands.planning import Wanted, plan_config
+    from stoker.doctor.diagnosing import read_pace
+    from stoker.plan.planning import Wanted, plan_config
 
     pace = read_pace("a100-80", large_pictures, ["devices=8"])
     plan = plan_config(large_pictures, [], Wanted(gpu="a100-80", gpus=1)).plan
@@ -300,7 +300,7 @@ def test_a_torn_last_line_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_the_screen_has_a_verdict_a_bar_needs_and_cures() -> None:
-    from stoker.checks import judge
+    from stoker.doctor.checks.verdict import judge
 
     text = doctor_text(judge(starved(cpu=0.04), (WORKERS,)))
     assert text.splitlines()[0].startswith("verdict: too few workers")
@@ -312,7 +312,7 @@ def test_the_screen_has_a_verdict_a_bar_needs_and_cures() -> None:
 
 
 def test_the_screen_of_nothing_still_says_something() -> None:
-    from stoker.checks import judge
+    from stoker.doctor.checks.verdict import judge
 
     nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=("no batch was taken",))
     assert "no batch was taken" in doctor_text(judge(nothing))

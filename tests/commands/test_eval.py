@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from stoker.cli import main
-from stoker.training.verdicts import Evaluation
+from stoker.tasks.results import Evaluation
 from tests.support.trained import COLOURS, train_on_colours, write_colours, write_images, write_untrained
 
 IMAGENET = [f"n{number:08d}" for number in range(1000)]
@@ -164,7 +164,7 @@ def test_bad_input_is_named(trained: Path, capsys: pytest.CaptureFixture[str], t
 
 
 def test_a_checkpoint_without_classes_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from stoker.training.checkpoint_file import write_checkpoint
+    from stoker.train.checkpoint.format import write_checkpoint
 
     write_checkpoint(tmp_path / "old.ckpt", {"config": {}, "model": {}, "ema": None, "progress": {}})
     error = refused(capsys, tmp_path / "old.ckpt")

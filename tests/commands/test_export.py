@@ -13,8 +13,8 @@ import torch
 from stoker.cli import main
 from stoker.models.build import build_model
 from stoker.models.weights import load_weights
-from stoker.tasks import export_formats
-from stoker.training.from_checkpoint import restore_model
+from stoker.tasks import exporting as export_formats
+from stoker.train.checkpoint.restore import restore_model
 from tests.support.trained import SIZE, write_images, write_untrained
 
 CLASSES = ["ant", "bee", "cät"]

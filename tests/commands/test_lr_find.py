@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from stoker.data.demo_digits import write_digits
+from stoker.tasks.demo import write_digits
 from tests.conftest import PROJECT, Run
 
 SMALL = ["epochs=2", "num_workers=1", "batch_size=32", "subset_train_per_class=40", "subset_val_per_class=2"]

@@ -168,9 +168,9 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
     program = (
         # What the command imports is imported first: the new user may not read our environment.
         "import os, sys\n"
-        "import stoker.commands.pack, stoker.data.pack.packing\n"
-        "import stoker.data.index.opening, stoker.probe.host, stoker.config.units\n"
-        "import stoker.output.text, stoker.output.json_document, stoker.output.progress\n"
+        "import stoker.commands.pack, stoker.data.images.pack.packing\n"
+        "import stoker.data.images.opening, stoker.machine.host, stoker.config.fields\n"
+        "import stoker.console, stoker.console, stoker.console\n"
         "from stoker.cli import main\n"
         "if os.getuid() == 0:\n"
         "    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

@@ -13,7 +13,7 @@ from PIL import Image
 from torchvision import transforms
 
 from stoker.cli import main
-from stoker.training.from_checkpoint import restore_model
+from stoker.train.checkpoint.restore import restore_model
 from tests.support.trained import SIZE, write_images, write_untrained
 
 CLASSES = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu"]
@@ -93,7 +93,7 @@ def test_each_class_for_itself_after_bce(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_average_is_taken_unless_raw_is_asked_for(tmp_path: Path) -> None:
-    from stoker.training.checkpoint_file import read_checkpoint, write_checkpoint
+    from stoker.train.checkpoint.format import read_checkpoint, write_checkpoint
 
     path = write_untrained(tmp_path / "a.ckpt", CLASSES, ema=True)
     state = read_checkpoint(path)

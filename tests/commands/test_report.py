@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.output.report.writing import default_place
+from stoker.report.page import default_place
 from tests.support.recorded_run import write_run
 
 

@@ -167,7 +167,7 @@ def test_the_page_follows_the_run_and_keeps_what_its_reader_chose(tmp_path: Path
 
 
 def test_watching_a_long_run_reads_only_what_is_new(tmp_path: Path) -> None:
-    from stoker.output.report.document import RunReader
+    from stoker.report.document import RunReader
 
     folder = write_run(tmp_path / "run", epochs=300, lines=10)
     reader = RunReader(folder, lambda _root: "nobody was asked")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.config import load_config
-from stoker.config.loading import Resolved
+from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, Config, key_names
 from stoker.errors import ConfigError
 

@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stoker.config import Config, config_as_yaml, load_config
+from stoker.config.fields import format_bytes_exactly, format_seconds_exactly, parse_bytes, parse_seconds
 from stoker.config.pairs import RULES
-from stoker.config.units import (
-    format_bytes_exactly,
-    format_seconds_exactly,
-    parse_bytes,
-    parse_seconds,
-)
 from tests.conftest import PROJECT
 
 CONFIGS = sorted((PROJECT / "configs").glob("*.yaml"))

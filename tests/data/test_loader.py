@@ -17,9 +17,8 @@ import pytest
 from PIL import Image
 
 from stoker.config import Config, load_config
-from stoker.data.batch import Batch
+from stoker.data.batch import Batch, TooManyBad
 from stoker.data.loader import ImageLoader
-from stoker.data.quarantine import TooManyBad
 from stoker.errors import UserError
 from stoker.tasks.image_data import (
     ALONE,

@@ -12,15 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
-from stoker.data.buffers import BufferPool
-from stoker.data.decode.decoding import choose_decoder
-from stoker.data.index.opening import open_index
-from stoker.data.index.samples import all_samples
+from stoker.data.engines.buffers import BufferPool, SharedSlots
+from stoker.data.images.decoding import choose_decoder
+from stoker.data.images.opening import open_index
+from stoker.data.images.sample_index import all_samples
 from stoker.data.loader import Engine, ImageLoader, LoaderOptions
-from stoker.data.shared_slots import SharedSlots
-from stoker.probe.loader_memory_trial import plan_over
-from stoker.probe.loader_speed import repeated
-from stoker.probe.process_memory import tree_memory
+from stoker.machine.loader_memory_trial import plan_over
+from stoker.machine.loader_speed import repeated
+from stoker.machine.memory import tree_memory
 
 WORKERS, PREFETCH = 2, 4
 MEGABYTE = 1_000_000

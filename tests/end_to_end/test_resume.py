@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from stoker.commands import train as command
-from stoker.commands import training_run as training
 from stoker.data.batch import Batch
 from stoker.errors import Interrupted, Preempted
-from stoker.probe import host
+from stoker.machine import host
+from stoker.tasks import training
 from stoker.tasks.classify import build_run
-from stoker.training.step import Prepared
+from stoker.train.step import Prepared
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import assert_same_end, last_state, metrics, steps_done, write_config
 

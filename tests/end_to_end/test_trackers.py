@@ -28,9 +28,9 @@ PROGRAM = """
 import itertools, sys, time
 from pathlib import Path
 from stoker.config import load_config
-from stoker.output.metrics_file import MetricsFile
-from stoker.output.trackers import trackers_for
-from stoker.run_folder import RunFolder
+from stoker.run.metrics import MetricsFile
+from stoker.run.trackers import trackers_for
+from stoker.run.folder import RunFolder
 root, first, steps, timeout = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 folder = RunFolder(root)
 config = load_config(None, ["wandb_project=tests", "data_root=https://me:hidden-password@host/x"]).config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.config import load_config
-from stoker.training.schedule import lr_warning, scaled_lr
+from stoker.train.schedule import lr_warning, scaled_lr
 from tests.conftest import PROJECT
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import last_state, metrics, write_config, write_images

@@ -15,8 +15,8 @@ import pytest
 import torch
 import xxhash
 
-from stoker.training.async_saving import AsyncSaver
-from stoker.training.checkpoint_file import (
+from stoker.train.checkpoint.folder import Checkpoints, Saved, SaveFailed
+from stoker.train.checkpoint.format import (
     HEADER_HASH,
     NO_HASH,
     OPENING,
@@ -26,7 +26,7 @@ from stoker.training.checkpoint_file import (
     read_checkpoint,
     write_checkpoint,
 )
-from stoker.training.checkpoints import Checkpoints, Saved, SaveFailed
+from stoker.train.checkpoint.saver import AsyncSaver
 from tests.conftest import PROJECT
 from tests.support.training_state import same, training_state
 
@@ -41,8 +41,8 @@ POINTS = {
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
-from stoker.training.async_saving import AsyncSaver
-from stoker.training.checkpoints import Checkpoints
+from stoker.train.checkpoint.saver import AsyncSaver
+from stoker.train.checkpoint.folder import Checkpoints
 from tests.support.training_state import training_state
 
 root, kind, points = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]

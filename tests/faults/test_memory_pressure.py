@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.probe.memory_pressure import CGROUP_ROOT
+from stoker.machine.memory import CGROUP_ROOT
 from tests.conftest import PROJECT
 
 # Joins a cgroup, fills a loader's buffers, leaves itself 30 MB, and then takes 60 MB more, step by step.
@@ -26,14 +26,14 @@ group, guarded, engine, folder = Path(sys.argv[1]), sys.argv[2] == "guarded", sy
 
 def main():
     (group / "cgroup.procs").write_text(str(os.getpid()))
-    from stoker.data.decode.decoding import choose_decoder
-    from stoker.data.index.opening import open_index
-    from stoker.data.index.samples import all_samples
+    from stoker.data.images.decoding import choose_decoder
+    from stoker.data.images.opening import open_index
+    from stoker.data.images.sample_index import all_samples
     from stoker.data.loader import ImageLoader, LoaderOptions
-    from stoker.probe.loader_memory_trial import generate_images, plan_over
-    from stoker.probe.loader_speed import repeated
-    from stoker.probe.memory_pressure import read_memory
-    from stoker.training.prefetch_guard import PrefetchGuard
+    from stoker.machine.loader_memory_trial import generate_images, plan_over
+    from stoker.machine.loader_speed import repeated
+    from stoker.machine.memory import read_memory
+    from stoker.train.prefetch_guard import PrefetchGuard
 
     images = generate_images(folder / "images", (48, 64, 3))
     samples = repeated(all_samples(open_index(str(images), "", index_dir=folder)), 2000)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.data.index.sample_index import SampleIndex, pack_names
+from stoker.data.images.sample_index import SampleIndex, pack_names
 from stoker.data.store.cache import CachedStore
 from stoker.data.store.object_store import ObjectStore, Patience
 from stoker.data.store.reader import Reader

@@ -22,7 +22,7 @@ PROJECT = Path(__file__).parents[2]
 SERVER = """
 import ctypes, json, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # no orphan of a test that was killed
-import stoker.cli, stoker.commands.train, stoker.commands.training_run
+import stoker.cli, stoker.commands.train, stoker.tasks.training
 from importlib import import_module
 
 def run(wish):

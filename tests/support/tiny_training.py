@@ -11,7 +11,7 @@ import numpy as np
 import simplejpeg
 import torch
 
-from stoker.training.checkpoint_file import read_checkpoint
+from stoker.train.checkpoint.format import read_checkpoint
 from tests.support.training_state import same
 
 KEYS: dict[str, Any] = {

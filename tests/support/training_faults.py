@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from stoker.commands import training_run as training
+from stoker.tasks import training
 from stoker.tasks.classify import build_run
-from stoker.training.step import Prepared
+from stoker.train.step import Prepared
 
 MOST = 4
 """Samples that fit into the memory of the rank that lacks some."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.data.crops import Box
 from stoker.data.draws import mix
+from stoker.data.images.crops import Box
 
 MIXING = 18  # purpose of these draws; see stoker.augment.policies.POLICY
 

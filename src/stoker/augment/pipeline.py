@@ -9,10 +9,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.augment.erasing import draw_erasures, erase
 from stoker.augment.mixing import Mixed, Mixer
+from stoker.augment.operations import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Colour,
+    draw_erasures,
+    erase,
+    flip,
+    to_device,
+    to_float,
+)
 from stoker.augment.policies import Level, Policy, RandAugment, TrivialAugmentWide, apply_policy
-from stoker.augment.prepare import IMAGENET_MEAN, IMAGENET_STD, Colour, flip, to_device, to_float
 from stoker.config import Config
 from stoker.data.draws import Keys
 

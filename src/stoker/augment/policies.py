@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.augment import policy_ops as ops
-from stoker.augment.policy_ops import Floats
-from stoker.augment.prepare import to_device
+from stoker.augment import operations as ops
+from stoker.augment.operations import Floats, to_device
 from stoker.data.draws import Keys, uniforms
 
 # Purposes of draws (stoker.data.draws has 1 to 15, this package the numbers from 16).

@@ -46,10 +46,8 @@ def data(
     json: JsonOption = False,
 ) -> int:
     """Print the loader's images a second by number of workers, per stage, and beside the decoding limit."""
-    from stoker.commands.bench_data import bench_data
-    from stoker.output.bench_text import bench_data_text, plot_bench_data
-    from stoker.output.json_document import print_json
-    from stoker.output.text import print_result, say
+    from stoker.console import print_json, print_result, say
+    from stoker.tasks.data_bench import bench_data, bench_data_text, plot_bench_data
 
     report = bench_data(source, [*(overrides or ()), *(set_ or ())], workers or [], seconds, gpu)
     if plot is not None:

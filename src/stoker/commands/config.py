@@ -27,13 +27,11 @@ def show(
 ) -> int:
     """Print every key with its value and where that came from; refuse what is wrong."""
     from stoker.config import config_values
-    from stoker.config.loading import load_for_command
-    from stoker.config.machine import fit_to_machine
-    from stoker.output.config_text import config_with_origins
-    from stoker.output.json_document import print_json
-    from stoker.output.text import print_result, say_notes
-    from stoker.probe.host import read_machine
-    from stoker.run_folder import run_folder_for
+    from stoker.config.reading import load_for_command
+    from stoker.config.reference import config_with_origins
+    from stoker.console import print_json, print_result, say_notes
+    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.run.folder import run_folder_for
 
     resolved = load_for_command(config, overrides, set_)
     _, notes = fit_to_machine(resolved.config, read_machine())
@@ -61,10 +59,8 @@ def keys(
     json: JsonOption = False,
 ) -> int:
     """Print the reference: type, default, unit and meaning of every key."""
-    from stoker.config.reference import key_references
-    from stoker.output.config_text import key_reference
-    from stoker.output.json_document import print_json
-    from stoker.output.text import print_result
+    from stoker.config.reference import key_reference, key_references
+    from stoker.console import print_json, print_result
 
     references = key_references(names)
     if json:
@@ -78,7 +74,7 @@ def keys(
 def schema(json: JsonOption = True) -> int:  # noqa: ARG001 - a schema is JSON, asked for or not
     """Print a JSON schema, with which an editor completes and checks config files."""
     from stoker.config.reference import editor_schema
-    from stoker.output.json_document import print_json
+    from stoker.console import print_json
 
     print_json(editor_schema())
     return 0

@@ -2,12 +2,83 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption
+from stoker.commands.options import JsonOption, let_threads_sleep
+from stoker.console import say
+from stoker.errors import UserError
+
+if TYPE_CHECKING:
+    from stoker.tasks.demo import DemoResult
+
+
+# The steps of `stoker demo`: the digits, a config, the training, what its clock wrote down.
+
+CONFIG_NAME = "demo.yaml"
+
+
+def run_demo(folder: Path | None, fresh: bool) -> tuple[int, DemoResult]:
+    """Trains, or finds that it was done before; the exit code of the training and what came of it."""
+    began = time.monotonic()
+    let_threads_sleep()
+    config = _prepare((folder or default_folder()).absolute())
+
+    from stoker.commands.train import train_from_config
+    from stoker.config import load_config
+    from stoker.run.folder import RunFolder
+    from stoker.tasks.demo import DemoResult, time_spent
+
+    code, summary = train_from_config(config, [], None, fresh)
+    assert summary is not None, "one device: this process trained"
+    run = RunFolder(Path(summary["run_folder"]))
+    return code, DemoResult(
+        config=config,
+        run_folder=run.root,
+        best_val_acc1=summary["best_val_acc1"],
+        epochs=summary["epochs"],
+        seconds=time.monotonic() - began,
+        spent=time_spent(run.metrics_file, load_config(config).config.batch_size),
+    )
+
+
+def default_folder() -> Path:
+    """In the user's cache: it can be made again at any time."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises
+    return Path(base) / "stoker" / "demo"
+
+
+def _prepare(folder: Path) -> Path:
+    """The digits and a config that names them, below `folder`; every later command can take that config."""
+    from stoker.files import write_text
+    from stoker.tasks.demo import write_digits
+
+    config, digits = folder / CONFIG_NAME, folder / "digits"
+    places = {"data_root": str(digits), "runs_dir": str(folder / "runs")}
+    text = resources.files("stoker").joinpath(CONFIG_NAME).read_text(encoding="utf-8")
+    try:
+        if not digits.exists():
+            say(f"writing 1,797 handwritten digits as JPEGs below {digits}")
+        write_digits(digits)
+        # A JSON string is a YAML one, whatever is in the path.
+        write_text(config, text + "".join(f"{key}: {json.dumps(value)}\n" for key, value in places.items()))
+    except OSError as error:
+        raise UserError(
+            "demo-folder-not-writable",
+            f"{folder} cannot be written: {error.strerror or error}",
+            why="the demo keeps its digits and its run there",
+            hint="stoker demo --folder /a/folder/you/may/write",
+        ) from None
+    return config
+
+
+# `stoker demo`: the main job on handwritten digits that come along, in a minute or two on a CPU.
 
 
 def register(app: typer.Typer) -> None:
@@ -26,11 +97,9 @@ def demo(
 
     The code is that of `stoker train`. Exits with 1 where the network did not learn to read 97 % of the digits.
     """
-    from stoker.commands.demo_run import run_demo
+    from stoker.console import print_json, print_result
     from stoker.errors import EXIT_FINDING
-    from stoker.output.demo_text import demo_text
-    from stoker.output.json_document import print_json
-    from stoker.output.text import print_result
+    from stoker.tasks.demo import demo_text
 
     code, result = run_demo(folder, fresh)
     if json:

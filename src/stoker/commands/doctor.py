@@ -72,17 +72,16 @@ def doctor(
     """
     script: list[str] | None = context.obj
 
-    from stoker.commands.doctor_gate import check_gates, parse_gates
+    from stoker.doctor.gate import check_gates, parse_gates
 
     gates = parse_gates(fail_if or ())
     _refuse_what_does_not_fit(target, script, steps, {"--confirm": confirm, "--pace": pace is not None})
 
-    from stoker.commands.cpu_threads import let_threads_sleep
-    from stoker.commands.doctor_page import refuse_place, write_diagnosis_page
-    from stoker.commands.doctor_sources import diagnose
-    from stoker.output.doctor_text import doctor_text
-    from stoker.output.json_document import print_json
-    from stoker.output.text import print_result, say
+    from stoker.commands.options import let_threads_sleep
+    from stoker.console import print_json, print_result, say
+    from stoker.doctor.diagnosing import diagnose
+    from stoker.doctor.text import doctor_text
+    from stoker.report.diagnosis_document import refuse_place, write_diagnosis_page
 
     let_threads_sleep()
     if report is not None:

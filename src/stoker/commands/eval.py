@@ -54,12 +54,10 @@ def evaluate(
     if wrong := [text for text in settings if not _KEY_VALUE.match(text)]:
         raise UsageError("usage", f"{wrong[0]!r} is neither DATA_ROOT nor KEY=VALUE", hint="stoker eval --help")
 
-    from stoker.output.eval_text import evaluation_text, plot_confusion
-    from stoker.output.json_document import print_json
-    from stoker.output.progress import progress_bar
-    from stoker.output.text import print_result, say
+    from stoker.console import print_json, print_result, progress_bar, say
     from stoker.tasks.evaluation import evaluate_checkpoint, open_labelled
-    from stoker.training.from_checkpoint import restore_for_command
+    from stoker.tasks.results import evaluation_text, plot_confusion
+    from stoker.train.checkpoint.restore import restore_for_command
 
     restored, workers = restore_for_command(checkpoint, settings, raw=raw, data_root=data_root)
     with progress_bar("listing", None) as advance:

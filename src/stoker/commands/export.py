@@ -41,11 +41,10 @@ def export(
     normalised images in float32, a batch of any size; names of the classes, mean, std and img_size are in its
     metadata. ONNX needs `pip install 'stoker[export]'`.
     """
-    from stoker.output.eval_text import export_text
-    from stoker.output.json_document import print_json
-    from stoker.output.text import print_result
+    from stoker.console import print_json, print_result
     from stoker.tasks.exporting import check_can_export, export_model
-    from stoker.training.from_checkpoint import restore_for_command
+    from stoker.tasks.results import export_text
+    from stoker.train.checkpoint.restore import restore_for_command
 
     check_can_export(to, out, force)
     restored, _ = restore_for_command(checkpoint, set_ or (), raw=raw)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption
+from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
 from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError
 
 
@@ -38,10 +38,9 @@ def lr_find(
         # A slip here must not cost a minute first.
         raise UsageError("usage", f"--plot {plot} is no PNG file in a folder that exists", hint="--plot lr.png")
 
-    from stoker.commands.lr_find_trial import find_lr
-    from stoker.output.json_document import print_json
-    from stoker.output.lr_text import lr_text, plot_lr
-    from stoker.output.text import print_result, say
+    let_threads_sleep()  # the process of the test inherits it
+    from stoker.console import print_json, print_result, say
+    from stoker.tasks.lr_find import find_lr, lr_text, plot_lr
 
     found = find_lr(config, [*(overrides or ()), *(set_ or ())], lowest, highest, steps)
     if plot is not None:

@@ -12,7 +12,7 @@ from stoker.commands.options import JsonOption
 from stoker.errors import UsageError, UserError
 
 if TYPE_CHECKING:
-    from stoker.data.pack.packing import PackOptions, PackResult
+    from stoker.data.images.pack.packing import PackOptions, PackResult
 
 USUAL_SPLITS = ("train", "val")
 
@@ -77,9 +77,8 @@ def pack(
     options = _options(shard_size, longest, shortest, quality)
     _check_numbers(workers, max_bad_fraction)
 
-    from stoker.output.json_document import print_json
-    from stoker.output.text import print_result
-    from stoker.probe.host import usable_cpus
+    from stoker.console import print_json, print_result
+    from stoker.machine.host import usable_cpus
 
     results = _pack_splits(source, destination, split, options, workers or usable_cpus(), max_bad_fraction, fresh)
     if json:
@@ -98,19 +97,18 @@ def _pack_splits(
     max_bad_fraction: float,
     fresh: bool,
 ) -> dict[str, PackResult]:
-    from stoker.data.index.opening import open_index
-    from stoker.data.index.place import check_folder
-    from stoker.data.pack.folder import (
+    from stoker.console import progress_bar, say_notes, say_warnings
+    from stoker.data.images.listing import check_folder
+    from stoker.data.images.opening import open_index
+    from stoker.data.images.pack.folder import (  # fmt: skip
         PackFolder,
         check_options,
         claim_destination,
         remove_pack,
         remove_source_index,
         source_index_folder,
-    )  # fmt: skip
-    from stoker.data.pack.packing import pack_split
-    from stoker.output.progress import progress_bar
-    from stoker.output.text import say_notes, say_warnings
+    )
+    from stoker.data.images.pack.packing import pack_split
 
     _check_places(source, destination)
     splits = [name.strip("/") for name in wanted] if wanted else _existing_splits(source)
@@ -147,8 +145,8 @@ def _pack_splits(
 
 
 def _options(shard_size: str, longest: int | None, shortest: int | None, quality: int | None) -> PackOptions:
-    from stoker.config.units import parse_bytes
-    from stoker.data.pack.packing import PackOptions
+    from stoker.config.fields import parse_bytes
+    from stoker.data.images.pack.packing import PackOptions
 
     try:
         shard_bytes = parse_bytes(shard_size)
@@ -192,7 +190,7 @@ def _check_places(source: str, destination: Path) -> None:
 
 def _existing_splits(source: str) -> list[str]:
     """The usual splits that exist; the source itself ("") where it has none of them."""
-    from stoker.data.index.place import check_folder
+    from stoker.data.images.listing import check_folder
 
     if "://" in source:
         from stoker.data.store.object_store import open_object_store
@@ -225,7 +223,7 @@ def _as_json(result: PackResult) -> dict[str, object]:
 
 
 def _summary(results: dict[str, PackResult]) -> str:
-    from stoker.output.text import format_table
+    from stoker.console import format_table
 
     rows = [
         [

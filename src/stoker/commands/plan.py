@@ -53,11 +53,9 @@ def plan(
     Without options the plan is for this machine. Nothing is trained and no accelerator is needed: the real model's step
     is traced on tensors that have no memory. Exits with 1 where something does not fit.
     """
-    from stoker.commands.planning import Wanted, plan_config, write_tier_configs
-    from stoker.output.json_document import print_json
-    from stoker.output.plan_picture import plot_plan
-    from stoker.output.plan_text import plan_text
-    from stoker.output.text import print_result, say
+    from stoker.console import print_json, print_result, say
+    from stoker.plan.planning import Wanted, plan_config, write_tier_configs
+    from stoker.plan.text import plan_text, plot_plan
 
     wanted = Wanted(gpu, gpus, nodes, cpus, ram, shm, disk, price, storage, samples, measure)
     planned = plan_config(config, [*(overrides or ()), *(set_ or ())], wanted)

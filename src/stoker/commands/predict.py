@@ -33,12 +33,10 @@ def predict(
     Images are decoded, resized and cropped as in validation. One that cannot be read is named and left out, and
     the exit code is 1.
     """
-    from stoker.output.eval_text import predictions_text
-    from stoker.output.json_document import print_json
-    from stoker.output.progress import progress_bar
-    from stoker.output.text import print_result, say
+    from stoker.console import print_json, print_result, progress_bar, say
     from stoker.tasks.prediction import predict_images
-    from stoker.training.from_checkpoint import restore_for_command
+    from stoker.tasks.results import predictions_text
+    from stoker.train.checkpoint.restore import restore_for_command
 
     restored, workers = restore_for_command(checkpoint, set_ or (), raw=raw)
     with progress_bar("predicting", None, unit="images") as advance:

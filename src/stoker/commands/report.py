@@ -44,10 +44,9 @@ def report(
 
     With --json, the document that the page is made from is printed; the page is then written only where --out says so.
     """
-    from stoker.commands.run_reading import read_document
-    from stoker.output.json_document import print_json
-    from stoker.output.report.page import report_document, report_page
-    from stoker.output.report.writing import default_place, say_where, show_in_browser, write_page
+    from stoker.console import print_json
+    from stoker.report.document import read_document
+    from stoker.report.page import default_place, report_document, report_page, say_where, show_in_browser, write_page
 
     read = [read_document(path) for path in (run, run2) if path is not None]
     folders, documents = [folder for folder, _ in read], [one for _, one in read]

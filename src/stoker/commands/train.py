@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from stoker.commands.cpu_threads import let_threads_sleep
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption
+from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
+from stoker.console import say_notes
 from stoker.errors import EXIT_OK, UserError
-from stoker.output.text import say_notes
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +33,7 @@ def train(
     json: JsonOption = False,
 ) -> int:
     """Train. Run the same command again to go on; a finished run says so and does nothing."""
-    from stoker.output.json_document import print_json
+    from stoker.console import print_json
 
     code, summary = train_from_config(config, [*(overrides or ()), *(set_ or ())], resume, fresh, force=force)
     if json and summary is not None:
@@ -47,17 +46,15 @@ def train_from_config(
 ) -> tuple[int, dict[str, Any] | None]:
     """Trains, or starts the processes that do; the exit code, and on the first rank what came of it."""
     let_threads_sleep()
-    from stoker.commands.guard import refuse_what_cannot_fit
-    from stoker.commands.training_run import devices_here, set_aside, train_here
-    from stoker.config.loading import load_for_command
-    from stoker.config.machine import fit_to_machine
-    from stoker.output.train_log import TrainLog
-    from stoker.output.train_progress import TrainProgress
-    from stoker.probe.host import read_machine
-    from stoker.run_folder import open_run, run_folder_for
-    from stoker.training.launch import launch, launched_here
-    from stoker.training.ranks import Ranks, ranks_from_environment
-    from stoker.training.utilisation import accelerator_of
+    from stoker.config.reading import load_for_command
+    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.plan.guard import refuse_what_cannot_fit
+    from stoker.run.folder import open_run, run_folder_for
+    from stoker.tasks.training import devices_here, set_aside, train_here
+    from stoker.train.compute import accelerator_of
+    from stoker.train.launch import launch, launched_here
+    from stoker.train.progress_line import TrainLog, TrainProgress
+    from stoker.train.ranks import Ranks, ranks_from_environment
 
     ranks = ranks_from_environment()
     speaks = ranks is None or ranks.is_first

@@ -25,13 +25,13 @@ def watch(
 
     Ctrl-C ends the watching (exit 0), never the run. --json prints what is known now, once.
     """
-    from stoker.commands.run_reading import read_run
-    from stoker.output.json_document import print_json
-    from stoker.output.report.page import report_document
-    from stoker.output.watch_screen import print_frame
-    from stoker.output.watch_screen import watch as watch_in_terminal
-    from stoker.output.watch_web import watch_in_browser
-    from stoker.run_folder import find_run
+    from stoker.console import print_json
+    from stoker.report.document import read_run
+    from stoker.report.page import report_document
+    from stoker.report.watch_screen import print_frame
+    from stoker.report.watch_screen import watch as watch_in_terminal
+    from stoker.report.watch_web import watch_in_browser
+    from stoker.run.folder import find_run
 
     reader = read_run(find_run(run))
     if json:

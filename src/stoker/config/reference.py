@@ -1,13 +1,56 @@
-"""The reference of every key, read off the schema: text for people, a JSON schema for editors."""
+"""A config as text: written back as YAML, with origins, and the reference of every key."""
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
+from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, GROUPS, SECTION_NAMES, Config, describe_type
-from stoker.config.writing import config_values
+from stoker.config.yaml_file import parse_value
 from stoker.errors import UsageError, nearest
+
+# A config as a file again: every key, grouped, and identical when it is loaded.
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:+=-]*")
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """Every key with its value as YAML and JSON write it: sizes and times with their unit."""
+    values = config.model_dump(mode="json")
+    return {name: values[name] for group in GROUPS for name in group.model_fields}
+
+
+def config_as_yaml(config: Config, header: str = "") -> str:
+    """The whole config as YAML, the groups set apart by comments."""
+    values = config_values(config)
+    lines = [f"# {line}" for line in header.splitlines()]
+    for group in GROUPS:
+        lines += ["", f"# {(group.__doc__ or '').strip()}"]
+        lines += [f"{name}: {write_scalar(values[name])}" for name in group.model_fields]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def write_scalar(value: Any) -> str:
+    """One value as YAML writes it on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(write_scalar(item) for item in value)}]"
+    if isinstance(value, str):
+        plain = _PLAIN.fullmatch(value) and parse_value(value) == value
+        # Quoted, so that no text is taken for a number, a comment or the end of the document.
+        quoted = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=1_000_000)
+        return value if plain else quoted.rstrip("\n")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)  # of a float, the shortest text that reads back as the same number
+
+
+# The reference of every key, read off the schema: text for people, a JSON schema for editors.
 
 
 @dataclass(frozen=True)
@@ -86,3 +129,34 @@ def editor_schema() -> dict[str, Any]:
         "properties": {"base": base} | properties,
         "$defs": {"section": keys},
     }
+
+
+# A resolved config and the reference of its keys, as text.
+
+
+def config_with_origins(resolved: Resolved) -> str:
+    """Every key with its value and where it came from; the text is itself a valid config."""
+    values = config_values(resolved.config)
+    lines: list[str] = []
+    for group in GROUPS:
+        lines += ["", f"# {(group.__doc__ or '').strip()}"]
+        for name in group.model_fields:
+            line = f"{name}: {write_scalar(values[name])}"
+            lines.append(f"{line:<42} # {resolved.origins.get(name, 'default')}")
+    return "\n".join(lines).lstrip("\n")
+
+
+def key_reference(references: Iterable[KeyReference]) -> str:
+    """Name, type, default and meaning of each key, by group."""
+    lines: list[str] = []
+    group = None
+    for reference in references:
+        if reference.group != group:
+            group = reference.group
+            lines += ["", f"# {group}", ""]
+        unit = f", {reference.unit}" if reference.unit else ""
+        lines.append(f"{reference.name} ({reference.type}{unit}; default {write_scalar(reference.default)})")
+        if reference.aliases:
+            lines.append(f"    Also written {', '.join(reference.aliases)}.")
+        lines.append(textwrap.indent(textwrap.fill(reference.meaning, 100), "    "))
+    return "\n".join(lines).lstrip("\n")

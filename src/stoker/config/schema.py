@@ -5,13 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from stoker.config.field import KeyGroup
-from stoker.config.keys.augmentation import AugmentationKeys
-from stoker.config.keys.data import DataKeys
-from stoker.config.keys.loader import LoaderKeys
-from stoker.config.keys.model import ModelKeys
-from stoker.config.keys.optimization import OptimizationKeys
-from stoker.config.keys.run import RunKeys
+from stoker.config.fields import KeyGroup
+from stoker.config.keys import AugmentationKeys, DataKeys, LoaderKeys, ModelKeys, OptimizationKeys, RunKeys
 
 GROUPS: tuple[type[KeyGroup], ...] = (
     DataKeys,

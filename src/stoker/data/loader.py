@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from stoker.data.batch import Batch
-from stoker.data.index.sample_index import SampleIndex
-from stoker.data.making import BatchMaker, BatchPlan
-from stoker.data.process_engine import ProcessEngine
-from stoker.data.quarantine import Quarantine
+from stoker.data.batch import Batch, Quarantine
+from stoker.data.engines.making import BatchMaker, BatchPlan
+from stoker.data.engines.processes import ProcessEngine
+from stoker.data.engines.threads import ThreadEngine
+from stoker.data.images.sample_index import SampleIndex
 from stoker.data.store.reader import Reader
 from stoker.data.store.stores import open_store
-from stoker.data.thread_engine import ThreadEngine
 
 Engine = Literal["auto", "process", "thread"]
 DEFAULT_PREFETCH = 2

@@ -1,4 +1,4 @@
-"""Image classification: from a config to a run that the loop can train."""
+"""Image classification: from a config to a run that the loop can train, and to a step that a plan can trace."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stoker.augment.operations import IMAGENET_MEAN, IMAGENET_STD, Colour, to_device
 from stoker.augment.pipeline import EvalPrepare, TrainAugment, build_train_augment
-from stoker.augment.prepare import IMAGENET_MEAN, IMAGENET_STD, Colour, to_device
 from stoker.config import Config, config_values
 from stoker.data.batch import Batch
-from stoker.data.decode.decoding import Decoding
-from stoker.data.index.opening import check_same_classes
-from stoker.data.index.samples import SampleSet
+from stoker.data.images.decoding import Decoding
+from stoker.data.images.opening import check_same_classes
+from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import ImageLoader
 from stoker.errors import UserError
 from stoker.models.build import build_model, count_parameters, with_sync_batchnorm
 from stoker.models.weights import load_weights
 from stoker.tasks.image_data import Rank, choose_decoding, open_loader, open_samples, training_plan, validation_plan
-from stoker.training.compiling import compile_or_fall_back
-from stoker.training.ema import WeightAverage
-from stoker.training.loop import Run
-from stoker.training.losses import build_loss, cross_entropy
-from stoker.training.metrics import Accumulator
-from stoker.training.observer import Observer, Silence
-from stoker.training.optimizers import build_optimizer
-from stoker.training.precision import Precision, set_matmul_precision
-from stoker.training.prefetch_guard import PrefetchGuard
-from stoker.training.progress import Progress
-from stoker.training.ranks import Ranks
-from stoker.training.saving import Parts, Saver
-from stoker.training.schedule import Horizon, scaled_lr
-from stoker.training.sizes import default_resize_epochs, image_size
-from stoker.training.step import Prepared, TrainStep
-from stoker.training.stopping import StopRequest
+from stoker.train.checkpoint.saver import Parts, Saver
+from stoker.train.compute import Precision, compile_or_fall_back, set_matmul_precision
+from stoker.train.ema import WeightAverage
+from stoker.train.evaluate import Accumulator
+from stoker.train.launch import StopRequest
+from stoker.train.loop import Run
+from stoker.train.observer import Observer, Silence
+from stoker.train.optimization import build_loss, build_optimizer, cross_entropy
+from stoker.train.prefetch_guard import PrefetchGuard
+from stoker.train.ranks import Ranks
+from stoker.train.schedule import Horizon, Progress, default_resize_epochs, image_size, scaled_lr
+from stoker.train.step import Prepared, TraceableStep, TrainStep
+
+# Image classification: from a config to a run that the loop can train.
 
 Say = Callable[[str], None]
 
@@ -256,3 +255,53 @@ def _prepare(augment: TrainAugment, device: torch.device, batch: Batch, epoch: i
 def _prepare_val(prepare: EvalPrepare, device: torch.device, batch: Batch) -> Prepared:
     labels = to_device(batch.labels, device)
     return Prepared(prepare(batch.images.to(device, non_blocking=True)), labels, labels, mixed=False)
+
+
+# A classification step described for a plan: the real one, without data.
+
+
+def traceable_step(config: Config, num_classes: int) -> TraceableStep:
+    """The step that `build_run` would train with, described for a plan; nothing of the data is opened.
+
+    The heaviest batch stands for all: where mixup is on, every one is mixed. Policies and erasing are left out: they
+    work on bytes, or on a few samples, and are over before the model's activations begin.
+    """
+    fresh = config.model_copy(update={"weights": None})  # what the weights are does not change their size
+
+    def build() -> nn.Module:
+        # The default device is meta while a step is traced: nothing is allocated.
+        return build_classifier(fresh, num_classes, torch.get_default_device(), Ranks(), lambda _text: None)
+
+    always = {"mix_probability": 1.0, "mix_switch_probability": 0.0 if config.mixup_alpha > 0 else 1.0}
+    plain = {"auto_augment": "none", "random_erasing": 0.0}
+    augment = build_train_augment(config.model_copy(update=always | plain), num_classes)
+    # Kept by `to_float` for the life of the process: made here, so that no fake tensor is.
+    augment(torch.zeros(2, 2, 2, 3, dtype=torch.uint8), np.zeros(2, np.int64), *_no_draws(2), 0, 0)
+
+    def make_batch(batch: int) -> Prepared:
+        images = torch.empty(batch, config.img_size, config.img_size, 3, dtype=torch.uint8)
+        labels = torch.empty(batch, dtype=torch.int64)
+        mixed = augment(images, labels, *_no_draws(batch), 0, 0)
+        return Prepared(mixed.images, mixed.targets, labels, mixed.mixed)
+
+    checkpointing = config.model_copy(update={"gradient_checkpointing": True})
+    return TraceableStep(
+        build_model=build,
+        build_optimizer=partial(
+            build_optimizer, name=config.optimizer, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov,
+            betas=config.betas, weight_decay=config.weight_decay, decay_bias_and_norm=config.decay_bias_and_norm,
+        ),
+        loss=build_loss(config),
+        make_batch=make_batch,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        ema_decay=config.ema_decay,
+        accumulation=config.gradient_accumulation,
+        clip_grad_norm=config.clip_grad_norm,
+        checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, num_classes),
+    )  # fmt: skip
+
+
+def _no_draws(batch: int) -> tuple[Any, Any]:
+    """Flips and keys of a batch whose contents do not matter."""
+    return np.zeros(batch, np.bool_), np.zeros(batch, np.uint64)

@@ -1,4 +1,4 @@
-"""The images of a classification: from a config to the samples of a split and a loader over them."""
+"""The images of a classification: from a config to samples, a loader, and what a plan needs to know of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Literal
 import numpy as np
 
 from stoker.config import Config
-from stoker.data.crops import CropRange
-from stoker.data.decode.calibration import CalibrationResult
-from stoker.data.decode.decoding import Decoding, choose_decoder
-from stoker.data.index.opening import open_index
-from stoker.data.index.sample_index import SampleIndex
-from stoker.data.index.samples import SampleSet, all_samples
-from stoker.data.index.subset import Subset, choose_subset, subset_record
+from stoker.data.engines.making import BatchPlan
+from stoker.data.images.calibration import CalibrationResult
+from stoker.data.images.crops import CropRange
+from stoker.data.images.decoding import CentreCrop, Decoding, RandomCrop, View, choose_decoder
+from stoker.data.images.opening import open_index
+from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
+from stoker.data.images.subset import Subset, choose_subset, subset_record
 from stoker.data.loader import ImageLoader, LoaderOptions
-from stoker.data.making import BatchPlan
 from stoker.data.order import Order, Steps
 from stoker.data.store.stores import ReadFailure, open_store
-from stoker.data.views import CentreCrop, RandomCrop, View
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, StokerError
+
+# The images of a classification: from a config to the samples of a split and a loader over them.
 
 Split = Literal["train", "val"]
 Progress = Callable[[int, int | None], None]
@@ -148,3 +148,79 @@ def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
         except ReadFailure:
             continue  # named when its turn comes
     return files
+
+
+# What a plan needs to know of the data: from its index, or stated where the data is not at hand.
+
+IMAGENET_SAMPLES = 1_281_167
+IMAGENET_CLASSES = 1000
+# MLPerf Storage's figure for an ImageNet file.
+IMAGENET_SAMPLE_BYTES = 114_660.0
+FILES_LOOKED_AT = 200
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a plan needs to know of the data."""
+
+    num_classes: int
+    samples: int | None = None
+    sample_bytes: float | None = None
+    """Of one image as it is stored, on average."""
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def dataset_bytes(self) -> float | None:
+        return None if self.samples is None or self.sample_bytes is None else self.samples * self.sample_bytes
+
+
+def data_facts(
+    config: Config, samples: int | None, progress: Callable[[int, int | None], None] | None = None
+) -> DataFacts:
+    """Counts the data of the config where it can be reached from here; `samples` overrides its number.
+
+    A plan is often made far from the data: what cannot be reached is taken for ImageNet, and that is said.
+    """
+    try:
+        found = None if config.data_root is None else open_samples(config, "train", progress=progress)
+        reason = "no data_root"
+    except StokerError as error:
+        found, reason = None, error.seen
+    if found is not None:
+        stored = _mean_bytes(found)
+        said = (
+            () if stored is not None else ("an image of 114,660 bytes (MLPerf Storage); the data's own is not known",)
+        )
+        classes = config.num_classes or len(found.classes)
+        return DataFacts(classes, samples or len(found), stored or IMAGENET_SAMPLE_BYTES, said)
+    return _stated(config, samples, reason)
+
+
+def _stated(config: Config, samples: int | None, reason: str) -> DataFacts:
+    classes = config.num_classes or config.subset_classes or IMAGENET_CLASSES
+    count = samples
+    if count is None:
+        count = IMAGENET_SAMPLES
+        if config.subset_classes is not None:
+            count = IMAGENET_SAMPLES * config.subset_classes // IMAGENET_CLASSES
+        if config.subset_train_per_class is not None:
+            count = min(count, classes * config.subset_train_per_class)
+    said = f"data: {count:,} images of 114,660 bytes in {classes} classes, as ImageNet has them ({reason})"
+    return DataFacts(classes, count, IMAGENET_SAMPLE_BYTES, (said,))
+
+
+def _mean_bytes(samples: SampleSet) -> float | None:
+    """Of all where the index knows, else of some files spread over it."""
+    index, members = samples.index, np.arange(len(samples), dtype=np.int64)
+    if index.sizes is not None:
+        return float(index.sizes[samples.numbers(members)].mean()) if len(members) else None
+    if "://" in index.root:
+        return None
+    looked_at = members[:: max(1, len(members) // FILES_LOOKED_AT)]
+    sizes = []
+    for number in samples.numbers(looked_at):
+        try:
+            sizes.append((Path(index.root) / index.location(int(number)).path).stat().st_size)
+        except OSError:
+            continue  # named when its turn comes
+    return float(np.mean(sizes)) if sizes else None

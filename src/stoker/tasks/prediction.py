@@ -1,4 +1,4 @@
-"""Images from anywhere, judged by a checkpoint: no classes, no index, no split."""
+"""Images from anywhere, classified by a checkpoint: no classes, no index, no split."""
 
 from __future__ import annotations
 
@@ -11,15 +11,50 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from stoker.augment.pipeline import EvalPrepare
 from stoker.config import Config
-from stoker.data.decode.decoding import BadImage, Decoding
-from stoker.data.index.listing import IMAGE_SUFFIXES
-from stoker.data.index.place import shown
+from stoker.data.images.decoding import BadImage, Decoding
+from stoker.data.images.listing import IMAGE_SUFFIXES, shown
+from stoker.tasks.classify import colours_of
 from stoker.tasks.image_data import validation_view
-from stoker.tasks.judging import judge_of
-from stoker.training.from_checkpoint import Restored
-from stoker.training.verdicts import Guess, Prediction
+from stoker.tasks.results import Guess, Prediction
+from stoker.train.checkpoint.restore import Restored
+from stoker.train.compute import Precision, set_matmul_precision
+
+# A restored model at work: bytes of images in, logits out.
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A model on its device, judging as validation during training does."""
+
+    model: nn.Module
+    device: torch.device
+    prepare: EvalPrepare
+    precision: Precision
+
+    @torch.inference_mode()
+    def logits(self, images_nhwc: Tensor) -> Tensor:
+        """The scores (images, outputs) in float32, on the device, of bytes (images, height, width, 3)."""
+        inputs = self.prepare(images_nhwc.to(self.device, non_blocking=True))
+        with self.precision.autocast():
+            logits: Tensor = self.model(inputs)
+        return logits.float()
+
+
+def judge_of(restored: Restored, device: torch.device | None = None) -> Judge:
+    """The restored model on the GPU where there is one, in the config's precision."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    set_matmul_precision(restored.config.matmul_precision)
+    mean, std = colours_of(restored.model)
+    return Judge(
+        restored.model.to(device), device, EvalPrepare(mean, std), Precision(restored.config.precision, device)
+    )
+
+
+# Images from anywhere, judged by a checkpoint: no classes, no index, no split.
 
 Progress = Callable[[int, int | None], None]
 LARGEST_BATCH = 32

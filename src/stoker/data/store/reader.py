@@ -18,9 +18,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.index.sample_index import SampleIndex, decode_name
-from stoker.data.store.announced import Announced
-from stoker.data.store.blocking import Blocking
+from stoker.data.images.sample_index import SampleIndex, decode_name
+from stoker.data.store.lookahead import Announced, Blocking
 from stoker.data.store.stores import Buffer, ReadFailure, Store, StoreDown
 
 Found: TypeAlias = Buffer | ReadFailure

@@ -1,1 +1,0 @@
-"""The config keys, one file for each thing they concern."""

@@ -1,0 +1,265 @@
+"""From a file and overrides to one valid config, or to every reason why not, at once."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from stoker.config.pairs import RULES
+from stoker.config.schema import ALIASES, SECTION_NAMES, Config, describe_type, key_names
+from stoker.config.yaml_file import YamlFile, parse_value, read_yaml_file
+from stoker.console import say_warnings
+from stoker.errors import ConfigError, Problem, did_you_mean
+
+# What is wrong with a value, in words for people instead of pydantic's for programmers.
+
+
+def say_validation_error(error: ValidationError) -> dict[str, str]:
+    """For each key with an invalid value one sentence that names the value and what would be valid."""
+    by_key: dict[str, list[Any]] = {}
+    for detail in error.errors():
+        by_key.setdefault(str(detail["loc"][0]), []).append(detail)
+    return {key: _say(key, details) for key, details in by_key.items()}
+
+
+def _say(key: str, details: list[Any]) -> str:
+    expected = describe_type(key).removesuffix(" | none")
+    # A union reports once for each member; a bound that was missed says more than 'is not auto'.
+    detail = next((d for d in details if d["type"] not in ("literal_error", "none_required")), details[0])
+    given, context = detail["input"], detail.get("ctx", {})
+    bound = {
+        "greater_than_equal": ("ge", "at least"),
+        "greater_than": ("gt", "above"),
+        "less_than_equal": ("le", "at most"),
+        "less_than": ("lt", "below"),
+    }.get(detail["type"])
+    if bound:
+        return f"{key}: {_show(given)} must be {bound[1]} {context[bound[0]]}"
+    if detail["type"] == "value_error":
+        return f"{key}: {context['error']}"
+    if detail["type"] == "finite_number":
+        return f"{key}: {_show(given)} is not a finite number"
+    if detail["type"] == "string_pattern_mismatch":
+        allowed = "letters, digits and . _ = + - only, and begins with a letter or digit"
+        return f"{key}: {_show(given)} may hold {allowed}"
+    if detail["type"] in ("string_too_short", "string_too_long"):
+        return f"{key}: {_show(given)} must have 1 to {context.get('max_length', 'many')} letters"
+    if detail["type"] in ("missing", "too_long", "too_short") or (
+        len(detail["loc"]) > 1 and detail["type"] == "tuple_type"
+    ):
+        return f"{key}: the list must be {expected}"
+    meant = did_you_mean(given, expected.split(" | ")) if isinstance(given, str) else None
+    return f"{key}: {_show(given)} is not {_article(expected)}" + (f"; {meant}" if meant else "")
+
+
+def _show(value: Any) -> str:
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _article(expected: str) -> str:
+    words = {
+        "int": "a whole number",
+        "float": "a number",
+        "size": "a size like 62GB",
+        "time": "a time like 18h",
+    }
+    if expected in words:
+        return words[expected]
+    if expected.startswith("["):
+        return f"a list like {expected}"
+    if " | " in expected:
+        return "one of " + ", ".join(words.get(word, word) for word in expected.split(" | "))
+    return expected
+
+
+# From a file and overrides to one valid config, or to every reason why not, at once.
+#
+# defaults < base file < file < KEY=VALUE on the command line
+
+BASE = "base"
+MAX_BASES = 8
+_KNOWN = frozenset(key_names()) | ALIASES.keys() | {BASE}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value before validation, and where it was written."""
+
+    value: Any
+    spelled: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A valid config, where each value came from, and what is odd about it."""
+
+    config: Config
+    origins: dict[str, str]
+    """For each key that was set: `configs/a.yaml:12` or `command line`; the others are defaults."""
+    warnings: tuple[str, ...]
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resolved:
+    """The config of a file with overrides applied; raises ConfigError with every problem there is."""
+    problems: list[Problem] = []
+    warnings: list[str] = []
+    settings: dict[str, Setting] = {}
+    if path is not None:
+        for layer in _read_with_bases(Path(path)):
+            problems += layer.problems
+            settings |= _settings_of_file(layer, problems, warnings)
+    settings |= _settings_of_overrides(overrides, problems)
+    config = _validate(settings, problems, warnings)
+    if problems:
+        source = str(path) if path is not None else "the command line"
+        count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
+        raise ConfigError(f"{count} in {source}", problems, hint=_hint(problems))
+    origins = {key: setting.where for key, setting in settings.items()}
+    return Resolved(config, origins, tuple(warnings))
+
+
+_last_loaded: Config | None = None
+
+
+def load_for_command(path: Path | None, overrides: Sequence[str] | None, set_options: Sequence[str] | None) -> Resolved:
+    """The config of file and overrides; warnings go to stderr; a crash log will include it."""
+    resolved = load_config(path, [*(overrides or ()), *(set_options or ())])
+    remember_config(resolved.config)
+    say_warnings(resolved.warnings)
+    return resolved
+
+
+def remember_config(config: Config) -> None:
+    """Keeps the config that the current command works with, for a crash log."""
+    global _last_loaded
+    _last_loaded = config
+
+
+def config_in_use() -> Config | None:
+    """The config that the current command works with, if it got that far."""
+    return _last_loaded
+
+
+def _read_with_bases(path: Path) -> list[YamlFile]:
+    """The file and the files it is based on, the deepest base first."""
+    chain: list[YamlFile] = []
+    seen: set[Path] = set()
+    current: Path | None = path
+    while current is not None:
+        if current.resolve() in seen:
+            raise ConfigError(
+                f"{chain[-1].path} names {current} as its base, which leads back to itself",
+                name="config-base-circle",
+            )
+        if len(chain) > MAX_BASES:
+            raise ConfigError(f"{path} has more than {MAX_BASES} bases in a row", name="config-base-circle")
+        seen.add(current.resolve())
+        layer = read_yaml_file(current, _KNOWN, SECTION_NAMES)
+        chain.append(layer)
+        current = _base_of(layer)
+    return chain[::-1]
+
+
+def _base_of(layer: YamlFile) -> Path | None:
+    bases = [entry for entry in layer.entries if entry.key == BASE]
+    if not bases:
+        return None
+    if len(bases) > 1:
+        layer.problems.append(Problem((BASE,), "is given twice", layer.where(bases[1].line)))
+    layer.entries[:] = [entry for entry in layer.entries if entry.key != BASE]
+    value = bases[0].value
+    if not isinstance(value, str) or not value:
+        layer.problems.append(Problem((BASE,), f"must name a file, not {value!r}", layer.where(bases[0].line)))
+        return None
+    return layer.path.parent / value
+
+
+def _settings_of_file(layer: YamlFile, problems: list[Problem], warnings: list[str]) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for entry in layer.entries:
+        setting = Setting(entry.value, entry.key, layer.where(entry.line))
+        _add(settings, setting, problems, warnings)
+    return settings
+
+
+def _settings_of_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for text in overrides:
+        key, equals, value_text = text.partition("=")
+        where = f"command line: {text}"
+        if not equals:
+            problems.append(Problem((text,), f"{text!r} is not KEY=VALUE", "command line"))
+            continue
+        try:
+            value = parse_value(value_text)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            problems.append(Problem((key,), f"the value {value_text!r} cannot be read", where))
+            continue
+        _add(settings, Setting(value, key.strip(), where), problems, warnings=None)
+    return settings
+
+
+def _add(settings: dict[str, Setting], setting: Setting, problems: list[Problem], warnings: list[str] | None) -> None:
+    """Adds a setting under its canonical key, or notes why it cannot be."""
+    key = ALIASES.get(setting.spelled, setting.spelled)
+    if key not in Config.model_fields:
+        problems.append(_unknown_key(setting))
+        return
+    earlier = settings.get(key)
+    if earlier is None:
+        settings[key] = setting
+    elif earlier.spelled != setting.spelled and earlier.value == setting.value and warnings is not None:
+        # One file may serve two programs that know the key by two names; where both say the same,
+        # nothing is in doubt.
+        warnings.append(f"{setting.where}: {setting.spelled} says {key} again ({earlier.where}), with the same value")
+    else:
+        names = setting.spelled if earlier.spelled == setting.spelled else f"{earlier.spelled} and {setting.spelled}"
+        message = f"{names}: given twice, {earlier.value!r} ({earlier.where}) and {setting.value!r}"
+        problems.append(Problem((key,), message, setting.where))
+
+
+def _unknown_key(setting: Setting) -> Problem:
+    spelled = setting.spelled
+    message = f"{spelled!r} is not a key"
+    odd = next((letter for letter in spelled if ord(letter) > 127), None)
+    if odd is not None:
+        message += f" (it contains {odd!r}, {unicodedata.name(odd, 'a character without a name')})"
+    last_part = unicodedata.normalize("NFKC", spelled).rpartition(".")[2]
+    return Problem((spelled,), message, setting.where, did_you_mean(last_part, _KNOWN))
+
+
+def _validate(settings: dict[str, Setting], problems: list[Problem], warnings: list[str]) -> Config:
+    """The validated config; where single values are wrong, defaults stand in for them, so that the
+    rules over several keys can still be checked on the others."""
+    values = {key: setting.value for key, setting in settings.items()}
+    wrong: set[str] = set()
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        for key, message in say_validation_error(error).items():
+            wrong.add(key)
+            problems.append(Problem((key,), message, settings[key].where))
+        config = Config.model_validate({key: value for key, value in values.items() if key not in wrong})
+    for rule in RULES:
+        message_or_none = None if wrong.intersection(rule.keys) else rule.check(config)
+        if message_or_none is None:
+            continue
+        written = [settings[key].where for key in rule.keys if key in settings]
+        if rule.forbids:
+            problems.append(Problem(rule.keys, message_or_none, " and ".join(written) or None))
+        else:
+            warnings.append(message_or_none)
+    return config
+
+
+def _hint(problems: Sequence[Problem]) -> str | None:
+    named = next((key for problem in problems for key in problem.keys if key in Config.model_fields), None)
+    return f"stoker config keys {named}" if named else "stoker config keys    # every key with its meaning"

@@ -1,0 +1,219 @@
+"""What goes to the terminal: results on stdout, everything else on stderr; tables, JSON, progress bars."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import ConfigError, StokerError
+
+# Text for people: results on stdout, everything else on stderr; reads well without colour.
+
+
+def print_result(text: str) -> None:
+    """What the user asked for."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """What the user should know besides the result."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def say_warnings(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        say(f"warning: {warning}")
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        say(f"note: {note}")
+
+
+def say_error(error: StokerError) -> None:
+    """What we saw, why it matters, what to type next."""
+    say(f"error: {error.name}")
+    for part in (error.seen, error.why):
+        if part:
+            say(textwrap.indent(part, "  "))
+    if isinstance(error, ConfigError) and error.problems:
+        say("")
+        for problem in error.problems:
+            where = f"{problem.where}\n      " if problem.where else ""
+            hint = f"; {problem.hint}" if problem.hint else ""
+            say(f"  - {where}{problem.message}{hint}")
+    if error.hint:
+        say(f"\nhint: {error.hint}")
+
+
+def say_bug(error: BaseException, log: Path | None) -> None:
+    """Something broke that should not: one line, and where the details are."""
+    say(f"error: stoker-bug\n  {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    say(f"\nhint: the details are in {log}" if log else "\nhint: no place to write a log; the details are above")
+
+
+def format_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    """Columns aligned with spaces; nothing drawn around them, so that it pastes well."""
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+# One JSON document on stdout, and nothing else there.
+
+
+def print_json(document: Any) -> None:
+    """The document, indented for people; NaN and infinities have no JSON and would be a bug of ours."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_json_error(error: StokerError) -> None:
+    """An error where a result was expected: programs read it under `error`."""
+    print_json({"error": error.as_dict()})
+
+
+# One line that says how far a loop is, how fast, and how long it will take.
+
+WIDTH = 10
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def bar_line(
+    label: str,
+    done: int,
+    total: int | None,
+    elapsed_s: float,
+    per_second: float | None,
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    blocks: bool = True,
+) -> str:
+    """`Epoch 0:   1%|▏| 33/3336 [00:30<50:00, 1.10it/s, train/loss=6.9, wait=3%]`; None is not known."""
+    shown = [f"{short(name)}={metric_text(name, value)}" for name, value in (metrics or {}).items()]
+    if not total:
+        return f"{label}: {done}it [{', '.join([clock(elapsed_s), rate_text(per_second), *shown])}]"
+    left_s = (total - done) / per_second if per_second else None
+    times = f"{clock(elapsed_s)}<{'?' if left_s is None else clock(left_s)}"
+    # 100 % is for what is done.
+    percent = 100 if done >= total else min(99, round(100 * done / total))
+    details = ", ".join([times, rate_text(per_second), *shown])
+    return f"{label}: {percent:3d}%|{_bar(done / total, blocks)}| {done}/{total} [{details}]"
+
+
+def metric_text(name: str, value: Any) -> str:
+    """A metric as people read it: accuracies in percent, shares as percent, rates without digits that flicker."""
+    if isinstance(value, str):
+        return value
+    number = float(value)
+    last = name.rsplit("/", 1)[-1]
+    if last.startswith("acc"):
+        return f"{number:.1f}%"
+    if last == "wait" or last.endswith("_share"):
+        return f"{number:.0%}"
+    if last.endswith("seconds"):
+        return f"{number:.1f} s"
+    if last.endswith("per_second") or abs(number) >= 1000:
+        return f"{number:,.0f}"
+    return f"{number:.4g}"
+
+
+def short(name: str) -> str:
+    """`wait_share` says `wait` where it stands beside a percentage."""
+    return name.removesuffix("_share")
+
+
+def rate_text(per_second: float | None) -> str:
+    """Steps a second, or seconds a step where that is the larger number."""
+    if not per_second:
+        return "?it/s"
+    return f"{per_second:.2f}it/s" if per_second >= 1 else f"{1 / per_second:.2f}s/it"
+
+
+def clock(seconds: float) -> str:
+    """07:37, or 1:15:00 from an hour on."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"
+
+
+def _bar(share: float, blocks: bool) -> str:
+    # At least a sliver once something is done; no spaces behind it: the line has better uses for them.
+    if not blocks:
+        return "#" * max(int(share * WIDTH), share > 0)
+    full, eighths = divmod(max(int(min(share, 1.0) * WIDTH * 8), int(share > 0)), 8)
+    return ("█" * full + EIGHTHS[eighths]).rstrip()
+
+
+# How far a long piece of work is, on stderr: a bar on a terminal, a line every few seconds elsewhere.
+
+Advance = Callable[[int, int | None], None]
+"""advance(done, total): how much is done of how much; None where nobody knows how much."""
+
+LINE_EVERY_S = 5.0
+
+
+@contextmanager
+def progress_bar(what: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
+    """A function to call with (done, total) as often as one likes."""
+    if sys.stderr.isatty():
+        with _rich_bar(what, total, unit) as advance:
+            yield advance
+    else:
+        yield _line_writer(what, unit)
+
+
+@contextmanager
+def _rich_bar(what: str, total: int | None, unit: str) -> Iterator[Advance]:
+    # rich takes longer to import than many commands run.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Task as RichTask
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: RichTask) -> Text:
+            return Text(_rate(task.finished_speed or task.speed, unit))
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
+    # It goes when the work is done: the result says the rest.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+
+        def advance(done: int, of: int | None) -> None:
+            progress.update(task, completed=done, total=of)
+
+        yield advance
+
+
+def _line_writer(what: str, unit: str) -> Advance:
+    # The rate is that since the line before: what was done already when we began takes no time.
+    last_s, last_done = time.monotonic(), 0
+
+    def advance(done: int, total: int | None) -> None:
+        nonlocal last_s, last_done
+        now_s = time.monotonic()
+        if now_s - last_s < LINE_EVERY_S:
+            return
+        of = f" of {total:,} ({done / total:.0%})" if total else ""
+        say(f"{what}: {done:,}{of} {_rate((done - last_done) / (now_s - last_s), unit)}".rstrip())
+        last_s, last_done = now_s, done
+
+    return advance
+
+
+def _rate(per_second: float | None, unit: str) -> str:
+    if per_second is None or per_second <= 0:
+        return ""
+    number = f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
+    return f"{number} {unit}/s" if unit else f"{number}/s"

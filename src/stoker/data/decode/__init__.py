@@ -1,1 +1,0 @@
-"""From bytes to pixels: headers, decoders chosen by measurement, the faithful path."""

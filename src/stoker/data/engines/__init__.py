@@ -1,0 +1,1 @@
+"""Who makes the batches: threads or processes."""

@@ -1,0 +1,270 @@
+"""Batches made by worker processes, through torch's DataLoader: its keys mean what everybody knows them to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+from stoker.data.batch import Batch
+from stoker.data.engines.buffers import SharedSlots, shared_array
+from stoker.data.engines.making import IN_HAND, Announcer, BatchMaker, BatchPlan, batches_held
+from stoker.data.store.reader import Reader
+from stoker.errors import StokerError, UserError
+
+# torch's DataLoader with fewer requests to its workers than it was made for: as many as a limit allows just now.
+
+
+@dataclass
+class InFlight:
+    """How many batches may be on their way; changes while an epoch runs."""
+
+    limit: int
+
+
+class LimitedLoader(DataLoader[Any]):
+    """torch's loader, whose requests can be held back."""
+
+    def __init__(self, *arguments: Any, in_flight: InFlight, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.in_flight = in_flight
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        return LimitedIterator(self)
+
+
+class LimitedIterator(_MultiProcessingDataLoaderIter):
+    """torch's iterator puts one request for each batch that is taken; this one as many as the limit leaves room for.
+
+    Requests still go out in order and around the workers, so neither the batches nor who makes which of them change.
+    """
+
+    def __init__(self, loader: LimitedLoader) -> None:
+        self._in_flight = loader.in_flight
+        super().__init__(loader)
+
+    def _try_put_index(self) -> None:
+        while self._send_idx - self._rcvd_idx < self._in_flight.limit:
+            sent = self._send_idx
+            super()._try_put_index()
+            if self._send_idx == sent:
+                return  # the epoch has no more steps
+
+    def ready(self) -> int:
+        """Batches that are made and wait to be taken; those that came before their turn are kept in `_task_info`."""
+        return self._worker_result_queue.qsize() + sum(len(task) > 1 for task in self._task_info.values())
+
+
+# Batches made by worker processes, through torch's DataLoader: its keys mean what everybody knows them to.
+#
+# The sampler yields one request for each batch, and the dataset's `__getitems__` makes the whole batch of that step
+# in a slot of shared memory: no sample is pickled, nothing is collated or copied.
+
+Request = tuple[int, int, int, int | None]
+"""Epoch, step, start, and the slot to fill; None where none was free."""
+
+
+@dataclass
+class _Steps:
+    """The batch sampler: the steps of the epoch that is asked for next."""
+
+    plan: BatchPlan
+    slots: SharedSlots | None
+    epoch: int = 0
+    start: int = 0
+
+    def __len__(self) -> int:
+        return self.plan.steps.count(self.start)
+
+    def __iter__(self) -> Iterator[Request]:
+        for step in range(len(self)):
+            # Asked in this process at the moment when the request goes to a worker.
+            yield self.epoch, step, self.start, None if self.slots is None else self.slots.take()
+
+
+class _Batches(Dataset[Batch]):
+    """The dataset: makes the batch of a request. Each worker process opens its own reader."""
+
+    def __init__(
+        self, plan: BatchPlan, open_reader: Callable[[], Reader], lookahead: int, slots: list[torch.Tensor]
+    ) -> None:
+        self._plan = plan
+        self._slots = slots
+        self._open_reader = open_reader
+        self._lookahead = lookahead
+        self._maker: BatchMaker | None = None
+        self._announcer: Announcer | None = None
+        self._announced_for: tuple[int, int] | None = None
+
+    def __getitems__(self, request: Request) -> Batch | StokerError:
+        # Returned, not raised: torch would turn an error with more than one argument into a RuntimeError.
+        try:
+            return self._make(*request)
+        except StokerError as error:
+            return error
+
+    def _make(self, epoch: int, step: int, start: int, slot: int | None) -> Batch:
+        if self._maker is None:
+            self._maker = BatchMaker(self._plan, self._open_reader())
+        self._announce(self._maker, epoch, step, start)
+        if slot is None:
+            batch = self._maker.make(epoch, step, start, shared_array)
+            batch.images = torch.from_numpy(batch.images)
+            return batch
+        memory = self._slots[slot].numpy()
+        batch = self._maker.make(epoch, step, start, lambda shape: memory[: shape[0]])
+        batch.images = slot
+        return batch
+
+    def _announce(self, maker: BatchMaker, epoch: int, step: int, start: int) -> None:
+        worker = get_worker_info()
+        stride = worker.num_workers if worker is not None else 1
+        if self._announced_for != (epoch, start) or self._announcer is None:
+            maker.reader.forget()
+            count = self._plan.steps.count(start)
+            budget = self._lookahead // stride
+            self._announcer = Announcer(maker, epoch, start, count, budget, stride=stride, first=step)
+            self._announced_for = (epoch, start)
+        self._announcer.before(step)
+
+
+class ProcessEngine:
+    """Hands out an epoch's batches in order, made by worker processes."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        open_reader: Callable[[], Reader],
+        *,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        persistent: bool,
+        start_method: str,
+        lookahead: int,
+    ) -> None:
+        self.most_in_flight = max(1, workers * prefetch)
+        self._in_flight = InFlight(self.most_in_flight)
+        self._slots = None
+        if workers:
+            shape = (plan.steps.batch_size, plan.view.size, plan.view.size, 3)
+            self._slots = SharedSlots(batches_held("process", workers, prefetch), shape, pinned=pin_memory)
+        self._steps = _Steps(plan, self._slots)
+        self._iterator: LimitedIterator | None = None
+        if start_method == "forkserver" and workers:
+            _preload_forkserver()
+        self._loader = LimitedLoader(
+            _Batches(plan, open_reader, lookahead, self._slots.tensors if self._slots is not None else []),
+            batch_sampler=self._steps,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            pin_memory=False,  # the slots are pinned themselves
+            persistent_workers=persistent and workers > 0,
+            multiprocessing_context=start_method if workers else None,
+            collate_fn=_as_it_is,
+            # A fork server keeps the environment that it was started in; credentials may have come later.
+            worker_init_fn=partial(_prepare_worker, dict(os.environ)),
+            in_flight=self._in_flight,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight.limit
+
+    def limit(self, batches: int) -> None:
+        """Has so many batches on their way from now on; what is made already is still handed out."""
+        self._in_flight.limit = max(1, min(batches, self.most_in_flight))
+        if self._slots is not None:
+            self._slots.keep(self._in_flight.limit + IN_HAND)
+
+    def ready(self) -> int:
+        """Batches that are made and wait to be taken."""
+        iterator = self._iterator
+        return 0 if iterator is None else iterator.ready()
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from a position on."""
+        self._steps.epoch, self._steps.start = epoch, start
+        if self._slots is not None:
+            self._slots.give_back_all()
+        try:
+            iterator = iter(self._loader)
+            self._iterator = iterator if isinstance(iterator, LimitedIterator) else None
+            for batch in iterator:
+                if isinstance(batch, StokerError):
+                    raise batch
+                if isinstance(batch.images, int):
+                    assert self._slots is not None
+                    batch.images = self._slots.look_at(batch.images, len(batch))
+                yield batch
+        except RuntimeError as error:
+            raise _worker_error(error) from error
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._iterator = None
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _prepare_worker(environment: dict[str, str], _worker: int) -> None:
+    """One core each: a worker that starts threads of its own only makes the others wait."""
+    import cv2
+
+    os.environ.clear()
+    os.environ.update(environment)
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    # Ctrl-C is for the parent, which ends its workers in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """Ends this worker when the training process ends, however that happens.
+
+    Neither torch's own watchdog nor PR_SET_PDEATHSIG can: both look at the process that forked this one, which
+    is the fork server, and that one lives as long as any worker does.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _preload_forkserver() -> None:
+    """Lets the fork server import what every worker needs, once: a worker then starts in milliseconds."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["stoker.data.engines.processes", "stoker.data.images.decoding"]
+    )
+
+
+def _worker_error(error: RuntimeError) -> Exception:
+    text = str(error)
+    if "DataLoader worker" in text and ("killed" in text or "exited unexpectedly" in text):
+        return UserError(
+            "worker-died",
+            text.splitlines()[0],
+            why="the kernel ends a worker when memory runs out, /dev/shm included",
+            hint="num_workers=, prefetch_factor= or batch_size= lower; dmesg | grep -i oom tells for sure",
+        )
+    return error

@@ -1,0 +1,90 @@
+"""Batches made by threads of this process: nothing is pickled, copied or forked.
+
+Decoding releases the interpreter lock, so threads run side by side where a decoder does most of the work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from stoker.data.batch import Batch
+from stoker.data.engines.buffers import BufferPool
+from stoker.data.engines.making import IN_HAND, Announcer, BatchMaker
+
+
+class ThreadEngine:
+    """Hands out an epoch's batches in order; `workers x prefetch` of them are on their way at any time."""
+
+    def __init__(self, maker: BatchMaker, *, workers: int, prefetch: int, pin_memory: bool, lookahead: int) -> None:
+        self._maker = maker
+        self._workers = workers
+        self.most_in_flight = self.in_flight = max(1, workers * prefetch)
+        self._buffers = BufferPool(pinned=pin_memory)
+        self._lookahead = lookahead
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: deque[Future[Batch]] = deque()
+
+    def limit(self, batches: int) -> None:
+        """Has so many batches on their way from now on; what is made already is still handed out."""
+        self.in_flight = max(1, min(batches, self.most_in_flight))
+        self._buffers.keep(self.in_flight + IN_HAND)
+
+    def ready(self) -> int:
+        """Batches that are made and wait to be taken."""
+        return sum(future.done() for future in self._pending)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from a position on."""
+        count = self._maker.plan.steps.count(start)
+        announcer = Announcer(self._maker, epoch, start, count, self._lookahead, stride=1, first=0)
+        if self._workers == 0:
+            for step in range(count):
+                announcer.before(step)
+                yield self._make(epoch, step, start)
+            return
+        pool = self._threads()
+        stopped = threading.Event()
+        pending = self._pending = deque()
+        step = 0
+        try:
+            while step < count or pending:
+                while step < count and len(pending) < self.in_flight:
+                    announcer.before(step)
+                    pending.append(pool.submit(self._make_unless, stopped, epoch, step, start))
+                    step += 1
+                yield pending.popleft().result()
+                if self.in_flight < self.most_in_flight:
+                    self._buffers.keep(self.in_flight + IN_HAND)
+        finally:
+            # The consumer left early, or a batch failed: what is not begun yet must not be made.
+            stopped.set()
+            for future in pending:
+                future.cancel()
+            self._maker.reader.forget()
+
+    def close(self) -> None:
+        """Ends the threads; a batch that is being made is finished first."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+        self._maker.reader.close()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="stoker-loader")
+        return self._pool
+
+    def _make_unless(self, stopped: threading.Event, epoch: int, step: int, start: int) -> Batch:
+        if stopped.is_set():
+            raise RuntimeError("the epoch was left")  # seen by nobody: its future was given up
+        return self._make(epoch, step, start)
+
+    def _make(self, epoch: int, step: int, start: int) -> Batch:
+        batch = self._maker.make(epoch, step, start, self._buffers.get)
+        batch.images = torch.from_numpy(batch.images)
+        return batch

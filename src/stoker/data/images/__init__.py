@@ -1,0 +1,1 @@
+"""Images: index, subset, headers, decoders, crops, packing."""

@@ -1,0 +1,183 @@
+"""Where an index is kept, so that a million files are listed once, and what it takes for it to still hold.
+
+<place>/.stoker-index/      or below index_dir, or below the user's cache folder
+    listing.json            which index is current, and when each folder that it lists had last changed
+    <digest>/               an index that nobody changes any more: a run may have it mapped
+    lock                    held by the one process that lists
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stoker.data.images.listing import THREADS, ClassListing, Seen, class_names
+from stoker.data.images.sample_index import IndexUnreadable, SampleIndex, digest_of, load_index, save_index
+from stoker.data.store.stores import is_url
+from stoker.errors import UserError
+from stoker.files import write_text
+from stoker.redact import redact_text
+
+FORMAT = 1
+BESIDE = ".stoker-index"
+_ABANDONED_AFTER_S = 24 * 3600
+# Record locks never conflict within one process: its threads take turns here.
+_one_thread = threading.RLock()
+
+
+@dataclass(frozen=True)
+class KeptIndex:
+    """An index as it was kept, with what it was listed from."""
+
+    index: SampleIndex
+    seen: dict[str, Seen]
+    """By class."""
+    made_ns: int
+    """When it was listed; 0 where that was just now."""
+
+
+def keeping_folders(place: str, index_dir: Path | None) -> list[Path]:
+    """The folders in which the index of a place may be kept, the preferred one first."""
+    # The last part of the place only helps people: the hash of all of it tells the folders apart.
+    word = re.sub(r"[^A-Za-z0-9._-]", "-", place.rstrip("/").rpartition("/")[2])[:40].lstrip(".") or "data"
+    name = f"{word}-{hashlib.blake2b(place.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
+    if index_dir is not None:
+        return [index_dir.absolute() / name]
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises
+    in_cache = Path(base).absolute() / "stoker" / "index" / name
+    return [in_cache] if is_url(place) else [Path(place) / BESIDE, in_cache]
+
+
+def not_keepable(place: str, folder: Path, error: OSError) -> UserError:
+    """The refusal where the index has to be kept in a folder, and cannot be."""
+    return UserError(
+        "index-not-writable",
+        f"the index of {redact_text(place)} cannot be kept in {folder}: {error.strerror or error}",
+        why="without it every start would ask for all names again",
+        hint="index_dir=/a/folder/you/may/write",
+    )
+
+
+def read_kept(keep: Path, place: str) -> KeptIndex | None:
+    """What a folder keeps; None where there is nothing, or nothing that this version can use."""
+    try:
+        document = json.loads((keep / "listing.json").read_text())
+        if document["format"] != FORMAT or not re.fullmatch("[0-9a-f]+", document["index"]):
+            return None
+        index = replace(load_index(keep / document["index"]), root=place)
+        seen = [Seen(record["folders"], record["left_out"]) for record in document["seen"]]
+        return KeptIndex(index, dict(zip(index.classes, seen, strict=True)), int(document["made_ns"]))
+    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable):
+        return None
+
+
+def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing]) -> KeptIndex:
+    """Keeps an index; a reader sees the old one or the new one, whole. Call it within `building`."""
+    before = _current_name(keep)
+    final = keep / digest_of(index)
+    try:
+        load_index(final)
+    except IndexUnreadable:
+        with whole_folder(final) as folder:
+            save_index(replace(index, root=redact_text(index.root)), folder)
+    document = {
+        "format": FORMAT,
+        "place": redact_text(index.root),
+        "made_ns": time.time_ns(),
+        "index": final.name,
+        "seen": [{"folders": dict(one.seen.folders), "left_out": dict(one.seen.left_out)} for one in listings],
+    }
+    write_text(keep / "listing.json", json.dumps(document) + "\n")
+    _remove_old(keep, {final.name, before})
+    return KeptIndex(replace(load_index(final), root=index.root), {one.name: one.seen for one in listings}, 0)
+
+
+def changed_classes(place: str, kept: KeptIndex) -> tuple[list[str], set[str]]:
+    """The class folders that there are now, and those of them that must be listed (again).
+
+    The split's own folder is compared by its class folders, not by its time: keeping the index in it
+    changes that.
+    """
+    now = class_names(place)
+    with ThreadPoolExecutor(THREADS) as pool:
+        same = pool.map(lambda name: name in kept.seen and _unchanged(place, kept.seen[name]), now)
+        return now, {name for name, is_same in zip(now, same, strict=True) if not is_same}
+
+
+@contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A folder that appears under `final` once the block ends without an error; what stood there goes."""
+    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
+    try:
+        # mkdtemp's folders are closed to others; data and its index are often shared by a team.
+        temporary.chmod(final.parent.stat().st_mode & 0o777)
+        yield temporary
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def building(keep: Path, say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """The right to write into a keeping folder, which is made; waits while another process has it."""
+    with _one_thread:
+        keep.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(keep / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            _lock(descriptor, keep, say)
+            yield
+        finally:
+            os.close(descriptor)  # drops the lock
+
+
+def _lock(descriptor: int, keep: Path, say: Callable[[str], None] | None) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        if say is not None:
+            say(f"another process makes the index in {keep}; waiting for it")
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        pass  # no locks on this file system: two builders do the work twice, and write the same
+
+
+def _unchanged(place: str, seen: Seen) -> bool:
+    if not seen.folders:
+        return False
+    try:
+        return all(
+            changed is not None and os.stat(f"{place}/{folder}").st_mtime_ns == changed  # noqa: PTH116 - hot, and '' joins
+            for folder, changed in seen.folders.items()
+        )
+    except OSError:
+        return False
+
+
+def _current_name(keep: Path) -> str | None:
+    try:
+        return str(json.loads((keep / "listing.json").read_text())["index"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remove_old(keep: Path, wanted: set[str | None]) -> None:
+    """The index before this one stays: a run that began with it may still start workers, which map it."""
+    with suppress(OSError):
+        for entry in keep.iterdir():
+            is_index = re.fullmatch("[0-9a-f]{32}", entry.name) is not None
+            is_left = entry.name.startswith(".new-") and entry.stat().st_mtime < time.time() - _ABANDONED_AFTER_S
+            if (is_index and entry.name not in wanted) or is_left:
+                shutil.rmtree(entry, ignore_errors=True)

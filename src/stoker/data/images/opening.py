@@ -1,0 +1,297 @@
+"""Opening a split: its index from where it is kept or packed, or made by listing the class folders once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.data.images.kept_index import (
+    KeptIndex,
+    building,
+    changed_classes,
+    keeping_folders,
+    not_keepable,
+    read_kept,
+    whole_folder,
+    write_kept,
+)
+from stoker.data.images.listing import (
+    IMAGE_SUFFIXES,
+    ClassListing,
+    Progress,
+    Seen,
+    check_folder,
+    class_names,
+    class_of_index,
+    count,
+    index_of_classes,
+    list_classes,
+    list_objects,
+    shown,
+    some,
+    split_place,
+)
+from stoker.data.images.sample_index import META, IndexUnreadable, SampleIndex, digest_of, encode_name, load_index
+from stoker.data.store.stores import ReadFailure, Store, is_url
+from stoker.errors import UserError
+from stoker.files import write_bytes
+from stoker.redact import redact_text
+
+# The index that `stoker pack` wrote beside its shards, in a folder or at a URL.
+
+# An array of a hundred million samples still fits; above it somebody else's file is called like ours.
+MAX_ARRAY_BYTES = 8_000_000_000
+
+
+def open_packed(place: str, index_dir: Path | None) -> SampleIndex | None:
+    """The index of packed shards; None where a place holds none."""
+    if is_url(place):
+        return _packed_in_store(place, index_dir)
+    folder = Path(place)
+    if not (folder / META).is_file():
+        return None
+    try:
+        index = load_index(folder)
+    except IndexUnreadable:
+        if files_directly_in(place)[1] == 0:
+            return None  # somebody else's file among class folders
+        raise
+    return replace(index, root=place) if index.shards else None
+
+
+def files_directly_in(place: str) -> tuple[int, int]:
+    """Images and tar files that lie directly in a folder; 0 where nobody knows."""
+    if is_url(place):
+        return 0, 0
+    with os.scandir(encode_name(place)) as entries:
+        names = [entry.name.lower() for entry in entries if not entry.name.startswith(b".")]
+    return sum(name.endswith(IMAGE_SUFFIXES) for name in names), sum(name.endswith(b".tar") for name in names)
+
+
+def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
+    """The same from a URL: one small request tells whether the copy that we keep is still the right one."""
+    from stoker.data.store.object_store import ObjectStore
+
+    store = ObjectStore(place, max_object_bytes=MAX_ARRAY_BYTES)
+    try:
+        raw = bytes(store.read(META))
+        meta: Any = json.loads(raw)
+        if not meta["shards"]:
+            return None
+        arrays = [str(name) for name in meta["arrays"]]
+    except (ReadFailure, ValueError, KeyError, TypeError):
+        return None
+    keep = keeping_folders(place, index_dir)[0]
+    final = keep / f"packed-{hashlib.blake2b(raw, digest_size=8).hexdigest()}"
+    if (index := _load_if_whole(final)) is None:
+        try:
+            with building(keep):
+                # While we waited for our turn another process may have fetched it.
+                index = _load_if_whole(final) or _fetch(store, place, arrays, raw, final)
+        except OSError as error:
+            raise not_keepable(place, keep, error) from None
+    return replace(index, root=place)
+
+
+def _fetch(store: Store, place: str, arrays: list[str], raw: bytes, final: Path) -> SampleIndex:
+    try:
+        with whole_folder(final) as folder:
+            for name in arrays:
+                # The last part only: nothing is written outside of the folder.
+                write_bytes(folder / f"{Path(name).name}.npy", bytes(store.read(f"{name}.npy")))
+            write_bytes(folder / META, raw)
+            index = load_index(folder)
+            if digest_of(index) != index.digest:
+                raise _changing(place)
+    except (ReadFailure, IndexUnreadable):
+        raise _changing(place) from None
+    return load_index(final)
+
+
+def _load_if_whole(folder: Path) -> SampleIndex | None:
+    try:
+        return load_index(folder)
+    except IndexUnreadable:
+        return None
+
+
+def _changing(place: str) -> UserError:
+    return UserError(
+        "packed-data-incomplete",
+        f"the index at {place} does not fit the arrays beside it",
+        why="it was being written while it was read, or only a part of it was copied there",
+        hint="copy the packed folder again, index.json last",
+    )
+
+
+# Opening a split: its index from where it is kept, or made by listing the class folders once.
+
+Say = Callable[[str], None]
+
+
+def open_index(
+    root: str,
+    split: str,
+    *,
+    index_dir: Path | None,
+    progress: Progress | None = None,
+    rebuild: bool = False,
+    say: Say | None = None,
+) -> SampleIndex:
+    """The samples of `root`/`split`, a folder or URL of class folders or of packed shards.
+
+    The first call lists the class folders (`progress` counts folders, objects at a URL) and keeps the index;
+    later ones load it, and list again only the class folders that changed. Objects at a URL are not looked
+    at again unless `rebuild` asks for it. `say` gets what the user should know, which is also kept in
+    `facts["notes"]`. `split=""` opens a root that holds the class folders itself.
+    """
+    place = split_place(root, split)
+    if not is_url(place):
+        check_folder(root, split)
+    if (packed := open_packed(place, index_dir)) is not None:
+        return packed
+    kept, news = _open_kept_or_list(place, index_dir, progress, rebuild, say)
+    notes = [*news, *_notes(place, kept)]
+    if say is not None:
+        for note in notes:
+            say(note)
+    return replace(kept.index, facts={**kept.index.facts, "notes": notes})
+
+
+def check_same_classes(train: SampleIndex, val: SampleIndex) -> None:
+    """Refuses a validation set with classes that training never sees."""
+    known = set(train.classes)
+    if strangers := [name for name in val.classes if name not in known]:
+        raise UserError(
+            "classes-differ",
+            f"{val.root} has {count(len(strangers), 'class', 'classes')} that {train.root} lacks: {some(strangers)}",
+            why=f"a network that was trained on {count(len(known), 'class', 'classes')} cannot be right about others",
+            hint="the class folders of train and val must have the same names",
+        )
+
+
+def _open_kept_or_list(
+    place: str, index_dir: Path | None, progress: Progress | None, rebuild: bool, say: Say | None
+) -> tuple[KeptIndex, list[str]]:
+    if not is_url(place) and not class_names(place):
+        raise _no_class_folders(place)  # before a folder for the index is made in a place that was not meant
+    keeps = keeping_folders(place, index_dir)
+    before = [read_kept(keep, place) for keep in keeps]
+    if not rebuild:
+        for kept in before:
+            if kept is not None and _still_holds(place, kept):
+                return kept, []
+    listed: list[ClassListing] = []
+    news: list[str] = []
+    trouble: OSError | None = None
+    for keep, old in zip(keeps, before, strict=True):
+        try:
+            with building(keep, say):
+                # While we waited for our turn another process may have done the work.
+                kept = read_kept(keep, place)
+                is_new = kept is not None and (old is None or kept.made_ns != old.made_ns)
+                if kept is not None and (is_new or not rebuild) and _still_holds(place, kept):
+                    return kept, []
+                if not listed:
+                    known = kept or next(filter(None, before), None)
+                    listed, news = _list(place, None if rebuild else known, progress)
+                return write_kept(keep, _index_of(place, listed), listed), news
+        except OSError as error:
+            trouble = error
+    if index_dir is not None and trouble is not None:
+        raise not_keepable(place, index_dir, trouble)
+    if not listed:
+        listed, news = _list(place, None if rebuild else next(filter(None, before), None), progress)
+    index = _index_of(place, listed)
+    kept = KeptIndex(replace(index, digest=digest_of(index)), {one.name: one.seen for one in listed}, 0)
+    news.append(f"the index cannot be kept ({trouble}): the next start lists all files again; index_dir=FOLDER helps")
+    return kept, news
+
+
+def _still_holds(place: str, kept: KeptIndex) -> bool:
+    if is_url(place):
+        return True
+    now, changed = changed_classes(place, kept)
+    return not changed and tuple(now) == kept.index.classes
+
+
+def _list(place: str, kept: KeptIndex | None, progress: Progress | None) -> tuple[list[ClassListing], list[str]]:
+    """All classes, of which only those are listed that changed since; and what there is to say about it."""
+    if is_url(place):
+        from stoker.data.store.object_store import open_object_store
+
+        return list_objects(open_object_store(place).list(), progress), []
+    if kept is None:
+        return list_classes(place, class_names(place), progress), []
+    now, changed = changed_classes(place, kept)
+    fresh = {one.name: one for one in list_classes(place, [name for name in now if name in changed], progress)}
+    listed = [fresh[name] if name in fresh else class_of_index(kept.index, name, kept.seen[name]) for name in now]
+    differing = _differing(kept, fresh) | (set(kept.index.classes) - set(now))
+    if not differing:
+        return listed, []  # only too recent to be trusted, or touched
+    return listed, [
+        f"the index of {place} was out of date: {count(len(differing), 'class folder')} changed "
+        f"({some(sorted(differing))}) and {'was' if len(differing) == 1 else 'were'} listed again"
+    ]
+
+
+def _differing(kept: KeptIndex, fresh: Mapping[str, ClassListing]) -> set[str]:
+    return {
+        name
+        for name, one in fresh.items()
+        if name not in kept.seen
+        or one.name_bytes.tobytes() != class_of_index(kept.index, name, Seen()).name_bytes.tobytes()
+    }
+
+
+def _index_of(place: str, listed: list[ClassListing]) -> SampleIndex:
+    if sum(map(len, listed)):
+        return index_of_classes(place, listed)
+    if not listed:
+        raise _no_class_folders(place)
+    where = shown(redact_text(place))
+    known = ", ".join(suffix.decode() for suffix in IMAGE_SUFFIXES)
+    raise UserError(
+        "no-images",
+        f"{where} has {count(len(listed), 'class folder')} and not one image in them",
+        why=f"what counts as an image is told by its name: {known}",
+        hint=f"ls '{where}/{shown(listed[0].name)}'",
+    )
+
+
+def _no_class_folders(place: str) -> UserError:
+    where = shown(redact_text(place))
+    flat, tars = files_directly_in(place)
+    if tars:
+        why = f"it holds {count(tars, 'tar file')}, but not the {META} that `stoker pack` writes last"
+    elif flat:
+        why = f"it holds {count(flat, 'image')} that no class folder tells the class of"
+    else:
+        why = "the class of an image is the folder that it lies in"
+    return UserError("no-class-folders", f"{where} has no class folders", why=why, hint=f"{where}/CLASS/IMAGE.jpg")
+
+
+def _notes(place: str, kept: KeptIndex) -> Iterator[str]:
+    """What a user should know about the data, whenever it is opened."""
+    index, where = kept.index, shown(redact_text(place))
+    if is_url(place) and kept.made_ns:
+        made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(kept.made_ns / 1e9))
+        yield f"the index of {where} is of {made}; objects that came later are not in it"
+    counts = np.bincount(index.labels, minlength=len(index.classes))
+    if empty := [name for name, images in zip(index.classes, counts.tolist(), strict=True) if not images]:
+        yield f"{count(len(empty), 'class folder')} of {where} without images: {some(empty)}"
+    left_out: Counter[str] = Counter()
+    for seen in kept.seen.values():
+        left_out.update(seen.left_out)
+    if left_out:
+        kinds = some([f"{suffix} ({files:,})" for suffix, files in left_out.most_common()])
+        yield f"{count(left_out.total(), 'file')} of {where} not named like an image, left out: {kinds}"

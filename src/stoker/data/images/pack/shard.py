@@ -1,0 +1,265 @@
+"""Makes one shard of a pack, in a worker process: read, check, encode, write, read back."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+
+from stoker.data.images.crops import Box
+from stoker.data.images.decoders import load_decoder, pillow_
+from stoker.data.images.decoders.common import Refused
+from stoker.data.images.decoding import MAX_PIXELS, turned
+from stoker.data.images.headers import BadImage, ImageHeader, read_header
+from stoker.data.images.pack.folder import PackFolder
+from stoker.data.images.pack.tar_shards import (
+    ShardDamaged,
+    ShardRecord,
+    ShardWriter,
+    read_record,
+    shard_is_whole,
+    verify_shard,
+    write_record,
+)
+from stoker.data.images.pack.worker_processes import Report
+from stoker.data.images.sample_index import SampleIndex
+from stoker.data.store.stores import ReadFailure, Store, StoreDown, open_store
+from stoker.files import sync_folder
+
+# An image's bytes as they go into a shard: checked, and on request made smaller and encoded as JPEG.
+
+# For images that had to be made smaller where no quality was asked for: little loss beside the original.
+QUALITY_AFTER_RESIZE = 95
+EXTENSIONS = {"jpeg": "jpg", "tiff": "tif"}
+"""Of the kinds that are not called like their files."""
+
+
+@dataclass(frozen=True)
+class Reencoding:
+    """What is done to each image; nothing, by default."""
+
+    longest: int | None = None
+    """Pixels of the longer side, at most."""
+    shortest: int | None = None
+    """Pixels of the shorter side, at most; of both, only one may be given."""
+    quality: int | None = None
+    """JPEG quality of every image; None keeps the bytes of those that need no resize."""
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after the resize: never larger than before."""
+        limit, side = (self.longest, max(width, height)) if self.longest else (self.shortest, min(width, height))
+        if limit is None or side <= limit:
+            return width, height
+        return max(1, round(width * limit / side)), max(1, round(height * limit / side))
+
+
+class Encoded(NamedTuple):
+    """An image file: its extension, by content, and its bytes."""
+
+    extension: str
+    data: bytes
+
+
+def prepare(data: bytes, how: Reencoding) -> Encoded:
+    """The bytes to pack; raises BadImage. The same input gives the same bytes with the same library versions."""
+    header = read_header(data, MAX_PIXELS)
+    stored = header.stored_width, header.stored_height
+    size = how.size_of(*stored)
+    if how.quality is None and size == stored:
+        return Encoded(EXTENSIONS.get(header.kind, header.kind), data)
+    pixels = _decode(data, header)
+    if size != stored:
+        # Averages over the pixels that fall together: antialiased, for any factor.
+        pixels = np.asarray(cv2.resize(pixels, size, interpolation=cv2.INTER_AREA), np.uint8)
+    # Upright: the new file has no EXIF that would say how to turn it.
+    upright = np.ascontiguousarray(turned(pixels, header.orientation))
+    quality = QUALITY_AFTER_RESIZE if how.quality is None else how.quality
+    try:
+        jpeg = simplejpeg.encode_jpeg(upright, quality=quality, colorspace="RGB", colorsubsampling="420")
+    except ValueError as error:  # a side that is too long for a JPEG
+        raise BadImage(f"cannot be encoded: {error}") from None
+    return Encoded("jpg", jpeg)
+
+
+def _decode(data: bytes, header: ImageHeader) -> NDArray[np.uint8]:
+    """The whole image as RGB, as it is stored. Always by the same library: a choice would change the bits."""
+    whole = Box(0, 0, header.stored_height, header.stored_width)
+    if header.jpeg is not None:
+        try:
+            return load_decoder("simplejpeg").region(data, header, whole, 1)
+        except Refused:
+            pass  # CMYK, or a warning that may mean nothing: Pillow has the last word
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about odd palettes
+        return pillow_.region(data, header, whole, 1)
+
+
+# Makes one shard of a pack, in a worker process: read, check, encode, write, read back.
+
+# Reads in flight for each process: enough to hide a network's latency, few enough for a hard disk.
+READERS = 8
+AHEAD_BYTES = 32_000_000
+REPORT_EVERY_S = 0.2
+SAMPLED = 16
+
+
+@dataclass(frozen=True)
+class Source:
+    """What every worker needs to know."""
+
+    index: SampleIndex
+    pack: PackFolder
+    reencoding: Reencoding
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One shard to make."""
+
+    number: int
+    first_key: int
+    samples: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    planned_bytes: int
+
+
+@dataclass(frozen=True)
+class ShardDone:
+    """What became of it; `error` where it could not be made."""
+
+    number: int
+    kept: bool
+    images: int
+    bytes: int
+    skipped: list[dict[str, Any]]
+    error: str | StoreDown | None = None
+
+
+def make_shard(source: Source, task: ShardTask, report: Report) -> ShardDone:
+    """The shard, its record, and nothing else on the disk; a shard that is there and whole is kept."""
+    cv2.setNumThreads(1)  # one core for each process
+    try:
+        record = _kept(source, task)
+        if record is not None:
+            report(len(task.samples))
+            return ShardDone(task.number, True, len(record.samples), record.bytes, record.skipped)
+        record = _write(source, task, report)
+    except (OSError, ShardDamaged) as error:
+        return ShardDone(task.number, False, 0, 0, [], error=str(error))
+    except StoreDown as error:
+        return ShardDone(task.number, False, 0, 0, [], error=error)
+    return ShardDone(task.number, False, len(record.samples), record.bytes, record.skipped)
+
+
+def sampled_ratio(source: Source, tasks: list[ShardTask]) -> float:
+    """About how many bytes come out for each that goes in, by a few samples; 1 where nothing is encoded."""
+    if source.reencoding == Reencoding() or not tasks:
+        return 1.0
+    task = tasks[0]
+    before = after = 0
+    for _, size, data in _read_ahead(source.index, task.samples[:SAMPLED], task.sizes[:SAMPLED]):
+        try:
+            after += len(prepare(_checked(data), source.reencoding).data)
+            before += size
+        except BadImage:
+            continue
+    return after / before if before else 1.0
+
+
+def _write(source: Source, task: ShardTask, report: Report) -> ShardRecord:
+    pack = source.pack
+    temporary = pack.temporary(task.number)
+    unreported, last_s = 0, time.monotonic()
+    with temporary.open("wb", buffering=1 << 20) as stream:
+        writer = ShardWriter(stream, pack.shard(task.number).name)
+        found = _read_ahead(source.index, task.samples, task.sizes)
+        for key, (sample, _, data) in enumerate(found, task.first_key):
+            try:
+                image = prepare(_checked(data), source.reencoding)
+            except BadImage as error:
+                bad = {"sample": sample, "name": source.index.name(sample), "reason": error.reason}
+                writer.record.skipped.append(bad)
+            else:
+                writer.add(key, sample, image.extension, image.data, int(source.index.labels[sample]))
+            unreported += 1
+            if time.monotonic() - last_s > REPORT_EVERY_S:
+                report(unreported)
+                unreported, last_s = 0, time.monotonic()
+        record = writer.finish()
+        stream.flush()
+        os.fsync(stream.fileno())
+    verify_shard(temporary, record)
+    temporary.replace(pack.shard(task.number))
+    sync_folder(pack.folder)
+    write_record(pack.record(task.number), record)
+    report(unreported)
+    return record
+
+
+def _kept(source: Source, task: ShardTask) -> ShardRecord | None:
+    """The record of an earlier run's shard, if it is whole and nothing that it left out can be read now."""
+    record = read_record(source.pack.record(task.number))
+    if record is None or not shard_is_whole(source.pack.shard(task.number), record):
+        return None
+    left_out = np.array([bad["sample"] for bad in record.skipped], np.int64)
+    if sorted([*record.samples, *left_out.tolist()]) != sorted(task.samples.tolist()):
+        return None  # planned by another version
+    for _, _, data in _read_ahead(source.index, left_out, np.zeros_like(left_out)):
+        try:
+            prepare(_checked(data), source.reencoding)
+        except BadImage:
+            continue
+        return None
+    return record
+
+
+def _checked(data: bytes | BadImage) -> bytes:
+    if isinstance(data, BadImage):
+        raise data
+    return data
+
+
+def _read_ahead(
+    index: SampleIndex, samples: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> Iterator[tuple[int, int, bytes | BadImage]]:
+    """Each sample's number, planned size and bytes, in this order; the next ones are being read meanwhile."""
+    coming: deque[tuple[int, int, Future[bytes | BadImage]]] = deque()
+    ahead_bytes = 0
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            for sample, size in zip(samples.tolist(), sizes.tolist(), strict=True):
+                while coming and (ahead_bytes + size > AHEAD_BYTES or len(coming) >= 4 * READERS):
+                    number, before, future = coming.popleft()
+                    ahead_bytes -= before
+                    yield number, before, future.result()
+                coming.append((sample, size, pool.submit(_read, index, sample)))
+                ahead_bytes += size
+            while coming:
+                number, before, future = coming.popleft()
+                yield number, before, future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _read(index: SampleIndex, sample: int) -> bytes | BadImage:
+    path, offset, size = index.location(sample)
+    try:
+        return bytes(_store(index.root).read(path, offset, size, whole=not index.shards))
+    except ReadFailure as error:
+        return BadImage(f"{error.reason} ({error.detail})" if error.detail else error.reason)
+
+
+@lru_cache(maxsize=4)
+def _store(root: str) -> Store:
+    return open_store(root)

@@ -1,0 +1,110 @@
+"""A part of a data set, chosen by hashing names: the same seed chooses the same on every machine.
+
+Neither the order of the listing nor the presence of other classes or files has a say. What a class or file
+is worth is a hash of the seed and its name; those with the smallest hashes are taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.data.images.listing import count, some
+from stoker.data.images.sample_index import SampleIndex, encode_name
+from stoker.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The samples of an index that count."""
+
+    ids: NDArray[np.int64]
+    """Their numbers in the index, ascending."""
+    labels: NDArray[np.int32]
+    """Their classes, as numbers of `classes`."""
+    classes: tuple[str, ...]
+    """Names of the chosen classes, sorted."""
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def choose_subset(
+    index: SampleIndex, *, classes: int | None, per_class: int | None, seed: int, names: Sequence[str] | None = None
+) -> Subset:
+    """So many classes and so many images of each; None means all. `names` gives the classes instead: for
+    validation those of the training subset, so that both number them alike, whatever else lies there."""
+    chosen = _choose_classes(index, classes, seed) if names is None else _given_classes(index, names)
+    new_label = np.full(len(index.classes), -1, np.int32)
+    number_of = {name: number for number, name in enumerate(chosen)}
+    for old, name in enumerate(index.classes):
+        new_label[old] = number_of.get(name, -1)
+    labels = new_label[index.labels]
+    ids = np.flatnonzero(labels >= 0)
+    if per_class is not None:
+        ids = _choose_images(index, ids, per_class, seed)
+    return Subset(ids, labels[ids], chosen, seed)
+
+
+def subset_record(train: Subset, val: Subset | None) -> dict[str, Any]:
+    """What was chosen, for `subset.json`; null where there is no validation."""
+    counts = {"train": _counts(train), "val": None if val is None else _counts(val)}
+    return {
+        "seed": train.seed,
+        "classes": list(train.classes),
+        "samples": {"train": len(train), "val": None if val is None else len(val)},
+        "per_class": {split: None if found is None else found.tolist() for split, found in counts.items()},
+    }
+
+
+def _choose_classes(index: SampleIndex, wanted: int | None, seed: int) -> tuple[str, ...]:
+    if wanted is None:
+        return index.classes
+    images = np.bincount(index.labels, minlength=len(index.classes))
+    filled = [name for name, number in zip(index.classes, images.tolist(), strict=True) if number]
+    if wanted > len(filled):
+        raise UserError(
+            "subset-too-large",
+            f"{wanted:,} classes are asked for; {index.root} has {count(len(filled), 'class', 'classes')} with images",
+            hint=f"subset_classes={len(filled)}",
+        )
+    best = sorted(filled, key=lambda name: _worth(seed, b"class", encode_name(name)))[:wanted]
+    return tuple(sorted(best, key=encode_name))
+
+
+def _given_classes(index: SampleIndex, names: Sequence[str]) -> tuple[str, ...]:
+    if not set(names) & set(index.classes):
+        raise UserError(
+            "classes-differ",
+            f"{index.root} has none of the {count(len(names), 'chosen class', 'chosen classes')}: {some(list(names))}",
+            why=f"it has {some(list(index.classes))}",
+            hint=did_you_mean(names[0], index.classes) if names else None,
+        )
+    return tuple(sorted(set(names), key=encode_name))
+
+
+def _choose_images(index: SampleIndex, ids: NDArray[np.int64], per_class: int, seed: int) -> NDArray[np.int64]:
+    kept = []
+    by_class = ids[np.argsort(index.labels[ids], kind="stable")]
+    borders = np.flatnonzero(np.diff(index.labels[by_class])) + 1
+    for members in np.split(by_class, borders):
+        best = members
+        if len(members) > per_class:
+            worths = [_worth(seed, b"image", encode_name(index.name(sample))) for sample in members.tolist()]
+            best = members[np.argsort(np.array(worths, np.uint64), kind="stable")[:per_class]]
+        kept.append(best)
+    return np.sort(np.concatenate(kept))
+
+
+def _counts(subset: Subset) -> NDArray[np.int64]:
+    return np.bincount(subset.labels, minlength=len(subset.classes))
+
+
+def _worth(seed: int, kind: bytes, name: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8, key=b"%s %d" % (kind, seed)).digest(), "big")

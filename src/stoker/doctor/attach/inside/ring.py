@@ -1,0 +1,121 @@
+"""Files of fixed-size records in shared memory: written without a system call, readable after any kind of death.
+
+The newest records win: when the file is full, the oldest are overwritten. Two kinds: `steps` (one record for each
+batch that a training process took) and `fetch` (one for each batch that a worker made, with totals in the header).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from typing import NamedTuple
+
+from stoker.doctor.attach.inside.stages import STAGE_COUNT
+
+VERSION = 1
+MAGIC = b"STKR"
+HEADER_BYTES = 4096
+HEAD = struct.Struct("<4sIII")  # magic, version, record size, capacity
+COUNT = struct.Struct("<Q")
+COUNT_AT = 16
+
+# 65,536 batches of 64 bytes: 22 minutes of 20 ms steps in 4 MB.
+STEP_CAPACITY = 65536
+# 256 batches of each worker process: 'the newest few hundred' of a loader, in 20 KB a process.
+FETCH_CAPACITY = 256
+STEP_MARKS = struct.Struct("<QQq")  # steps of the training loader, done, moment of the first batch
+STEP_MARKS_AT = 24
+
+# batches, samples, bytes read, bytes from sockets, worker, threads, run queue known; then for each stage wall time, for
+# each time off its core, for each time in the run queue, for each calls
+TOTALS = struct.Struct(f"<{7 + 4 * STAGE_COUNT}q")
+TOTALS_AT = 64
+# Samples' durations by power of two of nanoseconds: from 1 µs to 18 minutes are 2**10 to 2**40.
+BUCKETS = 48
+HISTOGRAM = struct.Struct(f"<{2 * BUCKETS}q")
+HISTOGRAM_AT = 512
+SLOW_COUNT = 8
+SLOW = struct.Struct("<q240s")
+SLOW_AT = 1536
+PATH = struct.Struct("<400s")
+PATH_AT = 3600
+
+
+class StepRecord(NamedTuple):
+    """A call of a DataLoader iterator's `__next__` in the training process."""
+
+    loader: int
+    flags: int
+    ready: int
+    """Batches that lay ready on entry; -1 where it is not known."""
+    samples: int
+    """Of the batch; -1 where it is not known."""
+    optimizer_steps: int
+    """Between the record before and this one."""
+    iterator_us: int
+    """What the making of the iterator (starting workers) took; only with FIRST."""
+    enter_ns: int
+    exit_ns: int
+    optimizer_end_ns: int
+    """When the last optimizer step before this call ended; 0 where there was none."""
+    device_idle_ns: int
+    """How long the device had nothing to do meanwhile; -1 where it was not measured."""
+    enter_cpu_ns: int
+    """CPU time of the process, all its threads, on entry."""
+
+
+STEP = struct.Struct("<IIiiIIqqqqq")
+DEVICE_IDLE_AT = 48
+FIRST, LAST = 1, 2
+"""Flags: the first batch of an epoch; the call that found the epoch over."""
+
+
+class FetchRecord(NamedTuple):
+    """The making of one batch."""
+
+    began_ns: int
+    wall_ns: int
+    cpu_ns: int
+    run_queue_ns: int
+    """-1 where the kernel does not say."""
+    fetch_ns: int
+    bytes: int
+    """Of the batch as it is handed over; -1 where it holds no arrays."""
+    samples: int
+    epoch: int
+    """Counts the fetchers of this process: a persistent worker gets a new one for each epoch."""
+    number: int
+    """Within the epoch."""
+
+
+FETCH_STRUCT = struct.Struct("<qqqqqqiii4x")
+
+
+class Ring:
+    """The writer's side of such a file."""
+
+    def __init__(self, path: str, record: struct.Struct, capacity: int) -> None:
+        self.record = record
+        self.capacity = capacity
+        self.count = 0
+        size = HEADER_BYTES + record.size * capacity
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            # Blocks are taken now: a full disk must be an error here, not a SIGBUS in the script's loop.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.write(descriptor, b"\0" * size)
+            self.memory = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        HEAD.pack_into(self.memory, 0, MAGIC, VERSION, record.size, capacity)
+
+    def append(self, *values: int) -> int:
+        """Writes a record; gives where it lies."""
+        at = HEADER_BYTES + self.record.size * (self.count % self.capacity)
+        self.record.pack_into(self.memory, at, *values)
+        self.count += 1
+        COUNT.pack_into(self.memory, COUNT_AT, self.count)
+        return at

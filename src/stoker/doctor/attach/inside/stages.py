@@ -1,0 +1,273 @@
+"""A stack of stages for the thread that makes a batch, and the functions and files that belong to each."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stoker.clock.costs import read_schedule
+
+# Which functions of which libraries belong to which stage of making a batch.
+#
+# A line here is all that a further library needs. Time is counted for the innermost of nested calls: what
+# an augmentation pipeline spends on decoding counts as decoding.
+
+OTHER, FETCH, SOCKET, DECODE, READ_AND_DECODE, AUGMENT, COLLATE = range(7)
+"""READ_AND_DECODE: one call does both, out of our sight. Its blocked time was reading, the rest decoding."""
+STAGE_COUNT = 7
+
+# Pillow calls `load` before every operation; once an image is decoded it has no tiles left.
+NOTHING_TO_DO_WITHOUT = {"ImageFile.load": "tile"}
+
+STAGE_TARGETS: dict[str, tuple[tuple[str, int], ...]] = {
+    # Reading happens in files that `open` has opened (opened_files.py); what is left of these is decoding.
+    "PIL.Image": (("open", DECODE),),
+    "PIL.ImageFile": (("ImageFile.load", DECODE),),
+    "PIL.TiffImagePlugin": (("TiffImageFile.load", DECODE),),
+    "torchvision.io.image": (
+        ("read_file", FETCH), ("decode_image", DECODE), ("decode_jpeg", DECODE), ("decode_png", DECODE),
+        ("decode_webp", DECODE), ("decode_gif", DECODE), ("read_image", READ_AND_DECODE),
+    ),
+    "cv2": (("imread", READ_AND_DECODE), ("imdecode", DECODE)),
+    "simplejpeg": (("decode_jpeg", DECODE),),
+    "turbojpeg": (("TurboJPEG.decode", DECODE),),
+    "torchvision.transforms.transforms": (("Compose.__call__", AUGMENT),),
+    "torchvision.transforms.v2._container": (("Compose.forward", AUGMENT),),
+    "monai.transforms.compose": (("Compose.__call__", AUGMENT),),
+    "monai.transforms.io.array": (("LoadImage.__call__", DECODE),),
+    "albumentations.core.composition": (("Compose.__call__", AUGMENT),),
+    "numpy.lib._npyio_impl": (("load", READ_AND_DECODE),),
+    "numpy.lib.npyio": (("load", READ_AND_DECODE),),
+    "numpy": (("load", READ_AND_DECODE),),
+    "h5py._hl.dataset": (("Dataset.__getitem__", READ_AND_DECODE),),
+    "zarr.core.array": (("Array.__getitem__", READ_AND_DECODE),),
+    "zarr.core": (("Array.__getitem__", READ_AND_DECODE),),
+    "pydicom.filereader": (("dcmread", READ_AND_DECODE),),
+    "torchaudio": (("load", READ_AND_DECODE),),
+    # Async file systems read in a thread of their own, for which the caller waits in `sync`.
+    "fsspec.asyn": (("sync", SOCKET),),
+    "fsspec.spec": (("AbstractBufferedFile.read", FETCH),),
+    "socket": (("socket.recv_into", SOCKET), ("socket.recv", SOCKET)),
+    "ssl": (("SSLSocket.read", SOCKET),),
+}  # fmt: skip
+
+
+# A stack of stages for the thread that makes a batch: a parent's clock stops while its child runs.
+#
+# Each boundary closes a piece of time and gives it to the stage on top: wall time, time on a core, and time ready
+# to run. The kernel is asked for the second only where a piece was long, and for the third only where the first two
+# differ: most pieces are short and never left their core.
+
+# A piece that is shorter counts as run, and one that was off its core for less as not queued: asking for a thread's
+# CPU time takes 0.3 to 1.2 µs, reading schedstat about 3 µs.
+WORTH_ASKING_NS = 20_000
+WRAPPED = "_stoker_wrapped"
+
+_wall_ns = time.perf_counter_ns
+_cpu_ns = time.thread_time_ns
+
+
+class StageClock:
+    """Splits the time of a loader's batches, one after another, in the thread that makes them.
+
+    The lists are sums over all batches so far: a batch is the difference of two readings."""
+
+    def __init__(self) -> None:
+        self.socket_bytes = 0
+        self.opened: Any = None
+        """The path that was opened last, and not yet given to a sample."""
+        self.knows_run_queue = read_schedule() is not None
+        self.wall = [0] * STAGE_COUNT
+        self.off_core = [0] * STAGE_COUNT
+        self.run_queue = [0] * STAGE_COUNT
+        self.calls = [0] * STAGE_COUNT
+        self.queued_ns = 0
+        """What this thread has stood in the run queue, as far as it was asked for."""
+        self.began_ns = self.took_ns = self.ran_ns = self.queue_ns = 0
+        """Of the batch that was made last."""
+        self._stage = OTHER
+        self._stack: list[int] = []
+        self._off_before = 0
+        self._last_wall = self._last_cpu = self._asked_wall = 0
+
+    def begin(self) -> None:
+        """A batch begins; this thread's calls count from here on."""
+        self._stack.clear()
+        self._stage = OTHER
+        schedule = read_schedule() if self.knows_run_queue else None
+        self.queued_ns = self.queue_ns = schedule[1] if schedule else 0
+        here.clock = self
+        self._off_before = sum(self.off_core)
+        self._last_cpu = _cpu_ns()
+        self._last_wall = self._asked_wall = self.began_ns = _wall_ns()
+
+    def end(self) -> None:
+        """The batch is made."""
+        self.close_piece()
+        here.clock = None
+        self.took_ns = self._last_wall - self.began_ns
+        off_core = sum(self.off_core) - self._off_before
+        self.ran_ns = self.took_ns - off_core
+        self.queue_ns = min(off_core, self.queued_ns - self.queue_ns)
+
+    def enter(self, stage: int) -> None:
+        wall, top = _wall_ns(), self._stage
+        took = wall - self._last_wall
+        self._last_wall = wall
+        self.wall[top] += took
+        if took > WORTH_ASKING_NS:
+            self._ask(wall, took, top)
+        self._stack.append(top)
+        self._stage = stage
+        self.calls[stage] += 1
+
+    def leave(self) -> None:
+        self.close_piece()
+        self._stage = self._stack.pop() if self._stack else OTHER
+
+    def close_piece(self) -> None:
+        """Gives the time since the last boundary to the stage on top."""
+        wall, top = _wall_ns(), self._stage
+        took = wall - self._last_wall
+        self._last_wall = wall
+        self.wall[top] += took
+        if took > WORTH_ASKING_NS:
+            self._ask(wall, took, top)
+
+    def _ask(self, wall: int, took: int, stage: int) -> None:
+        """Why a long piece was long: asks the kernel how much of it this thread did not run, and why."""
+        cpu = _cpu_ns()
+        off_core = (wall - self._asked_wall) - (cpu - self._last_cpu)
+        self._asked_wall, self._last_cpu = wall, cpu
+        if off_core <= 0:
+            return
+        off_core = min(took, off_core)
+        self.off_core[stage] += off_core
+        if off_core > WORTH_ASKING_NS and self.knows_run_queue:
+            schedule = read_schedule()
+            if schedule is not None:
+                self.run_queue[stage] += min(off_core, schedule[1] - self.queued_ns)
+                self.queued_ns = schedule[1]
+
+
+class _Here(threading.local):
+    clock: StageClock | None = None
+
+
+here = _Here()
+"""The clock of the thread that is making a batch; None in every other thread."""
+
+
+def timed(function: Callable[..., Any], stage: int, only_with: str | None = None) -> Callable[..., Any]:
+    """The same function; inside the making of a batch its time counts for the stage. `only_with` names an attribute
+    without which a method has nothing to do, and needs no clock."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        clock = here.clock
+        if clock is None or (only_with is not None and not getattr(args[0], only_with, True)):
+            return function(*args, **kwargs)
+        clock.enter(stage)
+        try:
+            got = function(*args, **kwargs)
+        finally:
+            clock.leave()
+        if stage == SOCKET:
+            clock.socket_bytes += _bytes_of(got)
+        return got
+
+    setattr(call, WRAPPED, True)
+    # TorchScript compiles a function from its source: it is shown the function's own (torchvision.io's are scripted).
+    call.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": function})
+    return call
+
+
+def _bytes_of(received: Any) -> int:
+    # recv_into and SSLSocket.read into a buffer return a count, the others what they received.
+    if type(received) is int:
+        return received
+    return len(received) if isinstance(received, (bytes, bytearray)) else 0
+
+
+def patch_stages(module: Any, targets: tuple[tuple[str, int], ...]) -> None:
+    """Wraps the named functions and methods of a module; one that this version lacks is passed over."""
+    for qualified, stage in targets:
+        *classes, name = qualified.split(".")
+        owner = module
+        for part in classes:
+            owner = getattr(owner, part, None)
+        # A class is asked for its own methods only: an inherited one is wrapped where it is defined. That of a
+        # class written in C may still be overridden in its Python subclass (socket.recv_into).
+        function = getattr(owner, name, None)
+        if function is None or getattr(function, WRAPPED, False):
+            continue
+        setattr(owner, name, timed(function, stage, NOTHING_TO_DO_WITHOUT.get(qualified)))
+
+
+# Files that a dataset opens for reading: their reads count as fetching, and their names name the samples.
+
+_open = builtins.open
+BINARY_READING = ("rb", "br")
+
+
+class TimedFile(io.FileIO):
+    """The file under what `open(path, "rb")` gives, with a clock on what really reads.
+
+    Under the buffer, not in place of it: Pillow reads a JPEG's header in 40 small pieces, most of which come from the
+    buffer; a clock on each of them took 0.2 ms a sample."""
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        clock = here.clock
+        if clock is None:
+            return super().readinto(buffer)
+        clock.enter(FETCH)
+        try:
+            return super().readinto(buffer)
+        finally:
+            clock.leave()
+
+    def readall(self) -> bytes | None:  # type: ignore[override]
+        clock = here.clock
+        if clock is None:
+            return super().readall()
+        clock.enter(FETCH)
+        try:
+            return super().readall()
+        finally:
+            clock.leave()
+
+
+def open_timed(*args: Any, **kwargs: Any) -> Any:
+    """`open`, as it always was; inside the making of a batch, opening and reading count as fetching."""
+    clock = here.clock
+    if clock is None:
+        return _open(*args, **kwargs)
+    clock.enter(FETCH)
+    try:
+        # Only the plain case is ours: a path, for reading bytes, with the default buffer.
+        if len(args) == 2 and not kwargs and args[1] in BINARY_READING and isinstance(args[0], (str, os.PathLike)):
+            clock.opened = args[0]
+            raw = TimedFile(args[0], "rb")
+            size = getattr(raw, "_blksize", 0)  # as Python's own `open` chooses it
+            return io.BufferedReader(raw, size if size > 1 else io.DEFAULT_BUFFER_SIZE)
+        if args and isinstance(args[0], (str, os.PathLike)):
+            clock.opened = args[0]
+        return _open(*args, **kwargs)
+    finally:
+        clock.leave()
+
+
+def take_over_open() -> None:
+    """Puts our `open` in place of Python's; done in a process only once it makes batches."""
+    if builtins.open is _open:
+        for name in ("__module__", "__qualname__", "__name__", "__doc__", "__text_signature__"):
+            if hasattr(_open, name):
+                setattr(open_timed, name, getattr(_open, name))
+        builtins.open = open_timed
+        io.open = open_timed

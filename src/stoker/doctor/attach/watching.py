@@ -1,0 +1,103 @@
+"""`stoker.watch()`: the same clock, hung in by one line of the script itself."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from stoker.clock.observed import Observed
+from stoker.doctor.attach.inside import session
+from stoker.doctor.attach.inside.start import start
+from stoker.doctor.attach.reading import Recording, read_attached, read_recording
+from stoker.doctor.attach.records import ABOUT_FILES
+from stoker.doctor.attach.running import ON_PATH
+from stoker.errors import UserError
+from stoker.machine.host import HostWatch
+
+DEFAULT_FOLDER = "stoker_watch"
+OUR_FILES = (ABOUT_FILES, "steps-*.ring", "fetch-*.ring")
+# Ranks of one run start within seconds of each other and share the folder; what is older is of a run before.
+SAME_RUN_S = 60.0
+HOST_LOOK_S = 1.0
+
+
+class Watch:
+    """A recording that goes on until the process ends; `stoker doctor FOLDER` reads it, also while it grows."""
+
+    def __init__(self, folder: Path, opened: session.Session) -> None:
+        self.folder = folder
+        self._session = opened
+        self._host = HostWatch()
+        self._stopping = threading.Event()
+        self._pid = os.getpid()
+        # A spawned worker imports the script anew and comes here too: one watch over the host is enough.
+        if multiprocessing.parent_process() is None:
+            # A look each second, 0.1 ms: /dev/shm and memory have only momentary values.
+            threading.Thread(target=self._look, name="stoker-watch", daemon=True).start()
+            atexit.register(self._keep_host)
+
+    def observed(self) -> Observed:
+        """What has been observed so far."""
+        return read_attached(self.folder)
+
+    def recording(self) -> Recording:
+        """The same with its notes; without an error where there is nothing yet."""
+        return read_recording(self.folder)
+
+    def stop(self) -> None:
+        """Records no more; the script goes on."""
+        self._session.recording = False
+        self._keep_host()
+
+    def _look(self) -> None:
+        while not self._stopping.wait(HOST_LOOK_S):
+            self._host.look()
+
+    def _keep_host(self) -> None:
+        if os.getpid() == self._pid and not self._stopping.is_set():
+            self._stopping.set()
+            with suppress(OSError, ValueError):
+                self._session.say(host=asdict(self._host.facts()))
+
+
+_watches: list[Watch] = []
+
+
+def watch(report: str | Path = DEFAULT_FOLDER) -> Watch:
+    """Watches this script from here on; what is seen lies in the folder `report`, for `stoker doctor FOLDER`.
+
+    Best called before the first DataLoader is iterated. It prints nothing. A second call, in a worker that imports
+    the script anew for example, changes nothing."""
+    if _watches:
+        return _watches[0]
+    inherited = os.environ.get(session.FOLDER_VARIABLE)
+    folder = Path(inherited if inherited and Path(inherited).is_dir() else report).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            "report-folder-unusable", f"{folder} cannot be made: {error.strerror}", hint="stoker.watch(report='FOLDER')"
+        ) from None
+    if not inherited:
+        _remove_older(folder)
+        # Workers that are spawned get their clock as under `stoker doctor --`: by PYTHONPATH.
+        os.environ[session.FOLDER_VARIABLE] = str(folder)
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ON_PATH), before]))
+    made = Watch(folder, start(str(folder)))
+    _watches.append(made)
+    return made
+
+
+def _remove_older(folder: Path) -> None:
+    for pattern in OUR_FILES:
+        for path in folder.glob(pattern):
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - SAME_RUN_S:
+                    path.unlink()

@@ -1,0 +1,123 @@
+"""What the doctor says about a training loop: verdict, findings, predictions, needs against has."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stoker.clock.observed import Observed
+from stoker.plan.records import Finding, Interval
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one change would bring, before anybody tried it."""
+
+    id: str
+    """A name that stays: workers, prefetch, staging, packing, accelerator."""
+    label: str
+    """'num_workers 2 -> 6'."""
+    speedup: Interval
+    images_per_second: Interval
+    settings: tuple[tuple[str, int | bool | str], ...] = ()
+    """Config keys that make the change, so that it can be tried; empty where no key does."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "label": self.label,
+            "speedup": self.speedup.as_dict(),
+            "images_per_second": self.images_per_second.as_dict(),
+            "settings": dict(self.settings),
+        }
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """A prediction beside what a trial of it measured."""
+
+    prediction: Prediction
+    measured_images_per_second: float
+    measured_speedup: float
+
+    @property
+    def error(self) -> float:
+        """Of the predicted rate, as a share of the measured one; above zero where too much was promised."""
+        return self.prediction.images_per_second.expected / self.measured_images_per_second - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.prediction.as_dict() | {
+            "measured_images_per_second": self.measured_images_per_second,
+            "measured_speedup": self.measured_speedup,
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the accelerator wants of one thing, beside what there is of it."""
+
+    what: str
+    unit: str
+    """images/s or bytes/s."""
+    wants: float
+    has: float
+    how: str
+    """Where the second figure is from: '2 cores, 1.9 ms of CPU an image'."""
+
+    @property
+    def covered(self) -> float:
+        return self.has / self.wants if self.wants > 0 else float("inf")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The doctor's whole answer."""
+
+    verdict: str
+    """The id of what is most worth knowing: `storage-bound`, `compute-bound`, or `unknown`."""
+    line: str
+    """The verdict in a sentence."""
+    findings: tuple[Finding, ...]
+    """The verdict's own first, then by what each would bring."""
+    observed: Observed
+    predictions: tuple[Prediction, ...] = ()
+    needs: tuple[Need, ...] = ()
+    confirmation: Confirmation | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document that `--json` prints."""
+        observed = self.observed
+        document: dict[str, Any] = {
+            "verdict": self.verdict,
+            "wait_share": observed.wait_share,
+            "images_per_second": observed.images_per_second,
+            "ceiling_images_per_second": observed.ceiling_images_per_second,
+            "stages": {
+                name: {
+                    "wall_s": stage.wall_s,
+                    "cpu_s": stage.cpu_s,
+                    "runq_s": stage.runq_s,
+                    "blocked_s": stage.blocked_s,
+                }
+                for name, stage in observed.stages.items()
+            },
+            "findings": [
+                {
+                    "id": finding.id,
+                    "message": finding.message,
+                    "fix": finding.fix,
+                    "speedup": None if finding.speedup is None else finding.speedup.as_dict(),
+                }
+                for finding in self.findings
+            ],
+        }
+        document["what_if"] = [prediction.as_dict() for prediction in self.predictions]
+        document["needs"] = [need.as_dict() for need in self.needs]
+        document["not_seen"] = list(observed.missing)
+        if self.confirmation is not None:
+            document["confirmed"] = self.confirmation.as_dict()
+        return document

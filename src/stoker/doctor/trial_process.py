@@ -1,0 +1,236 @@
+"""One trial in a process of its own, `python -m stoker.doctor.trial_process FD`: whatever it does ends with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.clock.file import NEWEST, clock_header
+from stoker.clock.steps import Interval, StepClock
+from stoker.config import Config
+from stoker.errors import StokerError
+from stoker.machine.loader_speed import ENDLESS, Stopwatch, Tell, consume_at_pace
+from stoker.machine.storage import describe_storage
+from stoker.tasks.classify import build_run, open_data
+from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.train.loop import Run, train
+from stoker.train.observer import Silence, loader_shape, run_header
+from stoker.train.ranks import Ranks
+
+# The real loop for so many seconds: no validation, no checkpoint, no run folder.
+
+Header = dict[str, Any]
+
+
+def build_trial(config: Config, job: dict[str, Any]) -> tuple[Run, Header]:
+    """A run as `stoker train` makes it on one device, and the header of its clock."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(job["cpus"])
+    data = replace(open_data(config, lambda _text: None), val=None)
+    run = build_run(config, data, Ranks(), device, workers=job["workers"])
+    run.clock = StepClock(device, keep=NEWEST)
+    # Full-size images, where they grow; a rate of zero, with which no loss can run away.
+    run.progress.epoch = config.epochs - 1
+    run.horizon = replace(run.horizon, epochs=ENDLESS)
+    run.peak_lr = 0.0
+    return run, run_header(config, data.train, run, workers=job["workers"], cpus=job["cpus"])
+
+
+def train_for(run: Run, seconds: float, tell: Tell) -> Interval:
+    """The steps of about so many seconds, after a warm-up."""
+    watch = Stopwatch(run.clock, seconds, tell)
+    run.observer = _Until(watch)
+    with suppress(_TimeIsUp):
+        train(run)
+    return watch.interval()
+
+
+class _TimeIsUp(Exception):
+    """Not an error: the loop has no other end here."""
+
+
+class _Until(Silence):
+    """Listens to a run until its time is up."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+
+    def step(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:  # noqa: ARG002
+        if self._watch.step():
+            raise _TimeIsUp
+
+
+# The loader of a config with a consumer that only takes its time; needs no network, and imports none.
+
+
+def feed_at_pace(
+    config: Config, job: dict[str, Any], tell: Tell
+) -> tuple[Interval, Header, Callable[[Sequence[int]], list[str]]]:
+    """The loader with a consumer that takes a batch every so many seconds and uses no core."""
+    samples = open_samples(config, "train")
+    decoding, _ = choose_decoding(config, samples.index)
+    plan = training_plan(config, samples, decoding)
+    loader = open_loader(config, plan, workers=job["workers"])
+    try:
+        clock = StepClock(keep=NEWEST)
+        interval = consume_at_pace(loader, config.epochs - 1, job["pace_s"], job["seconds"], clock, tell)
+    finally:
+        loader.close()
+    header = clock_header(
+        loader_shape(config, len(samples), job["workers"]), cpus=job["cpus"], world=1,
+        torch_version=torch.__version__, device="paced", storage=describe_storage(samples),
+    )  # fmt: skip
+    return interval, header, lambda numbers: [samples.index.name(number) for number in numbers]
+
+
+# One trial in a process of its own, `python -m stoker.tasks.trial_process FD`: whatever it does ends with it.
+#
+# A line of JSON on stdin says what to do; lines of JSON on the descriptor FD say how far it is and what came of it.
+# The end of stdin ends the process: it has no use without whoever asked.
+
+LOCAL_SHARE = 0.2
+"""Of the storage trial's time: for writing to this host's own disk and reading it back, where the data is elsewhere."""
+
+Job = dict[str, Any]
+Result = dict[str, Any]
+
+
+def main() -> None:
+    """Does the job of stdin, and answers."""
+    # Ctrl-C is for the process that asked, which ends this one in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    job: Job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
+
+    def send(kind: str, **parts: Any) -> None:
+        os.write(descriptor, json.dumps({"kind": kind, **parts}).encode() + b"\n")
+
+    with suppress(BrokenPipeError):
+        try:
+            trial = TRIALS[job["trial"]]
+            result = trial(Config.model_validate(job["config"]), job, lambda seconds: send("progress", done=seconds))
+            send("result", result=result)
+        except StokerError as error:
+            send("error", name=error.name, seen=error.seen, why=error.why, hint=error.hint, exit=error.exit_code)
+        except Exception as error:
+            send("bug", text=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+
+
+def storage_trial(config: Config, job: Job, tell: Tell) -> Result:  # noqa: ARG001 - it takes no longer than it was given
+    """How the data's source answers."""
+    from stoker.data.store.stores import open_store
+    from stoker.machine.storage import measure_local_disk, measure_storage
+    from stoker.tasks.image_data import open_samples
+
+    samples = open_samples(config, "train")
+    missing: list[str] = []
+    store = open_store(samples.index.root, max_object_bytes=config.max_image_bytes)
+    facts = measure_storage(store, samples, (1 - LOCAL_SHARE) * job["seconds"], missing.append)
+    if facts.remote and facts.bytes_per_sample:
+        folder = None if config.cache_dir is None else Path(config.cache_dir)
+        seconds = LOCAL_SHARE * job["seconds"] / 2
+        facts = replace(facts, local_bytes_per_second=measure_local_disk(folder, facts.bytes_per_sample, seconds))
+    return {"storage": asdict(facts), "missing": missing}
+
+
+def loader_trial(config: Config, job: Job, tell: Tell) -> Result:  # noqa: ARG001
+    """The loader with a consumer that takes no time."""
+    from functools import partial
+
+    from stoker.machine.loader_speed import measure_loader, repeated
+    from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
+
+    samples = open_samples(config, "train")
+    decoding, _ = choose_decoding(config, samples.index)
+    workers, seconds = job["workers"], job["seconds"]
+    # So long that no epoch ends within the measurement, whatever the speed.
+    wanted = max(config.batch_size * (workers + 4) * 3, int(seconds * 20_000 * max(1, workers)))
+    plan = training_plan(config, repeated(samples, wanted), decoding)
+    speed = measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
+    return {"images_per_second": speed.images_per_second, "first_batch_s": speed.first_batch_s}
+
+
+def ceiling_trial(config: Config, job: Job, tell: Tell) -> Result:
+    """The real model and step on batches that are already there; and the way to the device."""
+    from stoker.machine.accelerators import device_busy_share, measure_transfer
+    from stoker.machine.loader_speed import Replay, batches_to_replay
+
+    run, _ = build_trial(config, job)
+    last = config.epochs - 1
+    batches = batches_to_replay(run.train_loader(last).epoch(last))
+    run.close()  # workers that wait for nothing would still be asked
+    run.train_loader = lambda _epoch: Replay(batches)
+    run.guard_memory = lambda _loader: None  # nothing is made ahead that could be held back
+    interval = train_for(run, job["seconds"], tell)
+    accelerator = measure_transfer(run.device, batches[0].images.nbytes, 1.0, batches[0].images.is_pinned())
+    if accelerator is not None:
+        busy = device_busy_share(lambda: run.step([run.prepare(batches[0], 0, 0)], 0), run.device)
+        accelerator = replace(accelerator, device_busy_share=busy)
+    return {
+        "images_per_second": interval.samples / (interval.elapsed_s - interval.wait_s),
+        "accelerator": None if accelerator is None else asdict(accelerator),
+    }
+
+
+def together_trial(config: Config, job: Job, tell: Tell) -> Result:
+    """The loader and its consumer: the real step, or one that only takes its time."""
+    from stoker.clock.file import HEADER, interval_record
+    from stoker.machine.host import HostWatch
+
+    watch = HostWatch()
+
+    def look(seconds: float) -> None:
+        if seconds == 0:
+            watch.facts()  # what was before, the building of the model among it, says nothing about steps
+        watch.look()
+        tell(seconds)
+
+    interval: Interval
+    if job.get("pace_s") is not None:
+        interval, header, name_samples = feed_at_pace(config, job, look)
+    else:
+        run, header = build_trial(config, job)
+        name_samples = run.name_samples
+        try:
+            interval = train_for(run, job["seconds"], look)
+        finally:
+            run.close()
+    host = {name: value for name, value in asdict(watch.facts()).items() if value is not None}
+    line = {"kind": "step", **interval_record(interval, name_samples), "host": host}
+    return {"lines": [{"kind": "event", "event": HEADER, **header}, line]}
+
+
+TRIALS: dict[str, Callable[[Config, Job, Tell], Result]] = {
+    "storage": storage_trial,
+    "loader": loader_trial,
+    "ceiling": ceiling_trial,
+    "together": together_trial,
+}
+
+
+def _leave(_number: int, _frame: object) -> None:
+    raise SystemExit(0)
+
+
+def _leave_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measures this host; has no opinions."""

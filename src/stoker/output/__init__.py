@@ -1,1 +1,0 @@
-"""The only places that print; they decide nothing."""

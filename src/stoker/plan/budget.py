@@ -1,0 +1,290 @@
+"""The whole plan of a config on a machine: memory, time, money, and what to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from stoker.config import Config
+from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
+from stoker.errors import UsageError
+from stoker.machine.accelerators import Datasheet
+from stoker.machine.loader_memory import STATED, LoaderMemory
+from stoker.plan.findings import batch_finding, budget_findings, ram_findings, vram_findings
+from stoker.plan.host_memory import HostShape, LoaderShape, open_files_budget, ram_budget, shm_budget
+from stoker.plan.records import Budget, Finding, Plan, RamBudget, Rate, ScalingRow, VramBudget
+from stoker.plan.roofline import step_seconds
+from stoker.plan.timing import Storage, loader_rate, time_budget, time_findings
+from stoker.plan.tracing import Trace
+from stoker.plan.vram import trace_vram
+from stoker.tasks.image_data import DataFacts
+from stoker.train.schedule import lr_warning, scaled_lr
+from stoker.train.step import TraceableStep
+
+# The machines that a plan is made for: this one, or one that is only described.
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Nodes of one kind. What is None is not known, and nothing is refused for it."""
+
+    gpus: int
+    """Accelerators in each node; on a CPU the processes that train, 1."""
+    nodes: int
+    cpus: int
+    """Cores of each node."""
+    sheet: Datasheet | None = None
+    """The accelerator; None where it is none that we know, or the CPU."""
+    vram_bytes: int | None = None
+    """Of one accelerator, as torch shows it."""
+    on_cpu: bool = False
+    """The model computes on the host: its memory is the host's."""
+    ram_bytes: int | None = None
+    shm_bytes: int | None = None
+    disk_bytes: int | None = None
+    storage: Storage | None = None
+    price_per_hour: float | None = None
+    """Of one node."""
+    is_here: bool = True
+    """Whether it is the machine that this runs on."""
+    stated: tuple[str, ...] = ()
+    """What nobody described and had to be taken from somewhere, each in a line."""
+
+    @property
+    def world(self) -> int:
+        return self.gpus * self.nodes
+
+    def describe(self) -> str:
+        """In a line, as people would say it."""
+        device = "CPU" if self.on_cpu else (self.sheet.name if self.sheet is not None else "unknown accelerator")
+        parts = [f"{self.gpus} x {device}" if not self.on_cpu else device, f"{self.cpus} cores"]
+        if self.ram_bytes is not None:
+            parts.append(f"{self.ram_bytes / 1e9:.0f} GB of RAM")
+        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
+        return nodes + ", ".join(parts) + (" (this machine)" if self.is_here else "")
+
+
+def check_counts(gpus: int | None, nodes: int, cpus: int | None) -> None:
+    """Refuses what no machine has."""
+    for option, value in (("--gpus", gpus), ("--nodes", nodes), ("--cpus", cpus)):
+        if value is not None and value < 1:
+            raise UsageError(
+                "nothing-to-plan",
+                f"{option} {value} leaves nothing that could train",
+                hint=f"{option} 1; without --gpu and --gpus the plan is for this machine",
+            )
+
+
+# The whole plan of a config on a machine: memory, time, money, and what to change.
+
+SCALING = (1, 2, 4, 8)
+# last.ckpt, the one before it, and the one that is being written.
+CHECKPOINTS_BESIDE_THE_BEST = 3
+# ImageNet's validation images beside its training images: where only one number is known.
+VALIDATION_SHARE = 0.04
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on this machine for the plan; None or the stated figures where nothing was."""
+
+    loader_memory: LoaderMemory = STATED
+    images_per_core_second: float | None = None
+    used_by_others_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """What the traced step of one accelerator needs, for one batch size."""
+
+    vram: VramBudget
+    step_s: float | None
+    """Of forward, backward and update; None where nothing is known of the device."""
+    trace: Trace | None = None
+    """From which the time on other numbers of accelerators follows."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config on a machine, with what is known of the data."""
+
+    config: Config
+    hardware: Hardware
+    data: DataFacts
+    measured: Measured = field(default_factory=Measured)
+
+    @property
+    def total_batch(self) -> int:
+        return self.config.batch_size * self.hardware.world * self.config.gradient_accumulation
+
+    @property
+    def workers(self) -> int:
+        """Of each rank."""
+        number = self.config.num_workers
+        return number if isinstance(number, int) else max(1, self.hardware.cpus // self.hardware.gpus)
+
+    @property
+    def prefetch(self) -> int:
+        return self.config.prefetch_factor or DEFAULT_PREFETCH
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        if self.data.samples is None:
+            return None
+        batches = self.data.samples // (self.config.batch_size * self.hardware.world)
+        return batches // self.config.gradient_accumulation
+
+    @property
+    def lr(self) -> float:
+        return scaled_lr(self.config.lr, self.total_batch, self.config.lr_reference_batch, self.config.scale_lr)
+
+
+def trace_needs(job: Job, step: TraceableStep, *, search: bool = True) -> StepNeeds:
+    """VRAM and time of the real step, by tracing it."""
+    config, hardware = job.config, job.hardware
+    vram, trace = trace_vram(
+        step, config.batch_size, hardware.vram_bytes, compiled=config.compile_model, gpus=hardware.world, search=search
+    )
+    return StepNeeds(vram, None if trace is None else _step_s(job, trace), trace)
+
+
+def _step_s(job: Job, trace: Trace) -> float | None:
+    config, hardware = job.config, job.hardware
+    if hardware.sheet is None:
+        return None
+    return step_seconds(
+        trace.ops, hardware.sheet, channels_last=config.channels_last, compiled=config.compile_model,
+        tf32=config.matmul_precision != "highest", gradient_bytes=trace.trained_bytes, gpus=hardware.gpus,
+        nodes=hardware.nodes,
+    ).total_s  # fmt: skip
+
+
+def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scaling: bool = True) -> Plan:
+    """Puts the parts together. Without `needs` nothing is said of the accelerator: quick enough for every start."""
+    config, hardware, data = job.config, job.hardware, job.data
+    time = time_budget(
+        _rates(job, None if needs is None else needs.step_s), total_batch=job.total_batch, samples=data.samples,
+        steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, nodes=hardware.nodes,
+        price_per_hour=hardware.price_per_hour,
+    )  # fmt: skip
+    vram = needs.vram if needs is not None and not hardware.on_cpu else None
+    shape, ram = _ram(job, needs)
+    shm, disk, files = shm_budget(shape, hardware.shm_bytes), _disk(job, needs), _open_files(job, shape)
+    found = [
+        *batch_finding(job.total_batch, data.samples),
+        *vram_findings(vram, config.batch_size, config.gradient_accumulation),
+        *ram_findings(ram, job.workers, job.prefetch, lambda w, p: _ram(_with_loader(job, w, p), needs)[1].total_bytes),
+        *budget_findings(shm, disk, files),
+        *time_findings(
+            time, cpus=hardware.cpus, nodes=hardware.nodes, sample_bytes=data.sample_bytes,
+            dataset_bytes=data.dataset_bytes, config=name,
+        ),
+    ]  # fmt: skip
+    if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:
+        found.append(Finding("lr-above-published", warning))
+    return Plan(
+        hardware=hardware.describe(), batch_size=config.batch_size, total_batch=job.total_batch, lr=job.lr,
+        steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, vram=vram, ram=ram, shm=shm, disk=disk,
+        open_files=files, time=time, scaling=_scaling(job, needs) if scaling else (),
+        findings=tuple(found), assumptions=_assumptions(job, ram),
+    )  # fmt: skip
+
+
+def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
+    """Images a second of everything that is known."""
+    hardware, rates = job.hardware, {}
+    if step_s and hardware.sheet is not None:
+        rates["accelerator"] = Rate(job.total_batch / step_s, f"roofline of {hardware.world} x {hardware.sheet.title}")
+    rates["loader"] = loader_rate(
+        job.workers, hardware.cpus, hardware.nodes, hardware.gpus, job.config.img_size,
+        job.measured.images_per_core_second,
+    )  # fmt: skip
+    if hardware.storage is not None and job.data.sample_bytes is not None:
+        rates["storage"] = hardware.storage.rate(job.data.sample_bytes, hardware.world)
+    return rates
+
+
+def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
+    config, hardware = job.config, job.hardware
+    engine = choose_engine(config.loader, job.workers)
+    train = LoaderShape(engine, job.workers, job.prefetch, config.batch_size, config.img_size)
+    val = LoaderShape(
+        engine, job.workers, job.prefetch, config.val_batch_size or config.batch_size,
+        config.val_img_size or config.img_size,
+    )  # fmt: skip
+    parts = {} if needs is None else needs.vram.parts
+    weights = parts.get("parameters", 0)
+    state = weights + parts.get("optimizer", 0) + parts.get("ema", 0)
+    samples = None if job.data.samples is None else int(job.data.samples * (1 + VALIDATION_SHARE))
+    # On the CPU the step's own memory is the host's; the driver's and the allocator's parts do not exist there.
+    outside = sum(parts.get(name, 0) for name in ("context", "workspace", "fragmentation"))
+    return HostShape(
+        loader=train, validation=val, persistent_workers=config.persistent_workers, processes=hardware.gpus,
+        on_gpu=not hardware.on_cpu, pinned=config.pin_memory, samples=samples, lookahead_bytes=config.lookahead,
+        remote="://" in (config.data_root or ""), model_bytes=weights, state_bytes=state,
+        step_bytes=needs.vram.peak_bytes - outside if needs is not None and hardware.on_cpu else 0,
+    )  # fmt: skip
+
+
+def _ram(job: Job, needs: StepNeeds | None) -> tuple[HostShape, RamBudget]:
+    shape = _shape(job, needs)
+    measured = job.measured
+    budget = ram_budget(
+        shape, measured.loader_memory, limit_bytes=job.hardware.ram_bytes, os_bytes=measured.used_by_others_bytes
+    )
+    return shape, budget
+
+
+def _with_loader(job: Job, workers: int, prefetch: int) -> Job:
+    return replace(job, config=job.config.model_copy(update={"num_workers": workers, "prefetch_factor": prefetch}))
+
+
+def _open_files(job: Job, shape: HostShape) -> Budget:
+    budget = open_files_budget(shape)
+    # The limit that was read is this machine's.
+    return budget if job.hardware.is_here else Budget(budget.needed, None, budget.parts)
+
+
+def _disk(job: Job, needs: StepNeeds | None) -> Budget | None:
+    """Checkpoints and cache; None where not even the model's size is known."""
+    if needs is None:
+        return None
+    parts = needs.vram.parts
+    state = parts.get("parameters", 0) + parts.get("optimizer", 0) + parts.get("ema", 0)
+    wanted = {"checkpoints": (job.config.save_top_k + CHECKPOINTS_BESIDE_THE_BEST) * state}
+    if job.config.cache_dir is not None:
+        everything = job.data.dataset_bytes or 0.0
+        wanted["cache"] = int(min(everything, job.config.cache_size or everything))
+    return Budget(sum(wanted.values()), job.hardware.disk_bytes, wanted)
+
+
+def _scaling(job: Job, needs: StepNeeds | None) -> tuple[ScalingRow, ...]:
+    """The same settings for each accelerator, with more of them in one node."""
+    if job.hardware.on_cpu:
+        return ()
+    rows = []
+    for gpus in SCALING:
+        more = replace(job, hardware=replace(job.hardware, gpus=gpus, nodes=1))
+        rates = _rates(more, None if needs is None or needs.trace is None else _step_s(more, needs.trace))
+        pace = min(rate.images_per_second for rate in rates.values()) if "accelerator" in rates else None
+        steps = more.steps_per_epoch
+        days = None
+        if pace is not None and steps is not None:
+            days = steps * more.total_batch / pace * job.config.epochs / DAY_S
+        ram = _ram(more, needs)[1].total_bytes
+        rows.append(ScalingRow(more.hardware.world, more.total_batch, job.workers * gpus, ram, more.lr, pace, days))
+    return tuple(rows)
+
+
+def _assumptions(job: Job, ram: RamBudget) -> tuple[str, ...]:
+    said = [*job.data.assumptions, *job.hardware.stated]
+    if not ram.measured:
+        said.append("memory of a worker: stated for torch 2.15 on Linux; --measure measures it here")
+    if job.measured.images_per_core_second is None:
+        said.append("images/s of a core: stated for ImageNet's files; --measure measures it on yours")
+    if job.hardware.storage is None:
+        said.append("storage: not known, so it limits nothing here; --storage fsx, s3, gp3 or 500MB/s")
+    else:
+        said.append(f"storage {job.hardware.storage.name}: {job.hardware.storage.source}")
+    said.append("validation, start-up and compiling are not in the time")
+    return tuple(said)

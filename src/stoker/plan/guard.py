@@ -1,0 +1,73 @@
+"""The plan before a run: refuses a config that cannot fit into this machine, unless forced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stoker.config import Config
+from stoker.console import say
+from stoker.errors import UserError
+from stoker.machine.host import Machine
+from stoker.machine.loader_memory import STATED
+from stoker.machine.memory import used_by_others_bytes
+from stoker.plan.budget import Job, Measured, StepNeeds, make_plan, trace_needs
+from stoker.plan.planning import Wanted, hardware_for
+from stoker.plan.records import Plan, VramBudget
+from stoker.plan.tracing import build_without_memory
+from stoker.tasks.classify import traceable_step
+from stoker.tasks.image_data import DataFacts
+from stoker.train.step import TraceableStep
+
+UNKNOWN_CLASSES = 1000
+# Activations of a network in training beside its float input: 30 for the smallest of the zoo, 150 for ResNet-50. A
+# step whose input times this stays below a tenth of the memory need not be traced, which takes seconds.
+MOST_ACTIVATIONS_PER_INPUT = 200
+WORTH_A_TRACE = 0.1
+
+
+def refuse_what_cannot_fit(config: Config, path: Path | None, machine: Machine, *, force: bool) -> None:
+    """Raises where RAM, /dev/shm, disk, open files or VRAM do not last; with `force` it warns and goes on."""
+    plan = quick_plan(config, path, machine)
+    if not plan.refused:
+        return
+    if force:
+        for finding in plan.refused:
+            say(f"warning: {finding.message}; started all the same, as --force asks")
+        return
+    first, *others = plan.refused
+    more = "".join(f"\nalso: {finding.message} ({finding.fix})" for finding in others)
+    raise UserError(
+        "does-not-fit",
+        f"{first.message}{more}",
+        why="the kernel or the device would end the run later, when more is lost than a start",
+        hint=f"{first.fix}; `stoker plan` shows every part, --force starts all the same",
+    )
+
+
+def quick_plan(config: Config, path: Path | None, machine: Machine) -> Plan:
+    """What this machine has against what the config needs: under a second where no accelerator has to be traced for."""
+    hardware = hardware_for(config, path, Wanted(), machine, for_start=True)
+    data = DataFacts(config.num_classes or UNKNOWN_CLASSES)
+    job = Job(config, hardware, data, Measured(STATED, None, used_by_others_bytes()))
+    step = traceable_step(config, data.num_classes)
+    input_bytes = config.batch_size * 3 * config.img_size**2 * 4
+    heavy = input_bytes * MOST_ACTIVATIONS_PER_INPUT > WORTH_A_TRACE * (hardware.ram_bytes or 0)
+    if not heavy and hardware.on_cpu:
+        return make_plan(job, _weights_only(config, step), scaling=False)
+    needs = trace_needs(job, step, search=False)
+    if needs.vram.fits is False:
+        needs = trace_needs(job, step)  # only now: what would fit takes three more traces
+    return make_plan(job, needs, scaling=False)
+
+
+def _weights_only(config: Config, step: TraceableStep) -> StepNeeds:
+    """What is known without a trace: the model, its optimizer's state and average."""
+    model = build_without_memory(step.build_model)
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    parts = {
+        "parameters": weights,
+        "gradients": weights,
+        "optimizer": weights if config.optimizer == "sgd" else 2 * weights,
+        "ema": weights if step.ema_decay is not None else 0,
+    }
+    return StepNeeds(VramBudget(sum(parts.values()), parts), None)

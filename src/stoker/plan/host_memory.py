@@ -1,0 +1,224 @@
+"""What a run takes of a host: memory by part, /dev/shm, open files; and what torch's own loader would take.
+
+Batches are uint8 until they are on the device. What is per process counts once for each accelerator of the host.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from typing import Literal
+
+from stoker.data.engines.making import batches_held
+from stoker.machine.loader_memory import STATED, LoaderMemory
+from stoker.plan.records import Budget, RamBudget
+
+CHANNELS = 3
+# Of our index (results/index).
+INDEX_BYTES_PER_SAMPLE = 42
+# The first use of CUDA takes 1,203 MiB of the host in each process (github.com/pytorch/pytorch/issues/106511).
+CUDA_HOST_BYTES = 1_300_000_000
+# 'OS + base ~3 GB' in users' own budgets for 62 GB; small hosts run less besides.
+OS_BYTES = 3_000_000_000
+OS_SHARE = 0.1
+# Threads that read from a local folder (stoker.data.store.reader), and connections to an object store.
+READ_AT_ONCE, CONNECTIONS = 16, 64
+# Pipes and sentinel of a worker process, the descriptor of a slot: counted in /proc/self/fd (results/loader_memory).
+FILES_PER_WORKER, FILES_PER_SLOT = 4, 1
+# Log, metrics, checkpoint, lease, sockets between ranks, Python's own.
+FILES_BESIDES = 64
+
+# A float batch takes half as much again in torch's loader, by users' accounts: 230 MB for one of 154,140,672 bytes.
+TORCH_BATCH_OVERHEAD = 230_000_000 / 154_140_672
+FLOAT_BYTES = 4
+# The same budgets: 'PyTorch overhead ~2 GB'.
+TORCH_PROCESS_BYTES = 2_000_000_000
+# A torch worker with PIL: of the 1,211 MB with two of them (results/memory), 567 are the process and 154 four float
+# batches of 64.
+TORCH_WORKER_BYTES = 245_000_000
+# A validation loader takes the same again where workers persist, and the page cache wants as much to be of any use.
+RISKY_TIMES = 3
+
+# What a training process has imported besides the loader, for `measure_loader_memory(modules=...)`.
+TRAINING_MODULES = ("timm", "stoker.train.loop")
+
+Verdict = Literal["safe", "risky", "refused"]
+
+
+@dataclass(frozen=True)
+class LoaderShape:
+    """One loader of one process."""
+
+    engine: Literal["process", "thread"]
+    workers: int
+    prefetch: int
+    batch: int
+    size: int
+
+    @property
+    def batch_bytes(self) -> int:
+        return self.batch * self.size * self.size * CHANNELS
+
+    @property
+    def batches(self) -> int:
+        """Batches in memory at the most: in flight, and in the consumer's hand."""
+        return batches_held(self.engine, self.workers, self.prefetch)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The part of it in /dev/shm."""
+        return self.batches * self.batch_bytes if self.engine == "process" else 0
+
+
+@dataclass(frozen=True)
+class HostShape:
+    """What runs on one host."""
+
+    loader: LoaderShape
+    """Of training, in each process."""
+    validation: LoaderShape | None = None
+    """Of validation; its workers stay beside those of training where they persist."""
+    persistent_workers: bool = True
+    processes: int = 1
+    """One for each accelerator of the host."""
+    on_gpu: bool = False
+    pinned: bool = False
+    samples: int | None = None
+    """Training and validation; None where the data is not known."""
+    lookahead_bytes: int = 0
+    """Of each process: the key `lookahead`."""
+    remote: bool = False
+    """Whether samples come from an object store."""
+    shards: int = 0
+    model_bytes: int = 0
+    """Parameters and buffers."""
+    state_bytes: int = 0
+    """What a checkpoint holds: model, optimizer, EMA."""
+    step_bytes: int | None = None
+    """Without an accelerator: the step's peak, which is then host memory too; None where it was not traced, and the
+    state alone is counted."""
+    writes_checkpoints: bool = True
+    """Whether one of the host's processes saves; only the first node's does."""
+
+
+def ram_budget(
+    shape: HostShape, memory: LoaderMemory = STATED, *, limit_bytes: int | None = None, os_bytes: int | None = None
+) -> RamBudget:
+    """The host's memory by part, for all its accelerators.
+
+    `os_bytes` is what others use (`probe.memory_pressure.used_by_others_bytes` on this machine); a stated figure
+    where None.
+    """
+    loader = loader_parts(shape.loader, memory)
+    if shape.validation is not None:
+        # Its process and fork server are those of training.
+        beside = loader_parts(shape.validation, memory)
+        loader["batches in flight"] += beside["batches in flight"]
+        if shape.persistent_workers:
+            loader["workers"] += beside["workers"]
+    loader |= {"fetched ahead": shape.lookahead_bytes}
+    process = loader.pop("process")
+    each = {"training process": process, **loader}
+    if shape.on_gpu:
+        # The model is built here before it moves, and malloc may keep the memory.
+        each |= {"model on the host": shape.model_bytes, "CUDA": CUDA_HOST_BYTES}
+    else:
+        each |= {"training step": shape.state_bytes if shape.step_bytes is None else shape.step_bytes}
+    parts = {name: shape.processes * size for name, size in each.items()}
+    parts["index"] = INDEX_BYTES_PER_SAMPLE * (shape.samples or 0)  # mapped from one file: once
+    parts["checkpoint copy"] = shape.state_bytes if shape.writes_checkpoints else 0
+    if os_bytes is None:
+        os_bytes = OS_BYTES if limit_bytes is None else min(OS_BYTES, int(OS_SHARE * limit_bytes))
+    parts["system"] = os_bytes
+    parts = {name: size for name, size in parts.items() if size}
+    train = shape.loader
+    return RamBudget(
+        total_bytes=sum(parts.values()),
+        loader_bytes=shape.processes * sum(loader.values()),
+        parts=parts,
+        limit_bytes=limit_bytes,
+        measured=memory.measured,
+        torch_loader_bytes=shape.processes * torch_loader_bytes(train.workers, train.prefetch, train.batch, train.size),
+        torch_loader_verdict=None
+        if limit_bytes is None
+        else torch_loader_verdict(
+            shape.processes * train.workers, train.prefetch, train.batch, train.size, limit_bytes
+        ),
+    )
+
+
+def loader_parts(loader: LoaderShape, memory: LoaderMemory) -> dict[str, int]:
+    """One process with one loader: everything but what is fetched ahead."""
+    held = loader.batch * memory.image_bytes
+    each = memory.worker if loader.engine == "process" else memory.thread
+    server = memory.fork_server if loader.engine == "process" and loader.workers else 0
+    return {
+        "process": memory.process + (0 if loader.workers else held),
+        "fork server": server,
+        "workers": loader.workers * (each + held),
+        "batches in flight": loader.batches * loader.batch_bytes,
+    }
+
+
+def pinned_bytes(shape: HostShape) -> int:
+    """The part of it that is page-locked and can never be swapped out: batches, and the checkpoint's copy."""
+    if not (shape.pinned and shape.on_gpu):
+        return 0
+    loaders = [loader for loader in (shape.loader, shape.validation) if loader is not None]
+    batches = shape.processes * sum(loader.batches * loader.batch_bytes for loader in loaders)
+    return batches + (shape.state_bytes if shape.writes_checkpoints else 0)
+
+
+def shm_budget(shape: HostShape, limit_bytes: int | None) -> Budget:
+    """Shared memory of the host: worker processes hand batches over in it; threads need none."""
+    parts = {"training batches": shape.processes * shape.loader.shared_bytes}
+    if shape.validation is not None:
+        parts["validation batches"] = shape.processes * shape.validation.shared_bytes
+    parts = {name: size for name, size in parts.items() if size}
+    return Budget(sum(parts.values()), limit_bytes, parts)
+
+
+def open_files_budget(shape: HostShape, limit: int | None = None) -> Budget:
+    """Files that one process has open at the most, against its soft limit unless another one is given.
+
+    The limit holds for each process by itself: that of training, or one of its workers, whichever needs more. Readers
+    keep no more shards open than a quarter of the limit, so no more are counted.
+    """
+    if limit is None:
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = None if soft == resource.RLIM_INFINITY else soft
+    reader = {
+        "reads under way": CONNECTIONS if shape.remote else READ_AT_ONCE,
+        "open shards": shape.shards if limit is None else min(shape.shards, limit // 4),
+    }
+    loaders = [loader for loader in (shape.loader, shape.validation) if loader is not None]
+    forked = [loader for loader in loaders if loader.engine == "process" and loader.workers]
+    training = {
+        "others": FILES_BESIDES,
+        "worker processes": sum(FILES_PER_WORKER * loader.workers for loader in forked),
+        "slots of shared memory": sum(FILES_PER_SLOT * loader.batches for loader in forked),
+        **(reader if len(forked) < len(loaders) else {}),
+    }
+    worker = {
+        "others": FILES_BESIDES,
+        "slots of shared memory": max((FILES_PER_SLOT * loader.batches for loader in forked), default=0),
+        **reader,
+    }
+    parts = max([training, worker] if forked else [training], key=lambda parts: sum(parts.values()))
+    parts = {name: count for name, count in parts.items() if count}
+    return Budget(sum(parts.values()), limit, parts)
+
+
+def torch_loader_bytes(workers: int, prefetch: int, batch: int, size: int) -> int:
+    """Batches in flight in torch's own loader, which hands over float32: as users' documents compute them."""
+    return round(workers * prefetch * batch * CHANNELS * size * size * FLOAT_BYTES * TORCH_BATCH_OVERHEAD)
+
+
+def torch_loader_verdict(workers: int, prefetch: int, batch: int, size: int, ram_bytes: int) -> Verdict:
+    """Whether torch's own loader would fit beside everything else: refused where it would not, risky where there would
+    be no room for a validation loader and as much page cache."""
+    needed = torch_loader_bytes(workers, prefetch, batch, size)
+    needed += OS_BYTES + TORCH_PROCESS_BYTES + workers * TORCH_WORKER_BYTES
+    if needed > ram_bytes:
+        return "refused"
+    return "risky" if RISKY_TIMES * needed > ram_bytes else "safe"

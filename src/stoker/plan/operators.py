@@ -1,0 +1,266 @@
+"""One traced operator: its number format under CUDA's autocast, its FLOPs, bytes, kernels and workspace."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils import flop_counter
+
+from stoker.machine.compute import FORMULAS
+from stoker.plan.records import Phase, TracedOp
+
+# CUDA's autocast rules on CPU tensors: which operators see half precision, and which float32.
+#
+# Fake tensors have to be CPU tensors (fake CUDA tensors fail in backward without a GPU), and the CPU has other lists:
+# it leaves softmax, the norms and interpolation in half precision, for instance, where CUDA makes them float32, twice
+# the memory. While a step is traced, the lists of CUDA (ATen/autocast_mode.h of torch 2.15) stand in for the CPU's.
+# What remains different: `norm` in its old form, and losses over embeddings, which no vision model calls.
+
+# AT_FORALL_FP32, without those that the CPU's list has as well.
+FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "cosine_similarity", "soft_margin_loss", "dist", "renorm", "logsumexp",
+    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+)  # fmt: skip
+# AT_FORALL_FP32_SET_OPT_DTYPE: the result becomes float32 in the same kernel, without a copy of the input.
+FLOAT32_RESULT = ("cumprod", "cumsum", "sum", "sum.dim_IntList")
+# AT_FORALL_LOWER_PRECISION_FP, without those of the CPU's list.
+HALF = ("prelu", "mv", "addmv", "addr")
+# Made float32 on the CPU, and left alone on CUDA.
+UNTOUCHED = ("avg_pool3d",)
+# Composed on CUDA of operators that have their own rule; the CPU makes a float32 copy first.
+COMPOSED = ("cross_entropy_loss",)
+
+
+@contextmanager
+def cuda_autocast_rules() -> Iterator[None]:
+    """Inside, autocast on CPU tensors follows CUDA's lists, in all threads of this process."""
+    library: Any = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says of each kernel that we take its place
+            for name, rule in _rules():
+                library.impl(name, rule, "AutocastCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def _rules() -> Iterator[tuple[str, Callable[..., Any]]]:
+    known = [(FLOAT32, _in_float32), (FLOAT32_RESULT, _to_float32), (HALF, _in_half), (UNTOUCHED, _as_it_is)]
+    for names, rule in known:
+        yield from ((name, rule(_operator(name))) for name in names if _operator(name) is not None)
+    yield from ((name, _operator(name).decompose) for name in COMPOSED)
+    yield "softmax.int", _softmax(torch.ops.aten.softmax.int, torch.ops.aten._softmax.default)
+    yield "log_softmax.int", _softmax(torch.ops.aten.log_softmax.int, torch.ops.aten._log_softmax.default)
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
+def _without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def _cast(arguments: Any, dtype: torch.dtype) -> Any:
+    def one(value: Any) -> Any:
+        eligible = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if eligible else value
+
+    return pytree.tree_map(one, arguments)
+
+
+def _in_float32(operator: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            return operator(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+
+    return call
+
+
+def _in_half(operator: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("cpu")
+        with _without_autocast():
+            return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    return call
+
+
+def _to_float32(operator: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args[0].is_floating_point() and args[0].dtype != torch.float64 and kwargs.get("dtype") is None:
+            kwargs["dtype"] = torch.float32
+        with _without_autocast():
+            return operator(*args, **kwargs)
+
+    return call
+
+
+def _as_it_is(operator: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            return operator(*args, **kwargs)
+
+    return call
+
+
+def _softmax(operator: Any, kernel: Any) -> Callable[..., Any]:
+    """CUDA's kernel reads half precision and writes float32; the CPU's would need a copy of its input."""
+
+    def call(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        with _without_autocast():
+            if values.dtype in (torch.float16, torch.bfloat16) and dtype in (None, torch.float32):
+                return kernel(values, dim, True)
+            return operator(values, dim, dtype)
+
+    return call
+
+
+# What one operator computes and moves: FLOPs, bytes, kernels, and the memory it borrows.
+
+aten = torch.ops.aten
+
+# Memory is handed out, and no kernel runs.
+_NO_KERNEL = frozenset(
+    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "as_strided_", "detach_",
+     "squeeze_", "unsqueeze_", "t_", "transpose_", "set_", "resize_")
+)  # fmt: skip
+# Writes its first argument without reading it.
+_ONLY_WRITES = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"))
+# Tensors in one launch of multi_tensor_apply, by how many lists there are (depth_to_max_tensors in
+# ATen/native/cuda/MultiTensorApply.cuh).
+_TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+
+
+def traced_op(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    out: Any,
+    given: list[Tensor],
+    made: list[Tensor],
+    fresh: list[Tensor],
+    phase: Phase,
+) -> TracedOp | None:
+    """The record of an operator; None for one that runs nothing on a device, as a view."""
+    name = func._overloadpacket.__name__
+    mutable = func._schema.is_mutable
+    if name in _NO_KERNEL or func.namespace != "aten" or not (fresh or mutable):
+        return None
+    changed = _changed(func, args, kwargs) if mutable else []
+    read = given[1:] if name in _ONLY_WRITES else given
+    numbers = [tensor for tensor in given if tensor.is_floating_point()] or [t for t in made if t.is_floating_point()]
+    return TracedOp(
+        name=name,
+        phase=phase,
+        flops=_flops(func, args, kwargs, out),
+        # Integers are moved and not computed with: no peak rate of a datasheet is theirs.
+        dtype=str(numbers[0].dtype).removeprefix("torch.") if numbers else "float32",
+        read_bytes=_bytes(read),
+        written_bytes=_bytes([*fresh, *changed]),
+        kernels=_kernels(name, args),
+        depthwise=_is_depthwise(func, args),
+        volumetric="convolution" in name and given[0].ndim == 5,
+    )
+
+
+def convolution_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
+    """Bytes that cuDNN borrows for a convolution, kernel by kernel.
+
+    By rule, as cuDNN is not here to ask. Its tensor-core kernels (half precision, and float32 as TF32) work on
+    channels-last data; where tensors are contiguous it converts them first, into its workspace ('Tensor Layouts In
+    Memory: NCHW vs NHWC' in NVIDIA's guide to convolutional layers). The gradient of the weights is summed in float32.
+    Depthwise convolutions run in torch's own kernels, which borrow nothing.
+    """
+    backward = func is aten.convolution_backward.default
+    if not backward and func is not aten.convolution.default:
+        return []
+    first, second, weight = (args[0], args[1], args[2]) if backward else (out, args[0], args[1])
+    groups = args[9] if backward else (args[8] if len(args) > 8 else kwargs.get("groups", 1))
+    if groups > 1 and groups == second.shape[1]:
+        return []
+    converted = 0 if _is_channels_last(second) else _bytes([first]) + _bytes([second]) + _bytes([weight])
+    if not backward:
+        return [converted]
+    needs_input, needs_weight, _ = args[10]
+    return [converted * needs_input, (converted + 4 * weight.numel()) * needs_weight]
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    wanted = torch.channels_last_3d if tensor.ndim == 5 else torch.channels_last
+    return tensor.ndim in (4, 5) and tensor.is_contiguous(memory_format=wanted)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    formulas = (FORMULAS, flop_counter.flop_registry, _more_formulas())
+    formula = next((known[func._overloadpacket] for known in formulas if func._overloadpacket in known), None)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _more_formulas() -> dict[Any, Any]:
+    """Attention has other names on the CPU."""
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    count: Any = flop_counter.sdpa_flop_count
+    return int(count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    count: Any = flop_counter.sdpa_backward_flop_count
+    return int(count(grad.shape, query.shape, key.shape, value.shape))
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """Of distinct tensors; an expanded one has no more than its storage."""
+    seen: dict[tuple[int, int, int], int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, int(tensor.storage_offset()), tensor.numel())
+        seen[key] = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+    return sum(seen.values())
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        found += [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)]
+    return found
+
+
+def _is_depthwise(func: Any, args: Any) -> bool:
+    if func is aten.convolution.default:
+        weight, groups = args[1], args[8]
+    elif func is aten.convolution_backward.default:
+        weight, groups = args[2], args[9]
+    else:
+        return False
+    return bool(groups > 1 and weight.shape[1] == 1)
+
+
+def _kernels(name: str, args: Any) -> int:
+    if name == "convolution_backward":
+        return max(1, sum(bool(wanted) for wanted in args[10][:2]))
+    lists = [value for value in args if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
+    if not lists or not name.startswith(("_foreach_", "_fused_", "_amp_")):
+        return 1
+    return -(-max(map(len, lists)) // _TENSORS_A_LAUNCH.get(len(lists), 30))

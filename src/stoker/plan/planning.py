@@ -1,0 +1,247 @@
+"""The steps of `stoker plan`, in order: config, machine, data, trace, plan; and the configs of its tiers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stoker.config import Config, config_values, load_config
+from stoker.config.fields import parse_bytes
+from stoker.config.reading import load_for_command
+from stoker.config.reference import write_scalar
+from stoker.console import progress_bar, say_notes
+from stoker.errors import StokerError, UsageError, UserError
+from stoker.files import write_text
+from stoker.machine.accelerators import Datasheet, datasheet_for_device, load_datasheet
+from stoker.machine.compute import measure_cpu
+from stoker.machine.host import Machine, fit_to_machine, read_machine, usable_cpus
+from stoker.machine.loader_memory import STATED, measure_loader_memory
+from stoker.machine.loader_speed import measure_loader, repeated
+from stoker.machine.memory import used_by_others_bytes
+from stoker.plan.budget import Hardware, Job, Measured, StepNeeds, check_counts, make_plan, trace_needs
+from stoker.plan.records import Plan
+from stoker.plan.tiers import TierSetting, choose_tiers
+from stoker.plan.timing import read_storage
+from stoker.plan.vram import VramSearch
+from stoker.run.folder import run_folder_for
+from stoker.tasks.classify import traceable_step
+from stoker.tasks.image_data import choose_decoding, data_facts, open_loader, open_samples, training_plan
+from stoker.train.step import TraceableStep
+
+# How many images a core makes in a second, measured on a config's own data.
+
+TRIAL_S = 3.0
+MOST_BATCH = 64
+
+
+def images_per_core_second(config: Config) -> float | None:
+    """None where the data cannot be reached from here."""
+    try:
+        samples = open_samples(config, "train")
+    except StokerError:
+        return None
+    # Small batches: the first ones come soon, and images are what is counted.
+    small = config.model_copy(update={"batch_size": min(config.batch_size, MOST_BATCH), "pin_memory": False})
+    decoding, _ = choose_decoding(small, samples.index)
+    workers = usable_cpus()
+    plan = training_plan(small, repeated(samples, int(TRIAL_S * 20_000 * workers)), decoding)
+    speed = measure_loader(partial(open_loader, small, plan, workers=workers), workers, TRIAL_S)
+    return speed.images_per_second / workers
+
+
+# The steps of `stoker plan`, in order: config, machine, data, trace, plan; and the configs of its tiers.
+
+# tmpfs takes half of the memory unless it is told otherwise (Linux, Documentation/filesystems/tmpfs).
+SHM_SHARE_OF_RAM = 0.5
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The machine as the user describes it; None where this one's is meant."""
+
+    gpu: str | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    cpus: int | None = None
+    ram: str | None = None
+    shm: str | None = None
+    disk: str | None = None
+    price: float | None = None
+    storage: str | None = None
+    samples: int | None = None
+    measure: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what it was made of."""
+
+    plan: Plan
+    job: Job
+    step: TraceableStep
+    needs: StepNeeds
+    path: Path
+    overridden: dict[str, Any]
+    """Keys that the command line set on top of the file."""
+
+
+def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned:
+    """Plans a config for the machine that is wanted."""
+    config = load_for_command(path, overrides, None).config
+    in_file = config_values(load_config(path, []).config) if overrides else config_values(config)
+    overridden = {key: value for key, value in config_values(config).items() if value != in_file[key]}
+    if config.task != "classify":
+        raise UserError("task-not-built", f"task: {config.task} cannot be planned yet", hint="task=classify")
+    hardware = hardware_for(config, path, wanted, read_machine())
+    config, notes = fit_to_machine(
+        config,
+        Machine(cpus=hardware.cpus, accelerators=0 if hardware.on_cpu else hardware.gpus),
+    )
+    say_notes(notes)
+    with progress_bar("listing", None) as advance:
+        data = data_facts(config, wanted.samples, advance)
+    job = Job(config, hardware, data, _measured(config, hardware, wanted))
+    step = traceable_step(config, data.num_classes)
+    with progress_bar("tracing the step", None):
+        needs = trace_needs(job, step)
+    return Planned(make_plan(job, needs, name=path.name), job, step, needs, path, overridden)
+
+
+@dataclass(frozen=True)
+class _Accelerator:
+    sheet: Datasheet | None
+    vram_bytes: int | None
+    count_here: int
+    on_cpu: bool = False
+
+
+def hardware_for(
+    config: Config, path: Path | None, wanted: Wanted, machine: Machine, *, for_start: bool = False
+) -> Hardware:
+    """The described machine, or this one where nothing is described; `for_start` measures nothing."""
+    check_counts(wanted.gpus, wanted.nodes or config.num_nodes, wanted.cpus)
+    described = any(value is not None for value in (wanted.gpu, wanted.gpus, wanted.cpus, wanted.ram))
+    accelerator = _accelerator(config, wanted, machine, for_start=for_start)
+    here = accelerator.count_here if not described else 1
+    gpus = wanted.gpus or (config.devices if isinstance(config.devices, int) else here)
+    ram = _bytes("--ram", wanted.ram) or (machine.ram_bytes if wanted.gpu is None or wanted.cpus is None else None)
+    shm = _bytes("--shm", wanted.shm)
+    if shm is None:
+        shm = int(SHM_SHARE_OF_RAM * ram) if wanted.ram is not None and ram is not None else machine.shm_bytes
+    stated = []
+    if described and wanted.cpus is None:
+        stated.append(f"{machine.cpus} cores: this machine's; --cpus for another")
+    if described and wanted.ram is None:
+        stated.append(
+            "memory of the host: not known, so nothing is refused for it; --ram 62GB"
+            if ram is None
+            else f"{ram / 1e9:.0f} GB of RAM: this machine's; --ram for another"
+        )
+    disk = _bytes("--disk", wanted.disk) or (None if described else _free_disk(config, path))
+    return Hardware(
+        gpus=max(1, gpus), nodes=wanted.nodes or config.num_nodes, cpus=wanted.cpus or machine.cpus,
+        sheet=accelerator.sheet, vram_bytes=accelerator.vram_bytes, on_cpu=accelerator.on_cpu, ram_bytes=ram,
+        shm_bytes=shm, disk_bytes=disk, storage=None if wanted.storage is None else read_storage(wanted.storage),
+        price_per_hour=wanted.price, is_here=not described, stated=tuple(stated),
+    )  # fmt: skip
+
+
+def write_tier_configs(planned: Planned, folder: Path) -> list[Path]:
+    """A config for each tier that builds on the planned one and sets what the machine allows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    base = planned.path.resolve()
+    written = []
+    for setting in tiers_of(planned):
+        path = folder / f"{planned.path.stem}_{setting.tier.name}.yaml"
+        if path.resolve() == base:
+            raise UsageError("tier-is-its-base", f"{path} would overwrite the config it builds on", hint="another DIR")
+        write_text(path, _tier_text(setting, base, planned.overridden))
+        written.append(path)
+    return written
+
+
+def tiers_of(planned: Planned) -> list[TierSetting]:
+    """What conservative, balanced and aggressive come to on the planned machine."""
+    job, vram_bytes = planned.job, planned.job.hardware.vram_bytes
+    searches = {
+        compiled: VramSearch(planned.step, job.config.batch_size, compiled=compiled, gpus=job.hardware.world)
+        for compiled in (False, True)
+    }
+
+    def largest_batch(share: float, compiled: bool) -> int | None:
+        return None if vram_bytes is None else searches[compiled].largest(int(share * vram_bytes))
+
+    def plan_with(keys: dict[str, object]) -> Plan:
+        config = job.config.model_copy(update=keys)
+        vram = searches[config.compile_model].budget(config.batch_size, vram_bytes)
+        step_s = planned.needs.step_s
+        scaled = None if step_s is None else step_s * config.batch_size / job.config.batch_size
+        return make_plan(replace(job, config=config), StepNeeds(vram, scaled), scaling=False)
+
+    return choose_tiers(
+        plan_with, largest_batch, cpus_per_gpu=job.hardware.cpus / job.hardware.gpus, most_samples=job.data.samples
+    )
+
+
+def _tier_text(setting: TierSetting, base: Path, overridden: dict[str, Any]) -> str:
+    plan = setting.plan
+    lines = [f"# {setting.tier.name}: {setting.tier.about}.", f"# Planned for {plan.hardware}:"]
+    if plan.vram is not None and plan.vram.limit_bytes is not None:
+        lines.append(f"# {plan.vram.peak_bytes / 1e9:.1f} of {plan.vram.limit_bytes / 1e9:.1f} GB of VRAM,")
+    if plan.ram.limit_bytes is not None:
+        lines.append(f"# {plan.ram.total_bytes / 1e9:.1f} of {plan.ram.limit_bytes / 1e9:.1f} GB of RAM.")
+    if plan.time.images_per_second is not None:
+        lines.append(f"# About {plan.time.images_per_second:,.0f} images/s, bound by the {plan.time.bound_by}.")
+    lines += [f"base: {write_scalar(str(base))}", ""]
+    keys = overridden | setting.keys
+    lines += [f"{key}: {write_scalar(value)}" for key, value in keys.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _accelerator(config: Config, wanted: Wanted, machine: Machine, *, for_start: bool) -> _Accelerator:
+    named = wanted.gpu or (config.accelerator if machine.accelerators or not for_start else None)
+    if named is not None:
+        sheet = load_datasheet(named)
+        return _Accelerator(sheet, sheet.vram_bytes, max(1, machine.accelerators or 1))
+    if machine.accelerators:
+        import torch
+
+        if torch.cuda.is_available():
+            # GPU only.
+            sheet_here = datasheet_for_device(torch.cuda.get_device_name(0))
+            return _Accelerator(sheet_here, torch.cuda.mem_get_info(0)[1], torch.cuda.device_count())
+    return _Accelerator(None if for_start else measure_cpu(), None, 1, on_cpu=True)
+
+
+def _measured(config: Config, hardware: Hardware, wanted: Wanted) -> Measured:
+    others = used_by_others_bytes() if hardware.is_here else None
+    if not wanted.measure:
+        return Measured(STATED, None, others)
+    with progress_bar("measuring the loader", None):
+        return Measured(measure_loader_memory(), images_per_core_second(config), others)
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError("size-without-unit", f"{option} {text}: {error}", hint=f"{option} {text}GB") from None
+
+
+def _free_disk(config: Config, path: Path | None) -> int | None:
+    """What this run may fill: what is free, and what its own checkpoints take already."""
+    own = run_folder_for(config, path).checkpoints
+    taken = sum(file.stat().st_size for file in own.glob("*.ckpt")) if own.is_dir() else 0
+    folder = Path(config.runs_dir).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free + taken
+    except OSError:
+        return None

@@ -1,0 +1,204 @@
+"""How long a device takes for a traced step: the roofline of each operator, added up.
+
+An operator takes the time of its products or of its memory traffic, whichever is longer, and part of the other. Bytes
+and FLOPs are those of the trace, peaks those of the datasheet; every constant below holds for all devices and models.
+bench/roofline.py compares the outcome with published rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from stoker.machine.accelerators import Datasheet
+from stoker.plan.records import TracedOp
+
+Kind = Literal["convolution", "matrix product", "normalisation", "pointwise", "layout", "update"]
+
+# The first three shares were chosen together, in steps of 0.05 or more, over all rows of results/roofline; none is of
+# one device. Large products of cuBLAS and cuDNN reach 80 to 95 % of the datasheet's peak; clocks above the stated one
+# make up for some of the rest.
+PRODUCT_EFFICIENCY = 0.9
+# Of the datasheet's bandwidth; plain copies reach 85 to 93 %, kernels with reductions less.
+BANDWIDTH_EFFICIENCY = 0.8
+# A tile waits for its first operands and writes its result when the products are done: that much of the shorter of the
+# two times is not hidden behind the longer.
+NOT_OVERLAPPED = 0.5
+# Depthwise convolutions run on scalar units, and their weight's gradient is a long reduction: far from the peak. Share
+# of the fp32 peak, from the EfficientNet, MobileNet and ConvNeXt rows of results/roofline.
+DEPTHWISE_EFFICIENCY = 0.08
+# Convolutions over volumes have few channels where they have most voxels, and fill a part of each tile: 0.33, 0.39 and
+# 0.38 of the peak in the three rows of nnU-Net (A100 and V100, fp16 and TF32).
+VOLUME_EFFICIENCY = 0.35
+# Batch norm has to know mean and variance before it can normalise: two passes over its input; the backward needs two
+# sums over x and dy before it can compute dx. The same for group norm. Layer norm keeps a row in registers on the way
+# forward; its backward reads once for dx, once for the sums over rows.
+STATISTICS_PASSES = 2.0
+# Of a convolution's backward, dy is read twice, for dx and for dw; it is about half of what is read.
+BACKWARD_READS = 1.5
+# Tensor-core convolutions work on channels-last data: what comes contiguous is converted, read and written once more,
+# and so is the result ('Tensor Layouts In Memory: NCHW vs NHWC', NVIDIA's guide to convolutional layers).
+CONVERSION_PASSES = 2.0
+# The shortest that a kernel and the gap before the next one take on a busy stream.
+KERNEL_FLOOR_S = 4e-6
+# What Python, the dispatcher, autograd and the launch cost the host for one operator. Between 10 us for bare dispatch
+# and the 59 us of NVIDIA's table for ResNet-50 at batch 1 (10.4 ms, 175 operators, transfer and wait included).
+HOST_S = 20e-6
+# A compiled model calls its kernels without Python, dispatcher and autograd.
+HOST_COMPILED_S = 7e-6
+# Gradients are sent in buckets while the backward goes on; the last one waits for its end (DDP's bucket_cap_mb).
+BUCKET_BYTES = 25 * 1024**2
+# Of the link, in a ring all-reduce: NCCL's bus bandwidth on NVLink machines; over PCIe everything passes through the
+# host's memory.
+NVLINK_EFFICIENCY = 0.75
+PCIE_EFFICIENCY = 0.4
+NETWORK_EFFICIENCY = 0.8
+DEFAULT_NETWORK_BYTES_PER_SECOND = 12.5e9
+"""Of a node, where nobody says: 100 Gbit/s."""
+
+_NORMS_BY_STATISTICS = ("batch_norm", "group_norm", "instance_norm")
+_FORMAT_OF_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
+# What torch.compile does not fuse with its neighbours (it may fuse them with reductions, which the rule leaves out).
+_FUSED: tuple[Kind, ...] = ("pointwise", "normalisation")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on one device."""
+
+    total_s: float
+    by_kind: dict[str, float]
+    """They add up to what the device needs; `communication` is what of it the backward does not hide."""
+    device_s: float
+    host_s: float
+    """For calling all operators; where it is longer than the device takes, the step is bound by launches."""
+
+    @property
+    def launch_bound(self) -> bool:
+        return self.host_s > self.device_s
+
+
+def step_seconds(
+    ops: Sequence[TracedOp],
+    sheet: Datasheet,
+    *,
+    channels_last: bool,
+    compiled: bool = False,
+    tf32: bool = True,
+    gradient_bytes: int = 0,
+    gpus: int = 1,
+    nodes: int = 1,
+    network_bytes_per_second: float | None = None,
+) -> StepTime:
+    """The time of a traced step; with several devices the exposed part of the all-reduce over `gradient_bytes` too."""
+    todo = list(_fused(ops)) if compiled else list(ops)
+    by_kind: dict[str, float] = {}
+    backward_s = 0.0
+    for op in todo:
+        kind, seconds = kind_of(op), _op_seconds(op, sheet, tf32=tf32)
+        layout = 0.0 if channels_last else _layout_seconds(op, sheet, tf32=tf32)
+        by_kind[kind] = by_kind.get(kind, 0.0) + seconds
+        if layout:
+            by_kind["layout"] = by_kind.get("layout", 0.0) + layout
+        if op.phase == "backward":
+            backward_s += seconds + layout
+    sending_s = all_reduce_seconds(gradient_bytes, sheet, gpus, nodes, network_bytes_per_second)
+    if sending_s > 0:
+        last_bucket_s = sending_s * min(1.0, BUCKET_BYTES / gradient_bytes)
+        by_kind["communication"] = max(sending_s - backward_s, last_bucket_s)
+    device_s = sum(by_kind.values())
+    host_s = 0.0 if sheet.is_cpu else len(todo) * (HOST_COMPILED_S if compiled else HOST_S)
+    return StepTime(max(device_s, host_s), by_kind, device_s, host_s)
+
+
+def all_reduce_seconds(
+    gradient_bytes: int, sheet: Datasheet, gpus: int, nodes: int = 1, network_bytes_per_second: float | None = None
+) -> float:
+    """A ring over all devices: each byte passes every link twice, less what stays at home."""
+    world = gpus * nodes
+    if world <= 1 or gradient_bytes <= 0:
+        return 0.0
+    efficiency = PCIE_EFFICIENCY if sheet.interconnect_bytes_per_second is None else NVLINK_EFFICIENCY
+    slowest = sheet.peer_bytes_per_second * efficiency
+    if nodes > 1:
+        network = network_bytes_per_second or DEFAULT_NETWORK_BYTES_PER_SECOND
+        slowest = min(slowest, network * NETWORK_EFFICIENCY) if gpus > 1 else network * NETWORK_EFFICIENCY
+    return 2 * (world - 1) / world * gradient_bytes / slowest
+
+
+def kind_of(op: TracedOp) -> Kind:
+    """What sort of work it is."""
+    if op.phase == "update":
+        return "update"
+    if "conv" in op.name:
+        return "convolution"
+    if op.flops:
+        return "matrix product"
+    return "normalisation" if "norm" in op.name and "linalg" not in op.name else "pointwise"
+
+
+def _op_seconds(op: TracedOp, sheet: Datasheet, *, tf32: bool) -> float:
+    products = op.flops / _product_rate(op, sheet, tf32=tf32) if op.flops else 0.0
+    traffic = _moved_bytes(op) / (sheet.memory_bytes_per_second * BANDWIDTH_EFFICIENCY)
+    busy = max(products, traffic) + NOT_OVERLAPPED * min(products, traffic)
+    return max(busy, op.kernels * KERNEL_FLOOR_S)
+
+
+def _product_rate(op: TracedOp, sheet: Datasheet, *, tf32: bool) -> float:
+    peaks = sheet.peak_flops
+    if op.depthwise and not sheet.is_cpu:
+        return peaks["fp32"] * DEPTHWISE_EFFICIENCY
+    wanted = _FORMAT_OF_DTYPE.get(op.dtype, "tf32" if tf32 else "fp32")
+    # A format that the device lacks is computed in float32: bfloat16 on Volta and Turing.
+    peak = next((rate for name, rate in peaks.items() if name == wanted), peaks["fp32"])
+    return peak * (VOLUME_EFFICIENCY if op.volumetric and not sheet.is_cpu else PRODUCT_EFFICIENCY)
+
+
+def _moved_bytes(op: TracedOp) -> float:
+    """Bytes between the device and its memory, with those that are read again."""
+    read = float(op.read_bytes)
+    if any(name in op.name for name in _NORMS_BY_STATISTICS) or op.name == "native_layer_norm_backward":
+        read *= STATISTICS_PASSES
+    elif "conv" in op.name and op.phase == "backward" and op.kernels > 1:
+        read *= BACKWARD_READS
+    return read + op.written_bytes
+
+
+def _layout_seconds(op: TracedOp, sheet: Datasheet, *, tf32: bool) -> float:
+    """Conversions to and from channels-last around a tensor-core convolution of contiguous tensors."""
+    if kind_of(op) != "convolution" or op.depthwise or sheet.is_cpu:
+        return 0.0
+    half = _FORMAT_OF_DTYPE.get(op.dtype)
+    peaks = sheet.peak_flops
+    # Where float32 is no faster on tensor cores (GeForce) or has none (Volta), contiguous kernels of the others run.
+    on_tensor_cores = half in peaks if half is not None else tf32 and peaks.get("tf32", 0.0) > peaks["fp32"]
+    if not on_tensor_cores:
+        return 0.0
+    return CONVERSION_PASSES * _moved_bytes(op) / (sheet.memory_bytes_per_second * BANDWIDTH_EFFICIENCY)
+
+
+def _fused(ops: Iterable[TracedOp]) -> Iterable[TracedOp]:
+    """As torch.compile would: in a run of pointwise operators and norms, what one hands to the next is never stored.
+
+    The rule: an operator that follows another of its run directly does not read the other's result again, and the other
+    does not write it; the run is one kernel, but for a norm, which needs its statistics first and begins a new one.
+    """
+    run: TracedOp | None = None
+    for op in ops:
+        if run is not None and kind_of(run) in _FUSED and kind_of(op) == "pointwise" and run.phase == op.phase:
+            handed = min(run.written_bytes, op.read_bytes)
+            run = replace(
+                run,
+                read_bytes=run.read_bytes + op.read_bytes - handed,
+                written_bytes=run.written_bytes - handed + op.written_bytes,
+            )
+            continue
+        if run is not None:
+            if kind_of(run) == "pointwise" and kind_of(op) == "normalisation" and run.phase == op.phase:
+                handed = min(run.written_bytes, op.read_bytes)
+                run = replace(run, written_bytes=run.written_bytes - handed)
+            yield run
+        run = op
+    if run is not None:
+        yield run

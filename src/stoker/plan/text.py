@@ -1,0 +1,226 @@
+"""A plan as text and as a picture: what fits, how long it takes, what it costs, what to change."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stoker.console import format_table
+from stoker.plan.records import Finding, Plan, ScalingRow, TimeBudget, VramBudget
+
+# A plan as text: what fits, how long it takes, what it costs, what to change.
+
+BAR = 32
+
+
+def plan_text(plan: Plan, name: str) -> str:
+    """One verdict, the budgets with a bar each, time and cost, then what to change."""
+    refused = plan.refused
+    if refused:
+        verdict = f"does not fit: {refused[0].message}"
+    else:
+        verdict = "fits" + (f"; {_duration_line(plan.time)}" if plan.time.total_s is not None else "")
+    lines = [f"{name}: {verdict}", f"for {plan.hardware}", "", *_budgets(plan), "", *_time_lines(plan)]
+    if plan.vram is not None:
+        lines += ["", *_vram_lines(plan.vram)]
+    lines += ["", "RAM by part:", *_parts(plan.ram.parts, plan.ram.total_bytes)]
+    if plan.ram.torch_loader_bytes is not None:
+        verdict = "" if plan.ram.torch_loader_verdict is None else f": {plan.ram.torch_loader_verdict}"
+        size = _size(plan.ram.torch_loader_bytes)
+        lines.append(f"  (torch's own loader would hold {size} of float batches in flight{verdict})")
+    if plan.scaling:
+        lines += ["", "the same on more accelerators:", _scaling_table(plan.scaling)]
+    if plan.findings:
+        lines += ["", "what to know:", *_finding_lines(plan.findings)]
+    if plan.assumptions:
+        lines += ["", "stated, not measured:", *(f"  - {line}" for line in plan.assumptions)]
+    return "\n".join(lines)
+
+
+def _budgets(plan: Plan) -> list[str]:
+    rows = []
+    if plan.vram is not None:
+        rows.append(("VRAM", plan.vram.peak_bytes, plan.vram.limit_bytes, True))
+    rows.append(("RAM", plan.ram.total_bytes, plan.ram.limit_bytes, True))
+    rows.append(("/dev/shm", plan.shm.needed, plan.shm.limit, True))  # noqa: S108 - a label
+    if plan.disk is not None:
+        rows.append(("disk", plan.disk.needed, plan.disk.limit, True))
+    rows.append(("open files", plan.open_files.needed, plan.open_files.limit, False))
+    lines = []
+    for label, needed, limit, is_bytes in rows:
+        show = _size if is_bytes else (lambda count: f"{count:,}")
+        if limit is None:
+            lines.append(f"  {label:<11} {show(needed):>9}  (no limit known)")
+            continue
+        share = needed / limit if limit else float("inf")
+        bar = "#" * min(BAR, round(BAR * share))
+        word = "" if needed <= limit else "  TOO MUCH"
+        lines.append(f"  {label:<11} {show(needed):>9} of {show(limit):>9}  [{bar:<{BAR}}] {share:4.0%}{word}")
+    return lines
+
+
+def _time_lines(plan: Plan) -> list[str]:
+    time = plan.time
+    steps = "" if plan.steps_per_epoch is None else f"{plan.steps_per_epoch:,} steps an epoch, "
+    lines = [f"total batch {plan.total_batch}, {steps}{plan.epochs} epochs, learning rate {plan.lr:g}"]
+    if time.images_per_second is None:
+        return [*lines, "time: nothing is known of the accelerator, the loader or the storage"]
+    lines.append(f"{time.images_per_second:,.0f} images/s, bound by the {time.bound_by}")
+    width = max(len(name) for name in time.rates)
+    for name, rate in sorted(time.rates.items(), key=lambda item: item[1].images_per_second):
+        lines.append(f"  {name:<{width}}  {rate.images_per_second:>9,.0f} images/s  {rate.source}")
+    if time.step_s is not None:
+        lines.append(f"  a step {time.step_s * 1e3:,.0f} ms, {_duration_line(time)}")
+    return lines
+
+
+def _duration_line(time: TimeBudget) -> str:
+    parts = []
+    if time.epoch_s is not None:
+        parts.append(f"an epoch {duration(time.epoch_s)}")
+    if time.total_s is not None:
+        parts.append(f"all of it {duration(time.total_s)}")
+    if time.cost is not None:
+        parts.append(f"cost {time.cost:,.2f}")
+    return ", ".join(parts)
+
+
+def _vram_lines(vram: VramBudget) -> list[str]:
+    lines = ["VRAM at the peak of a step:", *_parts(vram.parts, vram.peak_bytes)]
+    if vram.largest_batch is not None:
+        line = f"largest batch that fits: {vram.largest_batch}"
+        if vram.largest_batch_checkpointed is not None:
+            line += f"; with gradient_checkpointing=true: {vram.largest_batch_checkpointed}"
+        lines.append(line)
+    if vram.note:
+        lines.append(vram.note)
+    return lines
+
+
+def _parts(parts: Mapping[str, int], total: int) -> list[str]:
+    shown = sorted(((name, size) for name, size in parts.items() if size), key=lambda part: -part[1])
+    width = max((len(name) for name, _ in shown), default=0)
+    return [
+        f"  {name:<{width}}  {_size(size):>9}  {'#' * round(BAR * size / total) if total else ''}".rstrip()
+        for name, size in shown
+    ]
+
+
+def _scaling_table(rows: tuple[ScalingRow, ...]) -> str:
+    table = [
+        [
+            str(row.gpus), f"{row.total_batch:,}", str(row.workers), _size(row.ram_bytes), f"{row.lr:g}",
+            "?" if row.images_per_second is None else f"{row.images_per_second:,.0f}",
+            "?" if row.days is None else f"{row.days:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    text = format_table(table, ["GPUs", "total batch", "workers", "RAM", "LR", "images/s", "days"])
+    return textwrap.indent(text, "  ")
+
+
+def _finding_lines(findings: tuple[Finding, ...]) -> list[str]:
+    lines = []
+    for finding in findings:
+        gain = "" if finding.speedup is None else f"  [up to {finding.speedup.high:.1f}x]"
+        lines.append(f"  {'!' if finding.refuses else '-'} {finding.message}{gain}")
+        if finding.fix:
+            lines.append(f"      {finding.fix}")
+    return lines
+
+
+def _size(size: int) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size / 1e3:.0f} KB"
+
+
+def duration(seconds: float) -> str:
+    """About how long, in the unit that people would use."""
+    for unit, factor in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * factor:
+            return f"{seconds / factor:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+# The budget of a plan as a picture: a bar for each thing that can run out, by part, beside its limit.
+
+_COLOURS = (
+    "#3b6ea5",
+    "#c05621",
+    "#2f855a",
+    "#805ad5",
+    "#b7791f",
+    "#2c7a7b",
+    "#97266d",
+    "#4a5568",
+    "#9b2c2c",
+    "#5a67d8",
+)
+
+
+def plot_plan(plan: Plan, name: str, path: Path) -> None:
+    """Writes a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    budgets = _drawn_budgets(plan)
+    figure, rows = pyplot.subplots(
+        len(budgets) + 1, 1, figsize=(9, 1.5 * len(budgets) + 2.0), dpi=120, squeeze=False, layout="constrained"
+    )
+    for (label, parts, limit), row in zip(budgets, rows[:, 0], strict=False):
+        _draw_budget(row, label, parts, limit)
+    _draw_rates(rows[-1, 0], plan)
+    state = "does not fit" if plan.refused else "fits"
+    figure.suptitle(f"{name}: {state}\n{plan.hardware}", fontsize=11)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _drawn_budgets(plan: Plan) -> list[tuple[str, dict[str, int], int | None]]:
+    found: list[tuple[str, dict[str, int], int | None]] = []
+    if plan.vram is not None:
+        found.append(("VRAM of one GPU", plan.vram.parts, plan.vram.limit_bytes))
+    found.append(("RAM of a node", plan.ram.parts, plan.ram.limit_bytes))
+    if plan.shm.needed:
+        found.append(("/dev/shm", plan.shm.parts or {"batches": plan.shm.needed}, plan.shm.limit))  # noqa: S108 - a label
+    if plan.disk is not None:
+        found.append(("disk", plan.disk.parts or {"needed": plan.disk.needed}, plan.disk.limit))
+    return found
+
+
+def _draw_budget(axes: Any, label: str, parts: dict[str, int], limit: int | None) -> None:
+    left, total = 0.0, sum(parts.values())
+    for number, (name, size) in enumerate(sorted(parts.items(), key=lambda part: -part[1])):
+        if size > 0:
+            width = size / 1e9
+            axes.barh([0], [width], left=left, color=_COLOURS[number % len(_COLOURS)], label=f"{name} {width:.2f}")
+            left += width
+    if limit is not None:
+        fits = total <= limit
+        axes.axvline(limit / 1e9, color="#2f855a" if fits else "#c53030", linewidth=2)
+        axes.set_xlim(0, max(total, limit) / 1e9 * 1.05)
+    of = "" if limit is None else f" of {limit / 1e9:.1f}"
+    axes.set_title(f"{label}: {total / 1e9:.1f}{of} GB", loc="left", fontsize=9)
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.2), fontsize=6, frameon=False)
+
+
+def _draw_rates(axes: Any, plan: Plan) -> None:
+    rates = plan.time.rates
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title("images/s: the slowest sets the pace", loc="left", fontsize=9)
+    if not rates:
+        axes.set_axis_off()
+        return
+    names = list(rates)
+    colours = ["#c53030" if name == plan.time.bound_by else "#3b6ea5" for name in names]
+    bars = axes.barh(names, [rates[name].images_per_second for name in names], color=colours)
+    axes.bar_label(bars, fmt="{:,.0f}", fontsize=7)
+    axes.tick_params(labelsize=7)

@@ -1,0 +1,186 @@
+"""How long a job takes: the slowest of accelerator, loader and storage sets the pace."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from stoker.config.fields import parse_bytes
+from stoker.data.images.pack.packing import PACKING_SPEEDUP
+from stoker.errors import UsageError, did_you_mean
+from stoker.plan.records import Finding, Interval, Rate, TimeBudget
+
+# How many images a second storage gives: measured, named, or stated as bytes a second.
+
+# Requests that our reader has under way at once for each rank (data/store/reader.py).
+REQUESTS_IN_FLIGHT = 64
+_BYTES_PER_SECOND = re.compile(r"(.+?)\s*(?:/\s*s|ps)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What one kind of storage gives."""
+
+    name: str
+    source: str
+    bytes_per_second: float | None = None
+    """For all readers together; None where only their number limits it."""
+    latency_s: float | None = None
+    connection_bytes_per_second: float | None = None
+
+    def rate(self, sample_bytes: float, ranks: int) -> Rate:
+        """Images a second for a job of so many ranks, each with its own reader."""
+        limits = []
+        if self.bytes_per_second is not None:
+            limits.append(self.bytes_per_second / sample_bytes)
+        if self.latency_s is not None:
+            transfer_s = sample_bytes / self.connection_bytes_per_second if self.connection_bytes_per_second else 0.0
+            limits.append(ranks * REQUESTS_IN_FLIGHT / (self.latency_s + transfer_s))
+        return Rate(min(limits), f"{self.name}: {self.source}")
+
+
+def read_storage(word: str) -> Storage:
+    """The storage that a user names (`fsx`, `s3`) or states (`500MB/s`); raises UsageError for anything else."""
+    stated = _BYTES_PER_SECOND.fullmatch(word.strip())
+    if stated is not None:
+        try:
+            return Storage(word, "as you stated", bytes_per_second=float(parse_bytes(stated[1])))
+        except ValueError as error:
+            raise UsageError("storage-rate", f"--storage {word}: {error}", hint="--storage 500MB/s") from None
+    text = resources.files("stoker.plan").joinpath("storage_rates.yaml").read_text()
+    known: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    name = word.lower()
+    if name not in known:
+        meant = did_you_mean(name, known)
+        raise UsageError(
+            "unknown-storage",
+            f"--storage {word} is no storage that we know" + (f"; {meant}" if meant else ""),
+            hint=f"one of {', '.join(known)}, or a rate such as 500MB/s",
+        )
+    fields = known[name]
+    numbers = {key: float(value) for key, value in fields.items() if key != "source"}
+    return Storage(name, fields["source"], **numbers)
+
+
+# How long a job takes: the slowest of accelerator, loader and storage sets the pace.
+
+# Images a second that one core makes of ImageNet's files at 224 px: 618 on the two cores of results/loaders, which are
+# shared; a hyperthread of a busy host gives less.
+IMAGES_PER_CORE_SECOND = 500.0
+# The side at which it was measured: making a batch costs as many pixels as it has, and decoding on top.
+MEASURED_AT_PX = 224
+# Of making an image: 285 us of resizing beside 660 us of decoding the crop, on one core.
+RESIZING_SHARE = 0.3
+# The rest is for the loop, the driver and the kernel: with every core busy decoding, kernels are launched late.
+SHARE_OF_CORES = 0.9
+# An accelerator that is fed at this share of its rate counts as busy.
+FED = 0.97
+
+
+def loader_rate(workers: int, cpus: int, nodes: int, gpus: int, size: int, measured_per_core: float | None) -> Rate:
+    """Images a second that all loaders make: workers beyond the cores only wait for each other."""
+    # Without workers the training process makes the batches itself.
+    busy = min(max(1, workers) * gpus, max(1.0, cpus * SHARE_OF_CORES)) * nodes
+    if measured_per_core is not None:
+        return Rate(busy * measured_per_core, f"{busy:g} cores x {measured_per_core:.0f} images/s, measured here")
+    # Decoding hardly depends on the size that is wanted; resizing does.
+    per_core = IMAGES_PER_CORE_SECOND / (1 - RESIZING_SHARE + RESIZING_SHARE * (size / MEASURED_AT_PX) ** 2)
+    return Rate(busy * per_core, f"{busy:g} cores x {per_core:.0f} images/s (stated; results/loaders)")
+
+
+def time_budget(
+    rates: dict[str, Rate],
+    *,
+    total_batch: int,
+    samples: int | None,
+    steps_per_epoch: int | None,
+    epochs: int,
+    nodes: int,
+    price_per_hour: float | None,
+) -> TimeBudget:
+    """Seconds and money; validation and start-up are not in it."""
+    if not rates:
+        return TimeBudget(None, None, {}, None, None, None, None)
+    bound_by = min(rates, key=lambda name: rates[name].images_per_second)
+    pace = rates[bound_by].images_per_second
+    step_s = total_batch / pace
+    epoch_s = None if samples is None or steps_per_epoch is None else steps_per_epoch * step_s
+    total_s = None if epoch_s is None else epoch_s * epochs
+    cost = None if total_s is None or price_per_hour is None else total_s / 3600 * price_per_hour * nodes
+    return TimeBudget(pace, bound_by, rates, step_s, epoch_s, total_s, cost)
+
+
+def time_findings(
+    time: TimeBudget, *, cpus: int, nodes: int, sample_bytes: float | None, dataset_bytes: float | None, config: str
+) -> list[Finding]:
+    """What would have to change for the accelerator to be the slowest part, and what that would bring."""
+    accelerator = time.rates.get("accelerator")
+    if accelerator is None or time.images_per_second is None:
+        return []
+    wanted = accelerator.images_per_second
+    if time.images_per_second >= FED * wanted:
+        return [
+            Finding("accelerator-bound", "the accelerator is the slowest part: more cores or storage bring nothing")
+        ]
+    found = []
+    loader, storage = time.rates.get("loader"), time.rates.get("storage")
+    others = min((rate.images_per_second for name, rate in time.rates.items() if name != "loader"), default=wanted)
+    if loader is not None and loader.images_per_second < FED * wanted:
+        slow = loader.images_per_second
+        cores = cpus * wanted / slow
+        found.append(
+            Finding(
+                "loader-bound",
+                f"{cpus * nodes} cores make {slow:,.0f} images/s, the accelerators take {wanted:,.0f}: "
+                f"they would need {cores * nodes:.0f} cores",
+                fix=f"more cores, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} where fewer are set",
+                speedup=_at_most(others / time.images_per_second),
+            )
+        )
+        packed = min(slow * PACKING_SPEEDUP, others)
+        if packed > 1.02 * time.images_per_second:
+            found.append(
+                Finding(
+                    "packing-helps",
+                    f"packed at 500 px the same cores make about {slow * PACKING_SPEEDUP:,.0f} images/s",
+                    fix="stoker pack DATA_ROOT PACKED --longest 500 --quality 90",
+                    speedup=_at_most(packed / time.images_per_second),
+                )
+            )
+    if storage is not None and storage.images_per_second < FED * wanted and sample_bytes is not None:
+        needed = wanted * sample_bytes
+        message = (
+            f"storage gives {storage.images_per_second * sample_bytes / 1e6:,.0f} MB/s, "
+            f"the accelerators take {needed / 1e6:,.0f} MB/s"
+        )
+        rest = min(rate.images_per_second for name, rate in time.rates.items() if name != "storage")
+        found.append(
+            Finding(
+                "storage-bound",
+                message + _pays_off(storage.images_per_second, rest, dataset_bytes, sample_bytes),
+                fix=f"cache_dir=/local/disk in {config}: the first epoch fills it, later ones read it",
+                speedup=_at_most(rest / time.images_per_second),
+            )
+        )
+    return found
+
+
+def _pays_off(storage: float, rest: float, dataset_bytes: float | None, sample_bytes: float) -> str:
+    """When a copy to local disk, made at the storage's own rate, has paid for itself."""
+    if dataset_bytes is None or rest <= storage:
+        return ""
+    samples = dataset_bytes / sample_bytes
+    copying_s, saved_s = samples / storage, samples / storage - samples / rest
+    return (
+        f"; copying all of it first takes {copying_s / 60:,.0f} min and pays off after {copying_s / saved_s:.1f} epochs"
+    )
+
+
+def _at_most(speedup: float) -> Interval:
+    """From a model with stated rates: a third of the gain may not come."""
+    gain = speedup - 1.0
+    return Interval(1.0 + gain * 2 / 3, speedup, speedup)

@@ -1,0 +1,355 @@
+"""A training step without a device: real model code on fake tensors, and what it would allocate and compute."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoker.errors import StokerError, UserError
+from stoker.plan.operators import convolution_workspace, cuda_autocast_rules, traced_op
+from stoker.plan.records import Phase, TracedOp
+from stoker.train.compute import Precision
+from stoker.train.ema import WeightAverage
+from stoker.train.ranks import Ranks
+from stoker.train.step import TraceableStep, TrainStep
+
+# A model without memory: the real module tree, its tensors only shapes.
+
+
+def build_without_memory(build_model: Callable[[], nn.Module]) -> nn.Module:
+    """The model on the meta device; on the CPU, with its weights, where its constructor reads values.
+
+    Not built under the fake mode: a fake parameter cannot change its memory format (torch refuses to swap it).
+    """
+    try:
+        with torch.device("meta"):
+            return build_model()
+    except StokerError:
+        raise
+    except Exception:
+        return build_model()
+
+
+def make_fake(model: nn.Module) -> None:
+    """Replaces parameters and buffers by tensors of the fake mode that is active; shared ones stay shared."""
+    # With the original, which has to live as long as its number stands for it.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    fake = nn.Parameter(_empty_like(parameter), requires_grad=parameter.requires_grad)
+                    made[id(parameter)] = parameter, fake
+                module._parameters[name] = made[id(parameter)][1]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in made:
+                    made[id(buffer)] = buffer, _empty_like(buffer)
+                module._buffers[name] = made[id(buffer)][1]
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+# Watches every operator of a step: what it allocates, when that is freed, and what it computes.
+
+Category = Literal[
+    "parameters", "gradients", "optimizer", "ema", "activations", "temporary", "batch", "workspace"
+]  # fmt: skip
+_UPDATE_PREFIXES = ("_foreach_", "_fused_", "_amp_")
+
+
+@dataclass(slots=True)
+class Storage:
+    """One piece of memory over its life."""
+
+    size: int
+    born_in: Phase | None
+    """None: while model, optimizer or batch were made."""
+    category: Category = "temporary"
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Events and operators of all that runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: list[Storage] = []
+        self.events: list[int] = []
+        self.ops: list[TracedOp] = []
+        self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._stage: Phase | None = None
+        self._default: Category = "temporary"
+        self._in_model = 0
+        self._going_back = False
+        self._watch_ops = False
+        self._overflows: set[int] = set()
+
+    @contextmanager
+    def making(self, category: Category) -> Iterator[None]:
+        """What is allocated inside belongs to `category`."""
+        before, self._default = self._default, category
+        try:
+            yield
+        finally:
+            self._default = before
+
+    def begin_step(self, *, watch_ops: bool) -> None:
+        self._stage, self._watch_ops, self._going_back = "forward", watch_ops, False
+
+    def end_step(self) -> None:
+        self._stage = None
+
+    def begin_update(self, *_: Any) -> None:
+        self._stage = "update"
+
+    def enter_model(self, *_: Any) -> None:
+        self._in_model += 1
+        self._going_back = False
+
+    def leave_model(self, *_: Any) -> None:
+        self._in_model -= 1
+
+    def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Says what the memory of these tensors is for."""
+        for tensor in tensors:
+            known = self._living.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                self.storages[known[0]].category = category
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        backward = torch._C._current_graph_task_id() != -1  # inside autograd's engine
+        if func is torch.ops.aten._local_scalar_dense.default and not self._in_model and not backward:
+            return self._answer(args[0])
+        if func.__name__.startswith("_amp_foreach_non_finite"):
+            self._overflows.add(args[1].untyped_storage()._cdata)
+        if backward and not self._going_back and self._stage is not None:
+            self._keep_for_backward()
+        out = func(*args, **kwargs)
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # Not every leaf: an operator with nothing to return returns None.
+        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        phase = self._phase(func, backward)
+        fresh = [tensor for tensor in made if self._allocate(tensor, phase, backward)]
+        if fresh and phase == "forward":
+            self._recognise_weight_copies(func, given, fresh)
+        if phase is not None:
+            if "convolution" in func.__name__:
+                self._borrow(convolution_workspace(func, args, kwargs, out))
+            if self._watch_ops:
+                op = traced_op(func, args, kwargs, out, given, made, fresh, phase)
+                if op is not None:
+                    self.ops.append(op)
+        return out
+
+    def _answer(self, tensor: Tensor) -> bool | int | float:
+        """What the step itself asks: is the loss finite (yes), was there an overflow (no), the how-manieth step."""
+        if tensor.dtype == torch.bool:
+            return True
+        if not tensor.is_floating_point():
+            return 1
+        return 0.0 if tensor.untyped_storage()._cdata in self._overflows else 1.0
+
+    def _phase(self, func: Any, backward: bool) -> Phase | None:
+        if self._stage is None:
+            return None
+        if backward:
+            return "backward"
+        # Unscaling and clipping come before the optimizer's own step, and are over all gradients at once.
+        return "update" if func.__name__.startswith(_UPDATE_PREFIXES) else self._stage
+
+    def _allocate(self, tensor: Tensor, phase: Phase | None, backward: bool) -> bool:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._living or size == 0:
+            return False
+        number = len(self.storages)
+        # With gradients on inside the engine, a checkpointed part is computed once more.
+        again = backward and torch.is_grad_enabled()
+        self.storages.append(Storage(size, phase, "activations" if again else self._default))
+        self.events.append(number)
+
+        def freed(_: Any, key: int = key, number: int = number) -> None:
+            del self._living[key]
+            self.events.append(~number)
+
+        self._living[key] = number, weakref.ref(storage, freed)
+        return True
+
+    def _borrow(self, sizes: Iterable[int]) -> None:
+        """Memory that an operator takes and gives back by itself."""
+        for size in sizes:
+            if size:
+                self.events += [len(self.storages), ~len(self.storages)]
+                self.storages.append(Storage(size, None, "workspace"))
+
+    def _keep_for_backward(self) -> None:
+        """What of the forward pass still lives when the backward pass begins is kept for it."""
+        self._going_back = True
+        for number, _ in self._living.values():
+            storage = self.storages[number]
+            if storage.born_in == "forward" and storage.category == "temporary":
+                storage.category = "activations"
+
+    def _recognise_weight_copies(self, func: Any, given: list[Tensor], fresh: list[Tensor]) -> None:
+        """Autocast's half copies of weights live as long as the activations, but do not grow with the batch."""
+        if func is not torch.ops.aten._to_copy.default or not given:
+            return
+        source = self._living.get(given[0].untyped_storage()._cdata)
+        if source is not None and self.storages[source[0]].category == "parameters":
+            self.mark(fresh, "parameters")
+
+
+# A training step without a device: real model code on fake tensors, and what it would allocate and compute.
+
+# The first step makes the optimizer's state, in the gaps that its activations left; the second is like all others.
+TRACED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step does to memory and asks of the device, for one batch size."""
+
+    batch: int
+    sizes: tuple[int, ...]
+    """Bytes of each piece of memory."""
+    categories: tuple[Category, ...]
+    """What each is for."""
+    events: tuple[int, ...]
+    """In order, from the building of the model to the end of the second step: `n` allocates piece n, `~n` frees it."""
+    ops: tuple[TracedOp, ...]
+    """Of the second step, in order."""
+    parameters: int
+    """Numbers that the model is made of."""
+    trained_bytes: int
+    """Of the parameters that have gradients."""
+
+    @property
+    def flops(self) -> int:
+        return sum(op.flops for op in self.ops)
+
+    def parts_after(self, event: int) -> dict[str, int]:
+        """Bytes in use by category, after that event."""
+        parts: dict[str, int] = {}
+        for entry in self.events[: event + 1]:
+            number = entry if entry >= 0 else ~entry
+            size = self.sizes[number] if entry >= 0 else -self.sizes[number]
+            parts[self.categories[number]] = parts.get(self.categories[number], 0) + size
+        return parts
+
+
+class CannotTrace(UserError):
+    """The model does something that has no answer without data."""
+
+    def __init__(self, operator: str, why: str) -> None:
+        super().__init__(
+            "model-not-traced",
+            f"the model calls {operator}, which cannot be followed without data",
+            why=why,
+            hint="the memory of the device is bounded from one real sample instead",
+        )
+        self.operator = operator
+
+
+def trace_step(step: TraceableStep, batch: int | None = None) -> Trace:
+    """Two training steps with this batch (the step's own where none is given); raises CannotTrace."""
+    batch = step.batch_size if batch is None else batch
+    model = build_without_memory(step.build_model)
+    recorder = Recorder()
+    with (
+        torch.random.fork_rng(devices=[]),
+        cuda_autocast_rules(),
+        _naming_operators(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+    ):
+        _run(step, batch, model, recorder)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Trace(
+        batch=batch,
+        sizes=tuple(storage.size for storage in recorder.storages),
+        categories=tuple(storage.category for storage in recorder.storages),
+        events=tuple(_in_order(recorder.events)),
+        ops=tuple(recorder.ops),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
+    )
+
+
+def _run(step: TraceableStep, batch: int, model: nn.Module, recorder: Recorder) -> None:
+    with recorder.making("parameters"):
+        make_fake(model)
+        model.train()
+    with recorder.making("optimizer"):
+        optimizer = step.build_optimizer(model)
+    with recorder.making("ema"):
+        ema = None if step.ema_decay is None else WeightAverage(model, step.ema_decay)
+    with recorder.making("parameters"):  # the step keeps a copy of the buffers
+        train_step = TrainStep(
+            model, optimizer, step.loss, Precision(step.precision, torch.device("cpu")), Ranks(),
+            micro_batch=batch, clip_grad_norm=step.clip_grad_norm, seed=0, say=lambda _text: None,
+        )  # fmt: skip
+    model.register_forward_pre_hook(recorder.enter_model)
+    model.register_forward_hook(recorder.leave_model)
+    optimizer.register_step_pre_hook(recorder.begin_update)
+    prepared: Any = None
+    result: Any = None
+    for number in range(TRACED_STEPS):
+        recorder.begin_step(watch_ops=number == TRACED_STEPS - 1)
+        # As in the loop: the names are bound anew only when the new batches, and the new result, are there.
+        with recorder.making("batch"):
+            prepared = [step.make_batch(batch) for _ in range(step.accumulation)]
+        result = train_step(prepared, number)
+        if ema is not None:
+            ema.update()
+        recorder.end_step()
+        recorder.mark(_gradients(model), "gradients")
+        recorder.mark(_state(optimizer), "optimizer")
+    del prepared, result
+
+
+def _in_order(events: list[int]) -> Iterator[int]:
+    """Frees that follow each other, sorted: autocast drops its copies of weights in the order of their addresses.
+
+    To an allocator it is the same: neighbours are merged whichever comes first.
+    """
+    for freed, run in groupby(events, key=lambda event: event < 0):
+        group = list(run)
+        yield from sorted(group, reverse=True) if freed else group
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+@contextmanager
+def _naming_operators() -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CannotTrace(str(error.func), "its result depends on the values, not only on the shapes") from error
+    except UnsupportedOperatorException as error:
+        raise CannotTrace(str(error.func), "torch does not know the shape of its result") from error

@@ -1,0 +1,336 @@
+"""The memory of one accelerator: the traced step in CUDA's allocator, what lies around it, and the largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from stoker.errors import UserError
+from stoker.plan.allocator import OutOfMemory, Usage, replay
+from stoker.plan.records import VramBudget
+from stoker.plan.tracing import CannotTrace, Trace, trace_step
+from stoker.train.ema import WeightAverage
+from stoker.train.step import TraceableStep
+
+# Any batch size from two traces: what does not depend on the batch stays, everything else grows in proportion.
+
+# Nobody trains with more samples in one pass; without a bound a model without activations would never end the search.
+LARGEST_SEARCHED = 1 << 16
+
+
+@dataclass
+class Traces:
+    """Traces of one step for every batch size, by replay where that is exact."""
+
+    step: TraceableStep
+    first: Trace
+    second: Trace | None
+    """Of another batch size, where the two went through the same events."""
+
+    def at(self, batch: int) -> Trace:
+        """The trace for a batch; ops are those of the first, and belong to its batch size only."""
+        if batch == self.first.batch:
+            return self.first
+        if self.second is None:
+            return trace_step(self.step, batch)
+        span, away = self.second.batch - self.first.batch, batch - self.first.batch
+        sizes = tuple(
+            one + (other - one) // span * away for one, other in zip(self.first.sizes, self.second.sizes, strict=True)
+        )
+        return replace(self.first, batch=batch, sizes=sizes)
+
+
+def trace_batches(step: TraceableStep, batch: int) -> Traces:
+    """Traces at this batch and at another one; raises CannotTrace."""
+    first = trace_step(step, batch)
+    # Not 1: single samples take other paths through broadcasting and batch norm.
+    other = batch // 2 if batch >= 4 else batch + 2
+    second = trace_step(step, other)
+    return Traces(step, first, second if _grow_together(first, second) else None)
+
+
+def _grow_together(first: Trace, second: Trace) -> bool:
+    """Whether each piece of memory of the one has its counterpart in the other, so many bytes a sample apart."""
+    if first.events != second.events or first.categories != second.categories:
+        return False
+    span = second.batch - first.batch
+    return all((other - one) % span == 0 for one, other in zip(first.sizes, second.sizes, strict=True))
+
+
+def largest_that_fits(fits: Callable[[int], bool], start: int) -> int:
+    """The largest batch for which `fits` says yes, by doubling and halving; 0 where one sample is too much."""
+    low, high = 0, max(1, start)
+    while high <= LARGEST_SEARCHED and fits(high):
+        low, high = high, high * 2
+    high = min(high, LARGEST_SEARCHED + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# A bound on a step's memory for models that cannot be traced: what one real forward pass keeps for the backward.
+
+# Batch norm refuses to train on a single value; half of what two samples keep is what one keeps.
+SAMPLES = 2
+# An optimizer's state: two float32 averages (AdamW, LAMB); SGD's momentum is one.
+STATES = 2
+# Gradients of the two largest tensors are alive beside them when the backward pass begins.
+LARGEST_TEMPORARIES = 2
+# Rounding and gaps: the traces of results/vram reserve up to a fifth more than they use.
+FRAGMENTATION = 0.2
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Bytes that do not depend on the batch, and those of one sample."""
+
+    parameter_bytes: int
+    trained_bytes: int
+    ema_bytes: int
+    kept_bytes: int
+    """For the backward pass, by one sample, in float32."""
+    largest_bytes: int
+    input_bytes: int
+    accumulation: int
+    how: str
+
+    def parts(self, batch: int) -> dict[str, int]:
+        """By the names of a budget, for so many samples."""
+        found = {
+            "parameters": self.parameter_bytes,
+            "gradients": self.trained_bytes,
+            "optimizer": STATES * self.trained_bytes,
+            "ema": self.ema_bytes,
+            "activations": batch * self.kept_bytes,
+            "temporary": LARGEST_TEMPORARIES * batch * self.largest_bytes,
+            "batch": 2 * batch * self.input_bytes * self.accumulation,
+        }
+        return found | {"fragmentation": int(FRAGMENTATION * sum(found.values()))}
+
+
+def bound_without_trace(step: TraceableStep) -> Bound:
+    """Runs the real model forward on two samples, on the CPU and in float32: an upper bound for mixed precision."""
+    with torch.random.fork_rng(devices=[]):
+        model = step.build_model()
+        model.train()
+        inputs = step.make_batch(SAMPLES).inputs
+        kept = _kept_for_backward(model, inputs)
+    parameters = list(model.parameters())
+    everything = [*parameters, *model.buffers()]
+    average = WeightAverage(model, step.ema_decay).tensors.values() if step.ema_decay is not None else ()
+    own = {tensor.untyped_storage()._cdata for tensor in everything}
+    activations = {key: size for key, size in kept.items() if key not in own}
+    return Bound(
+        parameter_bytes=_bytes(everything),
+        trained_bytes=_bytes([parameter for parameter in parameters if parameter.requires_grad]),
+        ema_bytes=_bytes(list(average)),
+        kept_bytes=-(-sum(activations.values()) // SAMPLES),
+        largest_bytes=-(-max(activations.values(), default=0) // SAMPLES),
+        input_bytes=-(-inputs.untyped_storage().nbytes() // SAMPLES),
+        accumulation=step.accumulation,
+        how="what a real forward pass of two samples keeps in float32, in proportion, and a fifth for gaps",
+    )
+
+
+def _kept_for_backward(model: nn.Module, inputs: Tensor) -> dict[int, int]:
+    """Bytes of each piece of memory that autograd holds on to."""
+    found: dict[int, int] = {}
+    alive: list[Tensor] = []  # so that no number is given out twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(inputs)
+    return found
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+# The memory of one accelerator: the traced step in CUDA's allocator, and what lies around it.
+
+MIB = 1 << 20
+
+# The driver's own structures and the kernels that were loaded, which nvidia-smi counts and torch does not. Since CUDA
+# 11.7 kernels are loaded when they are first called: 300 to 400 MB (pytorch issues 107667 and 109888). Before, all of
+# them were there from the start, more than 1,000 MB (the same).
+CONTEXT = 400 * MIB
+EAGER_CONTEXT = 1000 * MIB
+# cuBLAS: ':4096:2:16:8' up to Ampere and Ada, 32 MiB from Hopper on (parseChosenWorkspaceSize in ATen's
+# CublasHandlePool.cpp); cuBLASLt 1 MiB more (pytorch 73328). The larger is assumed: 24 MiB decide nothing.
+CUBLAS_WORKSPACE = 33 * MIB
+# torch.nn.parallel.DistributedDataParallel keeps gradients a second time, in flat buckets (gradient_as_bucket_view is
+# off by default); they are segments of their own, rounded up to 2 MiB each.
+BUCKET_CAP = 25 * MIB
+BUCKET_ROUNDING = 2 * MIB
+# NCCL_BUFFSIZE is 4 MiB (NCCL's list of environment variables), for each of two directions of each channel; 16 channels
+# stand between the 2 of a PCIe box and the 32 of NVLink.
+NCCL_BUFFERS = 2 * 16 * 4 * MIB
+# Inductor keeps for the backward pass what eager mode keeps of convolution, norm and activation, so the eager trace
+# stands for it. On top come its own kernels in the context: some hundred cubins of up to 100 KB.
+COMPILED_KERNELS = 32 * MIB
+PARTS = (
+    "parameters", "gradients", "optimizer", "ema", "activations", "temporary", "batch",
+    "fragmentation", "workspace", "context",
+)  # fmt: skip
+
+
+def vram_budget(
+    step: TraceableStep,
+    batch: int | None = None,
+    limit_bytes: int | None = None,
+    *,
+    compiled: bool = False,
+    gpus: int = 1,
+    search: bool = True,
+) -> VramBudget:
+    """The budget of a step on one of `gpus` accelerators with `limit_bytes` each, as torch shows their capacity.
+
+    Without a limit nothing is searched for. A model that cannot be traced gets a bound, and a note that names the
+    operator.
+    """
+    return trace_vram(step, batch, limit_bytes, compiled=compiled, gpus=gpus, search=search)[0]
+
+
+def trace_vram(
+    step: TraceableStep,
+    batch: int | None = None,
+    limit_bytes: int | None = None,
+    *,
+    compiled: bool = False,
+    gpus: int = 1,
+    search: bool = True,
+) -> tuple[VramBudget, Trace | None]:
+    """`vram_budget`, and the trace behind it, whose operators the time is computed from; None where there is none."""
+    batch = step.batch_size if batch is None else batch
+    searching = limit_bytes is not None and search
+    try:
+        traces = trace_batches(step, batch) if searching else Traces(step, trace_step(step, batch), None)
+    except CannotTrace as error:
+        return _bounded(step, batch, limit_bytes, error, compiled=compiled, gpus=gpus), None
+    outside = outside_bytes(traces.first, compiled=compiled, gpus=gpus)
+    largest = checkpointed = None
+    if limit_bytes is not None and search:
+        largest = largest_batch(traces, limit_bytes, outside, batch)
+        checkpointed = _largest_checkpointed(step, limit_bytes, outside, max(batch, largest))
+    usage = usage_under(traces.first, limit_bytes, outside)
+    parts = parts_at_peak(traces.first, usage, outside)
+    return VramBudget(sum(parts.values()), parts, limit_bytes, largest, checkpointed), traces.first
+
+
+def outside_bytes(trace: Trace, *, compiled: bool, gpus: int, context: int = CONTEXT) -> dict[str, int]:
+    """What is taken besides the step's own tensors, by the part it counts to."""
+    outside = {"context": context + (COMPILED_KERNELS if compiled else 0), "workspace": CUBLAS_WORKSPACE}
+    if gpus > 1:
+        buckets = -(-trace.trained_bytes // BUCKET_CAP)
+        outside["gradients"] = trace.trained_bytes + buckets * BUCKET_ROUNDING
+        outside["context"] += NCCL_BUFFERS
+    return outside
+
+
+def usage_under(trace: Trace, limit: int | None, outside: dict[str, int]) -> Usage:
+    """Under the limit where it fits: a full device has its cache emptied first. Else what it would have taken."""
+    if limit is not None:
+        try:
+            return replay(trace.events, trace.sizes, max(0, limit - sum(outside.values())))
+        except OutOfMemory:
+            pass
+    return replay(trace.events, trace.sizes)
+
+
+def parts_at_peak(trace: Trace, usage: Usage, outside: dict[str, int]) -> dict[str, int]:
+    parts = dict.fromkeys(PARTS, 0) | trace.parts_after(usage.peak_event)
+    # Rounding, and what lies free between what is used.
+    parts["fragmentation"] = usage.reserved_peak - sum(parts.values())
+    for name, size in outside.items():
+        parts[name] += size
+    return parts
+
+
+def largest_batch(traces: Traces, limit: int, outside: dict[str, int], start: int) -> int:
+    room = max(0, limit - sum(outside.values()))
+
+    def fits(batch: int) -> bool:
+        trace = traces.at(batch)
+        try:
+            replay(trace.events, trace.sizes, room)
+        except OutOfMemory:
+            return False
+        return True
+
+    return largest_that_fits(fits, start)
+
+
+def _largest_checkpointed(step: TraceableStep, limit: int, outside: dict[str, int], start: int) -> int | None:
+    if step.checkpointed is None:
+        return None
+    try:
+        traces = trace_batches(step.checkpointed, step.batch_size)
+    except UserError:  # the model has no checkpointing, or what it has cannot be followed
+        return None
+    return largest_batch(traces, limit, outside, start)
+
+
+def _bounded(
+    step: TraceableStep, batch: int, limit: int | None, error: CannotTrace, *, compiled: bool, gpus: int
+) -> VramBudget:
+    bound = bound_without_trace(step)
+    trained = bound.trained_bytes if gpus > 1 else 0
+    context = CONTEXT + (COMPILED_KERNELS if compiled else 0) + (NCCL_BUFFERS if gpus > 1 else 0)
+
+    def parts(size: int) -> dict[str, int]:
+        found = dict.fromkeys(PARTS, 0) | bound.parts(size)
+        found["gradients"] += trained
+        found["workspace"] += CUBLAS_WORKSPACE
+        found["context"] += context
+        return found
+
+    now = parts(batch)
+    largest = None if limit is None else largest_that_fits(lambda size: sum(parts(size).values()) <= limit, batch)
+    return VramBudget(
+        sum(now.values()), now, limit, largest, None,
+        note=f"a bound, not a trace: {error.seen}; {bound.how}",
+    )  # fmt: skip
+
+
+# One trace, many questions: the budget of any batch, and the largest batch under any limit.
+
+
+class VramSearch:
+    """The memory of a step at other batch sizes; a model that cannot be traced is bounded each time."""
+
+    def __init__(self, step: TraceableStep, batch: int, *, compiled: bool, gpus: int) -> None:
+        self._step, self._compiled, self._gpus = step, compiled, gpus
+        self._start = batch
+        self._traces: Traces | None = None
+        self._outside: dict[str, int] = {}
+        with suppress(CannotTrace):
+            self._traces = trace_batches(step, batch)
+            self._outside = outside_bytes(self._traces.first, compiled=compiled, gpus=gpus)
+
+    def budget(self, batch: int, limit_bytes: int | None) -> VramBudget:
+        """Of a step with this batch; nothing is searched for."""
+        if self._traces is None:
+            return vram_budget(self._step, batch, limit_bytes, compiled=self._compiled, gpus=self._gpus, search=False)
+        trace = self._traces.at(batch)
+        parts = parts_at_peak(trace, usage_under(trace, limit_bytes, self._outside), self._outside)
+        return VramBudget(sum(parts.values()), parts, limit_bytes)
+
+    def largest(self, limit_bytes: int) -> int | None:
+        """The largest batch that stays below a limit by itself; None where the model cannot be traced.
+
+        On a device that is full the allocator gives back what it keeps, and more would fit; a share of it is not full.
+        """
+        if self._traces is None:
+            return None
+        return largest_that_fits(lambda batch: self.budget(batch, None).peak_bytes <= limit_bytes, self._start)

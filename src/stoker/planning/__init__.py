@@ -1,1 +1,0 @@
-"""What a config will need before anything runs: memory, time and money."""

@@ -1,1 +1,0 @@
-"""Measures this machine; has no opinions."""

@@ -1,0 +1,173 @@
+"""What stands around the figures of a run: its config, its environment, its checkpoints, what it could not read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stoker.config import Config, config_values
+from stoker.config.schema import SECTION_NAMES, key_names
+from stoker.config.yaml_file import read_yaml_file
+from stoker.errors import ConfigError
+from stoker.redact import redact_text
+from stoker.report.clock_intervals import rounded
+from stoker.run.metrics import Record, number
+
+LONGEST_TEXT = 400
+"""Characters of a name or a message: a path may have 4,096, and a page of them is no page."""
+SHOWN_BAD = 200
+SHOWN_PREDICTIONS = 100
+SHOWN_CHECKPOINTS = 100
+LARGEST_ENVIRONMENT = 4 << 20
+
+_CHECKPOINT = re.compile(r"epoch=(\d+)-val_acc1=([-+.\d]+)\.ckpt")
+
+
+def clip(value: Any, longest: int = LONGEST_TEXT) -> str:
+    """Text as a page may hold it: without secrets, lone surrogates and what nobody would read to its end."""
+    text = redact_text(str(value)[: 4 * longest]).encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The keys of a run's config.yaml with their values; empty where it cannot be read. Keys of other versions stay."""
+    try:
+        found = read_yaml_file(path, frozenset(key_names()), SECTION_NAMES)
+    except (ConfigError, OSError, ValueError):
+        return {}
+    return {entry.key: _plain(entry.value) for entry in found.entries}
+
+
+def changed_from_defaults(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The keys that a run set to something else than their default, and those that this version does not know."""
+    defaults = {key: _plain(value) for key, value in config_values(Config()).items()}
+    return [
+        {"key": clip(key), "value": value, "default": defaults.get(key), "known": key in defaults}
+        for key, value in values.items()
+        if key not in defaults or defaults[key] != value
+    ]
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    """The lines about machine and versions that a reader wants first, and all packages."""
+    try:
+        if path.stat().st_size > LARGEST_ENVIRONMENT:
+            return {}
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(record, dict):
+        return {}
+    host, git = _mapping(record.get("host")), _mapping(record.get("git"))
+    packages = {clip(name, 80): clip(version, 80) for name, version in _mapping(record.get("packages")).items()}
+    command = record.get("command")
+    facts = {
+        "started": record.get("time"),
+        "host": host.get("name"),
+        "system": host.get("system"),
+        "processor": host.get("cpu"),
+        "cores": host.get("cpus"),
+        "memory": _gigabytes(host.get("ram_bytes")),
+        "python": record.get("python"),
+        "torch": packages.get("torch"),
+        "stoker": record.get("stoker"),
+        "revision": git.get("revision"),
+        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
+        "folder": record.get("folder"),
+    }
+    if git.get("changed"):
+        facts["revision"] = f"{facts['revision']}, changed since"
+    return {
+        "facts": {name: clip(value) for name, value in facts.items() if value is not None},
+        "variables": {clip(k, 80): clip(v) for k, v in _mapping(record.get("variables")).items()},
+        "packages": dict(list(packages.items())[:1000]),
+    }
+
+
+def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """Names, sizes and scores, the best first."""
+    found: list[dict[str, Any]] = []
+    try:
+        files = sorted(file for file in folder.iterdir() if file.suffix == ".ckpt")
+    except OSError:
+        return []
+    for file in files:
+        match = _CHECKPOINT.fullmatch(file.name)
+        try:
+            size = file.stat().st_size
+        except OSError:
+            continue  # a run that goes on takes old ones away
+        score = None
+        if match:
+            try:
+                score = float(match[2])
+            except ValueError:
+                score = None
+        found.append(
+            {"name": clip(file.name), "bytes": size, "epoch": int(match[1]) if match else None, "val_acc1": score}
+        )
+    ranked = sorted(found, key=lambda item: -1.0 if item["val_acc1"] is None else item["val_acc1"], reverse=True)
+    return ranked[:SHOWN_CHECKPOINTS]
+
+
+def describe_quarantine(records: Sequence[Record]) -> dict[str, Any]:
+    """How many samples could not be read, and the first of them."""
+    bad = {str(record.get("name", record.get("sample", "?"))): record.get("reason") for record in records}
+    shown = list(bad.items())[:SHOWN_BAD]
+    return {
+        "count": len(bad),
+        "samples": [
+            {"name": clip(name), "reason": clip("no reason written" if reason is None else reason)}
+            for name, reason in shown
+        ],
+    }
+
+
+def describe_predictions(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """What was predicted, what a trial of it measured, and by how much that was wrong; the newest last.
+
+    A line is what `Confirmation.as_dict` gives, or that of a prediction that nobody has tried; of the same prediction
+    only the last word is shown.
+    """
+    untried: dict[Any, int] = {}
+    last: dict[int, Record] = {}
+    for at, record in enumerate(records):
+        last.pop(untried.pop(str(record.get("label")), -1), None)
+        last[at] = record
+        if "measured_speedup" not in record:
+            untried[str(record.get("label"))] = at
+    found = []
+    for record in list(last.values())[-SHOWN_PREDICTIONS:]:
+        speedup = _mapping(record.get("speedup"))
+        found.append(
+            {
+                "label": clip(record.get("label") or record.get("id") or "?"),
+                **{name: rounded(number(speedup, name)) for name in ("low", "expected", "high")},
+                "measured": rounded(number(record, "measured_speedup")),
+                "measured_images_per_second": rounded(number(record, "measured_images_per_second")),
+                "error": rounded(number(record, "error")),
+            }
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A value of a config as JSON has it, of a length that a table can hold."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value[:20]]
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    return clip(value)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _gigabytes(value: Any) -> str | None:
+    return f"{value / 1e9:.1f} GB" if isinstance(value, (int, float)) else None

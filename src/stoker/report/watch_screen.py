@@ -1,0 +1,177 @@
+"""A run as it goes on, in the terminal: a screen that is renewed, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stoker.console import clock, print_result, say
+from stoker.report.document import Document
+
+REFRESH_S = 1.0
+LINE_EVERY_S = 10.0
+RESTING = 10
+"""Times as long as reading took: watching must not take more than a tenth of a core from the training beside it."""
+SHOWN_FINDINGS = 3
+BAR = 40
+PARTS = {
+    "wait": ("waiting for data", "█", "red"),
+    "transfer": ("transfer", "▓", "magenta"),
+    "compute": ("computing", "▒", "blue"),
+    "rest": ("computing and the rest", "▒", "blue"),
+    "other": ("other", "░", "white"),
+}
+"""By their fill as well as by their colour: the screen reads without colours."""
+
+Read = Callable[[], Document]
+
+
+def watch(read: Read) -> None:
+    """Shows the run until it ends, or until Ctrl-C; both leave the terminal in order."""
+    try:
+        if sys.stdout.isatty():
+            _watch_screen(read)
+        else:
+            _watch_lines(read)
+    except KeyboardInterrupt:
+        say("no longer watching; the run is not touched by that")
+
+
+def print_frame(document: Document) -> None:
+    """What the screen would show now."""
+    print_result("\n".join(text for text, _ in frame_lines(document)))
+
+
+def frame_lines(run: Document) -> list[tuple[str, str]]:
+    """The screen's lines, each with its style."""
+    figures = run["figures"]
+    lines = [(f"{run['name']}  {run['state']}{_ending(run)}", "bold"), (_verdict(run), ""), ("", "")]
+    share = _share_done(figures)
+    if share is not None:
+        left = "" if figures["left_s"] is None else f", {clock(figures['left_s'])} left"
+        done = f"{figures['epochs_done']} of {figures['epochs_total']} epochs, step {figures['step']:,}{left}"
+        lines.append((f"{'progress':<12}{_bar(share)} {share:4.0%}  {done}", ""))
+    else:
+        lines.append((f"{'progress':<12}{figures['epochs_done']} epochs, step {figures['step']:,}", ""))
+    told = {
+        "speed": _with(figures["images_per_second"], "{:,.0f} images/s") or "",
+        "": _with(figures["step_ms"], "{:,.1f} ms a step") or "",
+        "loss": _with(figures["last_loss"], "{:.4g}") or "",
+        "best": _with(figures["best_val_acc1"], "val/acc1 {:.2f} %") or "",
+        "memory": _memory(run["memory"]),
+    }
+    speed = "   ".join(text for text in (told.pop("speed"), told.pop("")) if text)
+    lines += [(f"{name:<12}{text}", "") for name, text in {"speed": speed, **told}.items() if text]
+    lines += _where_a_step_goes(run)
+    if run["findings"]:
+        lines += [("", ""), ("what to do", "bold")]
+        for number, finding in enumerate(run["findings"][:SHOWN_FINDINGS], 1):
+            gain = finding["speedup"]
+            lines.append((f"{number}. {finding['message']}" + (f"  ({gain['expected']:.1f}×)" if gain else ""), ""))
+            if finding["fix"]:
+                lines += [(f"   {part}", "cyan") for part in finding["fix"].splitlines()]
+    if run["quarantine"]["count"]:
+        lines += [("", ""), (f"{run['quarantine']['count']:,} samples could not be read", "yellow")]
+    # A name is somebody else's text: what moves the cursor or paints the screen has no place here.
+    return [("".join(letter if letter.isprintable() else "?" for letter in text), style) for text, style in lines]
+
+
+def status_line(run: Document) -> str:
+    """The run in one line, for logs."""
+    figures = run["figures"]
+    of = "" if figures["epochs_total"] is None else f" of {figures['epochs_total']}"
+    parts = [
+        f"epoch {figures['epochs_done']}{of}",
+        f"step {figures['step']:,}",
+        _with(figures["images_per_second"], "{:,.0f} images/s"),
+        _with(figures["wait_share"], "wait {:.0%}"),
+        _with(figures["last_loss"], "train/loss {:.4g}"),
+        _with(figures["best_val_acc1"], "best val/acc1 {:.2f} %"),
+        None if figures["left_s"] is None else f"{clock(figures['left_s'])} left",
+    ]
+    return f"{run['name']} {run['state']}: " + ", ".join(part for part in parts if part)
+
+
+def _documents(read: Read, pause_s: float) -> Iterator[Document]:
+    while True:
+        began_s = time.monotonic()
+        document = read()
+        yield document
+        if document["state"] != "running":
+            return
+        took_s = time.monotonic() - began_s
+        time.sleep(max(pause_s, RESTING * took_s))
+
+
+def _watch_screen(read: Read) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        for document in _documents(read, REFRESH_S):
+            # Text objects, never markup: brackets in a run's name are brackets.
+            live.update(Group(*(Text(text, style=style) for text, style in frame_lines(document))), refresh=True)
+
+
+def _watch_lines(read: Read) -> None:
+    shown, due_s = "", 0.0
+    for document in _documents(read, REFRESH_S):
+        line, now_s = status_line(document), time.monotonic()
+        if line != shown and (now_s >= due_s or document["state"] != "running"):
+            print_result(line)
+            shown, due_s = line, now_s + LINE_EVERY_S
+
+
+def _verdict(run: Document) -> str:
+    if run["verdict"] is not None:
+        return str(run["verdict"]["line"])
+    share = run["figures"]["wait_share"]
+    return (
+        "nothing is measured yet" if share is None else f"{share:.1%} of the time of a step is spent waiting for data"
+    )
+
+
+def _ending(run: Document) -> str:
+    return "" if run["ending"] is None else f" ({run['ending']})"
+
+
+def _share_done(figures: dict[str, Any]) -> float | None:
+    if not figures["epochs_total"]:
+        return None
+    done = float(figures["epochs_done"]) + float(figures["epoch_share"] or 0.0)
+    return min(1.0, done / float(figures["epochs_total"]))
+
+
+def _where_a_step_goes(run: Document) -> list[tuple[str, str]]:
+    whole = sum(seconds or 0.0 for seconds in run["parts"].values())
+    if not whole:
+        return []
+    lines = [("", ""), ("where a step goes", "bold")]
+    for name, seconds in run["parts"].items():
+        label, letter, colour = PARTS[name]
+        share = (seconds or 0.0) / whole
+        lines.append((f"  {label:<24}{share:6.1%}  {letter * round(BAR * share)}".rstrip(), colour))
+    return lines
+
+
+def _memory(columns: dict[str, Any]) -> str:
+    names = {
+        "process_bytes": "process",
+        "device_bytes": "device",
+        "shm_used_bytes": "shared",
+        "available_bytes": "free",
+    }
+    newest = {name: next((v for v in reversed(columns.get(name, [])) if v is not None), None) for name in names}
+    return "   ".join(f"{names[name]} {value / 1e9:.2f} GB" for name, value in newest.items() if value is not None)
+
+
+def _bar(share: float) -> str:
+    return f"[{'#' * round(BAR * share):<{BAR}}]"
+
+
+def _with(value: float | None, template: str) -> str | None:
+    return None if value is None else template.format(value)

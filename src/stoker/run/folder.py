@@ -1,0 +1,211 @@
+"""The folder of a run: the name of every file in it, and how it comes to be.
+
+runs/<run_name>/
+    config.yaml         the resolved config, every key
+    environment.json    versions, host, git revision, the command
+    metrics.jsonl       one line for each interval and epoch: the truth about the run
+    clock.jsonl         one line for each interval: where the time of its steps and batches went
+    subset.json         the classes that were chosen, where not all of them count
+    quarantine.jsonl    samples that could not be read
+    logs/train_*.log    what was shown on the screen
+    checkpoints/        last.ckpt and the best ones
+    metrics.csv         the epochs of metrics.jsonl, for spreadsheets (csv: true)
+    tensorboard/        TensorBoard's events (tensorboard: true)
+    wandb/              what Weights & Biases keeps locally (wandb: true)
+    wandb_id.txt        the run's id there, so that a resumed run goes on under it
+    predictions.jsonl   what `stoker doctor` predicted, and how wrong that was where it was tried
+    report.html         made by `stoker report`
+    lease.json          who works here now
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from stoker.config import Config, config_as_yaml
+from stoker.errors import ConfigError, UserError
+from stoker.files import write_text
+from stoker.redact import redact_text
+from stoker.run.environment import describe_environment
+from stoker.run.lease import Lease
+
+RUNS = Path("runs")
+SHOWN_RUNS = 8
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run; nothing is created by asking for them."""
+
+    root: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def environment_file(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def clock_file(self) -> Path:
+        return self.root / "clock.jsonl"
+
+    @property
+    def subset_file(self) -> Path:
+        return self.root / "subset.json"
+
+    @property
+    def quarantine_file(self) -> Path:
+        return self.root / "quarantine.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def metrics_csv_file(self) -> Path:
+        return self.root / "metrics.csv"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        return self.root / "wandb"
+
+    @property
+    def wandb_id_file(self) -> Path:
+        return self.root / "wandb_id.txt"
+
+    @property
+    def predictions_file(self) -> Path:
+        return self.root / "predictions.jsonl"
+
+    @property
+    def report_file(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def lease_file(self) -> Path:
+        return self.root / "lease.json"
+
+    @property
+    def of_one_run(self) -> tuple[Path, ...]:
+        """Everything that a run leaves behind, and that another one in its place must not go on with."""
+        return (
+            self.config_file, self.environment_file, self.metrics_file, self.clock_file, self.subset_file,
+            self.quarantine_file, self.logs, self.checkpoints, self.metrics_csv_file, self.tensorboard, self.wandb,
+            self.wandb_id_file, self.predictions_file, self.report_file,
+        )  # fmt: skip
+
+
+class OpenRun:
+    """A run folder that this process holds; leaving the `with` block gives it back."""
+
+    def __init__(self, folder: RunFolder, lease: Lease) -> None:
+        self.folder = folder
+        self._lease = lease
+
+    def __enter__(self) -> RunFolder:
+        return self.folder
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lease.release()
+
+
+def run_name_for(config: Config, config_path: Path | None) -> str:
+    """The run's name: the key, or the config file's name."""
+    if config.run_name is not None:
+        return config.run_name
+    stem = config_path.stem if config_path is not None else ""
+    return re.sub(r"[^A-Za-z0-9._=+-]", "-", stem).lstrip("._=+-") or "run"
+
+
+def run_folder_for(config: Config, config_path: Path | None) -> RunFolder:
+    """Where the run of this config lives."""
+    return RunFolder(Path(config.runs_dir) / run_name_for(config, config_path))
+
+
+def open_run(
+    config: Config, config_path: Path | None, *, entered: Callable[[RunFolder], None] | None = None
+) -> OpenRun:
+    """Creates or enters the run's folder, takes its lease, and writes down config and environment.
+
+    Use it as `with open_run(config, path) as folder:`. Raises where another process holds the folder,
+    or where nothing can be written, before anything is. `entered` is called while all is still as it was left.
+    """
+    folder = run_folder_for(config, config_path)
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        lease = Lease(folder.lease_file).acquire()
+    except OSError as error:
+        raise _not_writable(folder.root, error) from None
+    try:
+        if entered is not None:
+            entered(folder)
+        header = f"The config of run {folder.root.name}, every key as it was used."
+        write_text(folder.config_file, redact_text(config_as_yaml(config, header)))
+        write_text(folder.environment_file, json.dumps(describe_environment(), indent=2) + "\n")
+    except OSError as error:
+        lease.release()
+        raise _not_writable(folder.root, error) from None
+    except BaseException:
+        lease.release()
+        raise
+    return OpenRun(folder, lease)
+
+
+def _not_writable(root: Path, error: OSError) -> ConfigError:
+    existing = root
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return ConfigError(
+        f"{root} cannot be written: {error.strerror or error}",
+        name="run-folder-not-writable",
+        why=f"a run keeps its config, metrics and checkpoints there; {existing} exists and is not ours",
+        hint="runs_dir=/a/folder/you/may/write",
+    )
+
+
+def find_run(path: Path) -> Path:
+    """The run folder of this path, or of this name below runs/; raises where there is none."""
+    for candidate in (path, RUNS / path):
+        if _is_run(candidate):
+            return candidate
+    around = path if path.is_dir() else RUNS
+    seen = "does not exist" if not path.exists() else "is no folder" if not path.is_dir() else "holds no run"
+    try:
+        runs = sorted(folder for folder in around.iterdir() if _is_run(folder))
+    except OSError:
+        runs = []
+    raise UserError(
+        "not-a-run-folder",
+        f"{path} {seen}",
+        why="a run folder has metrics.jsonl or config.yaml in it; `stoker train` makes it below runs/",
+        hint="  ".join(map(str, runs[-SHOWN_RUNS:])) if runs else "stoker demo    # makes one in a minute",
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    run = RunFolder(folder)
+    try:
+        return any(file.is_file() for file in (run.metrics_file, run.config_file, run.clock_file))
+    except OSError:
+        return False

@@ -1,0 +1,167 @@
+"""At most one process works in a run folder; a crash frees it. Looking never takes the lease."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from stoker.errors import UserError
+
+# At most one process works in a run folder; a crash frees it.
+#
+# A POSIX record lock is the judge: the kernel drops it with the process, however that ends, and worker
+# processes that outlive a killed parent do not inherit it. File systems on which such locks do not reach
+# other machines (Lustre mounted with localflock, some NFS) are covered by the heartbeat in the file: a
+# lease from another host that was renewed within the last minute counts as held.
+
+HEARTBEAT_S = 15.0
+# Four missed heartbeats: longer than a stalled shared file system, shorter than a person waits.
+STALE_AFTER_S = 60.0
+
+# POSIX locks never conflict within one process, so our own leases are kept here.
+_held: set[str] = set()
+
+
+class LeaseHeld(UserError):
+    """Another process works in this folder."""
+
+
+class Lease:
+    """The right to write into a folder, until `release` or the end of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stop = threading.Event()
+        self._descriptor: int | None = None
+
+    def acquire(self) -> Lease:
+        """Takes the lease, or raises LeaseHeld with the holder's name."""
+        name = str(self.path.resolve())
+        if name in _held:
+            raise self._refusal({"host": socket.gethostname(), "pid": os.getpid()})
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(descriptor)
+            holder = _read(descriptor)
+            if _alive_elsewhere(holder):
+                raise self._refusal(holder)
+            _write(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        _held.add(name)
+        self._descriptor = descriptor
+        threading.Thread(target=self._beat, name="lease-heartbeat", daemon=True).start()
+        return self
+
+    def release(self) -> None:
+        """Gives the lease back; safe to call twice."""
+        self._stop.set()
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+        os.close(descriptor)  # drops the lock
+        _held.discard(str(self.path.resolve()))
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise self._refusal(_read(descriptor)) from None
+        except OSError:
+            pass  # no locks on this file system: the heartbeat alone decides
+
+    def _beat(self) -> None:
+        pid = os.getpid()
+        while not self._stop.wait(HEARTBEAT_S):
+            descriptor = self._descriptor
+            if descriptor is None or os.getpid() != pid:
+                return
+            with suppress(OSError):
+                _write(descriptor)
+
+    def _refusal(self, holder: dict[str, Any]) -> LeaseHeld:
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}"
+        return LeaseHeld(
+            "run-folder-busy",
+            f"{self.path.parent} is in use by {who}",
+            why="two runs in one folder would overwrite each other's checkpoints",
+            hint="run_name=ANOTHER_NAME    # or stop the other run first",
+        )
+
+
+def _alive_elsewhere(holder: dict[str, Any]) -> bool:
+    """Whether a lease that is not locked here is being renewed by another host."""
+    if holder.get("host") in (None, socket.gethostname()):
+        return False  # on this host the lock has told the truth already
+    return time.time() - float(holder.get("renewed", 0)) < STALE_AFTER_S
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _write(descriptor: int) -> None:
+    record = {"host": socket.gethostname(), "pid": os.getpid(), "renewed": time.time()}
+    data = json.dumps(record).encode()
+    os.pwrite(descriptor, data, 0)
+    os.ftruncate(descriptor, len(data))
+
+
+# Whether a run is going on, has ended, or was left: read without touching its lease.
+
+State = Literal["running", "finished", "stopped"]
+
+_FLOCK = "hhqqi4x"
+"""struct flock of 64-bit Linux: type, whence, start, length, process."""
+
+
+def is_held(lease_file: Path) -> bool:
+    """Whether a process works in the folder now. Asks the kernel who holds the lock, and never takes it: a run that
+    starts in that moment must not be refused."""
+    try:
+        descriptor = os.open(lease_file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        holder = _holder(os.pread(descriptor, 4096, 0))
+        if holder.get("host") == socket.gethostname() and sys.platform == "linux":
+            with suppress(OSError):
+                return _is_locked(descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    # Another host's lock may not reach us: its heartbeat does.
+    renewed = holder.get("renewed")
+    return isinstance(renewed, (int, float)) and abs(time.time() - renewed) < STALE_AFTER_S
+
+
+def _is_locked(descriptor: int) -> bool:
+    # A shared lock is asked for: the descriptor can only read, and the trainer's exclusive one conflicts with it.
+    question = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+
+
+def _holder(text: bytes) -> dict[str, Any]:
+    try:
+        holder = json.loads(text or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}

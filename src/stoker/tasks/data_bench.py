@@ -1,0 +1,240 @@
+"""`stoker bench data`: the measurements in order, what they found, as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from stoker.config import Config
+from stoker.config.reading import load_for_command
+from stoker.console import format_table, progress_bar, say, say_notes
+from stoker.data.loader import choose_engine
+from stoker.machine.accelerators import published_rate
+from stoker.machine.host import fit_to_machine, read_machine
+from stoker.machine.loader_speed import decode_limit, measure_loader, repeated
+from stoker.tasks.image_data import choose_decoding, files_for_measuring, open_loader, open_samples, training_plan
+
+# What `stoker bench data` found.
+
+
+@dataclass(frozen=True)
+class WorkerRate:
+    """The loader's speed with one number of workers, and a consumer that takes no time."""
+
+    workers: int
+    images_per_second: float
+    first_batch_s: float
+    """Until the first batch was there, workers started."""
+    seconds_per_image: dict[str, float | None]
+    """By stage (fetch, decode, augment, collate), and of the whole: on-CPU, run-queue, blocked."""
+
+
+@dataclass(frozen=True)
+class DataBench:
+    """What `stoker bench data` found."""
+
+    source: str
+    samples: int
+    batch_size: int
+    img_size: int
+    engine: str
+    decoder: str
+    decoder_us: dict[str, float] | None
+    """What the calibration measured for each decoder; None where none was needed."""
+    rates: tuple[WorkerRate, ...]
+    decode_limit_images_per_second: float | None
+    """Whole-image decoding by bare libjpeg-turbo with as many threads as the fastest rate had workers."""
+    gpu: str | None = None
+    gpu_images_per_second: float | None = None
+    gpu_source: str | None = None
+
+    @property
+    def best(self) -> WorkerRate:
+        return max(self.rates, key=lambda rate: rate.images_per_second)
+
+    @property
+    def share_of_gpu(self) -> float | None:
+        """How much of the accelerator's appetite this host satisfies."""
+        if self.gpu_images_per_second is None:
+            return None
+        return self.best.images_per_second / self.gpu_images_per_second
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document that `--json` prints."""
+        return {
+            "images_per_second": self.best.images_per_second,
+            "by_workers": {str(rate.workers): rate.images_per_second for rate in self.rates},
+            "stages": self.best.seconds_per_image,
+            "decode_limit_images_per_second": self.decode_limit_images_per_second,
+            "workers": self.best.workers,
+            "first_batch_s": self.best.first_batch_s,
+            "source": self.source,
+            "samples": self.samples,
+            "batch_size": self.batch_size,
+            "img_size": self.img_size,
+            "engine": self.engine,
+            "decoder": self.decoder,
+            "decoder_us": self.decoder_us,
+            "gpu": self.gpu,
+            "gpu_images_per_second": self.gpu_images_per_second,
+            "gpu_source": self.gpu_source,
+            "share_of_gpu": self.share_of_gpu,
+        }
+
+
+# The measurements behind `stoker bench data`, in order.
+
+CONFIG_ENDINGS = (".yaml", ".yml")
+FOLDER_BATCH_SIZE = 64
+
+
+def bench_data(
+    source: str, overrides: Sequence[str], worker_counts: Sequence[int], seconds: float, gpu: str | None
+) -> DataBench:
+    """Measures the loader of a config or folder with each number of workers."""
+    rate = published_rate(gpu) if gpu is not None else None  # a slip here must not cost a minute first
+    config, split = _config_of(source, overrides)
+    machine = read_machine()
+    config, notes = fit_to_machine(config, machine)
+    say_notes(notes)
+    with progress_bar("listing", None) as advance:
+        samples = open_samples(config, split, progress=advance)
+    if config.subset_classes is not None:
+        say(f"classes: {', '.join(samples.classes)}")
+    decoding, calibration = choose_decoding(config, samples.index)
+    counts = list(worker_counts) or _counts_up_to(machine.cpus)
+    rates = []
+    with progress_bar("measuring", len(counts) + 1) as advance:
+        for number, workers in enumerate(counts):
+            # Long enough that no epoch ends within the measurement, whatever the speed.
+            wanted = max(config.batch_size * (workers + 4) * 3, int(seconds * 20_000 * max(1, workers)))
+            plan = training_plan(config, repeated(samples, wanted), decoding)
+            speed = measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
+            rates.append(WorkerRate(workers, speed.images_per_second, speed.first_batch_s, speed.cost.per_image()))
+            advance(number + 1, len(counts) + 1)
+        best = max(rates, key=lambda rate: rate.images_per_second)
+        limit = decode_limit(files_for_measuring(config, samples.index), max(1, best.workers), min(seconds, 3.0))
+        advance(len(counts) + 1, len(counts) + 1)
+    return DataBench(
+        source=source,
+        samples=len(samples),
+        batch_size=config.batch_size,
+        img_size=config.img_size,
+        engine=choose_engine(config.loader, best.workers),
+        decoder=decoding.decoder,
+        decoder_us=None if calibration is None else calibration.microseconds,
+        rates=tuple(rates),
+        decode_limit_images_per_second=limit,
+        gpu=None if rate is None else rate.name,
+        gpu_images_per_second=None if rate is None else rate.images_per_second,
+        gpu_source=None if rate is None else rate.source,
+    )
+
+
+def _config_of(source: str, overrides: Sequence[str]) -> tuple[Config, Literal["train", ""]]:
+    if source.endswith(CONFIG_ENDINGS):
+        return load_for_command(Path(source), overrides, None).config, "train"
+    split: Literal["train", ""] = "" if "://" not in source and not (Path(source) / "train").is_dir() else "train"
+    batch = [] if any(text.startswith("batch_size=") for text in overrides) else [f"batch_size={FOLDER_BATCH_SIZE}"]
+    return load_for_command(None, [f"data_root={source}", *batch, *overrides], None).config, split
+
+
+def _counts_up_to(cpus: int) -> list[int]:
+    counts = [1]
+    while counts[-1] * 2 <= cpus:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == cpus else [*counts, cpus]
+
+
+# What `stoker bench data` found, as text and as a picture.
+
+BAR = 40
+
+
+def bench_data_text(report: DataBench) -> str:
+    """One line to remember, a table by workers, a bar of where the time of an image goes."""
+    best = report.best
+    engine = "threads" if report.engine == "thread" else "processes"
+    lines = [
+        f"{best.images_per_second:,.0f} images/s with {best.workers} worker{'s' if best.workers != 1 else ''} "
+        f"({engine}, {report.decoder}, {report.img_size} px, batches of {report.batch_size})",
+        "",
+        format_table(
+            [
+                [str(rate.workers), f"{rate.images_per_second:,.0f}", f"{rate.first_batch_s:.2f} s"]
+                for rate in report.rates
+            ],
+            ["workers", "images/s", "first batch"],
+        ),
+        "",
+        *_stage_lines(report),
+    ]
+    limit = report.decode_limit_images_per_second
+    if limit is not None:
+        lines += [
+            "",
+            f"whole-image decoding alone: {limit:,.0f} images/s; the loader reaches "
+            f"{best.images_per_second / limit:.2f}x of it (it decodes only what the crops need)",
+        ]
+    if report.share_of_gpu is not None and report.gpu_images_per_second is not None:
+        lines += ["", _gpu_line(report, report.share_of_gpu, report.gpu_images_per_second)]
+    return "\n".join(lines)
+
+
+def plot_bench_data(report: DataBench, path: Path) -> None:
+    """A picture: images/s by workers, with the decoding limit and the accelerator's appetite as lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    names = [str(rate.workers) for rate in report.rates]
+    bars = axes.bar(names, [rate.images_per_second for rate in report.rates], color="#3b6ea5", width=0.6)
+    axes.bar_label(bars, fmt="{:,.0f}")
+    for value, label, colour in (
+        (report.decode_limit_images_per_second, "whole-image decoding alone", "#c05621"),
+        (report.gpu_images_per_second, f"{report.gpu} (published)", "#2f855a"),
+    ):
+        if value is not None:
+            axes.axhline(value, color=colour, linestyle="--", label=f"{label}: {value:,.0f}")
+    axes.set_xlabel("workers")
+    axes.set_ylabel("images/s")
+    axes.set_title(f"{Path(report.source).name}: {report.decoder}, {report.img_size} px")
+    axes.margins(y=0.15)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _stage_lines(report: DataBench) -> list[str]:
+    times = report.best.seconds_per_image
+    wall = times["wall"] or 0.0
+    lines = ["where a worker's time for an image goes:"]
+    for name in ("fetch", "decode", "augment", "collate"):
+        seconds = times[name]
+        if seconds:
+            share = seconds / wall if wall else 0.0
+            lines.append(f"  {name:<8} {seconds * 1e6:7.0f} us  {share:4.0%}  {'#' * round(BAR * share)}")
+    if times["on_cpu"] is not None:
+        shares = [f"{label} {(times[key] or 0.0) / wall:.0%}" for key, label in _THREAD_PARTS] if wall else []
+        lines.append("  of it: " + ", ".join(shares))
+    return lines
+
+
+_THREAD_PARTS = (
+    ("on_cpu", "on a core"),
+    ("run_queue", "waiting for a core"),
+    ("blocked", "blocked on storage or locks"),
+)
+
+
+def _gpu_line(report: DataBench, share: float, wanted: float) -> str:
+    verdict = "this host feeds it" if share >= 1 else f"this host feeds {share:.0%} of it"
+    return f"{report.gpu} takes {wanted:,.0f} images/s: {verdict}\n  ({report.gpu_source})"

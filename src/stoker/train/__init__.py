@@ -1,0 +1,1 @@
+"""A training run: loop, step, schedule, optimizers, checkpoints, ranks."""

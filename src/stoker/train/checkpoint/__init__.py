@@ -1,0 +1,1 @@
+"""Checkpoints: their format, their folder, writing and restoring them."""

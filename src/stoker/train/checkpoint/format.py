@@ -1,0 +1,431 @@
+"""One checkpoint in one file: a training state as safetensors, hashed, without pickle."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import xxhash
+
+from stoker.errors import UserError
+from stoker.files import atomic_file
+
+# A training state as one JSON text and a table of named tensors, and back.
+#
+# What JSON lacks is marked by an object with one key that starts with `$`:
+# `$tensor`, `$array` (numpy), `$tuple`, `$dict` (keys that are not text), `$float` (nan, inf), `$bytes`.
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """A state taken apart; equal to it until one of its tensors changes."""
+
+    text: str
+    """The tree as JSON, with names where tensors stood."""
+    tensors: dict[str, torch.Tensor]
+    """Every tensor once, also where it stood in the tree twice (tied weights)."""
+
+
+def flatten(state: Mapping[Any, Any] | FlatState) -> FlatState:
+    """The state as text and tensors, without copying any; a mapping of another kind comes back as a dict."""
+    if isinstance(state, FlatState):
+        return state
+    taking = _Taking()
+    tree = taking.encode(state, "")
+    return FlatState(json.dumps(tree, separators=(",", ":"), allow_nan=False), taking.tensors)
+
+
+def rebuild(text: str, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    """The state that was flattened; tensors that were one are one again. Raises ValueError where it makes no sense."""
+    state = _decode(json.loads(text), tensors)
+    if not isinstance(state, dict):
+        raise ValueError("the state is no dict")
+    return state
+
+
+def plain_part(text: str) -> dict[Any, Any]:
+    """The same tree with None where a tensor stood."""
+    return rebuild(text, _Absent())
+
+
+# Both are asked for every tensor of every save, while the loop stands still; a model has few shapes.
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor of this shape in plain (C) order, as torch gives them."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=4096)
+def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements fill one stretch of memory without holes or overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class _Absent(Mapping[str, Any]):
+    """Stands for every tensor when only the rest is wanted."""
+
+    def __getitem__(self, name: str) -> None:
+        return None
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+class _Taking:
+    """One walk over a state."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._known: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._encode_tensor(value, path)
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float):
+            # repr, which json uses, gives back the same bits for every finite float.
+            return value if math.isfinite(value) else {"$float": repr(float(value))}
+        if isinstance(value, Mapping):
+            return self._encode_mapping(value, path)
+        if isinstance(value, list):
+            return [self.encode(item, f"{path}.{number}") for number, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"$tuple": [self.encode(item, f"{path}.{number}") for number, item in enumerate(value)]}
+        if isinstance(value, np.ndarray):
+            copy = torch.from_numpy(np.array(value, order="C", ndmin=1))
+            return {"$array": self._name_of(copy, path), "shape": value.shape}
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode()}
+        raise TypeError(f"{path.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}: not plain data")
+
+    def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
+        items = [[self.encode(key, path), self.encode(item, f"{path}.{key}")] for key, item in value.items()]
+        return {"$dict": items}
+
+    def _encode_tensor(self, tensor: torch.Tensor, path: str) -> Any:
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{path.lstrip('.')} is a tensor of layout {tensor.layout}: only dense ones can be saved")
+        shape, strides = tensor.shape, tensor.stride()
+        if strides == contiguous_strides(shape) or not is_dense(shape, strides):
+            return {"$tensor": self._name_of(tensor, path)}
+        # channels_last must come back as channels_last: the kernels that it selects round differently.
+        return {"$tensor": self._name_of(tensor, path), "strides": list(strides)}
+
+    def _name_of(self, tensor: torch.Tensor, path: str) -> str:
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and place in self._known:
+            return self._known[place]
+        name = wanted = path.lstrip(".") or "state"
+        number = 1
+        # {"a.b": x} and {"a": {"b": y}} lead to the same path; the format keeps one name for itself.
+        while name in self.tensors or name == "__metadata__":
+            number += 1
+            name = f"{wanted}~{number}"
+        self.tensors[name] = tensor
+        self._known[place] = name
+        return name
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    mark = next(iter(value), "")
+    if not mark.startswith("$"):
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    if mark not in _READERS:
+        raise ValueError(f"unknown mark {mark}")
+    return _READERS[mark](value, tensors)
+
+
+def _tensor(mark: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    tensor, strides = tensors[mark["$tensor"]], mark.get("strides")
+    if tensor is None or strides is None or tensor.stride() == tuple(strides):
+        return tensor
+    if not is_dense(tensor.shape, tuple(strides)):
+        raise ValueError(f"impossible strides {strides}")
+    # The storage is swapped and not the object: every place that shares this tensor sees the same one.
+    ordered = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.set_(ordered.untyped_storage(), 0, ordered.shape, ordered.stride())
+
+
+def _array(mark: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    tensor = tensors[mark["$array"]]
+    return None if tensor is None else tensor.cpu().numpy().reshape(mark["shape"])
+
+
+_READERS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
+    "$tensor": _tensor,
+    "$array": _array,
+    "$tuple": lambda mark, tensors: tuple(_decode(item, tensors) for item in mark["$tuple"]),
+    "$dict": lambda mark, tensors: {_decode(key, tensors): _decode(item, tensors) for key, item in mark["$dict"]},
+    "$float": lambda mark, _: float(mark["$float"]),
+    "$bytes": lambda mark, _: base64.b64decode(mark["$bytes"], validate=True),
+}
+
+
+# One checkpoint in one file: safetensors, hashed, without pickle.
+#
+#     8 bytes    length of the header
+#     header     JSON: our metadata (format, two hashes, the state as JSON text), then name, type, shape and place
+#                of every tensor
+#     tensors    one after the other
+#
+# Any reader of safetensors opens it. The header's hash covers the header, and the tensors' hash, which stands in the
+# header, covers the rest: `peek` is sure of what it says without reading the tensors.
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+FORMAT = "stoker checkpoint 1"
+NO_HASH = "0" * 32
+OPENING = f'{{"__metadata__":{{"format":"{FORMAT}","header_xxh3_128":"'.encode()
+BETWEEN = b'","tensors_xxh3_128":"'
+HEADER_HASH = slice(8 + len(OPENING), 8 + len(OPENING) + 32)
+TENSORS_HASH = slice(HEADER_HASH.stop + len(BETWEEN), HEADER_HASH.stop + len(BETWEEN) + 32)
+# safetensors' own limit; a header of ResNet-50 with optimizer and EMA has 0.1 MB.
+LARGEST_HEADER = 100_000_000
+MOST_DIMENSIONS = 64
+
+Stop = Callable[[str], None]
+"""Called at named points of a save; tests end the process there."""
+
+
+def no_stop(point: str) -> None:
+    """The `Stop` of every real save."""
+
+
+class CheckpointCorrupt(UserError):
+    """A checkpoint whose content cannot be trusted: names the file and what is wrong with it."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(
+            "checkpoint-corrupt",
+            f"{path} {what}",
+            why="nothing of it was used: a wrong weight would spoil the run without a sign",
+            hint="remove the file, and the same command goes on from the checkpoint before it",
+        )
+        self.path = path
+        self.what = what
+
+
+def write_checkpoint(path: Path, state: Mapping[Any, Any] | FlatState, *, stop: Stop = no_stop) -> int:
+    """The whole state under `path`, or the old file untouched; returns the size in bytes."""
+    flat = flatten(state)
+    stop("before temp")
+    with atomic_file(path, "wb") as stream:
+        size = write_to(stream, flat, stop=stop)
+        stop("before rename")
+    stop("after rename")
+    return size
+
+
+def write_to(stream: BinaryIO, flat: FlatState, *, stop: Stop = no_stop) -> int:
+    """Writes a state to an empty file and waits until the disk has it; returns the size in bytes."""
+    header, names = _header_of(flat)
+    total = sum(tensor.nbytes for tensor in flat.tensors.values())
+    stream.write(header)
+    digest, written, half_told = xxhash.xxh3_128(), 0, False
+    for name in names:
+        data = _bytes_of(flat.tensors[name])
+        digest.update(data)
+        stream.write(data)
+        written += len(data)
+        if written * 2 >= total and not half_told:
+            half_told = True
+            stream.flush()
+            stop("half of temp")
+    # One pass over the tensors: the hashes are filled in when they are known.
+    header[TENSORS_HASH] = digest.hexdigest().encode()
+    header[HEADER_HASH] = xxhash.xxh3_128(header).hexdigest().encode()
+    stream.seek(0)
+    stream.write(header)
+    stream.flush()
+    os.fsync(stream.fileno())
+    stop("after temp")
+    return len(header) + total
+
+
+def read_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[Any, Any]:
+    """The state as it was saved, every bit checked.
+
+    Random number states belong on the CPU, and `load_state_dict` moves the rest: mostly "cpu" is right.
+    """
+    with _opened(path) as stream:
+        header = _read_header(stream, path)
+        tensors = {}
+        digest = xxhash.xxh3_128()
+        for name, (dtype, shape, size) in header.tensors.items():
+            data = _memory_for(size, path)
+            view = memoryview(data.numpy())  # type: ignore[arg-type]
+            if stream.readinto(view) != size:  # type: ignore[attr-defined]
+                raise CheckpointCorrupt(path, f"ends within {name}")
+            digest.update(view)
+            with _made_by_us(path):
+                tensors[name] = data.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        if digest.hexdigest() != header.tensors_hash:
+            raise CheckpointCorrupt(path, "holds tensors that differ from what was saved (their hash does not match)")
+    moved = {name: tensor.to(map_location) for name, tensor in tensors.items()}
+    with _made_by_us(path):
+        return rebuild(header.text, moved)
+
+
+def peek(path: Path) -> dict[Any, Any]:
+    """The state without its tensors (None stands for each): config, progress, metrics, without reading weights."""
+    with _opened(path) as stream:
+        header = _read_header(stream, path)
+    with _made_by_us(path):
+        return plain_part(header.text)
+
+
+@dataclass(frozen=True)
+class _Header:
+    text: str
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
+    """Type, shape and bytes by name, in the order of the file."""
+    tensors_hash: str
+
+
+def _header_of(flat: FlatState) -> tuple[bytearray, list[str]]:
+    """Length and header without the hashes, and the names in the order in which their tensors must follow."""
+    for name, tensor in flat.tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{name} has type {tensor.dtype}, which the format cannot hold")
+    # Wide types first: each tensor is aligned then, and the format allows no gaps.
+    names = sorted(flat.tensors, key=lambda name: -flat.tensors[name].element_size())
+    metadata = {"format": FORMAT, "header_xxh3_128": NO_HASH, "tensors_xxh3_128": NO_HASH, "state": flat.text}
+    document: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for name in names:
+        tensor = flat.tensors[name]
+        end = start + tensor.nbytes
+        document[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return bytearray(len(text).to_bytes(8, "little") + text), names
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    # numpy puts channels_last in order, and not torch: in the thread that writes, that would start a second team of
+    # threads beside the loop's. As whole numbers, because numpy does not know bfloat16.
+    whole_numbers = tensor.detach().cpu().view(WHOLE_NUMBERS[tensor.element_size()]).numpy()
+    return memoryview(np.ascontiguousarray(whole_numbers).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _memory_for(size: int, path: Path) -> torch.Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise UserError("checkpoint-unreadable", f"{path} holds a tensor of {size} bytes: too much memory") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The file, with what the disk says in a user's words."""
+    try:
+        with path.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise CheckpointCorrupt(path, "cannot be read: the disk reports an error") from error
+        raise UserError("checkpoint-unreadable", f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _made_by_us(path: Path) -> Iterator[None]:
+    """Hashes that fit around content that makes no sense: somebody else made the file."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
+        raise CheckpointCorrupt(path, f"makes no sense: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _read_header(stream: BinaryIO, path: Path) -> _Header:
+    size = os.fstat(stream.fileno()).st_size
+    start = stream.read(8 + len(OPENING))
+    if start[8:] != OPENING:
+        raise CheckpointCorrupt(path, _what_else(start, size))
+    length = int.from_bytes(start[:8], "little")
+    # Before anything is allocated: the length is whatever the file says.
+    if not TENSORS_HASH.stop - 8 < length <= min(size - 8, LARGEST_HEADER):
+        raise CheckpointCorrupt(path, f"announces a header of {length} bytes and has {size} bytes in all")
+    raw = bytearray(start + stream.read(8 + length - len(start)))
+    if len(raw) != 8 + length:
+        raise CheckpointCorrupt(path, "ends within its header")
+    said = raw[HEADER_HASH].decode("ascii", "replace")
+    raw[HEADER_HASH] = NO_HASH.encode()
+    if xxhash.xxh3_128(raw).hexdigest() != said:
+        raise CheckpointCorrupt(path, "holds a header that differs from what was saved (its hash does not match)")
+    with _made_by_us(path):
+        document = json.loads(raw[8:])
+        metadata = document.pop("__metadata__")
+        text, tensors_hash = metadata["state"], metadata["tensors_xxh3_128"]
+        tensors, end = _checked_table(document)
+    if 8 + length + end != size:
+        raise CheckpointCorrupt(path, f"has {size} bytes and must have {8 + length + end}")
+    return _Header(text, tensors, tensors_hash)
+
+
+def _checked_table(document: dict[str, Any]) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], int]], int]:
+    """The tensors in the order of the file, and where the last one ends; ValueError for a table that lies."""
+    tensors, position = {}, 0
+    for name, entry in sorted(document.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if len(shape) > MOST_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, end)):
+            raise ValueError(f"{name} has an impossible shape")
+        if start != position or end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} is not where it must be")
+        tensors[name] = (dtype, tuple(shape), end - start)
+        position = end
+    return tensors, position
+
+
+def _what_else(start: bytes, size: int) -> str:
+    if size == 0:
+        return "is empty"
+    if start.startswith(b"PK"):
+        return "is a zip file, as torch.save writes it: it can carry code, and is not opened"
+    if start.startswith(b"\x80"):
+        return "is a pickle: it can carry code, and is not opened"
+    if len(start) < 8 + len(OPENING) and start[8:] == OPENING[: len(start) - 8]:
+        return f"ends after {size} bytes"
+    return "is no checkpoint of this version of stoker"

@@ -1,0 +1,160 @@
+"""Shrinks the prefetch while memory falls, before the kernel ends a worker.
+
+Batches are the same whatever is in flight; only how far the loader is ahead of the model changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from stoker.machine.memory import MemoryState, read_memory
+
+CHECK_EVERY_S = 1.0
+# Before earlyoom, which ends processes where 10 % are left; but a large host is not short of memory with 8 GB left.
+LOW_SHARE = 0.12
+LOW_AT_MOST_BYTES = 8_000_000_000
+# With half of that left there is no time for steps.
+CRITICAL_PART = 0.5
+# Everybody waiting for memory for a tenth of the time is thrashing. Re-reading a large data set through the page
+# cache stalls as well, where memory is plenty; so it counts only within twice the mark.
+STALLED = 0.1
+STALLED_WITHIN = 2.0
+# What is in flight has to be taken before its memory comes back.
+SETTLE_S = 5.0
+# A peak such as a validation or a neighbour's job is over by then; whoever shrinks a second time has a leak, or is
+# simply too large, and stays small.
+GROW_AFTER_S = 600.0
+
+Say = Callable[[str], None]
+
+
+class Shrinkable(Protocol):
+    """A loader whose batches in flight can be limited (stoker.data.loader.ImageLoader)."""
+
+    @property
+    def workers(self) -> int: ...
+
+    @property
+    def batch_bytes(self) -> int: ...
+
+    @property
+    def most_in_flight(self) -> int: ...
+
+    def limit_prefetch(self, batches: int) -> None: ...
+
+
+class PrefetchGuard:
+    """Call `check(loader)` once a step, with the loader that the step's batch came from: a clock is read, and once a
+    second a few small files."""
+
+    def __init__(
+        self,
+        say: Say,
+        *,
+        read: Callable[[], MemoryState | None] = read_memory,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = CHECK_EVERY_S,
+        settle_s: float = SETTLE_S,
+        grow_after_s: float = GROW_AFTER_S,
+    ) -> None:
+        self._say = say
+        self._read = read
+        self._clock = clock
+        self._every_s = every_s
+        self._settle_s = settle_s
+        self._grow_after_s = grow_after_s
+        self._loader: Shrinkable | None = None
+        self._levels: list[int] = []
+        self._level = 0
+        """How many steps down; kept from loader to loader."""
+        self._next_check = -1.0
+        self._settled_at = -1.0
+        self._calm_since: float | None = None
+        self._times_shrunk = 0
+
+    def check(self, loader: Shrinkable) -> None:
+        """Looks at memory, at most once a second, and shrinks what the loader holds in flight where it falls."""
+        if loader is not self._loader:
+            self._adopt(loader)
+        now = self._clock()
+        if now < self._next_check:
+            return
+        self._next_check = now + self._every_s
+        state = self._read()
+        if state is None:
+            return
+        low = min(LOW_SHARE * state.limit_bytes, LOW_AT_MOST_BYTES)
+        if is_short(state, low):
+            self._calm_since = None
+            if now >= self._settled_at:
+                self._shrink(state, now, at_once=state.available_bytes < CRITICAL_PART * low)
+        elif self._level:
+            self._maybe_grow(state, now, low)
+
+    def _adopt(self, loader: Shrinkable) -> None:
+        """Another size of images, or validation: what was learnt about memory holds for it too."""
+        self._loader = loader
+        self._levels = in_flight_levels(loader.workers, loader.most_in_flight)
+        if self._level:
+            loader.limit_prefetch(self._target())
+
+    def _target(self) -> int:
+        return self._levels[min(self._level, len(self._levels) - 1)]
+
+    def _shrink(self, state: MemoryState, now: float, *, at_once: bool) -> None:
+        if self._level >= len(self._levels) - 1:
+            return
+        before = self._target()
+        self._level = len(self._levels) - 1 if at_once else self._level + 1
+        self._times_shrunk += 1
+        self._settled_at = now + self._settle_s
+        self._apply(f"memory is down to {_gigabytes(state.available_bytes)} of {_gigabytes(state.limit_bytes)}", before)
+
+    def _maybe_grow(self, state: MemoryState, now: float, low: float) -> None:
+        assert self._loader is not None
+        before = self._target()
+        larger = self._levels[min(self._level, len(self._levels) - 1) - 1]
+        needed = (larger - before) * self._loader.batch_bytes
+        if self._times_shrunk > 1 or state.available_bytes < 2 * low + needed:
+            self._calm_since = None
+            return
+        if self._calm_since is None:
+            self._calm_since = now
+        if now - self._calm_since >= self._grow_after_s:
+            self._calm_since = None
+            self._level = min(self._level, len(self._levels) - 1) - 1
+            self._apply(f"{_gigabytes(state.available_bytes)} of memory are free again", before)
+
+    def _apply(self, reason: str, before: int) -> None:
+        assert self._loader is not None
+        after, workers = self._target(), max(1, self._loader.workers)
+        self._loader.limit_prefetch(after)
+        change = f"{before} -> {after} batches in flight"
+        if before % workers == after % workers == 0:
+            change = f"prefetch_factor {before // workers} -> {after // workers} ({change})"
+        self._say(f"{reason}: {change}")
+
+
+def is_short(state: MemoryState, low: float) -> bool:
+    """Whether so little is left, or everybody waits for memory so much, that less should be in flight."""
+    if state.available_bytes < low:
+        return True
+    return state.stalled is not None and state.stalled >= STALLED and state.available_bytes < STALLED_WITHIN * low
+
+
+def in_flight_levels(workers: int, most: int) -> list[int]:
+    """Batches in flight, step by step: the prefetch factor is halved down to one, then the batches down to one."""
+    workers = max(1, workers)
+    levels, factor = [most], most // workers
+    while factor > 1:
+        factor //= 2
+        levels.append(factor * workers)
+    while levels[-1] > 1:
+        levels.append(levels[-1] // 2)
+    return levels
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

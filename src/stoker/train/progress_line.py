@@ -1,0 +1,216 @@
+"""How training goes, for people: one line in place on a terminal, a line now and then elsewhere, all of it logged."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat, TextIO
+
+from stoker.console import bar_line, metric_text
+from stoker.redact import redact_text
+
+# logs/train_<time>.log: everything that training said, as plain lines with the time before them.
+
+
+class TrainLog:
+    """A line is in the file when `write` returns; a disk that takes no more is no reason to stop training."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self._stream = _new_file(folder)
+
+    def write(self, text: str) -> None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        try:
+            for line in redact_text(text).splitlines():
+                self._stream.write(f"{when} {line}\n" if line else "\n")
+        except (OSError, ValueError):
+            return
+
+    def close(self) -> None:
+        try:
+            self._stream.close()
+        except OSError:
+            return
+
+
+def _new_file(folder: Path) -> tuple[Path, TextIO]:
+    stem = f"train_{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while True:
+        path = folder / (f"{stem}.log" if number == 1 else f"{stem}-{number}.log")
+        try:
+            return path, path.open("x", encoding="utf-8", buffering=1)
+        except FileExistsError:
+            number += 1
+
+
+# How training goes, for people: one line in place on a terminal, a line now and then elsewhere, all of it logged.
+
+SHOW_EVERY_S = 0.1
+LINE_EVERY_S = 10.0
+RATE_OVER_S = 60.0
+"""The rate is that of the last minute: a first step that compiled for five minutes would spoil it for hours."""
+
+Loss = SupportsFloat | Callable[[], SupportsFloat | None] | None
+Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+
+
+class TrainProgress:
+    """Call `step` as often as there are steps: it looks at the clock, and at nothing else until something is due.
+
+    `loss` and `extra` may be functions; they are called only when a line is made, ten times a second on a
+    terminal. Give it the loss that was last fetched: a tensor on the device would be waited for.
+    """
+
+    def __init__(
+        self,
+        log: TrainLog | None = None,
+        stream: TextIO | None = None,
+        *,
+        show_every_s: float = SHOW_EVERY_S,
+        line_every_s: float = LINE_EVERY_S,
+    ) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._in_place = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._blocks = _can_show("█", self._stream)
+        self._log = log
+        self._line_every_s = line_every_s
+        self._every_s = show_every_s if self._in_place else line_every_s
+        self._deaf = False
+        # Trackers speak from their own threads.
+        self._lock = threading.Lock()
+        self._shown = ""
+        self._val_acc1: float | None = None
+        self._epoch = 0
+        self._begin("Epoch", 0, 0)
+
+    def epoch_begins(self, epoch: int, steps: int, done: int = 0) -> None:
+        """An epoch of so many steps, of which a resumed run has done some already."""
+        self._begin(f"Epoch {epoch}", steps, done)
+        self._epoch = epoch
+
+    def step(self, step: int, loss: Loss = None, extra: Extra = None) -> None:
+        """One more step is done; `step` counts from the start of the run."""
+        self._done += 1
+        now_s = time.monotonic()
+        if now_s < self._due_s and self._done != self._total:
+            return
+        metrics: dict[str, Any] = {}
+        value = loss() if callable(loss) else loss
+        if value is not None:
+            metrics["train/loss"] = float(value)
+        if self._val_acc1 is not None:
+            metrics["val/acc1"] = self._val_acc1
+        more = extra() if callable(extra) else extra
+        if more is not None:
+            metrics |= {name: item for name, item in more.items() if item is not None}
+        self._show(now_s, f"Train step {step}  ", metrics)
+
+    def validation_begins(self, steps: int) -> None:
+        """So many batches of validation."""
+        self._begin("Validation", steps, 0)
+
+    def validation_step(self) -> None:
+        """One more batch is validated."""
+        self._done += 1
+        now_s = time.monotonic()
+        if now_s >= self._due_s or self._done == self._total:
+            self._show(now_s, "", {})
+
+    def epoch_ends(self, metrics: Mapping[str, Any]) -> None:
+        """The epoch's figures as a block; what was not measured is left out."""
+        measured = {name: value for name, value in metrics.items() if value is not None}
+        self._val_acc1 = measured.get("val/acc1", self._val_acc1)
+        self._finish_line()
+        lines = [f"  {name}: {metric_text(name, value)}" for name, value in measured.items()]
+        self.say("\n".join(["", f"Epoch {self._epoch} metrics:", *lines]))
+
+    def say(self, text: str) -> None:
+        """A message above the line that is being updated, and in the log; any thread may call it."""
+        with self._lock:
+            shown = self._shown
+            self._put(f"\r\x1b[K{text}\n{shown}" if shown else f"{text}\n")
+            if self._log is not None:
+                self._log.write(text)
+
+    def close(self) -> None:
+        """Leaves the terminal on a line of its own, and the log whole."""
+        self._finish_line()
+        if self._log is not None:
+            self._log.close()
+
+    def _begin(self, label: str, steps: int, done: int) -> None:
+        self._finish_line()
+        now_s = time.monotonic()
+        self._label, self._total, self._done, self._done_before = label, steps, done, done
+        self._begun_s = now_s
+        self._due_s = now_s + self._every_s
+        self._line_due_s = now_s + self._line_every_s
+        self._marks: deque[tuple[float, int]] = deque([(now_s, done)])
+
+    def _show(self, now_s: float, log_words: str, metrics: Mapping[str, Any]) -> None:
+        last = self._done == self._total
+        elapsed_s = now_s - self._begun_s
+        rate = self._rate(now_s, whole=last)
+        text = bar_line(self._label, self._done, self._total, elapsed_s, rate, metrics, blocks=self._blocks)
+        self._due_s = now_s + self._every_s
+        with self._lock:
+            if self._in_place:
+                self._shown = text[: self._columns()]
+                self._put(f"\r{self._shown}\x1b[K")
+            else:
+                self._put(text + "\n")
+            if self._log is not None and (last or now_s >= self._line_due_s):
+                self._line_due_s = now_s + self._line_every_s
+                self._log.write(f"{log_words}{text}")
+
+    def _rate(self, now_s: float, whole: bool) -> float | None:
+        if whole:
+            elapsed_s = now_s - self._begun_s
+            return (self._done - self._done_before) / elapsed_s if elapsed_s > 0 else None
+        marks = self._marks
+        # At least two: with steps of minutes, the last one is all there is to go by.
+        while len(marks) > 1 and now_s - marks[1][0] > RATE_OVER_S:
+            marks.popleft()
+        then_s, done = marks[0]
+        # One mark a second is plenty for a minute's rate.
+        if now_s - marks[-1][0] >= 1.0:
+            marks.append((now_s, self._done))
+        return (self._done - done) / (now_s - then_s) if now_s > then_s else None
+
+    def _finish_line(self) -> None:
+        with self._lock:
+            if self._shown:
+                self._shown = ""
+                self._put("\n")
+
+    def _columns(self) -> int:
+        # A line that wraps cannot be updated in place.
+        try:
+            return (os.get_terminal_size(self._stream.fileno()).columns or 10_000) - 1
+        except OSError:
+            return 79
+
+    def _put(self, text: str) -> None:
+        if self._deaf:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            # The terminal is gone, or the reader of the pipe: the log goes on, and so does training.
+            self._deaf = True
+
+
+def _can_show(text: str, stream: TextIO) -> bool:
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

@@ -1,0 +1,153 @@
+"""Which process this is among those that train together, whoever started them.
+
+torchrun says it by RANK, LOCAL_RANK and WORLD_SIZE; SLURM by SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS;
+otherwise this is the only one, or the one that starts the others (stoker.train.launch).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from stoker.errors import StokerError, UserError
+
+T = TypeVar("T")
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process and its fellows."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+    local_world: int | None = None
+    """Processes on this node, where the launcher says so."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+
+def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+    """The place that a launcher gave this process; None where none did.
+
+    WORLD_SIZE alone says nothing: some people export it as the number of nodes, and only a launcher also
+    sets LOCAL_RANK.
+    """
+    if all(name in environment for name in _TORCHRUN):
+        local = environment.get("LOCAL_WORLD_SIZE", "")
+        return replace(_read(environment, _TORCHRUN), local_world=int(local) if local.isdigit() else None)
+    # Inside `sbatch` or `salloc`, but not started by srun, there is no step: one process.
+    if "SLURM_STEP_ID" in environment and all(name in environment for name in _SLURM):
+        return _read(environment, _SLURM)
+    return None
+
+
+def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Ranks:
+    try:
+        rank, local, world = (int(environment[name]) for name in names)
+    except ValueError:
+        seen = ", ".join(f"{name}={environment[name]}" for name in names)
+        raise UserError("bad-rank", f"{seen} are no numbers", hint="let torchrun or srun set them") from None
+    if not 0 <= rank < world:
+        raise UserError("bad-rank", f"{names[0]}={rank} is not below {names[2]}={world}")
+    return Ranks(rank, local, world)
+
+
+@contextmanager
+def process_group(ranks: Ranks, backend: str, timeout_s: float) -> Iterator[None]:
+    """Joins the ranks for the block, where there are several."""
+    if ranks.world == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "12355")
+    try:
+        dist.init_process_group(
+            backend, rank=ranks.rank, world_size=ranks.world, timeout=datetime.timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            "ranks-do-not-meet",
+            f"rank {ranks.rank} of {ranks.world} could not join the others at {address}: {str(error).splitlines()[0]}",
+            why="every rank has to reach MASTER_ADDR:MASTER_PORT, and all of them have to be started",
+            hint="check MASTER_ADDR, MASTER_PORT, NODE_RANK and num_nodes on every node",
+        ) from None
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "by peer" in str(error):
+            raise _rank_lost(ranks, error) from None
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _rank_lost(ranks: Ranks, error: RuntimeError) -> UserError:
+    return UserError(
+        "rank-lost",
+        f"rank {ranks.rank} lost the others: {str(error).splitlines()[0]}",
+        why="a rank that dies takes the run with it: the others would wait for its gradients",
+        hint="the message of the rank that ended first says why; the same command goes on from the last checkpoint",
+    )
+
+
+def from_first(make: Callable[[], T], ranks: Ranks) -> T:
+    """What the first rank makes, on every rank; what it raises, too. Only plain values and CPU tensors."""
+    if ranks.world == 1:
+        return make()
+    import torch.distributed as dist
+
+    made: list[Any] = [None]
+    if ranks.is_first:
+        try:
+            made = [(make(), None)]
+        except StokerError as error:
+            made = [(None, error)]
+    dist.broadcast_object_list(made)
+    value, problem = made[0]
+    if problem is not None:
+        raise problem
+    result: T = value
+    return result
+
+
+def gather(value: T, ranks: Ranks) -> list[T]:
+    """The values of all ranks, in their order, on every rank: for what is rare, it is slow."""
+    if ranks.world == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * ranks.world
+    dist.all_gather_object(values, value)
+    return values
+
+
+def any_rank(flag: bool, ranks: Ranks) -> bool:
+    """Whether the flag is up on any rank. The ranks wait for each other here."""
+    return agree((flag,), ranks)[0]
+
+
+def agree(flags: tuple[bool, ...], ranks: Ranks) -> tuple[bool, ...]:
+    """For each flag, whether it is up on any rank; one message for all. The ranks wait for each other here."""
+    if ranks.world == 1:
+        return flags
+    import torch
+    import torch.distributed as dist
+
+    # On the CPU with gloo, on the GPU with NCCL: the only place where the backend's device matters.
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    raised = torch.tensor([int(flag) for flag in flags], device=device)
+    dist.all_reduce(raised, dist.ReduceOp.MAX)
+    return tuple(bool(value) for value in raised.tolist())  # waits for the device

@@ -1,1 +1,0 @@
-"""The loop, and everything that a step needs."""

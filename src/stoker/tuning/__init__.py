@@ -1,1 +1,0 @@
-"""What a change would bring: the loader simulated with measured times, and predictions from that."""

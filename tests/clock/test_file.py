@@ -1,0 +1,200 @@
+"""clock.jsonl says what the clock saw: it is read back to the same sums, cut on resume, refused where it is foreign."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.clock.costs import BatchCost, StageCost
+from stoker.clock.file import ClockFile, clock_header, observed_from, read_observed
+from stoker.clock.observed import LoaderShape
+from stoker.clock.steps import StepClock
+from stoker.errors import UserError
+from stoker.machine.host import HostWatch
+from stoker.run.folder import RunFolder
+from stoker.run.metrics import truncate_after
+
+LONGEST_LINE = 2000
+"""Bytes, of an interval of 50 steps: 5,004 steps are then below 200 kB."""
+
+
+class Made:
+    """What the clock needs of a batch."""
+
+    def __init__(self, number: int) -> None:
+        stages = {
+            "other": StageCost(0.0001, 0.0001, 0.0, 1),
+            "collate": StageCost(0.0002, 0.0001, 0.0, 1),
+            "fetch": StageCost(0.031234567, 0.0101, 0.0002, 1),
+            "decode": StageCost(0.2512345, 0.2412345, 0.0052345, 1),
+        }
+        self.cost = BatchCost(
+            stages, 0.28, 14_000_000, 256, 38_535_168, 40_000 + number % 8, 1, number, 0.003 + number / 1e6
+        )
+
+    def __len__(self) -> int:
+        return 256
+
+
+def header(**shape: Any) -> dict[str, Any]:
+    loader = LoaderShape(**{"workers": 8, "prefetch": 2, "batch_size": 256, "samples": 1_281_167} | shape)
+    return clock_header(loader, cpus=8, world=1, torch_version="2.15.0", device="cpu")
+
+
+def names(samples: Any) -> list[str]:
+    return [f"n0144{sample:04d}/n0144{sample:04d}_1234.JPEG" for sample in samples]
+
+
+def write(folder: Path, steps: int, every: int, first: int = 0, **shape: Any) -> StepClock:
+    """Steps of a run, as the loop and its observer would tell of them; the clock has the sums of all."""
+    clock, file = (
+        StepClock(),
+        ClockFile(folder / "clock.jsonl", header(**shape), HostWatch(), step=first, name_samples=names),
+    )
+    clock.epoch_begins()
+    for step in range(first + 1, first + steps + 1):
+        with clock.waiting():
+            time.sleep(0.0002)
+        with clock.computing():
+            pass
+        clock.step_ends([Made(step)])
+        if step % every == 0:
+            file.step(step, 0, clock.take_interval())
+    with clock.validating():
+        time.sleep(0.01)
+    file.epoch(first + steps, 0, clock.take_interval())
+    file.close()
+    return clock
+
+
+def test_the_file_reads_back_to_the_sums_of_the_clock(tmp_path: Path) -> None:
+    clock = write(tmp_path, 105, every=10)
+    seen = read_observed(tmp_path)
+    assert seen.source == "run"
+    # The first step of the epoch stands apart.
+    others = (clock.steps - 1) / clock.steps
+    assert (seen.steps, seen.samples) == (clock.steps - 1, clock.samples - 256)
+    assert clock.first_wait_s is not None
+    wait_s = clock.wait_s - clock.first_wait_s
+    assert seen.wait_s == pytest.approx(wait_s, abs=1e-5)
+    assert seen.elapsed_s == pytest.approx(wait_s + others * (clock.total_s - clock.wait_s), abs=1e-5)
+    assert seen.compute_s == pytest.approx(others * clock.compute_s, abs=1e-5)
+    assert seen.wait_s + (seen.compute_s or 0) + (seen.other_s or 0) == pytest.approx(seen.elapsed_s, abs=1e-4)
+    assert seen.epoch_starts_s == pytest.approx([clock.first_wait_s], abs=1e-5)
+    assert seen.validation_s is not None
+    assert seen.validation_s >= 0.01
+    assert seen.stages.keys() == clock.cost.stages.keys()
+    for name, stage in clock.cost.stages.items():
+        assert seen.stages[name].wall_s == pytest.approx(stage.wall_s, abs=1e-4)
+        assert seen.stages[name].cpu_s == pytest.approx(stage.cpu_s, abs=1e-4)
+        assert seen.stages[name].blocked_s == pytest.approx(stage.blocked_s, abs=1e-4)
+        assert seen.stages[name].calls == 105
+    assert seen.stages["fetch"].read_bytes == 105 * 14_000_000
+    assert seen.storage is not None
+    assert seen.storage.bytes_per_sample == pytest.approx(14_000_000 / 256)
+    assert seen.loader is not None
+    assert seen.loader.workers == 8
+    assert {batch.worker for batch in seen.batches} == set(range(8))
+    assert seen.slow_samples[0].name == names([105])[0]
+    assert seen.slow_samples[0].typical_s == pytest.approx(0.2512345 / 256, rel=1e-3)
+    assert seen.host is not None
+    assert seen.host.cpus >= 1
+    assert seen.host.shm_used_bytes is not None
+
+
+def test_short_epochs_do_not_look_faster_than_long_ones() -> None:
+    # A worker takes 0.12 s for a batch, the loop 0.06 s for a step: epochs of 6 steps, of which the first waits longer.
+    epoch = {"kind": "step", "steps": 6, "samples": 6 * 64, "wait_s": 5 * 0.06, "elapsed_s": 5 * 0.12 + 0.06,
+             "compute_s": 6 * 0.06, "other_s": 0.0, "epoch_starts_s": [0.12]}  # fmt: skip
+    seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[epoch] * 40], "these")
+    assert (seen.steps, seen.samples) == (200, 200 * 64)
+    assert seen.images_per_second == pytest.approx(64 / 0.12)
+    assert seen.wait_share == pytest.approx(0.5)
+    assert seen.wait_s + (seen.compute_s or 0) == pytest.approx(seen.elapsed_s)
+
+
+def test_epochs_of_a_single_step_are_told_as_they_are() -> None:
+    epoch = {"kind": "step", "steps": 1, "samples": 8, "wait_s": 0.0, "elapsed_s": 0.1, "epoch_starts_s": [1.0]}
+    seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[epoch] * 3], "these")
+    assert (seen.steps, seen.samples) == (3, 24)
+
+
+def test_a_line_stays_small_however_long_its_interval_is(tmp_path: Path) -> None:
+    write(tmp_path, 500, every=50)
+    lines = (tmp_path / "clock.jsonl").read_bytes().splitlines()
+    assert max(map(len, lines)) < LONGEST_LINE
+
+
+def test_resuming_takes_back_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    path = RunFolder(tmp_path).clock_file
+    write(tmp_path, 40, every=10)
+    truncate_after(path, 20, 0)
+    assert read_observed(tmp_path).steps == 20 - 1
+    write(tmp_path, 20, every=10, first=20)
+    assert read_observed(tmp_path).steps == 40 - 2
+
+
+def test_what_was_before_another_set_up_does_not_count(tmp_path: Path) -> None:
+    write(tmp_path, 40, every=10)
+    write(tmp_path, 20, every=10, first=40, workers=2)
+    seen = read_observed(tmp_path)
+    assert seen.steps == 20 - 1
+    assert seen.loader is not None
+    assert seen.loader.workers == 2
+
+
+def test_half_a_line_at_the_end_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, 20, every=10)
+    path = tmp_path / "clock.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    assert read_observed(tmp_path).steps == 20 - 1
+
+
+def test_a_file_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, 10, every=10)
+    path = tmp_path / "clock.jsonl"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
+    with pytest.raises(UserError, match="format 7") as caught:
+        read_observed(tmp_path)
+    assert caught.value.name == "clock-format"
+
+
+def test_a_run_without_a_clock_is_told_from_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape("clock.jsonl")) as caught:
+        read_observed(tmp_path)
+    assert "no run folder" in (caught.value.why or "")
+    RunFolder(tmp_path).metrics_file.write_text("")
+    with pytest.raises(UserError) as caught:
+        read_observed(tmp_path)
+    assert "older version" in (caught.value.why or "")
+
+
+def test_a_file_without_its_first_line_is_not_guessed_at(tmp_path: Path) -> None:
+    write(tmp_path, 10, every=10)
+    path = tmp_path / "clock.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(UserError) as caught:
+        read_observed(tmp_path)
+    assert caught.value.name == "no-clock"
+
+
+def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
+    clock, file = (
+        StepClock(),
+        ClockFile(
+            tmp_path / "clock.jsonl",
+            header(),
+            HostWatch(),
+            name_samples=lambda _: [b"x\xff.jpg".decode("utf-8", "surrogateescape")],
+        ),
+    )
+    clock.epoch_begins()
+    clock.step_ends([Made(1)])
+    file.step(1, 0, clock.take_interval())
+    file.close()
+    assert json.loads((tmp_path / "clock.jsonl").read_text().splitlines()[1])["slowest"][0]["name"] == "x?.jpg"

@@ -1,0 +1,347 @@
+"""The look-ahead: right bytes in the right order, latency hidden, memory bounded, never a deadlock."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoker.data.images.sample_index import SampleIndex, pack_names
+from stoker.data.store.lookahead import BLOCKS_ABOVE_S, Announced, Blocking
+from stoker.data.store.object_store import ObjectStore
+from stoker.data.store.reader import Reader
+from stoker.data.store.stores import Buffer, LocalStore, ReadFailure, StoreDown
+from tests.support.proxy import Proxy
+from tests.support.s3_server import BUCKET, S3Server
+
+
+def index_of(count: int, size: int | None = None) -> SampleIndex:
+    names, ends = pack_names([f"{number}.jpg".encode() for number in range(count)])
+    sizes = None if size is None else np.full(count, size, np.int64)
+    return SampleIndex("", ("c",), np.zeros(count, np.int32), names, ends, sizes=sizes)
+
+
+def content(number: int, size: int) -> bytes:
+    return random.Random(int(number)).randbytes(size)
+
+
+class SlowStore:
+    """A store of ours that answers after a while, and counts."""
+
+    url, is_remote = "slow", True
+
+    def __init__(self, size: int = 1000, delay: float = 0.002) -> None:
+        self.size, self.delay = size, delay
+        self.reads: list[int] = []
+        self.fetches = 0
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.lock = threading.Lock()
+
+    def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
+        number = int(path.removesuffix(".jpg"))
+        with self.lock:
+            self.reads.append(number)
+            self.fetches += self.is_remote
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        time.sleep(self.delay)
+        with self.lock:
+            self.in_flight -= 1
+        return content(number, self.size)
+
+
+def until(condition: object, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_latency_is_paid_once_and_not_for_each_sample(s3_server: S3Server, s3_proxy: Proxy) -> None:
+    for number in range(64):
+        s3_server.put(f"latency/{number}.jpg", content(number, 5000))
+    reader = Reader(ObjectStore(f"s3://{BUCKET}/latency"), index_of(64, 5000), lookahead_bytes=10**7)
+    reader.take(np.arange(64))
+    assert len([line for line in s3_proxy.requests if "list-type" in line]) == 1  # the first contact, for all threads
+    s3_proxy.latency = 0.05
+    reader.expect(np.arange(64))
+    order = np.arange(64)
+    start = time.monotonic()
+    found = reader.take(order)
+    took = time.monotonic() - start
+    reader.close()
+    assert [bytes(data) for data in found if not isinstance(data, ReadFailure)] == [content(n, 5000) for n in order]
+    assert took < 1.0  # one by one it would be 3.2 s
+    assert s3_proxy.most_in_flight > 16
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_samples_come_in_the_order_in_which_they_are_taken(announced: bool) -> None:
+    reader = Reader(SlowStore(), index_of(100), lookahead_bytes=20_000)
+    order = np.random.default_rng(1).permutation(100)
+    if announced:
+        reader.expect(order)
+    for first in range(0, 100, 10):
+        batch = order[first : first + 10]
+        assert reader.take(batch) == [content(number, 1000) for number in batch]
+    assert reader.buffered_bytes == 0
+    reader.close()
+
+
+def test_each_announced_sample_is_read_once_ahead_of_its_turn() -> None:
+    store = SlowStore()
+    reader = Reader(store, index_of(100, 1000), lookahead_bytes=10**6)
+    reader.expect(np.arange(50))
+    until(lambda: len(store.reads) == 50)
+    for first in range(0, 50, 10):
+        reader.take(np.arange(first, first + 10))
+    assert sorted(store.reads) == list(range(50))
+    reader.close()
+
+
+def test_what_is_buffered_keeps_to_the_budget() -> None:
+    store = SlowStore(size=100_000, delay=0.0005)
+    reader = Reader(store, index_of(1000), lookahead_bytes=1_000_000, max_in_flight=8)
+    reader.expect(np.arange(1000))
+    most = 0
+    for first in range(0, 1000, 4):
+        for _ in range(3):
+            most = max(most, reader.buffered_bytes)
+            time.sleep(0.0003)
+        reader.take(np.arange(first, first + 4))
+    assert 500_000 < most <= 1_000_000 + 8 * 100_000
+    assert store.most_in_flight <= 8
+    reader.close()
+
+
+def test_a_single_sample_above_the_budget_is_still_read_ahead_and_alone() -> None:
+    store = SlowStore(size=5000)
+    reader = Reader(store, index_of(10, 5000), lookahead_bytes=1000)
+    reader.expect(np.arange(10))
+    until(lambda: len(store.reads) == 1)
+    time.sleep(0.02)
+    assert store.reads == [0]
+    assert reader.take(np.arange(10)) == [content(number, 5000) for number in range(10)]
+    reader.close()
+
+
+def test_a_batch_larger_than_the_budget_does_not_wait_for_room() -> None:
+    reader = Reader(SlowStore(), index_of(300, 1000), lookahead_bytes=5000, max_in_flight=4)
+    reader.expect(np.arange(300))
+    # The second batch first: what stands before it fills the budget and is not taken yet.
+    assert reader.take(np.arange(100, 200)) == [content(number, 1000) for number in range(100, 200)]
+    assert reader.take(np.arange(100)) == [content(number, 1000) for number in range(100)]
+    assert reader.take(np.arange(200, 300)) == [content(number, 1000) for number in range(200, 300)]
+    assert reader.buffered_bytes == 0
+    reader.close()
+
+
+def test_repeats_of_a_sample_are_read_once() -> None:
+    store = SlowStore()
+    reader = Reader(store, index_of(20, 1000), lookahead_bytes=10**6)
+    order = np.repeat(np.arange(20), 3)
+    reader.expect(order)
+    for first in range(0, 60, 5):
+        batch = order[first : first + 5]
+        assert reader.take(batch) == [content(number, 1000) for number in batch]
+    assert len(store.reads) <= 30  # a repeat in the next batch may come after the first was handed over
+    assert reader.buffered_bytes == 0
+    reader.close()
+
+
+def test_threads_that_take_different_batches_get_their_own() -> None:
+    reader = Reader(SlowStore(delay=0.0002), index_of(2000, 1000), lookahead_bytes=100_000, max_in_flight=16)
+    order = np.random.default_rng(2).integers(0, 2000, 4000)
+    batches = [order[first : first + 16] for first in range(0, 4000, 16)]
+    reader.expect(order)
+
+    def take(batch: np.ndarray) -> bool:  # type: ignore[type-arg]
+        unexpected = int(batch[0] + 1) % 2000
+        replaced = reader.take(np.array([unexpected])) == [content(unexpected, 1000)]
+        return replaced and reader.take(batch) == [content(number, 1000) for number in batch]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(take, batches))
+    reader.forget()
+    until(lambda: reader.buffered_bytes == 0)
+    reader.close()
+
+
+def test_forgotten_samples_give_their_room_back() -> None:
+    store = SlowStore()
+    reader = Reader(store, index_of(1000, 1000), lookahead_bytes=10_000)
+    reader.expect(np.arange(1000))
+    until(lambda: len(store.reads) == 10)
+    reader.forget()
+    until(lambda: reader.buffered_bytes == 0)
+    reader.expect(np.arange(500, 520))
+    assert reader.take(np.arange(500, 520)) == [content(number, 1000) for number in range(500, 520)]
+    assert len(store.reads) == 30
+    reader.close()
+
+
+def test_a_closed_reader_frees_whoever_waits() -> None:
+    reader = Reader(SlowStore(delay=0.2), index_of(50), lookahead_bytes=10**6, max_in_flight=2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.take, np.arange(50))
+        time.sleep(0.05)
+        reader.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result(timeout=5)
+
+
+class DeadStore(SlowStore):
+    def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
+        super().read(path)
+        raise StoreDown("gone", "the store is gone")
+
+
+def test_a_dead_store_is_told_to_every_thread_at_once() -> None:
+    reader = Reader(DeadStore(), index_of(1000), lookahead_bytes=10**6, max_in_flight=2)
+    with ThreadPoolExecutor(4) as pool:
+        takes = [pool.submit(reader.take, np.arange(first, first + 250)) for first in range(0, 1000, 250)]
+        for take in takes:
+            with pytest.raises(StoreDown):
+                take.result(timeout=5)
+    reader.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(100):
+        (tmp_path / f"{number}.jpg").write_bytes(content(number, 1000))
+    return tmp_path
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_warm_files_are_read_by_the_caller_and_failures_stay_in_their_place(folder: Path, announced: bool) -> None:
+    (folder / "3.jpg").unlink()
+    reader = Reader(LocalStore(folder), index_of(100), lookahead_bytes=10**6)
+    reader._blocking.note = lambda blocked_s: None  # type: ignore[method-assign]
+    before = threading.active_count()
+    for _ in range(3):
+        order = np.random.default_rng(3).permutation(100)
+        if announced:
+            reader.expect(order)
+        for first in range(0, 100, 10):
+            for number, found in zip(order[first : first + 10], reader.take(order[first : first + 10]), strict=True):
+                if number == 3:
+                    assert isinstance(found, ReadFailure)
+                    assert (found.path, found.reason) == ("3.jpg", "missing")
+                else:
+                    assert found == content(number, 1000)
+    assert threading.active_count() == before
+    assert reader._announced.first() is None
+    reader.close()
+
+
+def test_shards_are_read_at_their_offsets(tmp_path: Path) -> None:
+    for shard in range(3):
+        (tmp_path / f"{shard}.tar").write_bytes(bytes(512) + content(shard, 5000))
+    names, ends = pack_names([b"x"] * 30)
+    index = SampleIndex(
+        "", ("c",), np.zeros(30, np.int32), names, ends, sizes=np.full(30, 100, np.int64),
+        shards=("0.tar", "1.tar", "2.tar"), shard_of=np.arange(30, dtype=np.int32) % 3,
+        offsets=512 + np.arange(30, dtype=np.int64) * 150,
+    )  # fmt: skip
+    reader = Reader(LocalStore(tmp_path), index, lookahead_bytes=10**6)
+    assert reader.take(np.arange(30)) == [content(n % 3, 5000)[n * 150 : n * 150 + 100] for n in range(30)]
+    reader.close()
+
+
+class SlowFolder(SlowStore):
+    is_remote = False
+
+
+def test_a_folder_that_blocks_is_read_ahead_by_threads_until_it_flows_again() -> None:
+    store = SlowFolder(delay=0.004)
+    reader = Reader(store, index_of(2000), lookahead_bytes=10**6)
+    reader.expect(np.arange(2000))
+    start = time.monotonic()
+    for first in range(0, 500, 50):
+        assert reader.take(np.arange(first, first + 50)) == [content(n, 1000) for n in range(first, first + 50)]
+    assert time.monotonic() - start < 1.0  # one by one it would be 2 s
+    assert store.most_in_flight > 4
+    store.delay = 0.0
+    for first in range(500, 2000, 50):
+        assert reader.take(np.arange(first, first + 50)) == [content(n, 1000) for n in range(first, first + 50)]
+    until(lambda: store.in_flight == 0)
+    reader.close()
+
+
+def test_one_hiccup_does_not_call_for_threads_but_two_do() -> None:
+    blocking = Blocking(remote=False)
+    blocking.note(5.0)
+    assert not blocking.blocks
+    blocking.note(5.0)
+    assert blocking.blocks
+    assert blocking.timed(lambda: 7, lambda: False) == 7
+    for _ in range(30):
+        blocking.note(0.0)
+    assert not blocking.blocks
+    assert Blocking(remote=True).blocks
+
+
+def test_time_spent_waiting_counts_as_blocked_and_computing_does_not() -> None:
+    sleeping, computing = Blocking(remote=True), Blocking(remote=True)
+    for _ in range(10):
+        sleeping.timed(lambda: time.sleep(0.002), lambda: True)
+        computing.timed(lambda: sum(range(30_000)), lambda: True)
+    assert computing.mean_s < BLOCKS_ABOVE_S < sleeping.mean_s
+
+
+def test_the_queue_passes_over_what_was_taken_early() -> None:
+    queue = Announced()
+    queue.add(np.array([1, 2, 2, 3], np.int64))
+    for sample in (3, 2, 77):
+        queue.take_out(sample)
+    seen = []
+    while (first := queue.first()) is not None:
+        seen.append(first)
+        queue.drop_first()
+    assert seen == [1, 2]
+    queue.add(np.arange(70, 5000))
+    assert queue.first() == 70
+
+
+def test_a_program_may_end_while_reads_are_under_way(s3: S3Server) -> None:
+    proxy = Proxy(s3.port, latency=0.3).start()
+    s3.put("ending/0.jpg", b"x")
+    program = f"""
+import sys
+import numpy as np
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.data.store.test_reader import index_of
+from stoker.data.store.object_store import ObjectStore
+from stoker.data.store.reader import Reader
+reader = Reader(ObjectStore("s3://{BUCKET}/ending"), index_of(100), lookahead_bytes=10**8)
+reader.take(np.array([0]))
+reader.expect(np.arange(100))
+print("ends")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"AWS_ENDPOINT_URL": proxy.endpoint},
+    )  # fmt: skip
+    proxy.stop()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+
+
+def test_a_short_wait_that_moved_no_bytes_is_not_taken_for_slow_storage() -> None:
+    """It is a wait for Python's lock; threads that read ahead would make it worse, and the mistake would stay."""
+    blocking = Blocking(remote=False)
+    for _ in range(40):
+        blocking.timed(lambda: time.sleep(0.0006), lambda: False)
+    assert not blocking.blocks
+    for _ in range(40):
+        blocking.timed(lambda: time.sleep(0.004), lambda: False)
+    assert blocking.blocks

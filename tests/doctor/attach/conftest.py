@@ -1,0 +1,24 @@
+"""Runs real scripts, as somebody wrote them, with the clock hung in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stoker.doctor.attach.running import AttachResult, run_attached
+
+SCRIPTS = Path(__file__).parents[2] / "support" / "foreign_scripts"
+Attached = Callable[..., AttachResult]
+
+
+def attach(script: str, *arguments: str, steps: int | None = None, seconds: float | None = None) -> AttachResult:
+    return run_attached([sys.executable, str(SCRIPTS / script), *arguments], steps=steps, seconds=seconds)
+
+
+@pytest.fixture
+def attached() -> Attached:
+    """Runs one of the foreign scripts to its end, or until it is stopped."""
+    return attach

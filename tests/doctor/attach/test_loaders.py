@@ -1,0 +1,58 @@
+"""Streams, loaders without workers, several loaders; and that sleeping is told apart from computing."""
+
+from __future__ import annotations
+
+import pytest
+
+from stoker.doctor.attach.running import AttachResult
+from tests.doctor.attach.conftest import Attached
+
+
+def test_a_stream_has_samples_but_no_length(attached: Attached) -> None:
+    seen = attached("plain.py", "--stream").observed
+    assert seen is not None
+    assert seen.loader is not None
+    assert seen.loader.samples is None
+    assert seen.samples == 14 * 4
+    assert len(seen.batches) == 16
+    assert {batch.worker for batch in seen.batches[:2]} == {0, 1}  # in the order in which they were handed out
+
+
+def test_without_workers_batches_are_made_in_the_loop_and_validation_stands_apart(attached: Attached) -> None:
+    seen = attached("plain.py", "--workers", "0", "--validate").observed
+    assert seen is not None
+    assert seen.loader is not None
+    assert (seen.loader.workers, seen.loader.engine, seen.loader.prefetch) == (0, "main", None)
+    assert (seen.steps, seen.other_loaders, len(seen.batches)) == (14, 1, 16)
+    assert seen.validation_s is not None
+    assert seen.validation_s > 2 * 12 * 0.003
+    made = sum(batch.wall_s for batch in seen.batches)
+    assert seen.wait_s + sum(seen.epoch_starts_s) == pytest.approx(made, rel=0.3)
+
+
+@pytest.fixture(scope="module")
+def sleeping_and_spinning() -> AttachResult:
+    from tests.doctor.attach.conftest import attach
+
+    return attach(
+        "plain.py", "--workers", "3", "--sleep-ms", "16", "--spin-ms", "8", "--samples", "60", "--epochs", "1",
+        "--slow", "17",
+    )  # fmt: skip
+
+
+def test_sleeping_and_computing_are_told_apart_on_a_machine_that_is_busy(sleeping_and_spinning: AttachResult) -> None:
+    # Three workers that spin, on what may be two cores that others use as well: much of the time is in the queue.
+    seen = sleeping_and_spinning.observed
+    assert seen is not None
+    stage = seen.stages["other"]
+    assert stage.blocked_s is not None
+    assert stage.cpu_s is not None
+    assert stage.blocked_s == pytest.approx(60 * 0.016 + 0.25, rel=0.15)
+    assert stage.cpu_s == pytest.approx(60 * 0.008, rel=0.15)
+
+
+def test_a_slow_sample_is_named(sleeping_and_spinning: AttachResult) -> None:
+    seen = sleeping_and_spinning.observed
+    assert seen is not None
+    assert seen.slow_samples[0].name == "sample 17"
+    assert seen.slow_samples[0].seconds > 0.25

@@ -1,0 +1,54 @@
+"""A system without /proc, as macOS is one: what can be seen is told, and what cannot is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doctor.attach.conftest import SCRIPTS
+from tests.support.tiny_training import write_config, write_images
+
+HIDE = 'mount -t tmpfs tmpfs /proc && exec "$@"'
+
+
+@pytest.fixture(scope="module")
+def without_proc() -> list[str]:
+    """What to put before a command so that its /proc is an empty folder."""
+    user = [] if os.geteuid() == 0 else ["--map-root-user"]
+    before = ["unshare", *user, "--mount", "sh", "-c", HIDE, "sh"]
+    if subprocess.run([*before, "true"], capture_output=True).returncode != 0:
+        pytest.skip("no mount namespace can be made here")
+    return before
+
+
+def run(command: list[str], folder: Path) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_a_script_is_told_its_waits_and_what_could_not_be_seen(without_proc: list[str], tmp_path: Path) -> None:
+    script = [sys.executable, str(SCRIPTS / "plain.py"), "--workers", "2", "--samples", "200", "--sleep-ms", "5"]
+    found = run([*without_proc, sys.executable, "-m", "stoker", "doctor", "--json", "--", *script], tmp_path)
+    assert found["wait_share"] > 0.05
+    assert found["images_per_second"] > 0
+    assert all(stage["wall_s"] >= 0 for stage in found["stages"].values())
+    assert all(stage["runq_s"] is None for stage in found["stages"].values())
+    assert any("run-queue" in text for text in found["not_seen"])
+
+
+def test_a_config_is_tried_all_the_same(without_proc: list[str], tmp_path: Path) -> None:
+    config = write_config(tmp_path, write_images(tmp_path / "data", train=40), num_workers=1)
+    command = [sys.executable, "-m", "stoker", "doctor", str(config), "--pace", "200", "--seconds", "1", "--json"]
+    found = run([*without_proc, *command], tmp_path)
+    assert found["images_per_second"] > 0
+    assert found["verdict"] != "unknown"
+    assert any("run queue" in text for text in found["not_seen"])

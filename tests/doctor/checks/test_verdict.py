@@ -1,0 +1,298 @@
+"""From facts to a verdict: each fault is called by its name, and nothing is said about what nobody measured."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+
+from stoker.clock.observed import (
+    AcceleratorFacts,
+    BatchTime,
+    HostFacts,
+    LoaderShape,
+    Observed,
+    SlowSample,
+    StorageFacts,
+)
+from stoker.doctor.checks.case import Case
+from stoker.doctor.checks.verdict import CHECKS, judge, workers_stand_in_line
+from stoker.doctor.records import Prediction
+from stoker.plan.records import Interval
+from tests.doctor.checks.observations import BATCH, batches, healthy, stages, starved
+
+FULL = HostFacts(cpus=2, cpu_busy_share=1.0)
+
+
+def test_a_loop_that_waits_for_nothing_is_told_to_stop_tuning() -> None:
+    found = judge(healthy())
+    assert found.verdict == "compute-bound"
+    assert found.findings[0].fix == "stop tuning the data"
+
+
+def test_an_empty_observation_says_nothing() -> None:
+    found = judge(Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=("no DataLoader",)))
+    assert found.verdict == "unknown"
+    assert found.findings == ()
+    assert "no DataLoader" in found.line
+
+
+def test_a_starved_loop_whose_workers_were_not_seen_is_no_verdict() -> None:
+    found = judge(healthy(wait_s=8.0, compute_s=None, other_s=None, batches=(), host=None, loader=None))
+    assert found.verdict == "unknown"
+    assert found.findings == ()
+
+
+def test_computing_with_idle_cores_asks_for_workers() -> None:
+    found = judge(starved(cpu=0.04))
+    assert found.verdict == "too-few-workers"
+    assert found.findings[0].fix == "DataLoader(..., num_workers=8)"
+
+
+def test_a_loop_that_makes_its_own_batches_asks_for_workers() -> None:
+    assert judge(starved(cpu=0.04, workers=0)).verdict == "too-few-workers"
+
+
+def test_the_predicted_number_of_workers_is_advised_with_its_gain() -> None:
+    gain = Interval(1.8, 2.1, 2.3)
+    six = Prediction("workers", "num_workers 2 -> 6", gain, Interval(1, 2, 3), (("num_workers", 6),))
+    finding = judge(starved(cpu=0.04), (six,)).findings[0]
+    assert finding.fix == "DataLoader(..., num_workers=6)"
+    assert finding.speedup == gain
+
+
+@pytest.mark.parametrize("stage", ["decode", "augment", "collate"])
+def test_full_cores_are_named_by_their_largest_stage(stage: str) -> None:
+    made = stages(**{stage: batches(cpu=0.03), "other": batches(cpu=0.01)})
+    found = judge(starved(cpu=0.04, stages=made, host=FULL))
+    assert found.verdict == f"{stage}-bound"
+
+
+def test_full_cores_in_an_unknown_stage_are_cpu_bound() -> None:
+    assert judge(starved(cpu=0.04, host=FULL)).verdict == "cpu-bound"
+
+
+def test_more_workers_than_cores_in_line_are_too_many() -> None:
+    found = judge(starved(cpu=0.04, runq=0.12, workers=8, host=FULL))
+    assert found.verdict == "too-many-workers"
+    assert found.findings[0].fix == "DataLoader(..., num_workers=2)"
+
+
+def test_threads_of_each_worker_count_as_well() -> None:
+    shape = LoaderShape(workers=2, prefetch=2, threads_per_worker=4)
+    found = judge(starved(cpu=0.02, runq=0.03, host=FULL, loader=shape))
+    assert found.verdict == "too-many-workers"
+    assert "OMP_NUM_THREADS=1" in (found.findings[0].fix or "")
+
+
+def test_cores_that_others_use_are_not_blamed_on_the_workers() -> None:
+    found = judge(starved(cpu=0.01, runq=0.02, workers=1, host=FULL))
+    assert found.verdict == "cores-are-taken"
+
+
+def test_a_quota_that_stops_everything_comes_first() -> None:
+    host = replace(FULL, throttled_share=0.4)
+    found = judge(starved(cpu=0.04, runq=0.12, workers=8, host=host))
+    assert found.verdict == "cpu-throttled"
+
+
+def test_standing_in_line_beside_idle_cores_is_a_quota_that_the_kernel_does_not_show() -> None:
+    half_idle = HostFacts(cpus=2, cpu_busy_share=0.3)
+    assert judge(starved(cpu=0.01, runq=0.03, workers=2, host=half_idle)).verdict == "cpu-throttled"
+    assert judge(starved(cpu=0.04, workers=1, host=half_idle)).verdict == "too-few-workers"
+
+
+def test_a_workers_first_batch_is_no_slow_sample() -> None:
+    first = tuple(replace(one, wall_s=2.0, worker=number) for number, one in enumerate(batches(cpu=0.04, count=8)))
+    later = tuple(replace(one, worker=number % 8) for number, one in enumerate(batches(cpu=0.04, count=92)))
+    observed = replace(starved(cpu=0.04, workers=8, host=HostFacts(cpus=16)), batches=(*first, *later))
+    assert judge(observed).verdict != "slow-samples"
+
+
+def test_blocked_workers_that_read_wait_for_storage() -> None:
+    made = stages(fetch=batches(cpu=0.001, blocked=0.05), other=batches(cpu=0.002))
+    assert judge(starved(cpu=0.003, blocked=0.05, stages=made)).verdict == "storage-bound"
+
+
+def remote(**facts: float) -> Observed:
+    made = stages(fetch=batches(cpu=0.001, blocked=0.08), other=batches(cpu=0.002))
+    storage = StorageFacts(remote=True, kind="s3", bytes_per_sample=100_000, **facts)
+    return starved(cpu=0.003, blocked=0.08, stages=made, storage=storage)
+
+
+def test_remote_storage_that_answers_late_is_told_from_one_that_is_full() -> None:
+    rate = remote().images_per_second
+    assert rate is not None
+    assert judge(remote(parallel_bytes_per_second=rate * 100_000 * 10)).verdict == "storage-bound-latency"
+    assert judge(remote(parallel_bytes_per_second=rate * 100_000)).verdict == "storage-bound-bandwidth"
+    assert judge(remote(latency_s=0.009)).verdict == "storage-bound-latency"
+    assert judge(remote(latency_s=0.001)).verdict == "storage-bound-bandwidth"
+    assert judge(remote()).verdict == "storage-bound"
+
+
+def test_a_cold_local_disk_and_the_page_cache_that_is_too_small_for_it() -> None:
+    observed = replace(
+        remote(), storage=StorageFacts(remote=False, kind="ext4", dataset_bytes=140 * 10**9),
+        host=HostFacts(cpus=8, page_cache_bytes=50 * 10**9),
+    )  # fmt: skip
+    found = judge(observed)
+    assert found.verdict == "storage-bound-cold"
+    assert "page-cache-too-small" in {finding.id for finding in found.findings}
+
+
+def test_blocked_workers_that_read_nothing_wait_for_something_else() -> None:
+    assert judge(starved(cpu=0.003, blocked=0.05)).verdict == "waits-elsewhere"
+
+
+def test_workers_that_together_use_one_core_take_turns() -> None:
+    observed = starved(cpu=0.01, blocked=0.03, workers=4)
+    assert judge(observed).verdict == "workers-take-turns"
+    assert workers_stand_in_line(observed)
+    assert not workers_stand_in_line(starved(cpu=0.04))
+
+
+def test_a_few_slow_samples_are_named() -> None:
+    slow = BatchTime(0.5, 0.01, 0.0, 0.49, BATCH)
+    made = tuple(slow if number % 10 == 9 else one for number, one in enumerate(batches(cpu=0.01)))
+    observed = replace(
+        starved(cpu=0.01, blocked=0.05), batches=made, slow_samples=(SlowSample("scans/7.tif", 0.48, 0.001),)
+    )
+    found = judge(observed)
+    assert found.verdict == "slow-samples"
+    assert "scans/7.tif 480 ms" in found.line
+
+
+def test_idle_workers_before_a_waiting_loop_mean_that_batches_are_held_up() -> None:
+    observed = replace(starved(cpu=0.04), batches=batches(cpu=0.005), stages={})
+    assert judge(observed).verdict == "handover-bound"
+
+
+def test_of_few_slow_batches_most_work_is_in_those_that_were_not_finished() -> None:
+    slow = batches(cpu=0.01, blocked=4.0, count=1)
+    few = replace(starved(cpu=0.01), steps=1, samples=8, elapsed_s=4.1, wait_s=4.0, batches=slow, stages={})
+    assert few.loader is not None
+    few = replace(few, loader=replace(few.loader, workers=4))
+    assert Case(few).busy_workers == pytest.approx(0.245, abs=0.01)
+    assert judge(few).verdict != "handover-bound"
+
+
+def test_epochs_that_begin_late_without_persistent_workers() -> None:
+    shape = LoaderShape(workers=2, prefetch=2, persistent=False)
+    found = judge(healthy(epoch_starts_s=(5.0, 4.0, 4.0), loader=shape))
+    assert found.verdict == "epoch-start-stalls"
+    assert found.findings[0].fix == "DataLoader(..., persistent_workers=True)"
+    gain = found.findings[0].speedup
+    assert gain is not None
+    assert gain.low < 1.8 == pytest.approx(gain.high)
+
+
+def test_the_first_start_of_a_run_is_no_fault() -> None:
+    assert judge(healthy(epoch_starts_s=(60.0,))).verdict == "compute-bound"
+
+
+def test_a_copy_that_takes_a_third_of_a_step() -> None:
+    shape = LoaderShape(workers=2, prefetch=2, pin_memory=False)
+    found = judge(healthy(transfer_s=3.0, compute_s=6.9, loader=shape))
+    assert found.verdict == "transfer-bound"
+    assert "pin_memory=True" in (found.findings[0].fix or "")
+
+
+def test_a_device_without_work_is_launch_bound() -> None:
+    assert judge(healthy(accelerator=AcceleratorFacts(device_busy_share=0.4))).verdict == "launch-bound"
+    assert judge(healthy(accelerator=AcceleratorFacts(device_busy_share=0.97))).verdict == "compute-bound"
+
+
+def ids(observed: Observed) -> set[str]:
+    return {finding.id for finding in judge(observed).findings}
+
+
+def test_a_narrow_link_is_said() -> None:
+    assert "slow-pcie-link" in ids(healthy(accelerator=AcceleratorFacts(pcie_width=4, pcie_width_max=16)))
+    assert "slow-pcie-link" not in ids(healthy(accelerator=AcceleratorFacts(pcie_width=16, pcie_width_max=16)))
+
+
+def test_shared_memory_is_tight_when_all_batches_in_flight_fill_it() -> None:
+    made = tuple(replace(one, bytes=15_000_000) for one in batches(cpu=0.01))
+    docker = HostFacts(cpus=8, shm_bytes=64 * 1024**2)
+    assert "shared-memory-tight" in ids(healthy(host=docker, batches=made))
+    assert "shared-memory-tight" not in ids(healthy(host=replace(docker, shm_bytes=10**9), batches=made))
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [("2.9.1+cu128", True), ("2.8.0", False), ("2.10.0", False), (None, False)]
+)
+def test_torch_2_9_with_3d_convolutions(version: str | None, said: bool) -> None:
+    assert ("torch-2.9-conv3d" in ids(healthy(torch_version=version, convolves_3d=True))) is said
+    assert "torch-2.9-conv3d" not in ids(healthy(torch_version=version, convolves_3d=False))
+
+
+def test_the_larger_loss_is_the_verdict() -> None:
+    shape = LoaderShape(workers=2, prefetch=2, persistent=False)
+    mostly_starts = healthy(epoch_starts_s=(1.0, 9.0), wait_s=1.5, compute_s=8.4, loader=shape)
+    assert judge(mostly_starts).verdict == "epoch-start-stalls"
+    found = judge(starved(cpu=0.04, epoch_starts_s=(1.0, 0.3), loader=replace(shape, batch_size=BATCH)))
+    assert found.verdict == "too-few-workers"
+
+
+def test_our_own_runs_get_config_lines() -> None:
+    assert judge(starved(cpu=0.04, source="run")).findings[0].fix == "num_workers=8"
+
+
+def test_needs_stand_beside_what_there_is() -> None:
+    storage = StorageFacts(bytes_per_sample=100_000, cold_bytes_per_second=20e6)
+    needs = judge(starved(cpu=0.04, storage=storage, ceiling_images_per_second=1600.0)).needs
+    cpu, cold = {need.what: need for need in needs}["CPU"], {need.what: need for need in needs}["storage, cold"]
+    assert cpu.has == pytest.approx(8 / (0.04 / BATCH))
+    assert cpu.covered == pytest.approx(1.0)
+    assert cold.wants == pytest.approx(160e6)
+    assert cold.covered == pytest.approx(0.125)
+
+
+def test_every_check_says_what_why_and_an_example() -> None:
+    for check in CHECKS:
+        text = inspect.getdoc(check) or ""
+        assert all(f"{part}:" in text for part in ("What", "Why", "Example")), check.__name__
+
+
+def test_the_document_has_exactly_the_promised_keys() -> None:
+    document = judge(starved(cpu=0.04)).as_dict()
+    assert list(document) == [
+        "verdict", "wait_share", "images_per_second", "ceiling_images_per_second", "stages", "findings",
+        "what_if", "needs", "not_seen",
+    ]  # fmt: skip
+    assert set(document["needs"][0]) == {"what", "unit", "wants", "has", "how"}
+    assert set(document["stages"]["other"]) == {"wall_s", "cpu_s", "runq_s", "blocked_s"}
+    assert set(document["findings"][0]) == {"id", "message", "fix", "speedup"}
+    assert document["ceiling_images_per_second"] is None
+
+
+def test_full_cores_promise_no_more_of_workers_than_the_prediction() -> None:
+    full = starved(cpu=0.04, host=FULL)
+    assert "more workers cannot help" in judge(full).line
+    some = Prediction(
+        "workers", "num_workers 2 -> 3", Interval(1.0, 1.1, 1.2), Interval(1, 1, 1), (("num_workers", 3),)
+    )
+    assert "more workers bring 1.1x and no more" in judge(full, (some,)).line
+
+
+def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> None:
+    # One worker on two cores, and a loop whose threads use nearly all of the second one.
+    alone = starved(cpu=0.04, workers=1, host=FULL, stages=stages(decode=batches(cpu=0.04)))
+    busy = replace(alone, consumer_cpu_s=3.6)
+    few = Prediction("workers", "num_workers 1 -> 2", Interval(1.3, 1.4, 1.5), Interval(1, 1, 1), (("num_workers", 2),))
+    little = replace(few, speedup=Interval(1.0, 1.1, 1.2))
+    assert judge(busy, (few,)).verdict == "too-few-workers"
+    assert judge(busy, (little,)).verdict == "decode-bound"
+
+
+def test_a_script_that_waits_for_a_network_is_told_to_copy_where_that_brings_most() -> None:
+    away = starved(cpu=0.002, blocked=0.04, storage=StorageFacts(remote=True, kind="network", bytes_per_sample=1e5))
+    away = replace(away, stages=stages(fetch=batches(cpu=0.002, blocked=0.04)))
+    copy = Prediction("staging", "staging to local disk", Interval(3.0, 3.3, 3.6), Interval(1, 1, 1))
+    more = Prediction(
+        "workers", "num_workers 2 -> 4", Interval(1.8, 1.9, 2.0), Interval(1, 1, 1), (("num_workers", 4),)
+    )
+    assert judge(away, (copy, more)).findings[0].fix == "copy the data to a local disk first"
+    best = replace(more, speedup=Interval(3.8, 4.0, 4.2))
+    assert judge(away, (copy, best)).findings[0].fix == "DataLoader(..., num_workers=4)"

@@ -1,0 +1,148 @@
+"""The trials of a config, end to end on tiny images: everything measured, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.clock.file import observed_from
+from stoker.config import Config, config_values, load_config
+from stoker.doctor.trial_process import ceiling_trial, together_trial
+from stoker.doctor.trials import in_another_process, run_trials
+from stoker.errors import UserError
+from stoker.machine.host import fit_to_machine, read_machine
+from tests.support.tiny_training import write_config, write_images
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from stoker.config import load_config
+from stoker.machine.host import fit_to_machine
+from stoker.machine.host import read_machine
+from stoker.doctor.trials import run_trials
+config, _ = fit_to_machine(load_config(Path(sys.argv[1]), sys.argv[2:]).config, read_machine())
+run_trials(config, 300, pace_s=0.01, progress=lambda what, done, total: print(what, done, flush=True))
+"""
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("doctor")
+    return write_config(folder, write_images(folder / "data", train=20), num_workers=2, index_dir=str(folder / "index"))
+
+
+def load(path: Path, *words: str) -> Config:
+    return fit_to_machine(load_config(path, words).config, read_machine())[0]
+
+
+def job(seconds: float, **parts: Any) -> dict[str, Any]:
+    return {"seconds": seconds, "workers": 2, "cpus": 1, "pace_s": None} | parts
+
+
+def test_a_paced_consumer_shows_everything_but_the_model(config_file: Path) -> None:
+    told: list[tuple[str, float, float]] = []
+    seen = run_trials(load(config_file), 1.5, pace_s=0.02, progress=lambda *parts: told.append(parts))
+    assert seen.missing == ("the model: a consumer of 400 images/s stood in for it",)
+    assert seen.source == "trial"
+    assert seen.steps > 5
+    assert seen.elapsed_s > 0
+    assert seen.compute_s == pytest.approx(0.02 * seen.steps, rel=0.5)
+    assert seen.compute_s is not None
+    parts = seen.wait_s + seen.compute_s + (seen.other_s or 0.0)
+    assert parts == pytest.approx(seen.elapsed_s, abs=1e-3)
+    assert seen.ceiling_images_per_second == 8 / 0.02
+    assert seen.loader_images_per_second is not None
+    assert seen.loader_images_per_second > 0
+    assert seen.batches
+    assert len(seen.waits_s) == len(seen.steps_s) > 0
+    assert {"fetch", "decode"} <= seen.stages.keys()
+    assert seen.epoch_starts_s
+    assert seen.loader is not None
+    assert (seen.loader.workers, seen.loader.samples) == (2, 60)
+    assert seen.host is not None
+    assert seen.host.cpu_busy_share is not None
+    assert seen.storage is not None
+    assert seen.storage.warm_bytes_per_second is not None
+    assert seen.accelerator is None
+    assert seen.slow_samples[0].name.startswith("class")
+    assert told[0][0] == "opening the data"
+    assert {"storage", "loader alone", "loader and model together", "done"} <= {what for what, _, _ in told}
+    assert all(done <= total for _, done, total in told)
+
+
+def test_the_real_loop_runs_for_a_while_on_batches_that_are_there(config_file: Path) -> None:
+    told: list[float] = []
+    found = ceiling_trial(load(config_file), job(0.5), told.append)
+    assert found["images_per_second"] > 1
+    assert found["accelerator"] is None
+    assert told[0] == 0.0
+
+
+def test_the_real_loop_runs_for_a_while_with_its_loader(config_file: Path) -> None:
+    found = together_trial(load(config_file), job(0.5), lambda _seconds: None)
+    seen = observed_from(found["lines"], "the trial")
+    assert seen.steps >= 1
+    assert seen.compute_s is not None
+    assert seen.compute_s > 0
+    assert seen.torch_version is not None
+    assert seen.convolves_3d is False
+    assert seen.consumer_cpu_s is not None
+    assert seen.consumer_cpu_s > 0
+
+
+def test_data_that_is_not_there_is_said_at_once(config_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        run_trials(load(config_file, f"data_root={tmp_path}/nowhere"), 1.0)
+    assert caught.value.name == "data-not-found"
+
+
+def test_an_error_of_the_user_comes_back_from_the_process_as_one(config_file: Path, tmp_path: Path) -> None:
+    config = load(config_file, f"data_root={tmp_path}/nowhere")
+    with pytest.raises(UserError) as caught:
+        in_another_process({**job(1.0), "trial": "storage", "config": config_values(config)}, lambda _seconds: None)
+    assert caught.value.name == "data-not-found"
+    assert caught.value.hint
+
+
+def children_of(session: int) -> list[str]:
+    """Every process that was started below this one, by what it was started with."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if f"DOCTOR_TEST={session}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                    if state != "Z":
+                        found.append((folder / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_even_a_kill_leave_nothing(config_file: Path, ending: signal.Signals) -> None:
+    mark = os.getpid() * 100 + ending
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(config_file)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env=os.environ | {"DOCTOR_TEST": str(mark)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("storage"):
+            break
+    deadline = time.monotonic() + 20
+    while len(children_of(mark)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(ending)
+    process.wait(20)
+    deadline = time.monotonic() + 15
+    while (left := children_of(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []

@@ -1,0 +1,148 @@
+"""Predictions from observations: where they are sure, where they are silent, what they are of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stoker.clock.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime, StorageFacts
+from stoker.doctor.records import Prediction
+from stoker.doctor.simulation import model_of
+from stoker.doctor.what_if import speed_up, what_if, with_loader
+
+
+def observed(*, cpu: float, blocked: float, step: float = 0.004, workers: int = 2, cpus: int = 8) -> Observed:
+    """A loop that is fed by workers which need so much for each batch of 8."""
+    count = 200
+    every = max(step, (cpu + blocked) / workers)
+    return Observed(
+        source="script",
+        steps=count,
+        samples=8 * count,
+        elapsed_s=every * count,
+        wait_s=(every - step) * count,
+        consumer_cpu_s=0.0,
+        waits_s=(every - step,) * count,
+        steps_s=(step,) * count,
+        loader=LoaderShape(workers=workers, prefetch=2, engine="process"),
+        batches=(BatchTime(cpu + blocked, cpu, 0.0, blocked, 8, fetch_s=blocked),) * count,
+        host=HostFacts(cpus=cpus),
+    )
+
+
+def named(seen: Observed, name: str) -> Prediction:
+    return next(prediction for prediction in what_if(seen) if prediction.id == name)
+
+
+def test_workers_that_wait_are_worth_more_of_them() -> None:
+    prediction = named(observed(cpu=0.0, blocked=0.04), "workers")
+    assert prediction.label.startswith("num_workers 2 -> ")
+    assert prediction.speedup.expected == pytest.approx(5.0, rel=0.1)  # 20 ms a batch become the step's 4
+    assert prediction.speedup.low < prediction.speedup.expected < prediction.speedup.high
+    assert prediction.images_per_second.expected == pytest.approx(400 * prediction.speedup.expected, rel=0.01)
+
+
+def test_full_cores_are_worth_no_more_workers() -> None:
+    assert "workers" not in {p.id for p in what_if(observed(cpu=0.04, blocked=0.0, cpus=2))}
+
+
+def test_too_many_workers_are_worth_fewer() -> None:
+    seen = observed(cpu=0.04, blocked=0.0, workers=2, cpus=1)
+    seen = replace(seen, loader=LoaderShape(workers=8, prefetch=2, engine="process"))
+    prediction = named(seen, "workers")
+    assert dict(prediction.settings)["num_workers"] == 1
+    assert prediction.speedup.expected == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_starved_loop_gains_nothing_from_a_faster_accelerator_and_a_fed_one_much() -> None:
+    assert named(observed(cpu=0.0, blocked=0.1), "accelerator").speedup.expected == pytest.approx(1.0, abs=0.03)
+    assert named(observed(cpu=0.0, blocked=0.02, step=0.05), "accelerator").speedup.expected > 1.8
+
+
+def test_what_a_client_of_a_store_computes_is_neither_the_loops_nor_there_after_staging() -> None:
+    # Two workers wait 200 ms for a batch; threads of the same process take 60 ms of a core to get it.
+    storage = StorageFacts(remote=True, bytes_per_sample=100_000, local_bytes_per_second=1e9)
+    shape = LoaderShape(workers=2, prefetch=2, engine="thread")
+    seen = replace(observed(cpu=0.04, blocked=0.2, cpus=2), storage=storage, consumer_cpu_s=200 * 0.068, loader=shape)
+    model = model_of(seen)
+    assert model is not None
+    assert model.setup.consumer_threads == pytest.approx(2.0)
+    assert (model.batches[0].cpu_s, model.batches[0].blocked_s) == pytest.approx((0.1, 0.14))
+    assert model.fetching is not None
+    assert (model.fetching[0].cpu_s, model.fetching[0].blocked_s) == pytest.approx((0.06, 0.14))
+    # Worker processes fetch by themselves: what the training process computes is its own.
+    processes = model_of(replace(seen, loader=replace(shape, engine="process")))
+    assert processes is not None
+    assert processes.batches[0].cpu_s == pytest.approx(0.04)
+    # Of the 120 ms between two batches, 20 of computing by each of two workers are left, and the loop's own 8 of CPU.
+    assert named(seen, "staging").speedup.expected == pytest.approx(0.120 / 0.024, rel=0.15)
+
+
+def test_a_consumer_that_keeps_a_pace_computes_nothing() -> None:
+    shape = LoaderShape(workers=2, prefetch=2, engine="thread")
+    paced = replace(observed(cpu=0.04, blocked=0.2), pace_images_per_second=2000.0)
+    seen = replace(paced, consumer_cpu_s=200 * 0.003, loader=shape)
+    model = model_of(seen)
+    assert model is not None
+    assert model.steps[0].cpu_s == 0.0
+    assert model.steps[0].blocked_s == pytest.approx(0.004)
+
+
+def test_staging_brings_what_the_local_rate_says() -> None:
+    storage = StorageFacts(remote=True, bytes_per_sample=100_000, warm_bytes_per_second=100e6)
+    seen = replace(observed(cpu=0.002, blocked=0.2), storage=storage)
+    # 8 samples of 100 kB take 8 ms instead of 200; with 2 ms of computing two workers make a batch every 5 ms.
+    assert named(seen, "staging").speedup.expected == pytest.approx(0.202 / 0.010, rel=0.1)
+    assert "staging" not in {p.id for p in what_if(replace(seen, storage=replace(storage, remote=False)))}
+    unknown = replace(storage, warm_bytes_per_second=None)
+    assert "staging" not in {p.id for p in what_if(replace(seen, storage=unknown))}
+    # An object store has no page cache on this side; this host's own disk was measured instead.
+    nearby = replace(unknown, local_bytes_per_second=storage.warm_bytes_per_second)
+    assert named(replace(seen, storage=nearby), "staging") == named(seen, "staging")
+
+
+def test_packing_is_predicted_for_our_own_decoding_only() -> None:
+    stages = {"decode": StageTime(wall_s=8.0, cpu_s=8.0), "fetch": StageTime(wall_s=0.0)}
+    seen = replace(
+        observed(cpu=0.04, blocked=0.0, cpus=2), source="run", stages=stages, storage=StorageFacts(packed=False)
+    )
+    assert named(seen, "packing").speedup.expected == pytest.approx(1.5, rel=0.05)
+    for other in (replace(seen, source="script"), replace(seen, storage=StorageFacts(packed=True))):
+        assert "packing" not in {p.id for p in what_if(other)}
+
+
+def test_remote_storage_that_is_full_caps_what_workers_bring() -> None:
+    storage = StorageFacts(remote=True, bytes_per_sample=100_000, parallel_bytes_per_second=400 * 100_000 * 1.5)
+    seen = replace(observed(cpu=0.0, blocked=0.04), storage=storage)
+    assert named(seen, "workers").speedup.expected == pytest.approx(1.5, rel=0.05)
+
+
+def test_workers_that_take_turns_are_predicted_no_gain() -> None:
+    seen = observed(cpu=0.01, blocked=0.03)
+    assert {p.id for p in what_if(seen, takes_turns=True)}.isdisjoint({"workers", "prefetch"})
+
+
+@pytest.mark.parametrize("lost", ["batches", "steps_s"])
+def test_nothing_measured_nothing_predicted(lost: str) -> None:
+    assert what_if(replace(observed(cpu=0.01, blocked=0.01), **{lost: ()})) == ()
+    assert what_if(replace(observed(cpu=0.01, blocked=0.01), loader=None)) == ()
+
+
+def test_times_without_their_kind_are_not_guessed() -> None:
+    seen = observed(cpu=0.01, blocked=0.01)
+    bare = tuple(replace(batch, cpu_s=None, runq_s=None, blocked_s=None) for batch in seen.batches)
+    assert what_if(replace(seen, batches=bare)) == ()
+
+
+def test_the_interval_is_wider_where_batches_vary() -> None:
+    even = model_of(observed(cpu=0.0, blocked=0.04))
+    seen = observed(cpu=0.0, blocked=0.04)
+    varied = tuple(
+        replace(batch, blocked_s=0.4 if number % 40 == 7 else 0.02) for number, batch in enumerate(seen.batches)
+    )
+    uneven = model_of(replace(seen, batches=varied))
+    assert even is not None
+    assert uneven is not None
+    narrow, wide = (speed_up(model, with_loader(4)) for model in (even, uneven))
+    assert wide.high / wide.low > narrow.high / narrow.low

@@ -1,0 +1,68 @@
+"""What a run uses of its host: the quota that stopped it, shared memory, cores."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from stoker.machine.host import HostWatch, Throttling, read_throttling, throttled_share
+
+
+def cgroup(folder: Path, lines: str) -> Path:
+    file = folder / "cgroup"
+    file.write_text(lines)
+    return file
+
+
+def test_the_count_of_a_quota_is_read_from_version_2(tmp_path: Path) -> None:
+    own = tmp_path / "pod" / "container"
+    own.mkdir(parents=True)
+    (own / "cpu.stat").write_text("usage_usec 5\nnr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")
+    (tmp_path / "pod" / "cpu.stat").write_text("usage_usec 5\nnr_periods 50\nnr_throttled 9\nthrottled_usec 2500000\n")
+    # The limit may be set on a cgroup above.
+    assert read_throttling(tmp_path, cgroup(tmp_path, "0::/pod/container\n")) == Throttling(2.5)
+
+
+def test_the_count_of_a_quota_is_read_from_version_1(tmp_path: Path) -> None:
+    own = tmp_path / "cpu" / "docker"
+    own.mkdir(parents=True)
+    (own / "cpu.stat").write_text("nr_periods 10\nnr_throttled 4\nthrottled_time 1500000000\n")
+    assert read_throttling(tmp_path, cgroup(tmp_path, "4:memory:/x\n2:cpu,cpuacct:/docker\n")) == Throttling(1.5)
+
+
+def test_without_a_quota_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "cpu.stat").write_text("nr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")
+    assert read_throttling(tmp_path, cgroup(tmp_path, "0::/\n")) is None
+    assert throttled_share(None, None, 10.0, 2) is None
+
+
+def test_a_share_is_of_the_time_of_all_cores() -> None:
+    assert throttled_share(Throttling(1.0), Throttling(6.0), 10.0, 1) == pytest.approx(0.5)
+    assert throttled_share(Throttling(1.0), Throttling(11.0), 10.0, 2) == pytest.approx(0.5)
+
+
+def test_a_busy_core_and_used_shared_memory_are_seen() -> None:
+    watch = HostWatch()
+    path = Path(f"/dev/shm/stoker-test-{os.getpid()}")
+    before = watch.facts().shm_used_bytes
+    try:
+        path.write_bytes(bytes(8 << 20))
+        watch.look()
+    finally:
+        path.unlink()
+    end = time.thread_time() + 0.3
+    while time.thread_time() < end:
+        pass
+    facts = watch.facts()
+    assert before is not None
+    assert facts.shm_used_bytes is not None
+    # Others use it too: a little less than ours may be left of the difference.
+    assert facts.shm_used_bytes > 8 << 20
+    assert facts.cpu_busy_share is not None
+    assert 0.1 < facts.cpu_busy_share <= 1
+    assert facts.page_cache_bytes is not None
+    assert facts.ram_bytes is not None
+    assert 0 < facts.page_cache_bytes <= facts.ram_bytes

@@ -1,0 +1,121 @@
+"""Storage is measured as it is: cold is cold, what cannot be made cold is not guessed, a bad file stops nothing."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoker.data.images.opening import open_index
+from stoker.data.images.sample_index import SampleSet, all_samples
+from stoker.data.store.stores import open_store
+from stoker.machine.storage import describe_storage, drop_from_cache, measure_storage
+from tests.support.proxy import Proxy
+from tests.support.s3_server import BUCKET, S3Server
+
+
+def write_files(root: Path, count: int, size: int) -> SampleSet:
+    """Files that are on the disk, and not only on their way there."""
+    for number in range(count):
+        path = root / "train" / f"class{number % 2}" / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as stream:
+            stream.write(os.urandom(size))
+            stream.flush()
+            os.fsync(stream.fileno())
+    return all_samples(open_index(str(root), "train", index_dir=root / "index"))
+
+
+def test_a_folder_is_read_cold_and_warm_by_one_and_by_many(tmp_path: Path) -> None:
+    samples = write_files(tmp_path, 40, 50_000)
+    missing: list[str] = []
+    facts = measure_storage(open_store(samples.index.root), samples, 0.6, missing.append)
+    assert missing == []
+    assert facts.kind is not None
+    assert facts.packed is False
+    for rate in (facts.cold_bytes_per_second, facts.warm_bytes_per_second, facts.parallel_bytes_per_second):
+        assert rate is not None
+        assert rate > 50_000
+    assert facts.latency_s is not None
+    assert 0 < facts.latency_s < 1
+    assert facts.bytes_per_sample == 50_000
+    assert facts.dataset_bytes == 40 * 50_000
+
+
+def test_a_file_leaves_the_page_cache_without_root(tmp_path: Path) -> None:
+    write_files(tmp_path, 1, 400_000)
+    path = tmp_path / "train" / "class0" / "000.jpg"
+    path.read_bytes()
+    assert drop_from_cache(str(path))
+
+
+def test_what_stays_in_memory_is_not_called_cold() -> None:
+    """Files of a tmpfs are memory: nothing can put them out."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK):
+        pytest.skip("no /dev/shm")
+    root = shm / f"stoker-test-{os.getpid()}"
+    try:
+        samples = write_files(root, 12, 10_000)
+        missing: list[str] = []
+        facts = measure_storage(open_store(samples.index.root), samples, 0.2, missing.append)
+    finally:
+        for path in sorted(root.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        root.rmdir()
+    assert facts.kind == "tmpfs"
+    assert facts.remote is False
+    assert facts.cold_bytes_per_second is None
+    assert facts.warm_bytes_per_second is not None
+    assert len(missing) == 1
+    assert "page cache" in missing[0]
+
+
+def test_bad_files_are_passed_over(tmp_path: Path) -> None:
+    samples = write_files(tmp_path, 20, 5_000)
+    (tmp_path / "train" / "class0" / "000.jpg").unlink()
+    facts = measure_storage(open_store(samples.index.root), samples, 0.2)
+    assert facts.cold_bytes_per_second is not None
+
+
+def test_a_part_of_a_shard_is_dropped(tmp_path: Path) -> None:
+    page = mmap.PAGESIZE
+    path = tmp_path / "shard.tar"
+    with path.open("wb") as stream:
+        stream.write(bytes(64 * page))
+        stream.flush()
+        os.fsync(stream.fileno())
+    path.read_bytes()
+    assert drop_from_cache(str(path), 8 * page, 8 * page)
+
+
+def test_a_subset_is_described_by_its_own_bytes(tmp_path: Path) -> None:
+    """Of an index that knows sizes, as that of an object store or of shards does."""
+    index = replace(write_files(tmp_path, 4, 1000).index, sizes=np.array([1000, 2000, 3000, 4000]), folder=None)
+    some = SampleSet(index, index.classes, np.array([1, 2]), np.array([0, 1], np.int32))
+    assert describe_storage(some).dataset_bytes == 5000
+    assert describe_storage(some).bytes_per_sample == 2500
+
+
+def test_an_object_store_is_remote_and_its_latency_is_that_of_a_request(
+    s3_server: S3Server, s3_proxy: Proxy, tmp_path: Path
+) -> None:
+    for number in range(16):
+        s3_server.put(f"doctor/train/class{number % 2}/{number:02d}.jpg", os.urandom(2000))
+    samples = all_samples(open_index(f"s3://{BUCKET}/doctor", "train", index_dir=tmp_path))
+    s3_proxy.latency = 0.05
+    facts = measure_storage(open_store(samples.index.root), samples, 1.5)
+    assert facts.remote is True
+    assert facts.kind == "s3"
+    assert facts.latency_s is not None
+    assert 0.05 <= facts.latency_s < 0.5
+    assert facts.warm_bytes_per_second is None
+    assert facts.bytes_per_sample == 2000
+    assert facts.cold_bytes_per_second is not None
+    assert facts.parallel_bytes_per_second is not None
+    # Many requests at once wait side by side.
+    assert facts.parallel_bytes_per_second > 2 * facts.cold_bytes_per_second

@@ -1,0 +1,153 @@
+"""The host's budgets: every part is there, and users' own tables come out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stoker.machine.loader_memory import STATED
+from stoker.plan.host_memory import (
+    CUDA_HOST_BYTES,
+    HostShape,
+    LoaderShape,
+    open_files_budget,
+    pinned_bytes,
+    ram_budget,
+    shm_budget,
+    torch_loader_bytes,
+    torch_loader_verdict,
+)
+
+GB = 1_000_000_000
+PROCESSES = LoaderShape("process", workers=12, prefetch=3, batch=256, size=224)
+THREADS = replace(PROCESSES, engine="thread")
+BATCH_BYTES = 256 * 224 * 224 * 3
+
+
+def test_a_float_batch_of_256_is_as_large_as_users_say() -> None:
+    assert torch_loader_bytes(1, 1, 256, 224) == pytest.approx(230_000_000)
+    assert 256 * 3 * 224 * 224 * 4 == 154_140_672
+
+
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "verdict"),
+    [(12, 3, "safe"), (8, 4, "safe"), (16, 4, "risky"), (32, 8, "refused")],
+)
+def test_the_table_for_62_gb_comes_out(workers: int, prefetch: int, verdict: str) -> None:
+    assert torch_loader_verdict(workers, prefetch, 256, 224, 62 * GB) == verdict
+
+
+def test_more_memory_never_makes_a_verdict_worse_and_more_workers_never_better() -> None:
+    order = ["refused", "risky", "safe"]
+    by_memory = [order.index(torch_loader_verdict(16, 4, 256, 224, size * GB)) for size in range(8, 200, 4)]
+    assert by_memory == sorted(by_memory)
+    assert (by_memory[0], by_memory[-1]) == (0, 2)
+    by_workers = [order.index(torch_loader_verdict(workers, 4, 256, 224, 62 * GB)) for workers in range(1, 128)]
+    assert by_workers == sorted(by_workers, reverse=True)
+
+
+def test_our_batches_take_a_quarter_of_the_float_ones() -> None:
+    budget = ram_budget(HostShape(PROCESSES), limit_bytes=62 * GB)
+    assert budget.parts["batches in flight"] == (12 * 3 + 2) * BATCH_BYTES
+    assert budget.torch_loader_bytes is not None
+    assert budget.parts["batches in flight"] < budget.torch_loader_bytes / 4
+    assert budget.fits
+    assert not budget.measured
+
+
+def test_the_parts_add_up_to_the_total() -> None:
+    shape = HostShape(
+        PROCESSES, validation=THREADS, processes=4, on_gpu=True, samples=1_331_167, lookahead_bytes=256_000_000,
+        model_bytes=102_000_000, state_bytes=306_000_000,
+    )  # fmt: skip
+    budget = ram_budget(shape, limit_bytes=62 * GB)
+    assert sum(budget.parts.values()) == budget.total_bytes
+    assert budget.loader_bytes == sum(
+        budget.parts[name] for name in ("fork server", "workers", "batches in flight", "fetched ahead")
+    )
+
+
+def test_what_is_per_accelerator_is_counted_for_each_and_what_is_per_host_once() -> None:
+    one = HostShape(
+        PROCESSES, on_gpu=True, samples=1_000_000, lookahead_bytes=256_000_000, model_bytes=100, state_bytes=300
+    )
+    single, eight = (ram_budget(replace(one, processes=count)).parts for count in (1, 8))
+    for name in ("index", "checkpoint copy", "system"):
+        assert eight[name] == single[name]
+    for name in ("training process", "fork server", "workers", "batches in flight", "fetched ahead", "CUDA"):
+        assert eight[name] == 8 * single[name]
+    assert single["index"] == 42_000_000
+    assert single["CUDA"] == CUDA_HOST_BYTES
+
+
+def test_nothing_of_cuda_is_counted_without_a_gpu_but_the_step_is() -> None:
+    parts = ram_budget(HostShape(THREADS, step_bytes=5 * GB, state_bytes=GB)).parts
+    assert "CUDA" not in parts
+    assert parts["training step"] == 5 * GB
+    assert parts["checkpoint copy"] == GB
+
+
+def test_threads_have_no_fork_server_and_no_shared_memory() -> None:
+    shape = HostShape(THREADS)
+    assert "fork server" not in ram_budget(shape).parts
+    assert shm_budget(shape, 64_000_000).fits
+    assert shm_budget(shape, 64_000_000).needed == 0
+
+
+def test_a_validation_loader_takes_as_much_again_where_workers_persist() -> None:
+    alone = HostShape(PROCESSES)
+    beside = replace(alone, validation=PROCESSES)
+    first, both = ram_budget(alone).parts, ram_budget(beside).parts
+    assert both["workers"] == 2 * first["workers"]
+    assert both["batches in flight"] == 2 * first["batches in flight"]
+    assert both["fork server"] == first["fork server"]
+    assert ram_budget(replace(beside, persistent_workers=False)).parts["workers"] == first["workers"]
+    assert shm_budget(beside, None).needed == 2 * shm_budget(alone, None).needed
+
+
+def test_a_container_with_64_mb_of_shared_memory_is_refused_for_processes() -> None:
+    budget = shm_budget(HostShape(PROCESSES, processes=2), 64 * 2**20)
+    assert budget.needed == 2 * 38 * BATCH_BYTES
+    assert budget.fits is False
+
+
+def test_a_batch_that_no_host_holds_does_not_fit() -> None:
+    assert ram_budget(HostShape(replace(PROCESSES, batch=65_536)), limit_bytes=62 * GB).fits is False
+
+
+def test_what_others_use_is_taken_as_measured_or_else_stated_and_small_on_a_small_host() -> None:
+    assert ram_budget(HostShape(THREADS), os_bytes=7 * GB).parts["system"] == 7 * GB
+    assert ram_budget(HostShape(THREADS), limit_bytes=62 * GB).parts["system"] == 3 * GB
+    assert ram_budget(HostShape(THREADS), limit_bytes=4 * GB).parts["system"] == 400_000_000
+
+
+def test_a_loader_without_workers_still_holds_a_batch() -> None:
+    parts = ram_budget(HostShape(replace(THREADS, workers=0))).parts
+    assert parts["batches in flight"] == 2 * BATCH_BYTES
+    assert parts["training process"] == STATED.process + 256 * STATED.image_bytes
+
+
+def test_page_locked_memory_is_batches_and_the_checkpoint_copy_and_none_without_a_gpu() -> None:
+    shape = HostShape(PROCESSES, on_gpu=True, pinned=True, state_bytes=GB)
+    assert pinned_bytes(shape) == 38 * BATCH_BYTES + GB
+    assert pinned_bytes(replace(shape, on_gpu=False)) == 0
+    assert pinned_bytes(replace(shape, pinned=False)) == 0
+
+
+def test_open_files_grow_with_workers_and_slots() -> None:
+    few = open_files_budget(HostShape(replace(PROCESSES, workers=2)), 1024)
+    assert few.fits
+    many = open_files_budget(HostShape(replace(PROCESSES, workers=64, prefetch=32)), 1024)
+    assert many.fits is False
+    assert many.parts["slots of shared memory"] == 64 * 32 + 2
+    assert open_files_budget(HostShape(THREADS, shards=600), 1024).parts["open shards"] == 256
+    assert open_files_budget(HostShape(THREADS)).needed > 0
+
+
+def test_a_worker_that_holds_many_shards_may_need_more_files_than_the_training_process() -> None:
+    shape = HostShape(replace(PROCESSES, workers=2), shards=600)
+    budget = open_files_budget(shape, 1024)
+    assert "worker processes" not in budget.parts
+    assert budget.parts["open shards"] == 256
+    assert budget.needed > open_files_budget(replace(shape, shards=0), 1024).needed

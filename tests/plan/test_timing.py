@@ -1,0 +1,96 @@
+"""How long a job takes: the slowest part sets the pace."""
+
+from __future__ import annotations
+
+import pytest
+
+from stoker.errors import UsageError
+from stoker.plan.budget import check_counts
+from stoker.plan.records import Rate, TimeBudget
+from stoker.plan.timing import loader_rate, read_storage, time_budget, time_findings
+
+
+def budget(**rates: float) -> TimeBudget:
+    return time_budget(
+        {name: Rate(value, "made up") for name, value in rates.items()},
+        total_batch=256, samples=1_281_167, steps_per_epoch=5004, epochs=100, nodes=2, price_per_hour=1.5,
+    )  # fmt: skip
+
+
+def test_the_slowest_part_sets_the_pace_and_is_named() -> None:
+    time = budget(accelerator=1000.0, loader=250.0, storage=512.0)
+    assert (time.bound_by, time.images_per_second) == ("loader", 250.0)
+    assert time.step_s == pytest.approx(256 / 250)
+    assert time.epoch_s == pytest.approx(5004 * 256 / 250)
+    assert time.total_s == pytest.approx(100 * 5004 * 256 / 250)
+    assert time.cost == pytest.approx(time.total_s / 3600 * 1.5 * 2)
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    time = time_budget(
+        {}, total_batch=8, samples=None, steps_per_epoch=None, epochs=3, nodes=1, price_per_hour=2.0
+    )  # fmt: skip
+    assert time.images_per_second is time.bound_by is time.cost is time.total_s is None
+    assert time_findings(time, cpus=4, nodes=1, sample_bytes=1e5, dataset_bytes=None, config="x.yaml") == []
+
+
+def findings(time: TimeBudget) -> dict[str, str]:
+    found = time_findings(time, cpus=8, nodes=1, sample_bytes=100_000, dataset_bytes=1e11, config="x.yaml")
+    assert all(finding.speedup is None or finding.speedup.low <= finding.speedup.high for finding in found)
+    return {finding.id: finding.message for finding in found}
+
+
+def test_an_accelerator_that_is_the_slowest_part_needs_nothing() -> None:
+    assert list(findings(budget(accelerator=1000.0, loader=1200.0, storage=5000.0))) == ["accelerator-bound"]
+
+
+def test_too_few_cores_are_counted_and_packing_is_weighed() -> None:
+    found = findings(budget(accelerator=1000.0, loader=250.0))
+    assert set(found) == {"loader-bound", "packing-helps"}
+    assert "32 cores" in found["loader-bound"]
+
+
+def test_slow_storage_tells_when_a_copy_pays_off() -> None:
+    found = findings(budget(accelerator=1000.0, loader=2000.0, storage=200.0))
+    # A million images at 200/s take 5,000 s to copy; each epoch then saves 4,000 s of them.
+    assert "83 min and pays off after 1.2 epochs" in found["storage-bound"]
+    assert "20 MB/s" in found["storage-bound"]
+    assert "100 MB/s" in found["storage-bound"]
+
+
+def test_workers_beyond_the_cores_bring_nothing() -> None:
+    few = loader_rate(4, 8, 1, 1, 224, None).images_per_second
+    enough = loader_rate(8, 8, 1, 1, 224, None).images_per_second
+    many = loader_rate(64, 8, 1, 1, 224, None).images_per_second
+    assert few < enough == many
+    assert loader_rate(4, 8, 3, 1, 224, None).images_per_second == pytest.approx(3 * few)
+    assert 0 < loader_rate(0, 8, 1, 1, 224, None).images_per_second < few
+    assert loader_rate(4, 8, 1, 1, 448, None).images_per_second < few
+    measured = loader_rate(4, 8, 1, 1, 224, 700.0)
+    assert measured.images_per_second == 2800.0
+    assert "measured here" in measured.source
+
+
+def test_storage_is_named_or_stated() -> None:
+    assert read_storage("500MB/s").rate(100_000, 1).images_per_second == pytest.approx(5000)
+    assert read_storage("fsx").rate(120_000, 8).images_per_second == pytest.approx(2000)
+    one, four = (read_storage("s3").rate(110_000, ranks).images_per_second for ranks in (1, 4))
+    assert four == pytest.approx(4 * one)
+    assert 300 < one < 64 / 0.1
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "told"),
+    [("fxs", "unknown-storage", "fsx"), ("500/s", "storage-rate", "unit"), ("fast", "unknown-storage", "")],
+)
+def test_storage_that_nobody_knows_is_refused(word: str, name: str, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_storage(word)
+    assert caught.value.name == name
+    assert told in caught.value.seen
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 4), (1, 0, 4), (1, 1, 0), (-2, 1, 1)])
+def test_a_machine_without_anything_is_refused(counts: tuple[int, int, int]) -> None:
+    with pytest.raises(UsageError, match="leaves nothing"):
+        check_counts(*counts)

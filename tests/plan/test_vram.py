@@ -1,0 +1,119 @@
+"""The budget of an accelerator: parts that add up, a search that ends, a bound where there is no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stoker.config import Config, load_config
+from stoker.models.build import build_model
+from stoker.plan.vram import CONTEXT, PARTS, bound_without_trace, trace_vram, vram_budget
+from stoker.tasks.classify import traceable_step
+from stoker.train.optimization import build_optimizer, cross_entropy
+from stoker.train.step import TraceableStep, plain_batch
+
+MIB = 1 << 20
+
+
+def resnet18_step() -> TraceableStep:
+    step = TraceableStep(
+        build_model=lambda: build_model("resnet18", 10, channels_last=True),
+        build_optimizer=lambda model: build_optimizer(model, "sgd", 0.1),
+        loss=cross_entropy,
+        make_batch=plain_batch((3, 64, 64), memory_format=torch.channels_last),
+        batch_size=32,
+        precision="16-mixed",
+    )
+    checkpointed = dataclasses.replace(
+        step, build_model=lambda: build_model("resnet18", 10, channels_last=True, gradient_checkpointing=True)
+    )
+    return dataclasses.replace(step, checkpointed=checkpointed)
+
+
+def demo_config(**changes: object) -> Config:
+    config = load_config(Path(__file__).parents[2] / "configs/demo.yaml", ["data_root=/nowhere"]).config
+    return config.model_copy(update=changes)
+
+
+def test_the_parts_add_up_to_the_peak() -> None:
+    budget = vram_budget(resnet18_step())
+    assert set(budget.parts) == set(PARTS)
+    assert sum(budget.parts.values()) == budget.peak_bytes
+    assert min(budget.parts.values()) >= 0
+    assert budget.parts["context"] == CONTEXT
+    assert budget.fits is None
+    assert budget.largest_batch is None
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    step, limit = resnet18_step(), 900 * MIB
+    budget = vram_budget(step, 32, limit)
+    assert budget.fits
+    assert budget.largest_batch is not None
+    assert budget.largest_batch > 32
+    at_it = vram_budget(step, budget.largest_batch, limit, search=False)
+    above = vram_budget(step, budget.largest_batch + 1, limit, search=False)
+    assert at_it.fits
+    assert above.fits is False
+    assert budget.largest_batch_checkpointed is not None
+    assert budget.largest_batch_checkpointed > budget.largest_batch
+
+
+def test_where_not_even_one_sample_fits_the_largest_batch_is_none_at_all() -> None:
+    budget = vram_budget(resnet18_step(), 32, 450 * MIB)
+    assert budget.largest_batch == 0
+    assert budget.fits is False
+
+
+def test_several_gpus_hold_the_gradients_twice() -> None:
+    one, four = (vram_budget(resnet18_step(), gpus=gpus) for gpus in (1, 4))
+    parameters = 4 * sum(p.numel() for p in build_model("resnet18", 10).parameters())
+    assert four.parts["gradients"] - one.parts["gradients"] >= parameters
+
+
+def test_a_model_that_cannot_be_traced_gets_a_bound_and_a_note_with_the_operator() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = build_model("resnet18", 10)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.network(images) * (images[images > 9].numel() + 1)
+
+    plain = dataclasses.replace(resnet18_step(), precision="32", checkpointed=None)
+    budget, trace = trace_vram(dataclasses.replace(plain, build_model=Reads), 32, 2000 * MIB)
+    assert trace is None
+    assert budget.note is not None
+    assert "aten.nonzero" in budget.note
+    traced = vram_budget(plain, 32)
+    assert traced.peak_bytes < budget.peak_bytes < 2 * traced.peak_bytes
+    assert budget.largest_batch is not None
+    assert sum(budget.parts.values()) == budget.peak_bytes
+
+
+def test_a_bound_grows_with_the_batch() -> None:
+    bound = bound_without_trace(dataclasses.replace(resnet18_step(), checkpointed=None))
+    assert bound.parts(64)["activations"] == 2 * bound.parts(32)["activations"]
+    assert bound.parts(64)["parameters"] == bound.parts(32)["parameters"]
+
+
+def test_the_step_of_a_config_can_be_planned_and_nothing_fake_remains() -> None:
+    from stoker.augment.operations import IMAGENET_MEAN, IMAGENET_STD, to_float
+
+    step = traceable_step(demo_config(mixup_alpha=0.2, ema_decay=0.99), 10)
+    budget = vram_budget(step)
+    assert budget.parts["ema"] > 0
+    # The bytes of the images become floats; this step's and the last one's are held, with their soft targets.
+    size, batch = demo_config().img_size, step.batch_size
+    floats = batch * 3 * size * size * 4
+    assert budget.parts["batch"] >= 2 * floats
+    assert type(to_float(torch.zeros(1, 2, 2, 3, dtype=torch.uint8), IMAGENET_MEAN, IMAGENET_STD)) is torch.Tensor
+
+
+@pytest.mark.parametrize("change", [{"optimizer": "lamb", "loss": "bce"}, {"gradient_accumulation": 2}])
+def test_other_recipes_can_be_planned(change: dict[str, object]) -> None:
+    assert vram_budget(traceable_step(demo_config(**change), 10)).peak_bytes > CONTEXT

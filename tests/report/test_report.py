@@ -1,0 +1,355 @@
+"""report.html: what it says is what the run's files say, and a real browser shows it without a complaint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stoker.clock.observed import Observed
+from stoker.doctor.records import Diagnosis, Need
+from stoker.plan.records import Finding, Interval
+from stoker.report.document import Document, RunReader
+from stoker.report.page import LARGEST_PAGE, embedded_json, report_document, report_page
+from stoker.run.lease import Lease, is_held
+from stoker.run.metrics import JsonLines
+from tests.support.browser import Page, browser_page
+from tests.support.ready_process import wait_until
+from tests.support.recorded_run import write_lines, write_run
+
+EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
+
+
+def judged(_root: Path) -> Diagnosis:
+    observed = Observed(source="run", steps=1, samples=1, elapsed_s=1, wait_s=0, missing=("the ceiling: not measured",))
+    return Diagnosis(
+        verdict="too-few-workers",
+        line="too few workers: 30% of the time is spent waiting",
+        findings=(
+            Finding("too-few-workers", "both workers are always busy", "num_workers=6", Interval(1.2, 1.4, 1.6)),
+            Finding("slow-samples", f"one file is slow: {EVIL}"),
+        ),
+        observed=observed,
+        needs=(Need("decoding", "images/s", 900.0, 600.0, "2 cores"),),
+    )
+
+
+def unjudged(_root: Path) -> str:
+    return "a verdict: nobody was asked"
+
+
+def read(folder: Path) -> Document:
+    return RunReader(folder, unjudged).document()
+
+
+def write_page(file: Path, *runs: Document) -> str:
+    file.write_text(report_page(report_document(runs)), encoding="utf-8")
+    return file.as_uri()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser_page(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture
+def shown(page: Page, tmp_path: Path) -> Page:
+    """A run with everything that a page can show, in a window of a usual size."""
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "quarantine.jsonl", [{"sample": 1, "name": EVIL, "reason": "truncated"}])
+    write_lines(
+        folder / "predictions.jsonl",
+        [{"id": "workers", "label": "num_workers 2 -> 6", "speedup": {"low": 1.2, "expected": 1.4, "high": 1.6},
+          "measured_speedup": 1.35, "measured_images_per_second": 860.0, "error": 0.037}],
+    )  # fmt: skip
+    page.resize(1280)
+    page.dark(False)
+    page.open(write_page(tmp_path / "report.html", RunReader(folder, judged).document()))
+    return page
+
+
+def test_the_parts_of_a_step_are_those_of_the_clock(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "run"))
+    assert run["state"] == "finished"
+    assert run["parts"] == {"wait": pytest.approx(3.6), "compute": pytest.approx(7.8), "other": pytest.approx(0.6)}
+    assert run["figures"]["wait_share"] == pytest.approx(0.3)
+    assert run["figures"]["images_per_second"] == pytest.approx(640)
+    assert run["figures"]["step_ms"] == pytest.approx(100)
+    assert run["besides"] == {"validation": 6}
+    assert run["timeline"]["wait_ms"] == [pytest.approx(30)] * 12
+    assert run["timeline"]["longest_ms"] == [200] * 12
+    assert run["memory"]["process_bytes"][-1] == pytest.approx(1e9, rel=1e-4)
+    fetch, decode = run["stages"]
+    assert (fetch["name"], decode["name"]) == ("fetch", "decode")
+    assert (decode["wall_us"], decode["cpu_us"], decode["runq_us"], decode["blocked_us"]) == (1000, 500, 250, 250)
+    assert run["missing"] == ["a verdict: nobody was asked"]
+
+
+def test_work_of_the_device_during_a_wait_is_counted_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=1, lines=1)
+    lines = [json.loads(line) for line in (folder / "clock.jsonl").read_text().splitlines()]
+    lines[1] |= {"elapsed_s": 1.0, "wait_s": 0.8, "compute_s": 0.5, "other_s": 0.0}
+    write_lines(folder / "clock.jsonl", lines)
+    assert read(folder)["parts"] == {"wait": 0.8, "compute": pytest.approx(0.2), "other": 0}
+
+
+def test_a_run_without_a_clock_has_its_waits_from_the_metrics_and_says_what_is_missing(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "run", clock=False))
+    assert run["parts"] == {"wait": pytest.approx(3.6), "rest": pytest.approx(8.4)}
+    assert run["figures"]["wait_share"] == pytest.approx(0.3)
+    assert run["besides"] == {"validation": pytest.approx(6.0)}
+    assert "clock.jsonl has no line" in run["missing"][0]
+
+
+def test_intervals_without_a_clock_are_differences_of_what_is_told_since_the_epochs_start(tmp_path: Path) -> None:
+    # 10 steps of 0.1 s without a wait, then 10 of 0.2 s that wait half of it: 3 s so far, a third of them waiting.
+    folder = write_run(tmp_path / "run", epochs=1, lines=2, clock=False)
+    first, second, epoch = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    first |= {"images_per_second": 640.0, "wait_share": 0.0}
+    second |= {"images_per_second": 20 * 64 / 3.0, "wait_share": 1 / 3}
+    write_lines(folder / "metrics.jsonl", [first, second, epoch])
+    timeline = read(folder)["timeline"]
+    assert timeline["rest_ms"] == [pytest.approx(100), pytest.approx(100)]
+    assert timeline["wait_ms"] == [0, pytest.approx(100, rel=1e-3)]
+
+
+def test_what_is_broken_is_passed_over_and_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    whole = read(folder)
+    for name in ("metrics.jsonl", "clock.jsonl"):
+        with (folder / name).open("ab") as stream:
+            stream.write(
+                b'{"kind": "step", "st\xff\xfe\n[1, 2]\n\n' + b"[" * 100_000 + b'\n{"kind": "step", "step": NaN}\n'
+            )
+            stream.write(b'{"kind": "step", "step": 1e999, "steps": "many", "stages": [], "wait_s": {}}\n{"kind": "st')
+    (folder / "environment.json").write_bytes(b"\xff\xfe{")
+    (folder / "config.yaml").write_text("epochs: 3\nbatch_size: 64\nno_longer_a_key: 1\n")
+    (folder / "quarantine.jsonl").write_text('{"name": "\\ud800 half a letter", "reason": null}\n"text"\n')
+    run = read(folder)
+    assert run["figures"] == whole["figures"]
+    assert run["timeline"] == whole["timeline"]
+    assert any("metrics.jsonl: 3 lines" in text for text in run["missing"])
+    assert {"key": "no_longer_a_key", "value": 1, "default": None, "known": False} in run["config"]["changed"]
+    assert run["quarantine"]["count"] == 1
+    embedded_json(report_document([run])).encode()
+
+
+@pytest.mark.parametrize("kept", [(), ("config.yaml",), ("metrics.jsonl",), ("clock.jsonl",)])
+def test_a_folder_with_next_to_nothing_gives_a_page(tmp_path: Path, kept: tuple[str, ...]) -> None:
+    folder = write_run(tmp_path / "run")
+    for file in folder.glob("*.*"):
+        if file.name not in kept:
+            file.unlink()
+    assert "<h1" not in report_page(report_document([read(folder)]))  # the script makes it
+    assert read(folder)["missing"]
+
+
+def test_a_line_is_read_once_it_is_whole_and_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    lines: JsonLines[list[dict[str, object]]] = JsonLines(file, list)
+    assert not lines.refresh()
+    file.write_text('{"a": 1}\n{"a"')
+    assert lines.refresh()
+    assert lines.records == [{"a": 1}]
+    with file.open("a") as stream:
+        stream.write(": 2}\n")
+    assert lines.refresh()
+    assert lines.records == [{"a": 1}, {"a": 2}]
+    assert not lines.refresh()
+    (tmp_path / "other").write_text('{"b": 1}\n')
+    (tmp_path / "other").replace(file)
+    lines.refresh()
+    assert lines.records == [{"b": 1}]
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_bytes(b"x" * (9 << 20) + b'\n{"a": 1}\n')
+    lines: JsonLines[list[dict[str, object]]] = JsonLines(file, list)
+    lines.refresh()
+    assert lines.records == [{"a": 1}]
+    assert lines.broken == 1
+
+
+def test_600_epochs_with_long_names_stay_below_two_megabytes_and_a_stall_stays_visible(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=600, lines=6)
+    lines = [json.loads(line) for line in (folder / "clock.jsonl").read_text().splitlines()]
+    lines[2001]["longest_s"] = 77.0
+    write_lines(folder / "clock.jsonl", lines)
+    bad = [{"sample": n, "name": f"{n}" + "ä" * 4000, "reason": "x" * 4000} for n in range(3000)]
+    write_lines(folder / "quarantine.jsonl", bad)
+    run = read(folder)
+    assert len(run["timeline"]["step"]) <= 900
+    assert max(run["timeline"]["longest_ms"]) == 77_000
+    assert run["timeline"]["step"][-1] == 600 * 60
+    assert run["quarantine"]["count"] == 3000
+    both = report_page(report_document([run, run]))
+    assert len(both.encode()) < LARGEST_PAGE
+
+
+def test_a_run_is_running_while_its_process_holds_the_lease(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=2)
+    (folder / "config.yaml").write_text("epochs: 90\n")
+    assert read(folder)["state"] == "stopped"
+    program = "import sys, time\nfrom pathlib import Path\nfrom stoker.run.lease import Lease\n"
+    program += "Lease(Path(sys.argv[1])).acquire()\nprint('held', flush=True)\ntime.sleep(60)"
+    lease = folder / "lease.json"
+    holder = subprocess.Popen([sys.executable, "-c", program, str(lease)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert is_held(lease)
+        run = read(folder)
+        assert run["state"] == "running"
+        assert run["figures"]["left_s"] == pytest.approx(88 * 6.0)
+    finally:
+        holder.kill()
+        holder.communicate()
+    wait_until(lambda: not is_held(lease))
+    assert read(folder)["state"] == "stopped"
+    Lease(lease).acquire().release()  # looking has taken nothing
+
+
+def test_a_prediction_that_was_tried_is_told_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    guess = {"id": "workers", "label": "num_workers 2 -> 6", "speedup": {"low": 1.2, "expected": 1.4, "high": 1.6}}
+    other = guess | {"label": "num_workers 2 -> 8"}
+    write_lines(folder / "predictions.jsonl", [guess, other, guess | {"measured_speedup": 1.35, "error": 0.04}])
+    told = [(item["label"], item["measured"]) for item in read(folder)["predictions"]]
+    assert told == [("num_workers 2 -> 8", None), ("num_workers 2 -> 6", 1.35)]
+
+
+def test_secrets_that_got_into_a_file_do_not_get_into_the_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_lines(
+        folder / "quarantine.jsonl", [{"name": "s3://me:hunter22@host/a.jpg", "reason": "AKIAABCDEFGHIJKLMNOP"}]
+    )
+    page = report_page(report_document([read(folder)]))
+    assert "hunter22" not in page
+    assert "AKIAABCDEFGHIJKLMNOP" not in page
+
+
+def test_the_browser_has_nothing_to_complain_about_and_asks_nobody(shown: Page) -> None:
+    assert shown.problems == []
+    assert len(shown.requests) == 1  # the page itself
+    assert shown.evaluate("document.querySelector('h1').textContent") == "Too few workers."
+    assert shown.evaluate("document.querySelectorAll('section svg.plot').length") >= 7
+    text = shown.evaluate("document.querySelector('main').textContent")
+    for expected in (
+        "30 %", "num_workers=6", "1.4×", "num_workers 2 -> 6", "1.35×", "+3.7 %", "slow.jpg", "truncated",
+        "the ceiling", "waiting for a core", "images/s", "epoch=2-val_acc1=71.5000.ckpt",
+    ):  # fmt: skip
+        assert expected in text.replace("\u00a0", " "), expected
+
+
+def test_names_are_shown_as_they_are_and_never_run(shown: Page) -> None:
+    assert shown.evaluate("window.hacked") is None
+    assert shown.evaluate("document.images.length") == 0
+    assert shown.evaluate("document.querySelector('#quarantine code').textContent") == EVIL
+    assert EVIL in shown.evaluate("document.querySelectorAll('.what')[1].textContent")
+
+
+def test_even_a_script_that_got_in_would_not_run(page: Page, tmp_path: Path) -> None:
+    text = report_page(report_document([read(write_run(tmp_path / "run"))]))
+    file = tmp_path / "report.html"
+    file.write_text(text.replace("<main>", "<main><script>window.hacked = 1</script>"))
+    page.open(file.as_uri())
+    assert page.evaluate("window.hacked") is None
+    assert any("Content Security Policy" in problem for problem in page.problems)
+
+
+def test_hovering_tells_the_values_of_a_step(shown: Page) -> None:
+    x, y, width, height = shown.place("[data-chart=timeline-0] svg")
+    shown.mouse("mouseMoved", x + width / 2, y + height / 2)
+    shown.settle()
+    tip = shown.evaluate("document.getElementById('tip').innerText").replace("\u00a0", " ")
+    assert "waiting for data" in tip
+    assert "30 ms" in tip
+    assert "100 ms" in tip  # together
+    assert "200 ms" in tip  # the longest
+    shown.mouse("mouseMoved", 1, 1)
+    shown.settle()
+    assert shown.evaluate("document.getElementById('tip').hidden")
+
+
+def test_a_legend_switches_a_part_off_and_on(shown: Page) -> None:
+    paths = "document.querySelectorAll('[data-chart=timeline-0] path[data-series]').length"
+    button = "[data-chart=timeline-0] .legend button"
+    assert shown.evaluate(paths) == 3
+    shown.click(button)
+    assert shown.evaluate(paths) == 2
+    assert shown.evaluate(f"document.querySelector('{button}').getAttribute('aria-pressed')") == "false"
+    shown.click(button)
+    assert shown.evaluate(paths) == 3
+
+
+def test_dragging_zooms_every_chart_over_steps_and_back(shown: Page) -> None:
+    labels = "[...document.querySelectorAll('[data-chart={}] text')].map(t => t.textContent).join(' ')"
+    before = shown.evaluate(labels.format("loss"))
+    shown.drag("[data-chart=timeline-0] svg", 0.3, 0.6)
+    zoomed = shown.evaluate(labels.format("loss"))
+    assert zoomed != before
+    assert not shown.evaluate("document.querySelector('[data-chart=loss] .reset').hidden")
+    shown.click("[data-chart=timeline-0] .reset")
+    assert shown.evaluate(labels.format("loss")) == before
+    assert shown.problems == []
+
+
+def test_the_keyboard_and_a_table_give_the_same_numbers(shown: Page) -> None:
+    shown.place("[data-chart=throughput] svg")
+    shown.evaluate("document.querySelector('[data-chart=throughput] svg').focus()")
+    shown.key("ArrowRight")
+    shown.settle()
+    assert "640" in shown.evaluate("document.getElementById('tip').innerText")
+    shown.click("[data-chart=throughput] summary")
+    rows = shown.evaluate("document.querySelectorAll('[data-chart=throughput] tbody tr').length")
+    assert rows == 3
+    label = shown.evaluate("document.querySelector('[data-chart=throughput] svg').getAttribute('aria-label')")
+    assert "640" in label
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_phone_needs_no_scrolling_sideways(shown: Page, dark: bool) -> None:
+    shown.dark(dark)
+    shown.resize(375, 700, phone=True)
+    assert shown.evaluate("document.documentElement.scrollWidth") == 375
+    light = sum(shown.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)"))
+    assert (light < 200) is dark
+
+
+def test_two_runs_stand_side_by_side(page: Page, tmp_path: Path) -> None:
+    slow = read(write_run(tmp_path / "slow", num_workers=2))
+    fast = read(write_run(tmp_path / "fast", num_workers=6, faster=2.0))
+    document = report_document([slow, fast])
+    assert document["differences"]["config"] == [
+        {"key": "num_workers", "a": 2, "b": 6, "in_a": True, "in_b": True},
+    ]
+    rates = next(item for item in document["differences"]["figures"] if item["name"] == "images_per_second")
+    assert (rates["a"], rates["b"], rates["ratio"]) == (pytest.approx(640), pytest.approx(1280), pytest.approx(2))
+    for width in (1280, 375):
+        page.resize(width, phone=width < 500)
+        page.open(write_page(tmp_path / "report.html", slow, fast))
+        assert page.problems == []
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate("document.querySelector('h1').textContent") == "fast is 2× as fast as slow."
+    assert page.evaluate("document.querySelectorAll('#timeline svg').length") == 2
+    assert page.evaluate("document.querySelectorAll('[data-chart=loss] path[data-series]').length") == 2
+    # Both over one scale, so that heights can be compared.
+    ends = "[...svg.querySelectorAll('text[text-anchor=end]')].map(text => text.textContent).join()"
+    first, second = page.evaluate(f"[...document.querySelectorAll('#timeline svg')].map(svg => {ends})")
+    assert first == second
+
+
+def test_a_run_that_has_just_begun_is_shown_without_complaint(page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("epochs: 3\n")
+    page.resize(1280)
+    page.open(write_page(tmp_path / "report.html", read(folder)))
+    assert page.problems == []
+    assert "no measured steps" in page.evaluate("document.querySelector('h1').textContent")

@@ -1,0 +1,153 @@
+"""Trackers: what each writes, and that none of them can delay or stop a step."""
+
+from __future__ import annotations
+
+import csv
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.config import load_config
+from stoker.run.folder import RunFolder
+from stoker.run.metrics import MetricsFile, truncate_after
+from stoker.run.trackers import COLUMNS, Trackers, trackers_for
+
+
+class Recorder:
+    """A tracker that keeps what it gets, and that can be made to hang or to fail."""
+
+    name = "recorder"
+
+    def __init__(self, *, hangs: bool = False, fails_at: int | None = None) -> None:
+        self.steps: list[int] = []
+        self.closed = False
+        self.abandoned = threading.Event()
+        self.hangs = hangs
+        self.fails_at = fails_at
+
+    def open(self) -> None:
+        if self.hangs:
+            self.abandoned.wait(60)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if record["step"] == self.fails_at:
+            raise ValueError("the line is dead\nand this is the rest")
+        self.steps.append(record["step"])
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abandon(self) -> str | None:
+        self.abandoned.set()
+        return None
+
+
+def record(step: int) -> dict[str, Any]:
+    return {"kind": "step", "time": time.time(), "step": step, "epoch": 0, "train/loss": 1.0}
+
+
+def test_every_record_arrives_in_order_before_close_returns() -> None:
+    recorder = Recorder()
+    with Trackers([recorder]) as trackers:
+        for step in range(1000):
+            trackers.log(record(step))
+        trackers.log({"kind": "event", "time": 0, "event": "checkpoint", "step": 3})
+    assert recorder.steps == list(range(1000))
+    assert recorder.closed
+
+
+def test_a_tracker_that_hangs_delays_no_step_and_loses_the_oldest() -> None:
+    said: list[str] = []
+    recorder = Recorder(hangs=True)
+    trackers = Trackers([recorder], said.append, queued=100)
+    begin = time.monotonic()
+    for step in range(1000):
+        trackers.log(record(step))
+    assert time.monotonic() - begin < 2
+    assert trackers.dropped == {"recorder": 900}
+    recorder.abandoned.set()
+    trackers.close()
+    assert recorder.steps == list(range(900, 1000))
+    assert said == ["note: recorder was too slow and missed 900 records; metrics.jsonl has them"]
+
+
+def test_closing_a_tracker_that_hangs_ends_with_the_timeout() -> None:
+    said: list[str] = []
+    hanging, fine = Recorder(hangs=True), Recorder()
+    trackers = Trackers([hanging, fine], said.append)
+    trackers.log(record(1))
+    begin = time.monotonic()
+    trackers.close(timeout=0.5)
+    assert time.monotonic() - begin < 5
+    assert hanging.abandoned.is_set()
+    assert fine.steps == [1]
+    assert said == ["note: recorder was not finished in time, 1 records left behind; metrics.jsonl has everything"]
+
+
+def test_a_tracker_that_fails_is_said_once_and_switched_off() -> None:
+    said: list[str] = []
+    failing, fine = Recorder(fails_at=3), Recorder()
+    with Trackers([failing, fine], said.append) as trackers:
+        for step in range(10):
+            trackers.log(record(step))
+    assert failing.steps == [0, 1, 2]
+    assert fine.steps == list(range(10))
+    assert said == ["warning: recorder is switched off: the line is dead; metrics.jsonl has everything"]
+
+
+def test_the_config_says_which(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert trackers_for(load_config(None).config, folder).names == []
+    with trackers_for(load_config(None, ["csv=true", "tensorboard=true"]).config, folder) as trackers:
+        assert trackers.names == ["TensorBoard", "CSV"]
+    assert not folder.wandb_id_file.exists()
+
+
+def train(folder: RunFolder, first: int, last: int, *, resumed_at: int | None = None, loss: float = 1.0) -> None:
+    config = load_config(None, ["csv=true", "tensorboard=true"]).config
+    with (
+        MetricsFile(folder.metrics_file) as metrics,
+        trackers_for(config, folder, resumed_at=resumed_at) as trackers,
+    ):
+        for step in range(first, last + 1):
+            trackers.log(metrics.step(step, (step - 1) // 5, {"train/loss": loss, "images_per_second": 100 + step}))
+            if step % 5 == 0:
+                epoch = step // 5 - 1
+                trackers.log(metrics.epoch(step, epoch, {"val/acc1": 10.0 * step, "val/loss": None, "seconds": 2.5}))
+        trackers.close(timeout=60)
+
+
+def test_csv_has_a_row_for_each_epoch_and_survives_a_resume(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    train(folder, 1, 13)
+    header = folder.metrics_csv_file.read_text().splitlines()[0]
+    assert tuple(header.split(",")) == COLUMNS
+    truncate_after(folder.metrics_file, 7)
+    train(folder, 8, 15, resumed_at=7)
+    with folder.metrics_csv_file.open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert folder.metrics_csv_file.read_text().splitlines()[0] == header
+    assert [(row["epoch"], row["step"], row["val/acc1"], row["val/loss"]) for row in rows] == [
+        ("0", "5", "50.0", ""),
+        ("1", "10", "100.0", ""),
+        ("2", "15", "150.0", ""),
+    ]
+
+
+def test_tensorboard_reads_back_what_was_written_and_forgets_the_lost_part(tmp_path: Path) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = RunFolder(tmp_path)
+    train(folder, 1, 12, loss=1.0)
+    truncate_after(folder.metrics_file, 7)
+    train(folder, 8, 15, resumed_at=7, loss=2.0)
+    events = reading.EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses == {step: 1.0 if step <= 7 else 2.0 for step in range(1, 16)}
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 16))
+    assert [(event.step, event.value) for event in events.Scalars("val/acc1")] == [(5, 50), (10, 100), (15, 150)]
+    assert "val/loss" not in events.Tags()["scalars"]

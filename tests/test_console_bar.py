@@ -1,0 +1,59 @@
+"""The line of progress looks as the documents print it."""
+
+from __future__ import annotations
+
+import pytest
+
+from stoker.console import bar_line, clock, metric_text, rate_text
+
+
+def test_the_lines_of_the_documents() -> None:
+    assert (
+        bar_line("Epoch 0", 33, 3336, 30, 3303 / 3000, {"train/loss": 6.9, "wait_share": 0.03})
+        == "Epoch 0:   1%|▏| 33/3336 [00:30<50:00, 1.10it/s, train/loss=6.9, wait=3%]"
+    )
+    assert (
+        bar_line("Epoch 5", 501, 5004, 500, 1.0007, {"train/loss": 6.2, "val/acc1": 2.3})
+        == "Epoch 5:  10%|█| 501/5004 [08:20<1:15:00, 1.00it/s, train/loss=6.2, val/acc1=2.3%]"
+    )
+    assert (
+        bar_line("Validation", 196, 196, 135, 196 / 135)
+        == "Validation: 100%|██████████| 196/196 [02:15<00:00, 1.45it/s]"
+    )
+
+
+def test_hundred_percent_is_for_what_is_done() -> None:
+    assert bar_line("Epoch 0", 9999, 10_000, 1, 1).startswith("Epoch 0:  99%|█████████▉| ")
+
+
+def test_what_is_not_known_is_a_question_mark() -> None:
+    assert bar_line("Epoch 0", 0, 10, 0, None) == "Epoch 0:   0%|| 0/10 [00:00<?, ?it/s]"
+    assert bar_line("Epoch 0", 12, None, 61, 2.0) == "Epoch 0: 12it [01:01, 2.00it/s]"
+
+
+def test_a_terminal_without_blocks_gets_hashes() -> None:
+    line = bar_line("Epoch 0", 5, 10, 1, 1, blocks=False)
+    assert "50%|#####|" in line
+    assert line.isascii()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("train/loss", 6.2341, "6.234"),
+        ("val/acc1", 80.42, "80.4%"),
+        ("wait_share", 0.034, "3%"),
+        ("train/lr", 0.000512, "0.000512"),
+        ("images_per_second", 2911.4, "2,911"),
+        ("seconds", 61.23, "61.2 s"),
+        ("train/loss", float("nan"), "nan"),
+    ],
+)
+def test_metrics_as_people_read_them(name: str, value: float, text: str) -> None:
+    assert metric_text(name, value) == text
+
+
+def test_slow_steps_are_told_in_seconds() -> None:
+    assert rate_text(1.1) == "1.10it/s"
+    assert rate_text(1 / 18) == "18.00s/it"
+    assert clock(3599.6) == "1:00:00"

@@ -1,0 +1,112 @@
+"""Loss and accuracy over batches and ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional
+
+from stoker.train.evaluate import Accumulator
+
+
+def samples(count: int, classes: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, classes, generator=generator), torch.arange(count) % classes
+
+
+def add_in_batches(total: Accumulator, logits: torch.Tensor, labels: torch.Tensor, size: int) -> None:
+    for start in range(0, len(labels), size):
+        part = slice(start, start + size)
+        total.add(logits[part], labels[part], functional.cross_entropy(logits[part], labels[part]))
+
+
+def test_the_batch_size_does_not_matter() -> None:
+    from timm.utils import accuracy  # here, since the ranks below import this file too
+
+    logits, labels = samples(101)
+    top1, top5 = accuracy(logits, labels, topk=(1, 5))
+    for size in (1, 7, 64, 101):
+        total = Accumulator("cpu")
+        add_in_batches(total, logits, labels, size)
+        scores = total.result()
+        assert scores.samples == scores.judged == 101
+        assert scores.loss == pytest.approx(functional.cross_entropy(logits.double(), labels).item())
+        assert (scores.acc1, scores.acc5) == pytest.approx((top1.item(), top5.item()))
+
+
+def test_nothing_added_is_absent_and_not_zero() -> None:
+    scores = Accumulator("cpu").result()
+    assert (scores.loss, scores.acc1, scores.acc5, scores.samples) == (None, None, None, 0)
+
+
+def test_an_empty_batch_changes_nothing() -> None:
+    total = Accumulator("cpu")
+    total.add(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), torch.tensor(float("nan")))
+    assert total.result().loss is None
+    total.add(*samples(3), torch.tensor(2.0))
+    assert total.result().loss == 2.0
+
+
+def test_mixed_batches_count_for_the_loss_only() -> None:
+    total = Accumulator("cpu")
+    total.add_loss(torch.tensor(3.0), 10)
+    assert total.result().acc1 is None
+    total.add(torch.eye(6), torch.arange(6), torch.tensor(1.0))
+    scores = total.result()
+    assert (scores.samples, scores.judged) == (16, 6)
+    assert scores.loss == pytest.approx((30 + 6) / 16)
+    assert (scores.acc1, scores.acc5) == (100.0, 100.0)
+
+
+def test_top_five_of_three_classes_is_all_of_them() -> None:
+    total = Accumulator("cpu")
+    total.add(torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]]), torch.tensor([0, 0]), torch.tensor(1.0))
+    scores = total.result()
+    assert (scores.acc1, scores.acc5) == (50.0, 100.0)
+
+
+def test_many_small_losses_are_not_lost_in_rounding() -> None:
+    total = Accumulator("cpu")
+    total.add_loss(torch.tensor(1e9), 1)
+    for _ in range(100):
+        total.add_loss(torch.tensor(0.5), 1)
+    assert total.result().loss == (1e9 + 50) / 101
+
+
+def test_adding_keeps_no_graph() -> None:
+    logits = torch.randn(4, 5, requires_grad=True)
+    total = Accumulator("cpu")
+    total.add(logits, torch.arange(4), logits.sum())
+    assert not total._loss.requires_grad
+
+
+def _rank(rank: int, world: int, meeting: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    logits, labels = samples(101)
+    found = []
+    # A prime number of samples, unevenly; then one rank has none at all.
+    for parts in ([slice(0, 64), slice(64, 101)], [slice(0, 0), slice(0, 101)]):
+        total = Accumulator("cpu")
+        add_in_batches(total, logits[parts[rank]], labels[parts[rank]], 10)
+        found.append(asdict(total.result()))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_uneven_ranks_count_each_sample_once(tmp_path: Path) -> None:
+    spawn(_rank, (2, str(tmp_path / "meeting"), str(tmp_path)), nprocs=2)
+    alone = Accumulator("cpu")
+    alone.add(*samples(101), functional.cross_entropy(*samples(101)))
+    expected = asdict(alone.result())
+    assert expected["samples"] == 101
+    for rank in range(2):
+        for found in json.loads((tmp_path / f"{rank}.json").read_text()):
+            assert found == pytest.approx(expected)
+            assert all(found[name] == expected[name] for name in ("acc1", "acc5", "samples", "judged"))

@@ -1,0 +1,132 @@
+"""Optimizers: groups, order, and no clipping that nobody asked for."""
+
+from __future__ import annotations
+
+import timm
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stoker.train.optimization import build_optimizer, parameter_groups, set_lr
+
+NAMES = ("sgd", "adamw", "lamb")
+
+
+def small_model() -> nn.Module:
+    # No bias before the norm: its gradient is rounding noise, which Adam would blow up.
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        images, labels = torch.randn(6, 3, 8, 8, generator=generator), torch.arange(6) % 5
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_biases_and_norms_do_not_decay_unless_asked() -> None:
+    model = timm.create_model("resnet18", num_classes=3)
+    weights, others = parameter_groups(model, 0.01, decay_bias_and_norm=False)
+    assert (weights["weight_decay"], others["weight_decay"]) == (0.01, 0.0)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert all(names[parameter].endswith("weight") for parameter in weights["params"])
+    assert {names[parameter] for parameter in others["params"]} >= {"bn1.weight", "bn1.bias", "fc.bias"}
+    assert len(weights["params"]) + len(others["params"]) == len(list(model.parameters()))
+    assert [group["weight_decay"] for group in parameter_groups(model, 0.01, decay_bias_and_norm=True)] == [0.01, 0.01]
+
+
+def test_the_order_follows_names_and_not_registration() -> None:
+    def model(order: str) -> nn.Module:
+        made = nn.Module()
+        for name in order:
+            made.add_module(name, nn.Linear(ord(name) - ord("a") + 1, 2))
+        return made
+
+    shapes = [
+        [tuple(parameter.shape) for group in parameter_groups(model(order), 0.0, True) for parameter in group["params"]]
+        for order in ("abc", "cab")
+    ]
+    assert shapes[0] == shapes[1]
+    assert shapes[0][:3] == [(2, 1), (2, 2), (2, 3)]
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = small_model()
+    model[0].requires_grad_(False)  # type: ignore[operator]
+    assert sum(len(group["params"]) for group in parameter_groups(model, 0.0, True)) == 4
+
+
+def test_sgd_and_adamw_compute_what_torch_computes_plainly() -> None:
+    plain = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=False),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9), weight_decay=0.01, foreach=False),
+    }
+    for name, make in plain.items():
+        ours, theirs = small_model(), small_model()
+        train(ours, build_optimizer(ours, name, 0.1, nesterov=True, betas=(0.8, 0.9), weight_decay=0.01), 4)
+        train(theirs, make(theirs.parameters()), 4)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_lamb_does_not_clip_by_itself() -> None:
+    # The first step of LAMB is blind to the scale of the gradient, unless something clips it; the second moment is not.
+    moments = {}
+    for scale in (1.0, 1000.0):
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = build_optimizer(model, "lamb", 0.01)
+        model.weight.grad = torch.full((4, 4), scale)
+        optimizer.step()
+        assert model.weight.grad[0, 0] == scale
+        moments[scale] = optimizer.state[model.weight]["exp_avg"][0, 0].item()
+    assert round(moments[1000.0] / moments[1.0]) == 1000
+
+
+def test_lamb_skips_the_trust_ratio_where_nothing_decays() -> None:
+    model = nn.Linear(4, 4)
+    before = model.bias.detach().clone()
+    optimizer = build_optimizer(model, "lamb", 0.01, weight_decay=0.02, decay_bias_and_norm=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model.bias.detach(), before - 0.01, rtol=0, atol=1e-6)
+
+
+def test_a_saved_optimizer_goes_on_with_the_same_bits() -> None:
+    for name in NAMES:
+        whole, first, second = small_model(), small_model(), small_model()
+        train(whole, build_optimizer(whole, name, 0.01, weight_decay=0.01), 6)
+        half = build_optimizer(first, name, 0.01, weight_decay=0.01)
+        train(first, half, 3)
+        second.load_state_dict(first.state_dict())
+        resumed = build_optimizer(second, name, 0.5, weight_decay=0.01)
+        resumed.load_state_dict(half.state_dict())
+        train(second, resumed, 3, first=3)
+        assert equal(whole, second), name
+
+
+def test_set_lr_reaches_every_group_and_the_update() -> None:
+    for name in NAMES:
+        model = small_model()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer = build_optimizer(model, name, 0.1)
+        set_lr(optimizer, 0.0)
+        train(model, optimizer, 1)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), name
+
+
+def test_a_model_without_biases_is_no_special_case() -> None:
+    for name in NAMES:
+        model = nn.Linear(3, 5, bias=False)
+        before = model.weight.detach().clone()
+        optimizer = build_optimizer(model, name, 0.1, decay_bias_and_norm=False)
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        assert not torch.equal(before, model.weight)

@@ -1,0 +1,177 @@
+"""What training shows: a line in place on a terminal, plain lines elsewhere, everything in the log."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from stoker.train.progress_line import TrainLog, TrainProgress
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from stoker.train.progress_line import TrainLog
+from stoker.train.progress_line import TrainProgress
+progress = TrainProgress(TrainLog(Path(sys.argv[1])))
+progress.epoch_begins(1, 40)
+for step in range(41, 81):
+    progress.step(step, lambda: 6.9, {"wait_share": 0.03})
+    time.sleep(0.01)
+    if step == 60:
+        time.sleep(0.15)
+        progress.step(61, 6.8)
+        progress.say("W&B: offline")
+progress.validation_begins(4)
+for _ in range(4):
+    progress.validation_step()
+progress.epoch_ends({"train/loss": 6.234, "train/acc1": None, "val/acc1": 1.2, "val/acc5": 5.4})
+progress.epoch_begins(2, 1)
+progress.step(81, 6.5)
+progress.close()
+"""
+
+
+def on_a_terminal(logs: Path) -> str:
+    ours, theirs = pty.openpty()
+    parts: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 65_536):
+                parts.append(data)
+        except OSError:  # how Linux says that the other side is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(logs)], stderr=theirs, check=True, env=os.environ | {"TERM": "xterm"}
+    )
+    os.close(theirs)
+    reader.join()
+    os.close(ours)
+    return b"".join(parts).decode()
+
+
+def screen(shown: str) -> list[str]:
+    """What stands on the terminal at the end."""
+    lines = [""]
+    for part in re.split(r"(\r\n|\r|\x1b\[K)", shown):
+        if part == "\r\n":
+            lines.append("")
+        elif part not in ("", "\r", "\x1b[K"):
+            lines[-1] = part
+    return lines
+
+
+def test_a_terminal_sees_one_line_that_moves_then_the_figures(tmp_path: Path) -> None:
+    shown = on_a_terminal(tmp_path)
+    lines = screen(shown)
+    assert re.fullmatch(r"Epoch 1: 100%\|██████████\| 40/40 \[00:0\d<00:00, [\d.]+it/s.*\]", lines[1])
+    assert re.fullmatch(r"Validation: 100%\|██████████\| 4/4 \[00:00<00:00, [\d.]+it/s\]", lines[2])
+    assert lines[3:8] == ["", "Epoch 1 metrics:", "  train/loss: 6.234", "  val/acc1: 1.2%", "  val/acc5: 5.4%"]
+    assert re.fullmatch(r"Epoch 2: 100%.*, train/loss=6.5, val/acc1=1.2%\]", lines[8])
+    assert lines[9:] == [""]
+
+
+def test_a_message_stands_above_the_moving_line(tmp_path: Path) -> None:
+    shown = on_a_terminal(tmp_path)
+    assert screen(shown)[0] == "W&B: offline"
+    assert re.search(r"W&B: offline\r\nEpoch 1:  5\d%", shown)
+
+
+def test_it_is_drawn_ten_times_a_second_at_most(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    shown = on_a_terminal(tmp_path)
+    assert shown.count("Epoch 1: ") <= 10 * (time.monotonic() - begin) + 3
+
+
+def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert "\r" not in done.stderr
+    assert "\x1b" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0] == "W&B: offline"
+    assert lines[1].startswith("Epoch 1: 100%")
+    assert "  train/loss: 6.234" in lines
+
+
+def test_the_log_can_be_asked_for_the_train_steps(tmp_path: Path) -> None:
+    on_a_terminal(tmp_path)
+    (log,) = tmp_path.glob("train_*.log")
+    text = log.read_text()
+    assert "\r" not in text
+    assert "\x1b" not in text
+    steps = [line for line in text.splitlines() if "Train step" in line]
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d Train step 81  Epoch 2: 100%\|█+\| 1/1 \[.*it/s, train/loss=6.5.*\]", steps[-1]
+    )
+    assert re.search(r"^[\d-]+ [\d:]+   val/acc1: 1.2%$", text, re.MULTILINE)
+    assert "W&B: offline" in text
+
+
+def test_lines_come_by_the_clock_and_the_log_has_them_at_once(tmp_path: Path) -> None:
+    log, stream = TrainLog(tmp_path), io.StringIO()
+    progress = TrainProgress(log, stream, line_every_s=0.5)
+    progress.epoch_begins(0, 1000, done=100)
+    asked = 0
+
+    def loss() -> float:
+        nonlocal asked
+        asked += 1
+        return 1.5
+
+    for step in range(101, 111):
+        progress.step(step, loss, lambda: {"wait_share": 0.5, "train/acc1": None})
+    assert (stream.getvalue(), asked) == ("", 0)
+    time.sleep(0.55)
+    progress.step(111, loss, lambda: {"wait_share": 0.5, "train/acc1": None})
+    assert asked == 1
+    assert re.fullmatch(
+        r"Epoch 0:  11%\|█\| 111/1000 \[00:\d\d<.*it/s, train/loss=1.5, wait=50%\]\n", stream.getvalue()
+    )
+    assert "Train step 111  Epoch 0:  11%" in log.path.read_text()
+
+
+def test_the_rate_of_a_resumed_epoch_counts_only_what_was_done_now() -> None:
+    stream = io.StringIO()
+    progress = TrainProgress(None, stream, line_every_s=0)
+    progress.epoch_begins(0, 1_000_000, done=999_000)
+    time.sleep(0.1)
+    progress.step(1)
+    found = re.search(r", ([\d.]+)it/s", stream.getvalue())
+    assert found is not None
+    assert float(found[1]) < 11
+
+
+def test_a_reader_that_left_does_not_stop_training(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    log = TrainLog(tmp_path)
+    with os.fdopen(theirs, "w", closefd=False) as stream:
+        progress = TrainProgress(log, stream, line_every_s=0)
+        progress.epoch_begins(0, 2)
+        progress.step(1)
+        progress.step(2)
+        progress.epoch_ends({"train/loss": 1.0})
+        progress.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), theirs)  # what is left in the buffer goes somewhere
+    os.close(theirs)
+    assert "Train step 2" in log.path.read_text()
+
+
+def test_two_logs_of_one_second_are_two_files_without_secrets(tmp_path: Path) -> None:
+    first, second = TrainLog(tmp_path), TrainLog(tmp_path)
+    assert first.path != second.path
+    first.write("data from https://user:very-secret@host/x")
+    assert "very-secret" not in first.path.read_text()
+    first.close()
+    second.close()

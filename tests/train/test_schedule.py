@@ -1,0 +1,118 @@
+"""The learning rate is a pure function of the step."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+import pytest
+
+from stoker.train.schedule import Horizon, learning_rate, lr_warning, scaled_lr
+
+BY_EPOCH = Horizon(steps_per_epoch=7, epochs=600, warmup_epochs=5, update="epoch")
+BY_STEP = replace(BY_EPOCH, update="step")
+LAST = BY_STEP.total_steps - 1
+
+
+def of_epoch(epoch: int, horizon: Horizon = BY_EPOCH, peak: float = 0.5) -> float:
+    """The rate of an epoch, which must be that of each of its steps."""
+    rates = {
+        learning_rate(epoch * horizon.steps_per_epoch + step, horizon, peak) for step in range(horizon.steps_per_epoch)
+    }
+    assert len(rates) == 1
+    return rates.pop()
+
+
+def test_the_warmup_by_epoch_is_exact() -> None:
+    assert [of_epoch(epoch) for epoch in range(6)] == [0.005, 0.12875, 0.2525, 0.37625, 0.5, 0.5]
+
+
+def test_after_the_warmup_by_epoch_comes_the_cosine() -> None:
+    for epoch in range(5, 600):
+        assert of_epoch(epoch) == pytest.approx(0.5 * (1 + math.cos(math.pi * (epoch - 5) / 594)) / 2, abs=1e-15)
+    assert of_epoch(100) == pytest.approx(0.469, abs=5e-4)
+    assert of_epoch(300) == pytest.approx(0.253, abs=5e-4)
+    assert of_epoch(599) == 0.0
+
+
+def test_by_step_the_warmup_epochs_begin_with_the_same_rates() -> None:
+    starts = [learning_rate(epoch * 7, BY_STEP, 0.5) for epoch in range(6)]
+    assert starts == [0.005, 0.12875, 0.2525, 0.37625, 0.5, 0.5]
+    assert all(learning_rate(step, BY_STEP, 0.5) == 0.5 for step in range(4 * 7, 5 * 7 + 1))
+
+
+def test_by_step_the_rate_never_jumps() -> None:
+    rates = [learning_rate(step, BY_STEP, 0.5) for step in range(BY_STEP.total_steps)]
+    assert all(a < b for a, b in pairwise(rates[: 4 * 7 + 1]))
+    assert all(a > b for a, b in pairwise(rates[5 * 7 :]))
+    assert max(abs(a - b) for a, b in pairwise(rates)) < 0.5 / 4 / 7
+
+
+def test_by_step_the_cosine_ends_with_the_last_step_and_not_an_epoch_before() -> None:
+    assert learning_rate(LAST, BY_STEP, 0.5) == pytest.approx(0.0, abs=1e-15)
+    assert learning_rate(LAST - 1, BY_STEP, 0.5) > 0
+    assert learning_rate(LAST - 6, BY_STEP, 0.5) > learning_rate(LAST - 5, BY_STEP, 0.5) > 0
+
+
+def test_a_single_warmup_epoch_is_one_ramp() -> None:
+    horizon = Horizon(steps_per_epoch=10, epochs=3, warmup_epochs=1)
+    rates = [learning_rate(step, horizon, 1.0) for step in range(11)]
+    assert rates == pytest.approx([0.01 + 0.99 * step / 10 for step in range(11)])
+
+
+def test_without_a_warmup_the_peak_comes_first() -> None:
+    assert learning_rate(0, Horizon(steps_per_epoch=10, epochs=3), 0.3) == 0.3
+
+
+def test_the_cosine_ends_at_min_lr() -> None:
+    horizon = Horizon(steps_per_epoch=10, epochs=3, min_lr=0.01)
+    assert learning_rate(29, horizon, 0.5) == pytest.approx(0.01)
+    assert learning_rate(10_000, horizon, 0.5) == pytest.approx(0.01)
+
+
+def test_a_peak_below_min_lr_does_not_rise() -> None:
+    horizon = Horizon(steps_per_epoch=10, epochs=3, min_lr=0.01)
+    assert {learning_rate(step, horizon, 0.001) for step in range(30)} == {0.001}
+
+
+def test_a_run_of_one_step_is_trained_with_the_peak() -> None:
+    for update in ("step", "epoch"):
+        assert learning_rate(0, Horizon(steps_per_epoch=1, epochs=1, update=update), 0.1) == 0.1  # type: ignore[arg-type]
+
+
+def test_steps_reduce_every_so_many_epochs_of_the_run() -> None:
+    horizon = Horizon(steps_per_epoch=4, epochs=90, warmup_epochs=5, scheduler="step", step_epochs=30)
+    rates = [learning_rate(epoch * 4, horizon, 0.4) for epoch in (5, 29, 30, 59, 60, 89)]
+    assert rates == pytest.approx([0.4, 0.4, 0.04, 0.04, 0.004, 0.004])
+    assert learning_rate(30 * 4 - 1, horizon, 0.4) == 0.4
+
+
+def test_constant_stays_after_the_warmup() -> None:
+    horizon = Horizon(steps_per_epoch=4, epochs=9, warmup_epochs=2, scheduler="constant")
+    assert {learning_rate(step, horizon, 0.4) for step in range(8, 36)} == {0.4}
+    assert learning_rate(0, horizon, 0.4) == pytest.approx(0.004)
+
+
+def test_a_horizon_survives_a_checkpoint() -> None:
+    assert Horizon(**json.loads(json.dumps(asdict(BY_STEP)))) == BY_STEP
+
+
+def test_the_rate_scales_with_the_total_batch() -> None:
+    assert scaled_lr(0.5, 1024, 256, scale=True) == 2.0
+    assert scaled_lr(0.5, 1024, 256, scale=False) == 0.5
+    assert scaled_lr(0.75, 384, 384, scale=True) == 0.75
+
+
+def test_four_times_the_published_rate_is_said_with_numbers() -> None:
+    warning = lr_warning("sgd", scaled_lr(0.5, 4 * 256, 256, scale=True), 4 * 256)
+    assert warning is not None
+    assert all(part in warning for part in ("learning rate 2 ", "1024", "4.0 times", "so 0.5 here"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lr", "batch"), [("sgd", 0.5, 1024), ("sgd", 1.0, 1024), ("sgd", 0.1, 256), ("lamb", 8.0, 2048)]
+)
+def test_published_rates_and_other_optimizers_give_no_warning(optimizer: str, lr: float, batch: int) -> None:
+    assert lr_warning(optimizer, lr, batch) is None

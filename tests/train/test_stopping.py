@@ -1,0 +1,52 @@
+"""Signals ask; the loop answers after a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from stoker.errors import Interrupted, Preempted
+from stoker.train.launch import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_notice_is_noted_and_ends_as_preempted(number: signal.Signals) -> None:
+    stop = StopRequest()
+    before = signal.getsignal(number)
+    with stop.listening():
+        assert not stop.wanted
+        os.kill(os.getpid(), number)
+        assert stop.wanted
+    assert signal.getsignal(number) == before
+    ending = stop.ending(7, interrupted=stop.interrupted, saved=True)
+    assert isinstance(ending, Preempted)
+    assert (ending.exit_code, ending.seen) == (143, f"{number.name}: saved at step 7")
+
+
+def test_ctrl_c_once_saves_and_twice_leaves_at_once() -> None:
+    stop = StopRequest()
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        ending = stop.ending(7, interrupted=stop.interrupted, saved=True)
+        assert isinstance(ending, Interrupted)
+        assert ending.exit_code == 130
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_save_that_failed_is_not_called_saved() -> None:
+    ending = StopRequest().ending(7, interrupted=False, saved=False)
+    assert ending.seen == "another rank's signal: left at step 7, which could not be saved"
+
+
+def test_nohup_means_that_the_end_of_the_terminal_is_nothing() -> None:
+    program = (
+        "import os, signal\nfrom stoker.train.launch import StopRequest\nstop = StopRequest()\n"
+        "with stop.listening():\n    os.kill(os.getpid(), signal.SIGHUP)\n    print(stop.wanted)\n"
+    )
+    done = subprocess.run(["nohup", sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr

@@ -13,6 +13,11 @@ from typing import Any
 
 from stoker.errors import ConfigError, StokerError
 
+Say = Callable[[str], None]
+"""Takes a line for people."""
+Advance = Callable[[int, int | None], None]
+"""Takes how far a long piece of work is: done, and of how many where that is known."""
+
 # Text for people: results on stdout, everything else on stderr; reads well without colour.
 
 
@@ -157,7 +162,6 @@ def _bar(share: float, blocks: bool) -> str:
 
 # How far a long piece of work is, on stderr: a bar on a terminal, a line every few seconds elsewhere.
 
-Advance = Callable[[int, int | None], None]
 """advance(done, total): how much is done of how much; None where nobody knows how much."""
 
 LINE_EVERY_S = 5.0

@@ -17,7 +17,9 @@ from PIL import Image
 from bench.rounds import Spread, interleave, keep, ratio
 from stoker.data.draws import sample_keys
 from stoker.data.images.crops import CropRange, draw_crops
-from stoker.data.images.decoding import BadImage, Decoding, available_decoders
+from stoker.data.images.decoders import available_decoders
+from stoker.data.images.decoding import Decoding
+from stoker.data.images.headers import BadImage
 
 SIZE = 224
 LONGEST_SIDE, QUALITY = 500, 90

@@ -9,7 +9,7 @@ from timm.data import Mixup
 from timm.data import mixup as timm_mixup
 
 from stoker.augment.mixing import Mixer, Recipe, apply_mixing, cut_box, soft_targets
-from stoker.data.images.crops import Box
+from stoker.data.images.headers import Box
 
 CLASSES = 7
 

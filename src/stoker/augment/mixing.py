@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stoker.data.draws import mix
-from stoker.data.images.crops import Box
+from stoker.data.images.headers import Box
 
 MIXING = 18  # purpose of these draws; see stoker.augment.policies.POLICY
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from stoker.data.engines.making import BatchPlan
-from stoker.data.images.crops import CropRange
-from stoker.data.images.decoding import Decoding, RandomCrop, choose_decoder
+from stoker.data.images.crops import CropRange, RandomCrop
+from stoker.data.images.decoding import Decoding, choose_decoder
 from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import SampleSet, all_samples
 from stoker.data.loader import ImageLoader, LoaderOptions

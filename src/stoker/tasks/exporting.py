@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stoker.data.images.decoding import BadImage
+from stoker.data.images.headers import BadImage
 from stoker.errors import UserError
 from stoker.files import sync_folder
 from stoker.models.weights import load_weights

@@ -12,8 +12,8 @@ import numpy as np
 from stoker.config import Config
 from stoker.data.engines.making import BatchPlan
 from stoker.data.images.calibration import CalibrationResult
-from stoker.data.images.crops import CropRange
-from stoker.data.images.decoding import CentreCrop, Decoding, RandomCrop, View, choose_decoder
+from stoker.data.images.crops import CentreCrop, CropRange, RandomCrop, View
+from stoker.data.images.decoding import Decoding, choose_decoder
 from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
 from stoker.data.images.subset import Subset, choose_subset, subset_record

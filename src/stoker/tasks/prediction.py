@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from stoker.augment.pipeline import EvalPrepare
 from stoker.config import Config
-from stoker.data.images.decoding import BadImage, Decoding
+from stoker.data.images.decoding import Decoding
+from stoker.data.images.headers import BadImage
 from stoker.data.images.listing import IMAGE_SUFFIXES, shown
 from stoker.tasks.classify import colours_of
 from stoker.tasks.image_data import validation_view

@@ -10,7 +10,8 @@ import pytest
 
 from stoker.data.images import calibration
 from stoker.data.images.calibration import CalibrationResult, cache_file, choose_fastest, measure
-from stoker.data.images.decoding import Decoding, available_decoders, choose_decoder
+from stoker.data.images.decoders import available_decoders
+from stoker.data.images.decoding import Decoding, choose_decoder
 from tests.support import images
 
 CAP = 10_000_000

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
 from stoker.data.draws import sample_keys
-from stoker.data.images.crops import Box, CropRange, draw_crops, draw_flips
+from stoker.data.images.crops import CropRange, draw_crops, draw_flips
+from stoker.data.images.headers import Box
 
 DRAWS = 4000
 SHAPES = [(500, 375), (375, 500), (224, 224), (1200, 300), (90, 1000), (7, 5)]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from stoker.data.images.decoders import DECODERS
-from stoker.data.images.decoding import BadImage, Box, Decoding, available_decoders, choose_decoder, stored_box, turned
+from stoker.data.images.decoders import DECODERS, available_decoders
+from stoker.data.images.decoding import Decoding, choose_decoder, stored_box, turned
+from stoker.data.images.headers import BadImage, Box
 from stoker.errors import UserError
 from tests.support import images
 
@@ -70,6 +75,24 @@ def difference(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> float:
 
 def test_pillow_and_simplejpeg_are_always_here() -> None:
     assert {"pillow", "simplejpeg", "opencv"} <= set(HERE)
+
+
+def test_no_decoding_library_is_imported_before_it_is_used() -> None:
+    program = (
+        "import sys, stoker.data.images.decoders; "
+        "assert not {'cv2', 'simplejpeg', 'nvidia.nvimgcodec', 'stoker.data.images.turbojpeg'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_missing_or_broken_library_is_merely_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "simplejpeg.py").write_text("raise OSError('libjpeg.so.8: wrong ELF class')")
+    program = (
+        "import sys; sys.modules['cv2'] = None; from stoker.data.images.decoders import available_decoders; "
+        "found = available_decoders(); assert 'pillow' in found and not {'opencv', 'simplejpeg'} & set(found), found"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)
 
 
 @decoder_and_kind

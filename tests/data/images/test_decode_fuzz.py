@@ -10,8 +10,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from stoker.data.images.decoders import DECODERS
-from stoker.data.images.decoding import BadImage, Box, Decoding, available_decoders
+from stoker.data.images.decoders import DECODERS, available_decoders
+from stoker.data.images.decoding import Decoding
+from stoker.data.images.headers import BadImage, Box
 from tests.support import images
 
 FILES_FOR_EACH = 2500

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
-from stoker.data.images.decoders import DECODERS
-from stoker.data.images.decoding import Box, Decoding, Interpolation, available_decoders
+from stoker.data.images.decoders import DECODERS, available_decoders
+from stoker.data.images.decoding import Decoding, Interpolation
+from stoker.data.images.headers import Box
 from tests.support import images
 
 HERE = available_decoders()

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from stoker.clock.costs import BatchClock
 from stoker.data.batch import BadSample, Batch
 from stoker.data.draws import REPLACEMENT, mix, sample_keys
-from stoker.data.images.crops import draw_flips
-from stoker.data.images.decoding import BadImage, View
+from stoker.data.images.crops import View, draw_flips
+from stoker.data.images.headers import BadImage
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.order import Order, Steps
 from stoker.data.store.reader import Reader

@@ -21,7 +21,7 @@ FORMAT = 1
 MOST_FILES = 64
 # The trial decodes for about a second; this is for a library that hangs.
 TRIAL_TIMEOUT_S = 60.0
-TRIAL = (sys.executable, "-m", "stoker.data.images.decoders.trial")
+TRIAL = (sys.executable, "-m", "stoker.data.images.decoder_trial")
 _PACKAGES = ("simplejpeg", "opencv-python-headless", "nvidia-nvimgcodec-cu13", "pillow", "turbojpeg", "numpy")
 
 

@@ -1,34 +1,80 @@
-"""Random crops and flips, drawn for a whole batch at once from the samples' keys.
+"""How a sample becomes a square of pixels: a random crop for training, a centred one for validation.
 
-The distribution is torchvision's RandomResizedCrop: up to ten tries of a uniform area and a log-uniform
-aspect; where none fits, the largest centred crop within the bounds.
+Crops and flips are drawn for a whole batch at once from the samples' keys. The distribution is torchvision's
+RandomResizedCrop: up to ten tries of a uniform area and a log-uniform aspect; if none fits, the largest centred crop
+within the bounds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.draws import CROP, FLIP, Keys, uniforms
+from stoker.data.images.decoding import Decoding, Interpolation
+from stoker.data.images.headers import Box
 
 TRIES = 10
 
 
-class Box(NamedTuple):
-    """A rectangle of an image in pixels, in the orientation in which a person sees it."""
+class View(Protocol):
+    """Turns a sample's bytes into its slot of the batch."""
 
-    top: int
-    left: int
-    height: int
-    width: int
+    @property
+    def size(self) -> int: ...
+
+    def draw(self, keys: Keys) -> Any:
+        """The random part for the samples with these keys."""
+
+    def decode(self, data: Any, draws: Any, slot: int, out: NDArray[np.uint8]) -> None:
+        """Decodes one sample of the batch into its slot; raises BadImage."""
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """A random resized crop."""
+
+    size: int
+    bounds: CropRange
+    decoding: Decoding
+    faithful: bool = False
+    interpolation: Interpolation = "bilinear"
+
+    def draw(self, keys: Keys) -> CropDraws:
+        return draw_crops(keys, self.bounds)
+
+    def decode(self, data: Any, draws: CropDraws, slot: int, out: NDArray[np.uint8]) -> None:
+        header = self.decoding.read_header(data)
+        box = draws.box(slot, header.width, header.height)
+        if self.faithful:
+            self.decoding.faithful_crop_into(data, header, box, out, self.interpolation)
+        else:
+            self.decoding.fast_crop_into(data, header, box, out)
+
+
+@dataclass(frozen=True)
+class CentreCrop:
+    """The shorter side resized and the middle kept, as torchvision does."""
+
+    size: int
+    resize: int
+    decoding: Decoding
+    interpolation: Interpolation = "bicubic"
+
+    def draw(self, keys: Keys) -> None:  # noqa: ARG002 - nothing about validation is random
+        return None
+
+    def decode(self, data: Any, draws: None, slot: int, out: NDArray[np.uint8]) -> None:  # noqa: ARG002
+        header = self.decoding.read_header(data)
+        self.decoding.faithful_centre_into(data, header, self.resize, out, self.interpolation)
 
 
 @dataclass(frozen=True)
 class CropRange:
-    """How large and how oblong a random crop may be."""
+    """The area and aspect that a random crop may have."""
 
     scale: tuple[float, float] = (0.08, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
@@ -46,14 +92,14 @@ class CropDraws:
     """Where between the borders the crop lies, (samples, 2)."""
     bounds: CropRange
 
-    def box(self, sample: int, width: int, height: int) -> Box:
-        """The crop of one sample of the batch, now that its size is known."""
+    def box(self, slot: int, width: int, height: int) -> Box:
+        """The crop of one sample of the batch, once its size is known."""
         # Plain floats: for ten numbers numpy's overhead would be several times the arithmetic.
-        for area_share, aspect in zip(self.area[sample].tolist(), self.aspect[sample].tolist(), strict=True):
+        for area_share, aspect in zip(self.area[slot].tolist(), self.aspect[slot].tolist(), strict=True):
             area = area_share * width * height
             crop_width, crop_height = round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
             if 0 < crop_width <= width and 0 < crop_height <= height:
-                down, right = self.place[sample].tolist()
+                down, right = self.place[slot].tolist()
                 top, left = int(down * (height - crop_height + 1)), int(right * (width - crop_width + 1))
                 return Box(top, left, crop_height, crop_width)
         return _largest_centred(width, height, self.bounds.aspect)
@@ -73,7 +119,7 @@ def draw_crops(keys: Keys, bounds: CropRange) -> CropDraws:
 
 
 def draw_flips(keys: Keys, probability: float) -> NDArray[np.bool_]:
-    """Which samples are mirrored; the device does it."""
+    """Which samples the device should mirror."""
     return uniforms(keys, FLIP, 1)[:, 0] < probability
 
 
@@ -84,6 +130,6 @@ def _largest_centred(width: int, height: int, aspect: tuple[float, float]) -> Bo
         crop_height = round(width / aspect[0])
     elif ratio > aspect[1]:
         crop_width = round(height * aspect[1])
-    # Bounds that no image of this size can keep would round to nothing.
+    # With bounds that no image of this size can meet, a side would round to zero.
     crop_width, crop_height = max(1, crop_width), max(1, crop_height)
     return Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)

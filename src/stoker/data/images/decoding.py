@@ -1,32 +1,153 @@
-"""From a file's bytes to a crop of it in its slot of the batch: fast for training, faithful for validation."""
+"""From a file's bytes to a crop in its slot of the batch: fast for training, faithful to torchvision for validation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from stoker.data.draws import Keys
-from stoker.data.images import calibration, decoders
-from stoker.data.images.crops import Box, CropDraws, CropRange, draw_crops
-from stoker.data.images.decoders import pillow_
-from stoker.data.images.headers import BadImage, Bytes, ImageHeader, read_header
+from stoker.data.images.decoders import PILLOW, Refused, available_decoders, load_decoder
+from stoker.data.images.headers import Box, Bytes, ImageHeader, read_header
 from stoker.errors import UserError
 
-# EXIF orientation: from the image as a person sees it to the one that is stored, and back.
+if TYPE_CHECKING:
+    from stoker.data.images.calibration import CalibrationResult
 
-# seen = stored, transposed for 5..8, then mirrored left-right and top-bottom.
+Interpolation = Literal["bilinear", "bicubic"]
+Slot = NDArray[np.uint8]
+MAX_PIXELS = 178_956_970
+"""The same limit as Pillow's."""
+END_OF_IMAGE = b"\xff\xd9"
+# How much smaller a JPEG can be decoded with its colours in place. At an eighth, 4:2:2 and 4:4:0 were 5 grey levels off
+# on a smooth picture, and 4:1:1 at any scale.
+LARGEST_REDUCTION = {"444": 8, "420": 8, "grey": 8, "422": 4, "440": 4}
+RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+# Above this ratio of all resized pixels to those that the crop keeps, only those of the crop are made, which may
+# differ by a few levels (the test allows 20): a strip of 100 000 x 1 pixels would otherwise become one of
+# 25 600 000 x 256.
+_MOST_WASTE = 32
+# EXIF orientation: seen = stored, transposed for 5..8, then mirrored left-right and top-bottom.
 _MIRRORED = frozenset({2, 3, 6, 7})
 _UPSIDE_DOWN = frozenset({3, 4, 7, 8})
+# Each worker has its own core: threads of OpenCV would only compete with it.
+cv2.setNumThreads(0)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How images are decoded; threads and processes may share one."""
+
+    decoder: str = "pillow"
+    """The library that decodes JPEGs; Pillow decodes what it refuses, and every other kind."""
+    max_pixels: int = MAX_PIXELS
+    """An image with more pixels is refused as a decompression bomb."""
+
+    def read_header(self, data: Bytes) -> ImageHeader:
+        """Kind, size and orientation; raises BadImage."""
+        return read_header(data, self.max_pixels)
+
+    def fast_crop_into(self, data: Bytes, header: ImageHeader, box: Box, out: Slot) -> None:
+        """Fills `out` with the box; raises BadImage. Decodes no more than the box needs, and does not antialias below a
+        reduction of two."""
+        _check_slot(out)
+        rows, columns = stored_shape(header.orientation, out.shape[0], out.shape[1])
+        inner = stored_box(header.orientation, header.width, header.height, box)
+        largest = LARGEST_REDUCTION.get(header.jpeg.subsampling, 1) if header.jpeg is not None else 1
+        pixels = self._region(data, header, inner, min(_reduction(inner, rows, columns), largest))
+        if header.orientation == 1:
+            _resize(pixels, out)
+        else:
+            small = np.empty((rows, columns, 3), np.uint8)
+            _resize(pixels, small)
+            np.copyto(out, turned(small, header.orientation))
+
+    def faithful_crop_into(
+        self, data: Bytes, header: ImageHeader, box: Box, out: Slot, interpolation: Interpolation
+    ) -> None:
+        """Fills `out` with the box as torchvision's resized_crop does on a Pillow image; raises BadImage."""
+        _check_slot(out)
+        inner = stored_box(header.orientation, header.width, header.height, box)
+        pixels = self._region(data, header, inner, 1)
+        resize_into(turned(pixels, header.orientation), out, interpolation)
+
+    def faithful_centre_into(
+        self, data: Bytes, header: ImageHeader, resize: int, out: Slot, interpolation: Interpolation
+    ) -> None:
+        """Fills `out` as torchvision's Resize and CenterCrop do on a Pillow image; raises BadImage."""
+        _check_slot(out)
+        pixels = self._region(data, header, Box(0, 0, header.stored_height, header.stored_width), 1)
+        centre_into(turned(pixels, header.orientation), resize, out, interpolation)
+
+    def _region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> Slot:
+        """The pixels of a box of the stored image; Pillow decides about what the decoder refuses."""
+        if header.jpeg is not None and self.decoder != "pillow" and _has_end(data):
+            try:
+                return load_decoder(self.decoder).region(data, header, box, scale)
+            except Refused:
+                pass
+        return PILLOW.region(data, header, box, scale)
+
+
+def choose_decoder(
+    wanted: str, sample_files: Callable[[], list[bytes]], size: int, *, max_pixels: int = MAX_PIXELS
+) -> tuple[Decoding, CalibrationResult | None]:
+    """The decoder of that name; for 'auto' the fastest on these files at this crop size, with the measurements."""
+    available = list(available_decoders())
+    if wanted == "auto":
+        from stoker.data.images import calibration  # imported here because it measures this module
+
+        result = calibration.choose_fastest(available, sample_files(), size, max_pixels)
+        return Decoding(result.choice, max_pixels), result
+    if wanted not in available:
+        raise UserError(
+            "decoder-missing",
+            f"decoder: {wanted} is not installed, or does not work on this machine",
+            why=f"available decoders: {', '.join(available)}",
+            hint="decoder=auto picks the fastest of these",
+        )
+    return Decoding(wanted, max_pixels), None
+
+
+def _has_end(data: Bytes) -> bool:
+    """Whether a JPEG has its end marker. A truncated one lacks it, even if the crop lies above the cut."""
+    if bytes(data[-2:]) == END_OF_IMAGE:
+        return True
+    return bytes(data[-4096:]).rstrip(b"\0").endswith(END_OF_IMAGE)
+
+
+def _check_slot(out: Slot) -> None:
+    # OpenCV silently writes elsewhere if its destination does not fit.
+    assert out.dtype == np.uint8, out.dtype
+    assert out.ndim == 3, out.shape
+    assert out.shape[2] == 3, out.shape
+    assert out.flags.c_contiguous, out.strides
+
+
+def _reduction(box: Box, rows: int, columns: int) -> int:
+    """How many times smaller a box may be decoded and still have the wanted rows and columns.
+
+    Only halves, quarters and eighths: the other scales of a JPEG's blocks are slower than full size."""
+    surplus = min(box.height / rows, box.width / columns)
+    return 1 if surplus < 2 else 2 if surplus < 4 else 4 if surplus < 8 else 8
+
+
+def _resize(pixels: Any, out: Slot) -> None:
+    """Linear; what is at least twice too large is averaged first, as a scaled decoding would have done."""
+    rows, columns = out.shape[:2]
+    surplus = _reduction(Box(0, 0, pixels.shape[0], pixels.shape[1]), rows, columns)
+    if surplus > 1:
+        smaller = (pixels.shape[1] // surplus, pixels.shape[0] // surplus)
+        pixels = cv2.resize(pixels, smaller, interpolation=cv2.INTER_AREA)
+    cv2.resize(pixels, (columns, rows), dst=out, interpolation=cv2.INTER_LINEAR)
 
 
 def stored_box(orientation: int, width: int, height: int, box: Box) -> Box:
-    """Where a box of an image that a person sees as width x height lies in the stored one."""
+    """Where a box of an image that is seen as width x height lies in the stored image."""
     assert 0 <= box.top < box.top + box.height <= height, (box, width, height)
     assert 0 <= box.left < box.left + box.width <= width, (box, width, height)
     if orientation == 1:
@@ -39,46 +160,32 @@ def stored_box(orientation: int, width: int, height: int, box: Box) -> Box:
 
 
 def stored_shape(orientation: int, rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns before turning of what has these rows and columns after it."""
+    """Rows and columns in the stored image of what is seen with these rows and columns."""
     return (columns, rows) if orientation >= 5 else (rows, columns)
 
 
-def turned(stored: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """The stored pixels as a person sees them, as a view."""
+def turned(stored: Slot, orientation: int) -> Slot:
+    """A view of the stored pixels as a person sees them."""
     seen = stored.transpose(1, 0, 2) if orientation >= 5 else stored
     return seen[:: -1 if orientation in _UPSIDE_DOWN else 1, :: -1 if orientation in _MIRRORED else 1]
 
 
-def turn_into(stored: NDArray[np.uint8], orientation: int, out: NDArray[np.uint8]) -> None:
-    """Writes the stored pixels as a person sees them."""
-    np.copyto(out, turned(stored, orientation))
+# Faithful resizing is Pillow's, as in torchvision's transforms of Pillow images, so that not one grey level differs.
+# torch's antialiased resize of uint8 takes half the time (480 against 870 µs for crops of ImageNet), but was off by two
+# levels in one of 650 bilinear crops that were tried, and by up to 20 in bicubic ones: probably because these overshoot
+# and are clipped between the passes over rows and columns, which Pillow 13 takes in the cheaper order and torch in a
+# fixed one. For the same reason an image is turned by its EXIF orientation before it is resized, not after.
 
 
-# Resizing as torchvision does it on Pillow images: by Pillow, so that not one grey level differs.
-#
-# torch's antialiased resize of uint8 takes half the time (480 against 870 µs for crops of ImageNet), but was off by
-# two levels in one of 650 bilinear crops that were tried, and by up to 20 in bicubic ones: probably because these
-# overshoot and are clipped between the passes over rows and columns, which Pillow 13 takes in the cheaper order and
-# torch
-# in a fixed one. So an image is turned by its EXIF orientation before it is resized, not after.
-
-Pixels = NDArray[np.uint8]
-RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-# Above this ratio of all resized pixels to those that the crop keeps, only those of the crop are made, which may
-# differ by a few levels (the test allows 20): a strip of 100 000 x 1 pixels would otherwise become one of
-# 25 600 000 x 256.
-_MOST_WASTE = 32
-
-
-def resize_into(pixels: Pixels, out: Pixels, interpolation: str) -> None:
+def resize_into(pixels: Slot, out: Slot, interpolation: str) -> None:
     """Fills `out` with all of `pixels`, antialiased."""
     size = (out.shape[1], out.shape[0])
     np.copyto(out, np.asarray(Image.fromarray(pixels).resize(size, RESAMPLING[interpolation])))
 
 
-def centre_into(pixels: Pixels, resize: int, out: Pixels, interpolation: str) -> None:
-    """Fills `out` with the middle of `pixels` after their shorter side was resized; black around it where the
-    image is smaller than `out`."""
+def centre_into(pixels: Slot, resize: int, out: Slot, interpolation: str) -> None:
+    """Fills `out` with the middle of `pixels` after resizing their shorter side, with a black border if the result is
+    smaller than `out`."""
     width, height = resized_size(pixels.shape[1], pixels.shape[0], resize)
     (top, above), (left, beside) = _middle(height, out.shape[0]), _middle(width, out.shape[1])
     kept = Box(top, left, min(height, out.shape[0]), min(width, out.shape[1]))
@@ -101,14 +208,14 @@ def resized_size(width: int, height: int, resize: int) -> tuple[int, int]:
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:
-    """Where the crop begins in the image, and the image in the crop, by torchvision's rounding."""
+    """Where the crop begins in the image, and the image in the crop, rounded as in torchvision."""
     if length >= wanted:
         return round((length - wanted) / 2.0), 0  # Python's round: halves go to the even number
     return 0, (wanted - length) // 2
 
 
 def _resize_part(image: Image.Image, width: int, height: int, kept: Box, method: Image.Resampling) -> Image.Image:
-    """The kept box of the image as it would be at width x height, without making the rest."""
+    """The kept box of the image resized to width x height, without making the rest."""
     across, down = image.width / width, image.height / height
     edges = (
         kept.left * across,
@@ -117,186 +224,3 @@ def _resize_part(image: Image.Image, width: int, height: int, kept: Box, method:
         min((kept.top + kept.height) * down, image.height),
     )
     return image.resize((kept.width, kept.height), method, box=edges)
-
-
-# From a file's bytes to a crop of it in its slot of the batch: fast for training, faithful for validation.
-
-__all__ = ["BadImage", "Box", "Decoding", "ImageHeader", "Interpolation", "available_decoders", "choose_decoder"]
-
-Interpolation = Literal["bilinear", "bicubic"]
-Slot = NDArray[np.uint8]
-MAX_PIXELS = 178_956_970
-"""The limit that Pillow has too."""
-END_OF_IMAGE = b"\xff\xd9"
-# How much smaller a JPEG can be decoded with its colours in place. At an eighth those of 4:2:2 and
-# 4:4:0 were 5 grey levels off on a smooth picture, those of 4:1:1 at any scale.
-LARGEST_REDUCTION = {"444": 8, "420": 8, "grey": 8, "422": 4, "440": 4}
-# Each worker has a core of its own: threads of OpenCV's would only fight over them.
-cv2.setNumThreads(0)
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How images are decoded; every thread and process may use the same one."""
-
-    decoder: str = "pillow"
-    """Which library decodes JPEGs; what it refuses, and every other kind, Pillow decodes."""
-    max_pixels: int = MAX_PIXELS
-    """An image with more pixels is taken for a decompression bomb."""
-
-    def read_header(self, data: Bytes) -> ImageHeader:
-        """Kind, size and orientation, by the bytes; raises BadImage."""
-        return read_header(data, self.max_pixels)
-
-    def fast_crop_into(self, data: Bytes, header: ImageHeader, box: Box, out: Slot) -> None:
-        """Fills `out` with the box: no more is decoded than it needs, and there is no antialiasing for a
-        reduction of less than two. Raises BadImage."""
-        _check_slot(out)
-        rows, columns = stored_shape(header.orientation, out.shape[0], out.shape[1])
-        inner = stored_box(header.orientation, header.width, header.height, box)
-        largest = LARGEST_REDUCTION.get(header.jpeg.subsampling, 1) if header.jpeg is not None else 1
-        pixels = self._region(data, header, inner, min(_reduction(inner, rows, columns), largest))
-        if header.orientation == 1:
-            _resize(pixels, out)
-        else:
-            small = np.empty((rows, columns, 3), np.uint8)
-            _resize(pixels, small)
-            turn_into(small, header.orientation, out)
-
-    def faithful_crop_into(
-        self, data: Bytes, header: ImageHeader, box: Box, out: Slot, interpolation: Interpolation
-    ) -> None:
-        """Fills `out` with the box as torchvision's resized_crop does on a Pillow image; raises BadImage."""
-        _check_slot(out)
-        inner = stored_box(header.orientation, header.width, header.height, box)
-        pixels = self._region(data, header, inner, 1)
-        resize_into(turned(pixels, header.orientation), out, interpolation)
-
-    def faithful_centre_into(
-        self, data: Bytes, header: ImageHeader, resize: int, out: Slot, interpolation: Interpolation
-    ) -> None:
-        """Fills `out` as torchvision's Resize and CenterCrop do on a Pillow image; raises BadImage."""
-        _check_slot(out)
-        pixels = self._region(data, header, Box(0, 0, header.stored_height, header.stored_width), 1)
-        centre_into(turned(pixels, header.orientation), resize, out, interpolation)
-
-    def _region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> Slot:
-        """The pixels of a box of the stored image; about what the decoder refuses, Pillow decides."""
-        if header.jpeg is not None and self.decoder != "pillow" and _ends_whole(data):
-            try:
-                return decoders.load_decoder(self.decoder).region(data, header, box, scale)
-            except decoders.Refused:
-                pass
-        return pillow_.region(data, header, box, scale)
-
-
-def available_decoders() -> list[str]:
-    """The decoders that work here; Pillow always does."""
-    return list(decoders.available_decoders())
-
-
-def choose_decoder(
-    wanted: str, sample_files: Callable[[], list[bytes]], size: int, *, max_pixels: int = MAX_PIXELS
-) -> tuple[Decoding, calibration.CalibrationResult | None]:
-    """The decoder of that name, or for 'auto' the one that is fastest on these files at this size of crops,
-    with what was measured."""
-    available = available_decoders()
-    if wanted == "auto":
-        result = calibration.choose_fastest(available, sample_files(), size, max_pixels)
-        return Decoding(result.choice, max_pixels), result
-    if wanted not in available:
-        raise UserError(
-            "decoder-missing",
-            f"decoder: {wanted} is not installed or does not work here",
-            why=f"what works here: {', '.join(available)}",
-            hint="decoder=auto takes the fastest of these",
-        )
-    return Decoding(wanted, max_pixels), None
-
-
-def _ends_whole(data: Bytes) -> bool:
-    """Whether a JPEG ends where JPEGs end. A truncated one does not, even where the crop lies above the cut."""
-    if bytes(data[-2:]) == END_OF_IMAGE:
-        return True
-    return bytes(data[-4096:]).rstrip(b"\0").endswith(END_OF_IMAGE)
-
-
-def _check_slot(out: Slot) -> None:
-    # OpenCV silently writes elsewhere when its destination does not fit.
-    assert out.dtype == np.uint8, out.dtype
-    assert out.ndim == 3, out.shape
-    assert out.shape[2] == 3, out.shape
-    assert out.flags.c_contiguous, out.strides
-
-
-def _reduction(box: Box, rows: int, columns: int) -> int:
-    """How much smaller a box may be decoded and still have the rows and columns that are wanted.
-
-    Only halves, quarters and eighths: the other scales of a JPEG's blocks are slower than the full one."""
-    surplus = min(box.height / rows, box.width / columns)
-    return 1 if surplus < 2 else 2 if surplus < 4 else 4 if surplus < 8 else 8
-
-
-def _resize(pixels: Any, out: Slot) -> None:
-    """Linear; what came twice too large or more is averaged first, as a scaled decoding would have done."""
-    rows, columns = out.shape[:2]
-    surplus = _reduction(Box(0, 0, pixels.shape[0], pixels.shape[1]), rows, columns)
-    if surplus > 1:
-        smaller = (pixels.shape[1] // surplus, pixels.shape[0] // surplus)
-        pixels = cv2.resize(pixels, smaller, interpolation=cv2.INTER_AREA)
-    cv2.resize(pixels, (columns, rows), dst=out, interpolation=cv2.INTER_LINEAR)
-
-
-# How a sample becomes a square of pixels: a random crop for training, a centred one for validation.
-
-
-class View(Protocol):
-    """Turns bytes into a slot of a batch."""
-
-    @property
-    def size(self) -> int: ...
-
-    def draw(self, keys: Keys) -> Any:
-        """What is random about the samples with these keys."""
-
-    def decode(self, data: Any, draws: Any, slot: int, out: NDArray[np.uint8]) -> None:
-        """Decodes one sample of the batch into its slot; raises BadImage."""
-
-
-@dataclass(frozen=True)
-class RandomCrop:
-    """A random resized crop."""
-
-    size: int
-    bounds: CropRange
-    decoding: Decoding
-    faithful: bool = False
-    interpolation: Interpolation = "bilinear"
-
-    def draw(self, keys: Keys) -> CropDraws:
-        return draw_crops(keys, self.bounds)
-
-    def decode(self, data: Any, draws: CropDraws, slot: int, out: NDArray[np.uint8]) -> None:
-        header = self.decoding.read_header(data)
-        box = draws.box(slot, header.width, header.height)
-        if self.faithful:
-            self.decoding.faithful_crop_into(data, header, box, out, self.interpolation)
-        else:
-            self.decoding.fast_crop_into(data, header, box, out)
-
-
-@dataclass(frozen=True)
-class CentreCrop:
-    """The shorter side resized, the middle kept: as torchvision does it."""
-
-    size: int
-    resize: int
-    decoding: Decoding
-    interpolation: Interpolation = "bicubic"
-
-    def draw(self, keys: Keys) -> None:  # noqa: ARG002 - nothing about validation is random
-        return None
-
-    def decode(self, data: Any, draws: None, slot: int, out: NDArray[np.uint8]) -> None:  # noqa: ARG002
-        header = self.decoding.read_header(data)
-        self.decoding.faithful_centre_into(data, header, self.resize, out, self.interpolation)

@@ -1,4 +1,9 @@
-"""What an image file says about itself, read from its first bytes: never from its name, never by decoding."""
+"""The kind, size and orientation of an image file, read from its bytes: never from its name, never by decoding.
+
+JPEG is parsed here because it is the hot path and decoders need its layout. PNG and WebP are parsed here because Pillow
+does more than read their headers when it opens them: it inflates a PNG's text and colour profile, looks for a late EXIF
+chunk by decoding all pixels, and reserves a WebP's whole canvas (1.1 GB for 12000x12000) before any limit of ours.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,29 @@ import io
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 Bytes = Any
 """bytes, bytearray or a contiguous memoryview."""
 
+# Opened by class, not by Image.open: no other of Pillow's fifty formats is ever tried on hostile bytes, and Pillow's
+# own limit on pixels, a global variable, does not apply (only in GIF, WebP and TIFF, above 178 million).
+PILLOW_CLASSES: dict[str, type[ImageFile]] = {
+    "jpeg": JpegImageFile,
+    "png": PngImageFile,
+    "webp": WebPImageFile,
+    "gif": GifImageFile,
+    "bmp": BmpImageFile,
+    "tiff": TiffImageFile,
+}
 _ORIENTATION_TAG = 0x0112
 _SUBSAMPLING = {(1, 1): "444", (2, 1): "422", (2, 2): "420", (1, 2): "440", (4, 1): "411"}
 # Start-of-frame markers: Huffman-coded baseline, extended and progressive; the other kinds hardly exist.
@@ -21,36 +44,45 @@ _STANDALONE = frozenset({0x01, *range(0xD0, 0xD8)})
 
 
 class BadImage(Exception):
-    """One sample cannot be decoded; `reason` is for people."""
+    """A sample cannot be decoded; `reason` says why, for people."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
 
 
+class Box(NamedTuple):
+    """A rectangle in pixels: of the image as a person sees it, unless said otherwise."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
 @dataclass(frozen=True, slots=True)
 class JpegLayout:
-    """What a decoder must know of a JPEG before it takes it on."""
+    """What a decoder must know about a JPEG before it decodes a region."""
 
     subsampling: str
     """444, 422, 420, 440, 411, grey, or other."""
     colour: str
-    """ycc, grey, rgb, or cmyk (which stands for YCCK too)."""
+    """ycc, grey, rgb, or cmyk (also for YCCK)."""
     precision: int
     progressive: bool
     interleaved: bool
-    """All components in the first scan."""
+    """Whether the first scan holds all components."""
     frame_offset: int
-    """Where the start-of-frame marker stands."""
+    """Offset of the start-of-frame marker."""
     huffman: bool
-    """Not arithmetic-coded or lossless, which hardly exist."""
+    """False for arithmetic-coded and lossless files, which hardly exist."""
     blocks: int
-    """Blocks of 8x8 samples, each of which takes at least a bit of a Huffman-coded file; 0 for others."""
+    """8x8 blocks, each of which takes at least one bit in a Huffman-coded file; 0 for other files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """An image as a person sees it (after its EXIF orientation), and as it is stored."""
+    """The size of an image as a person sees it (after applying its EXIF orientation), and as it is stored."""
 
     kind: str
     width: int
@@ -65,9 +97,9 @@ def read_header(data: Bytes, max_pixels: int) -> ImageHeader:
     """Kind, size and orientation of an image; raises BadImage, also above `max_pixels`."""
     kind, width, height, orientation, jpeg = _sniff(data)
     if width <= 0 or height <= 0:
-        raise BadImage(f"{kind} without pixels ({width}x{height})")
+        raise BadImage(f"{kind} with no pixels ({width}x{height})")
     if width * height > max_pixels:
-        raise BadImage(f"{kind} of {width}x{height} pixels: more than {max_pixels}, a decompression bomb")
+        raise BadImage(f"decompression bomb: {kind} of {width}x{height} pixels; the limit is {max_pixels}")
     if jpeg is not None and len(data) * 8 < jpeg.blocks:
         # A few bytes that claim millions of pixels would cost seconds and come out grey.
         raise BadImage(f"truncated: {len(data)} bytes cannot hold {width}x{height} pixels")
@@ -93,12 +125,13 @@ def _sniff(data: Bytes) -> _Found:
         if start[:6] in (b"GIF87a", b"GIF89a"):
             return "gif", *struct.unpack_from("<HH", start, 6), 1, None
         if start[:2] == b"BM":
-            return _read_bmp(start)
+            return _read_by_pillow(data, "bmp")
         if start[:4] in (b"II*\0", b"MM\0*"):
-            return _read_tiff(data)
+            # Pillow applies a TIFF's orientation while it decodes: for us it is stored as it is seen.
+            return _read_by_pillow(data, "tiff")
     except (IndexError, struct.error):
-        raise BadImage(f"truncated in its header ({len(data)} bytes)") from None
-    raise BadImage(f"not an image of a known kind (begins with {start[:8]!r})")
+        raise BadImage(f"truncated within its header ({len(data)} bytes)") from None
+    raise BadImage(f"not an image of a supported kind (it begins with {start[:8]!r})")
 
 
 def _read_jpeg(data: Bytes) -> _Found:
@@ -107,7 +140,7 @@ def _read_jpeg(data: Bytes) -> _Found:
     frame: tuple[int, int] | None = None
     while True:
         if data[position] != 0xFF:
-            raise BadImage("damaged JPEG: no marker where one must be")
+            raise BadImage("damaged JPEG: a marker is missing")
         marker = data[position + 1]
         if marker == 0xFF:  # fill bytes are allowed before a marker
             position += 1
@@ -116,10 +149,10 @@ def _read_jpeg(data: Bytes) -> _Found:
             position += 2
             continue
         if marker == 0xD9:
-            raise BadImage("damaged JPEG: ends before its first scan")
+            raise BadImage("damaged JPEG: it ends before its first scan")
         length = data[position + 2] << 8 | data[position + 3]
         if length < 2:
-            raise BadImage("damaged JPEG: a marker segment without length")
+            raise BadImage("damaged JPEG: a marker segment has no length")
         if marker == 0xDA:
             break
         if marker in _TABLES:  # most segments of most files
@@ -134,7 +167,7 @@ def _read_jpeg(data: Bytes) -> _Found:
             adobe = data[position + 15]
         position += 2 + length
     if frame is None:
-        raise BadImage("damaged JPEG: no frame before its first scan")
+        raise BadImage("damaged JPEG: no frame header before its first scan")
     marker, offset = frame
     precision, height, width, count = struct.unpack_from(">BHHB", data, offset + 4)
     subsampling, ids, factors = _read_components(bytes(data[offset + 10 : offset + 10 + 3 * count]))
@@ -152,7 +185,7 @@ def _read_jpeg(data: Bytes) -> _Found:
     return "jpeg", width, height, orientation, layout
 
 
-@lru_cache(256)  # millions of files have a handful of different ones
+@lru_cache(256)  # millions of files share a handful of values
 def _read_components(part: bytes) -> tuple[str, bytes, tuple[tuple[int, int], ...]]:
     """Subsampling, identifiers, and sampling factors (across, down) of the components of a frame."""
     ids = part[::3]
@@ -189,7 +222,7 @@ def _blocks(width: int, height: int, factors: tuple[tuple[int, int], ...]) -> in
 
 def _read_png(data: Bytes) -> _Found:
     if bytes(data[12:16]) != b"IHDR":
-        raise BadImage("damaged PNG: does not begin with its header")
+        raise BadImage("damaged PNG: its first chunk is not IHDR")
     width, height = struct.unpack_from(">II", data, 16)
     position, orientation, end = 8, 1, len(data)
     while position + 8 <= end:
@@ -204,8 +237,8 @@ def _read_png(data: Bytes) -> _Found:
 
 def _read_webp(data: Bytes) -> _Found:
     (declared,) = struct.unpack_from("<I", data, 4)
-    if declared + 8 > len(data) + 1:  # some writers count a padding byte that they do not write
-        raise BadImage(f"truncated: WebP of {declared + 8} bytes, of which {len(data)} are here")
+    if declared + 8 > len(data) + 1:  # some writers count a padding byte they do not write
+        raise BadImage(f"truncated: {len(data)} of the {declared + 8} bytes of a WebP")
     name = bytes(data[12:16])
     if name == b"VP8X":
         width = 1 + int.from_bytes(data[24:27], "little")
@@ -217,7 +250,7 @@ def _read_webp(data: Bytes) -> _Found:
     if name == b"VP8 ":
         width, height = struct.unpack_from("<HH", data, 26)
         return "webp", width & 0x3FFF, height & 0x3FFF, 1, None
-    raise BadImage(f"damaged WebP: begins with {name!r}")
+    raise BadImage(f"damaged WebP: its first chunk is {name!r}")
 
 
 def _webp_orientation(data: Bytes) -> int:
@@ -230,27 +263,16 @@ def _webp_orientation(data: Bytes) -> int:
     return 1
 
 
-def _read_bmp(start: bytes) -> _Found:
-    (header_size,) = struct.unpack_from("<I", start, 14)
-    if header_size == 12:
-        return "bmp", *struct.unpack_from("<HH", start, 18), 1, None
-    width, height = struct.unpack_from("<ii", start, 18)
-    return "bmp", width, abs(height), 1, None
-
-
-def _read_tiff(data: Bytes) -> _Found:
-    # Pillow turns a TIFF by its orientation while it decodes: for us it is stored as it is seen.
-    from PIL.TiffImagePlugin import TiffImageFile
-
+def _read_by_pillow(data: Bytes, kind: str) -> _Found:
     try:
-        with TiffImageFile(io.BytesIO(data)) as image:
-            return "tiff", image.width, image.height, 1, None
-    except Exception as error:
-        raise BadImage(f"damaged TIFF: {error}") from None
+        with PILLOW_CLASSES[kind](io.BytesIO(data)) as image:
+            return kind, image.width, image.height, 1, None
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+        raise BadImage(f"damaged {kind.upper()}: {error}") from None
 
 
 def read_orientation(exif: bytes) -> int:
-    """The EXIF orientation 1..8 in a TIFF structure; 1 where there is none or it makes no sense."""
+    """The EXIF orientation 1..8 in a TIFF structure; 1 if it is missing or invalid."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return 1

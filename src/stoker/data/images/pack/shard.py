@@ -17,11 +17,9 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from stoker.data.images.crops import Box
-from stoker.data.images.decoders import load_decoder, pillow_
-from stoker.data.images.decoders.common import Refused
+from stoker.data.images.decoders import PILLOW, Refused, load_decoder
 from stoker.data.images.decoding import MAX_PIXELS, turned
-from stoker.data.images.headers import BadImage, ImageHeader, read_header
+from stoker.data.images.headers import BadImage, Box, ImageHeader, read_header
 from stoker.data.images.pack.folder import PackFolder
 from stoker.data.images.pack.tar_shards import (
     ShardDamaged,
@@ -102,7 +100,7 @@ def _decode(data: bytes, header: ImageHeader) -> NDArray[np.uint8]:
             pass  # CMYK, or a warning that may mean nothing: Pillow has the last word
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about odd palettes
-        return pillow_.region(data, header, whole, 1)
+        return PILLOW.region(data, header, whole, 1)
 
 
 # Makes one shard of a pack, in a worker process: read, check, encode, write, read back.

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from stoker.data.draws import sample_keys
-from stoker.data.images.crops import Box, CropRange, draw_crops
-from stoker.data.images.decoding import BadImage, Decoding, ImageHeader
+from stoker.data.images.crops import CropRange, draw_crops
+from stoker.data.images.decoding import Decoding
+from stoker.data.images.headers import BadImage, Box, ImageHeader
 
 ROUNDS = 3
 # Of all rounds together; files that do not fit in are left out.

@@ -19,7 +19,7 @@ from stoker.clock.steps import BATCH_COLUMNS
 from stoker.doctor.predictions_file import keep_predictions, settle_predictions
 from stoker.doctor.records import Diagnosis, Prediction
 from stoker.doctor.text import doctor_text
-from stoker.plan.records import Interval
+from stoker.plan.records import Estimate
 from tests.conftest import Run
 from tests.doctor.checks.observations import starved
 from tests.support.tiny_training import write_config, write_images
@@ -266,7 +266,7 @@ def test_a_card_by_name_is_as_fast_as_the_plan_says(large_pictures: Path) -> Non
 
 
 WORKERS = Prediction(
-    "workers", "num_workers 2 -> 4", Interval(1.6, 1.8, 2.0), Interval(160, 180, 200), (("num_workers", 4),)
+    "workers", "num_workers 2 -> 4", Estimate(1.6, 1.8, 2.0), Estimate(160, 180, 200), (("num_workers", 4),)
 )
 
 

@@ -11,14 +11,14 @@ import pytest
 from stoker.clock.observed import LoaderShape, Observed, SlowSample
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.records import Confirmation, Diagnosis, Prediction
-from stoker.plan.records import Interval
+from stoker.plan.records import Estimate
 from stoker.report.diagnosis_document import diagnosis_document
 from stoker.report.page import report_document, report_page
 from tests.doctor.checks.observations import healthy, starved
 from tests.support.browser import Page, browser_page
 
 MORE = Prediction(
-    "workers", "num_workers 2 -> 4", Interval(1.6, 1.8, 2.0), Interval(640, 720, 800), (("num_workers", 4),)
+    "workers", "num_workers 2 -> 4", Estimate(1.6, 1.8, 2.0), Estimate(640, 720, 800), (("num_workers", 4),)
 )
 EVIL = "</script><script>window.hacked=1</script>"
 

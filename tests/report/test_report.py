@@ -12,7 +12,7 @@ import pytest
 
 from stoker.clock.observed import Observed
 from stoker.doctor.records import Diagnosis, Need
-from stoker.plan.records import Finding, Interval
+from stoker.plan.records import Estimate, Finding
 from stoker.report.document import Document, RunReader
 from stoker.report.page import LARGEST_PAGE, embedded_json, report_document, report_page
 from stoker.run.lease import Lease, is_held
@@ -30,7 +30,7 @@ def judged(_root: Path) -> Diagnosis:
         verdict="too-few-workers",
         line="too few workers: 30% of the time is spent waiting",
         findings=(
-            Finding("too-few-workers", "both workers are always busy", "num_workers=6", Interval(1.2, 1.4, 1.6)),
+            Finding("too-few-workers", "both workers are always busy", "num_workers=6", Estimate(1.2, 1.4, 1.6)),
             Finding("slow-samples", f"one file is slow: {EVIL}"),
         ),
         observed=observed,

@@ -10,7 +10,7 @@ from typing import Any
 from stoker.clock.observed import LoaderShape, Observed
 from stoker.console import say
 from stoker.doctor.records import Confirmation, Diagnosis, Prediction
-from stoker.plan.records import Interval
+from stoker.plan.records import Estimate
 from stoker.run.folder import RunFolder
 
 
@@ -68,8 +68,8 @@ def _prediction(line: dict[str, Any]) -> Prediction | None:
         return Prediction(
             id=line["id"],
             label=line["label"],
-            speedup=Interval(**line["speedup"]),
-            images_per_second=Interval(**line["images_per_second"]),
+            speedup=Estimate(**line["speedup"]),
+            images_per_second=Estimate(**line["images_per_second"]),
             settings=tuple(line["settings"].items()),
         )
     except (KeyError, TypeError, AttributeError):

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stoker.clock.observed import Observed
-from stoker.plan.records import Finding, Interval
+from stoker.plan.records import Estimate, Finding
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Prediction:
     """A name that stays: workers, prefetch, staging, packing, accelerator."""
     label: str
     """'num_workers 2 -> 6'."""
-    speedup: Interval
-    images_per_second: Interval
+    speedup: Estimate
+    images_per_second: Estimate
     settings: tuple[tuple[str, int | bool | str], ...] = ()
     """Config keys that make the change, so that it can be tried; empty where no key does."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stoker.clock.observed import Observed
 from stoker.doctor.records import Confirmation, Diagnosis, Need, Prediction
-from stoker.plan.records import Finding, Interval
+from stoker.plan.records import Estimate, Finding
 
 BAR = 48
 PARTS = (("wait_s", "waiting for data", "░"), ("transfer_s", "transfer", "▒"), ("compute_s", "computing", "█"),
@@ -31,7 +31,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def speedup_text(gain: Interval) -> str:
+def speedup_text(gain: Estimate) -> str:
     """2.1x (1.8-2.3)"""
     return f"{gain.expected:.1f}x ({gain.low:.1f}-{gain.high:.1f})"
 

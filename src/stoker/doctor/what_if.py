@@ -19,7 +19,7 @@ from stoker.clock.observed import LoaderShape, Observed
 from stoker.data.images.pack.packing import PACKING_SPEEDUP
 from stoker.doctor.records import Prediction
 from stoker.doctor.simulation import Model, Work, model_of, simulate
-from stoker.plan.records import Interval
+from stoker.plan.records import Estimate
 
 DRAWN = 160
 """Batches of one simulation, or a round more for each worker: 3 ms, and steady from the fiftieth on."""
@@ -48,7 +48,7 @@ Change = Callable[[Model], Model]
 Drawn = NDArray[np.int64]
 
 
-def speed_up(model: Model, change: Change, *, error: float = MODEL_ERROR, seed: int = 0) -> Interval:
+def speed_up(model: Model, change: Change, *, error: float = MODEL_ERROR, seed: int = 0) -> Estimate:
     """How much faster the loop would be with the change: 80 % interval and expectation."""
     changed = change(model)
     ratios = [_ratio(model, changed, np.random.default_rng(seed + number)) for number in range(BOOTSTRAPS)]
@@ -57,7 +57,7 @@ def speed_up(model: Model, change: Change, *, error: float = MODEL_ERROR, seed: 
     # Predicting no change at all is nearly always right; the error grows with how much is changed.
     size = min(1.0, 0.5 + abs(middle) / math.log(1.5))
     spread = NORMAL_80 * math.hypot(statistics.stdev(logs), error * size)
-    return Interval(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
+    return Estimate(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
 
 
 def rate_of(model: Model) -> float:
@@ -116,7 +116,7 @@ def _prediction(
 ) -> Prediction:
     gain = speed_up(model, change, error=error)
     now = model.images_per_second
-    return Prediction(name, label, gain, Interval(gain.low * now, gain.expected * now, gain.high * now), settings)
+    return Prediction(name, label, gain, Estimate(gain.low * now, gain.expected * now, gain.high * now), settings)
 
 
 def with_loader(workers: int, prefetch: int | None = None) -> Change:

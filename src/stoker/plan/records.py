@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A prediction: where the truth lies with 80 % probability, and what is expected."""
+class Estimate:
+    """A predicted figure: the expected value, and the range that contains the true one with 80 % probability."""
 
     low: float
     expected: float
@@ -30,7 +30,7 @@ class Finding:
     """What was seen, with the numbers."""
     fix: str | None = None
     """What to type or to set: a command, a config line, an argument of DataLoader."""
-    speedup: Interval | None = None
+    speedup: Estimate | None = None
     """By how much the fix would make training faster; None where nothing was measured that says so."""
     refuses: bool = False
     """Whether a run must not start like this."""

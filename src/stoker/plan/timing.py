@@ -12,7 +12,7 @@ import yaml
 from stoker.config.fields import parse_bytes
 from stoker.data.images.pack.packing import PACKING_SPEEDUP
 from stoker.errors import UsageError, did_you_mean
-from stoker.plan.records import Finding, Interval, Rate, TimeBudget
+from stoker.plan.records import Estimate, Finding, Rate, TimeBudget
 
 # How many images a second storage gives: measured, named, or stated as bytes a second.
 
@@ -180,7 +180,7 @@ def _pays_off(storage: float, rest: float, dataset_bytes: float | None, sample_b
     )
 
 
-def _at_most(speedup: float) -> Interval:
+def _at_most(speedup: float) -> Estimate:
     """From a model with stated rates: a third of the gain may not come."""
     gain = speedup - 1.0
-    return Interval(1.0 + gain * 2 / 3, speedup, speedup)
+    return Estimate(1.0 + gain * 2 / 3, speedup, speedup)

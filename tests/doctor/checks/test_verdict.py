@@ -19,7 +19,7 @@ from stoker.clock.observed import (
 from stoker.doctor.checks.case import Case
 from stoker.doctor.checks.verdict import CHECKS, judge, workers_stand_in_line
 from stoker.doctor.records import Prediction
-from stoker.plan.records import Interval
+from stoker.plan.records import Estimate
 from tests.doctor.checks.observations import BATCH, batches, healthy, stages, starved
 
 FULL = HostFacts(cpus=2, cpu_busy_share=1.0)
@@ -55,8 +55,8 @@ def test_a_loop_that_makes_its_own_batches_asks_for_workers() -> None:
 
 
 def test_the_predicted_number_of_workers_is_advised_with_its_gain() -> None:
-    gain = Interval(1.8, 2.1, 2.3)
-    six = Prediction("workers", "num_workers 2 -> 6", gain, Interval(1, 2, 3), (("num_workers", 6),))
+    gain = Estimate(1.8, 2.1, 2.3)
+    six = Prediction("workers", "num_workers 2 -> 6", gain, Estimate(1, 2, 3), (("num_workers", 6),))
     finding = judge(starved(cpu=0.04), (six,)).findings[0]
     assert finding.fix == "DataLoader(..., num_workers=6)"
     assert finding.speedup == gain
@@ -271,7 +271,7 @@ def test_full_cores_promise_no_more_of_workers_than_the_prediction() -> None:
     full = starved(cpu=0.04, host=FULL)
     assert "more workers cannot help" in judge(full).line
     some = Prediction(
-        "workers", "num_workers 2 -> 3", Interval(1.0, 1.1, 1.2), Interval(1, 1, 1), (("num_workers", 3),)
+        "workers", "num_workers 2 -> 3", Estimate(1.0, 1.1, 1.2), Estimate(1, 1, 1), (("num_workers", 3),)
     )
     assert "more workers bring 1.1x and no more" in judge(full, (some,)).line
 
@@ -280,8 +280,8 @@ def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> 
     # One worker on two cores, and a loop whose threads use nearly all of the second one.
     alone = starved(cpu=0.04, workers=1, host=FULL, stages=stages(decode=batches(cpu=0.04)))
     busy = replace(alone, consumer_cpu_s=3.6)
-    few = Prediction("workers", "num_workers 1 -> 2", Interval(1.3, 1.4, 1.5), Interval(1, 1, 1), (("num_workers", 2),))
-    little = replace(few, speedup=Interval(1.0, 1.1, 1.2))
+    few = Prediction("workers", "num_workers 1 -> 2", Estimate(1.3, 1.4, 1.5), Estimate(1, 1, 1), (("num_workers", 2),))
+    little = replace(few, speedup=Estimate(1.0, 1.1, 1.2))
     assert judge(busy, (few,)).verdict == "too-few-workers"
     assert judge(busy, (little,)).verdict == "decode-bound"
 
@@ -289,10 +289,10 @@ def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> 
 def test_a_script_that_waits_for_a_network_is_told_to_copy_where_that_brings_most() -> None:
     away = starved(cpu=0.002, blocked=0.04, storage=StorageFacts(remote=True, kind="network", bytes_per_sample=1e5))
     away = replace(away, stages=stages(fetch=batches(cpu=0.002, blocked=0.04)))
-    copy = Prediction("staging", "staging to local disk", Interval(3.0, 3.3, 3.6), Interval(1, 1, 1))
+    copy = Prediction("staging", "staging to local disk", Estimate(3.0, 3.3, 3.6), Estimate(1, 1, 1))
     more = Prediction(
-        "workers", "num_workers 2 -> 4", Interval(1.8, 1.9, 2.0), Interval(1, 1, 1), (("num_workers", 4),)
+        "workers", "num_workers 2 -> 4", Estimate(1.8, 1.9, 2.0), Estimate(1, 1, 1), (("num_workers", 4),)
     )
     assert judge(away, (copy, more)).findings[0].fix == "copy the data to a local disk first"
-    best = replace(more, speedup=Interval(3.8, 4.0, 4.2))
+    best = replace(more, speedup=Estimate(3.8, 4.0, 4.2))
     assert judge(away, (copy, best)).findings[0].fix == "DataLoader(..., num_workers=4)"

@@ -262,7 +262,7 @@ def _observe(
     )
 
 
-def _consumer_cpu_s(steps: timeline.Steps, made: Sequence[FetchFile], main_pid: int) -> float | None:
+def _consumer_cpu_s(steps: timeline.SteadySteps, made: Sequence[FetchFile], main_pid: int) -> float | None:
     """CPU time of the training process, less the making of batches where it makes them itself."""
     if not steps.waits_s:
         return None

@@ -14,7 +14,7 @@ SHARE_OF_STEPS_FED = 0.5
 
 
 @dataclass
-class Steps:
+class SteadySteps:
     """Steady steps of the training loader: the first of each epoch and validation stand apart."""
 
     loader: int
@@ -24,7 +24,7 @@ class Steps:
     ready: list[int] = field(default_factory=list)
     samples: int = 0
     unknown_samples: int = 0
-    """Steps whose number of samples nobody knows."""
+    """Steps whose number of samples is not known."""
     compute_s: float | None = None
     """From a batch's arrival to the end of the optimizer step; None where none was seen."""
     cpu_s: float = 0.0
@@ -71,9 +71,9 @@ def saw_optimizer(records: Sequence[StepRecord]) -> bool:
     return any(record.optimizer_steps for record in records)
 
 
-def steady_steps(records: Sequence[StepRecord], feeding: Sequence[int]) -> Steps:
+def steady_steps(records: Sequence[StepRecord], feeding: Sequence[int]) -> SteadySteps:
     """The steps of the first of the feeding loaders; time in the others' `__next__` counts as waiting too."""
-    steps = Steps(loader=feeding[0])
+    steps = SteadySteps(loader=feeding[0])
     computed_ns = 0
     seen_optimizer = saw_optimizer(records)
     for place, record in enumerate(records):

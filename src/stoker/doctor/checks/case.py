@@ -8,7 +8,7 @@ from functools import cached_property
 
 from stoker.clock.observed import Observed, StageTime
 from stoker.doctor.records import Prediction
-from stoker.plan.records import Interval
+from stoker.plan.records import Estimate
 
 STARVED = 0.10
 """Share of the time from which waiting is worth a cure: below it no change of the data path could bring more than
@@ -112,7 +112,7 @@ class Case:
             return None
         return named.get(name, 0.0) / total
 
-    def gain(self, prediction_id: str) -> Interval | None:
+    def gain(self, prediction_id: str) -> Estimate | None:
         """What a predicted change would bring; None where it was not predicted."""
         found = self.prediction(prediction_id)
         return None if found is None else found.speedup
@@ -132,10 +132,10 @@ class Case:
         return f"DataLoader(..., {key}={value})"
 
 
-def without(share: float) -> Interval:
+def without(share: float) -> Estimate:
     """The speed-up when this share of the time is gone, at most; a quarter of it may stay."""
     share = min(share, 0.99)
-    return Interval(1 / (1 - 0.75 * share), 1 / (1 - SPEED_UP_SURE * share), 1 / (1 - share))
+    return Estimate(1 / (1 - 0.75 * share), 1 / (1 - SPEED_UP_SURE * share), 1 / (1 - share))
 
 
 def _split(wall: float, cpu: float, runq: float, blocked: float, batches: int) -> Split | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.doctor.checks.case import STARVED, Case, without
-from stoker.plan.records import Finding, Interval
+from stoker.plan.records import Estimate, Finding
 
 # Where the device, or the way to it, is what limits.
 
@@ -52,7 +52,7 @@ def slow_link(case: Case) -> Finding | None:
     if not told:
         return None
     transfer, elapsed = case.observed.transfer_s, case.observed.elapsed_s
-    gain: Interval | None = without(transfer / elapsed) if transfer and elapsed > 0 else None
+    gain: Estimate | None = without(transfer / elapsed) if transfer and elapsed > 0 else None
     return Finding(
         "slow-pcie-link",
         f"the device is connected with {' and '.join(told)}",
@@ -153,7 +153,7 @@ def slow_conv3d_of_torch_2_9(case: Case) -> Finding | None:
     compute, elapsed = case.observed.compute_s, case.observed.elapsed_s
     share = compute / elapsed if compute is not None and elapsed > 0 else None
     # Published: 4x in the worst case. A quarter of the compute time is what could remain.
-    gain = None if share is None else Interval(1.0, 1 / (1 - share * 0.5), 1 / (1 - share * 0.75))
+    gain = None if share is None else Estimate(1.0, 1 / (1 - share * 0.5), 1 / (1 - share * 0.75))
     return Finding(
         "torch-2.9-conv3d",
         f"torch {version} runs 3D convolutions with AMP up to four times slower (pytorch issue 166122)",

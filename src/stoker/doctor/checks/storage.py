@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.doctor.checks.case import Case
-from stoker.plan.records import Finding, Interval
+from stoker.plan.records import Estimate, Finding
 
 BLOCKED = 0.5
 """Share of a worker's time from which waiting, not work, is what limits it: more than all the rest together."""
@@ -129,7 +129,7 @@ def _bandwidth_is_used(case: Case) -> bool | None:
     return storage.latency_s < LATENCY_SHARE * blocked_a_sample
 
 
-def _gain(case: Case) -> Interval | None:
+def _gain(case: Case) -> Estimate | None:
     gains = [gain for name in ("staging", "workers") if (gain := case.gain(name)) is not None]
     return max(gains, key=lambda gain: gain.expected, default=None)
 

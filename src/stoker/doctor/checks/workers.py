@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stoker.doctor.checks.case import Case
 from stoker.doctor.checks.storage import BLOCKED, waits_for_bytes
-from stoker.plan.records import Finding, Interval
+from stoker.plan.records import Estimate, Finding
 
 FREE = 0.75
 """Of a core that must be free before one more worker can use it: half a core goes to what the system does anyway."""
@@ -205,7 +205,7 @@ def _threads(case: Case) -> int:
     return shape.workers * (shape.threads_per_worker or 1)
 
 
-def _gain_of_fewer(case: Case) -> Interval | None:
+def _gain_of_fewer(case: Case) -> Estimate | None:
     prediction = case.prediction("workers")
     shape = case.observed.loader
     if prediction is None or shape is None:

@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 import yaml
 
-from stoker.cli import COMMANDS
-from stoker.version import __version__
+from stoker import __version__
+from stoker.cli import COMMANDS, build_parser
 from tests.conftest import PROJECT, Run
 
 HEAVY = ("torch", "numpy", "pydantic", "yaml", "typer", "rich")
@@ -28,6 +28,13 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+def test_the_table_of_commands_agrees_with_the_parser_and_the_folder() -> None:
+    parser = build_parser(list(COMMANDS))
+    assert {name: command.get_short_help_str(200) for name, command in parser.commands.items()} == COMMANDS
+    files = {path.stem for path in (PROJECT / "src/stoker/commands").glob("*.py")} - {"__init__", "options"}
+    assert {name.replace("-", "_") for name in COMMANDS} == files
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -65,7 +72,7 @@ def test_version(stoker: Run) -> None:
     ("arguments", "expected"),
     [
         (["confg"], "stoker config --help"),
-        (["--jsn"], "is not a option of stoker"),
+        (["--jsn"], "is not an option of stoker"),
         (["config"], "a command is missing"),
         (["config", "sow"], "No such command"),
         (["config", "show"], "Missing argument 'CONFIG'"),
@@ -171,8 +178,8 @@ def register(app):
     def crash(json: bool = False):
         {body}
 module.register = register
-sys.modules["crash"] = module
-cli.COMMANDS["crash"] = cli.CommandEntry("crash", "")
+sys.modules["stoker.commands.crash"] = module
+cli.COMMANDS["crash"] = ""
 sys.exit(cli.main(["crash"]))
 """
 

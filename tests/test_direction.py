@@ -27,7 +27,7 @@ LAYERS = [
     {"config"},
     {"console", "files"},
     {"redact"},
-    {"errors", "version"},
+    {"errors"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 PURE = {"doctor/checks", "clock/observed.py", "plan/records.py", "doctor/records.py", "errors.py", "redact.py"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stoker.version import __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from stoker.doctor.attach.watching import watch
@@ -13,7 +13,7 @@ __all__ = ["__version__", "watch"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: `stoker --help` must not pay for it.
+    # Imported on first use, so that `stoker --help` stays fast.
     if name == "watch":
         from stoker.doctor.attach.watching import watch
 

@@ -1,7 +1,7 @@
-"""Arguments in, exit code out. The one place where errors end.
+"""The command line: arguments in, exit code out; the one place that handles errors.
 
-`stoker --help` is answered from the table below without importing typer, which alone takes ten times
-as long as Python itself; a command's module is imported when the command is called.
+`stoker --help` is answered from the table below, because importing typer takes ten times as long as starting Python. A
+command's module is imported when the command is called.
 """
 
 from __future__ import annotations
@@ -9,46 +9,35 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from stoker import __version__
 from stoker.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Interrupted, StokerError, UsageError, nearest
-from stoker.version import __version__
 
 if TYPE_CHECKING:
     import typer
+    from typer.core import TyperGroup
 
 COMPLETION_VARIABLE = "_STOKER_COMPLETE"
 
 
-@dataclass(frozen=True)
-class CommandEntry:
-    """A command of the table: the module that holds it, and one line about it."""
-
-    module: str
-    summary: str
-
-
 COMMANDS = {
-    "demo": CommandEntry("stoker.commands.demo", "Train on handwritten digits that come along: a minute on a CPU."),
-    "train": CommandEntry("stoker.commands.train", "Train what a config describes, or go on where it stopped."),
-    "eval": CommandEntry("stoker.commands.eval", "Tell how good a checkpoint is, class by class."),
-    "predict": CommandEntry("stoker.commands.predict", "Tell what a checkpoint takes images for."),
-    "export": CommandEntry("stoker.commands.export", "Write a checkpoint's model for other programs, and check it."),
-    "lr-find": CommandEntry("stoker.commands.lr_find", "Find a learning rate by a range test; nothing is kept."),
-    "plan": CommandEntry(
-        "stoker.commands.plan", "Tell what fits, how long it takes and what it costs, before it runs."
-    ),
-    "report": CommandEntry(
-        "stoker.commands.report", "Write report.html: where a run's time went; two runs side by side."
-    ),
-    "watch": CommandEntry("stoker.commands.watch", "Show a run while it goes on, in the terminal or the browser."),
-    "doctor": CommandEntry("stoker.commands.doctor", "Tell where every second goes, in a run, a config or any script."),
-    "bench": CommandEntry("stoker.commands.bench", "Measure how fast this host makes batches, and what limits it."),
-    "config": CommandEntry("stoker.commands.config", "Show a resolved config, the reference of its keys, a schema."),
-    "pack": CommandEntry("stoker.commands.pack", "Pack images into tar shards with an index, smaller if you like."),
+    "train": "Train what a config describes, or resume.",
+    "doctor": "Find out what slows down a config, a run or any PyTorch script.",
+    "plan": "Estimate memory, time and cost before anything runs.",
+    "report": "Write report.html: where a run's time went, or two runs side by side.",
+    "watch": "Follow a run in the terminal or the browser.",
+    "lr-find": "Find a learning rate with a range test.",
+    "eval": "Evaluate a checkpoint, class by class.",
+    "predict": "Classify images with a checkpoint.",
+    "export": "Export a checkpoint's model for other programs, and check the result.",
+    "pack": "Pack images into tar shards with an index.",
+    "bench": "Measure how fast this host makes batches, and what limits it.",
+    "config": "Show a resolved config, the key reference, or a JSON schema.",
+    "demo": "Train a small network on handwritten digits, in a minute on a CPU.",
 }
+"""Every command, with its line of help. `lr-find` is in stoker/commands/lr_find.py; typer gets the line from here."""
 
 
 def run() -> None:
@@ -57,7 +46,7 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one command and returns its exit code; nothing that happens in it leaves as a traceback."""
+    """Runs one command and returns its exit code; users never see a traceback."""
     try:
         return _dispatch(list(arguments))
     except StokerError as error:
@@ -65,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _end_with(Interrupted("interrupted", "stopped by Ctrl-C"), arguments)
     except BrokenPipeError:
-        # The reader went away (`stoker config keys | head`): nothing is wrong, and nobody listens.
+        # The reader is gone (`stoker config keys | head`), which is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception as error:
@@ -84,19 +73,19 @@ def _dispatch(arguments: list[str]) -> int:
     if completing or first in ("--install-completion", "--show-completion"):
         return _run_typer(arguments, list(COMMANDS))
     if first not in COMMANDS:
-        what = "option" if first.startswith("-") else "command"
+        what, article = ("option", "an") if first.startswith("-") else ("command", "a")
         similar = nearest(first, COMMANDS)
         hint = f"stoker {similar} --help" if similar else "stoker --help"
-        raise UsageError(f"unknown-{what}", f"{first!r} is not a {what} of stoker", hint=hint)
+        raise UsageError(f"unknown-{what}", f"{first!r} is not {article} {what} of stoker", hint=hint)
     return _run_typer(arguments, [first])
 
 
 def _run_typer(arguments: list[str], names: list[str]) -> int:
     import typer
 
-    command = typer.main.get_command(_build_app(names))
+    command = build_parser(names)
     try:
-        # Exit codes are what commands return; without standalone mode typer leaves errors to us.
+        # Commands return their exit code; without standalone mode, typer leaves errors to us.
         code = command.main(args=arguments, prog_name="stoker", standalone_mode=False)
     except typer.TyperException as error:
         _raise_usage_error(error, arguments)
@@ -107,22 +96,26 @@ def _run_typer(arguments: list[str], names: list[str]) -> int:
     return int(code or EXIT_OK)
 
 
-def _build_app(names: Sequence[str]) -> typer.Typer:
+def build_parser(names: Sequence[str]) -> TyperGroup:
+    """The parser of these commands, which imports their modules."""
     import typer
 
-    # Plain help: it reads well everywhere, and rich would double the time of a `--help`.
+    # Plain help reads well everywhere; with rich, `--help` would take twice as long.
     app = typer.Typer(help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.callback()(lambda: None)  # makes it a group even where it has one command
+    app.callback()(lambda: None)  # makes it a group even if it has only one command
     for name in names:
-        import_module(COMMANDS[name].module).register(app)
-    return app
+        import_module(f"stoker.commands.{name.replace('-', '_')}").register(app)
+    group = cast("TyperGroup", typer.main.get_command(app))  # a group, because it has a callback
+    for name in names:
+        group.commands[name].short_help = COMMANDS[name]
+    return group
 
 
 def _raise_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> None:
     message = error.format_message()
     if not message or type(error).__name__ == "NoArgsIsHelpError":
         _print(message)
-        raise UsageError("no-command", "a command is missing", hint="one of those above") from None
+        raise UsageError("no-command", "a command is missing", hint="choose one of the commands above") from None
     named = [word for word in arguments[:2] if not word.startswith("-")]
     hint = " ".join(["stoker", *named[:1], "--help"])
     raise UsageError("usage", message.rstrip("."), hint=hint) from None
@@ -133,7 +126,7 @@ def _end_with(error: StokerError, arguments: Sequence[str]) -> int:
 
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # The first rank tells it at length; a config's mistake is the same on all of them.
+        # The first rank prints it in full; a mistake in a config is the same on all ranks.
         say(f"rank {rank}: {error.name}: {error.seen}")
         return error.exit_code
     if "--json" in arguments:
@@ -157,7 +150,7 @@ def _end_with_bug(error: Exception) -> int:
 
 def _help_text() -> str:
     width = max(len(name) for name in COMMANDS)
-    commands = "\n".join(f"  {name.ljust(width)}  {entry.summary}" for name, entry in COMMANDS.items())
+    commands = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items())
     return f"""Usage: stoker COMMAND [ARGUMENTS]...
 
 Trains vision models without starving the accelerator.
@@ -167,11 +160,11 @@ Commands:
 
 Options:
   --version             Print the version.
-  --install-completion  Make the shell complete stoker's commands and options.
-  --show-completion     Print the script that does so.
-  --help                This text; `stoker COMMAND --help` says more about a command.
+  --install-completion  Install completion for your shell.
+  --show-completion     Print the completion script.
+  --help                Show this text; `stoker COMMAND --help` describes a command.
 
-Example: stoker config show configs/demo.yaml"""
+Example: stoker doctor -- python train.py"""
 
 
 def _print(text: str) -> None:

@@ -1,4 +1,7 @@
-"""What goes to the terminal: results on stdout, everything else on stderr; tables, JSON, progress bars."""
+"""The only module that writes to the terminal: results on stdout, everything else on stderr.
+
+Text, tables, JSON documents and progress bars; everything reads well without colour.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,19 @@ from typing import Any
 from stoker.errors import ConfigError, StokerError
 
 Say = Callable[[str], None]
-"""Takes a line for people."""
+"""Takes one line of text for the user."""
 Advance = Callable[[int, int | None], None]
-"""Takes how far a long piece of work is: done, and of how many where that is known."""
-
-# Text for people: results on stdout, everything else on stderr; reads well without colour.
+"""advance(done, total): progress of long work; total is None if it is not known."""
 
 
 def print_result(text: str) -> None:
-    """What the user asked for."""
+    """Prints what the user asked for, on stdout."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
     sys.stdout.flush()
 
 
 def say(text: str) -> None:
-    """What the user should know besides the result."""
+    """Prints what else the user should know, on stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -60,13 +61,13 @@ def say_error(error: StokerError) -> None:
 
 
 def say_bug(error: BaseException, log: Path | None) -> None:
-    """Something broke that should not: one line, and where the details are."""
+    """A bug: one line, and where to find the details."""
     say(f"error: stoker-bug\n  {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    say(f"\nhint: the details are in {log}" if log else "\nhint: no place to write a log; the details are above")
+    say(f"\nhint: the details are in {log}" if log else "\nhint: the log could not be written; the details are above")
 
 
 def format_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """Columns aligned with spaces; nothing drawn around them, so that it pastes well."""
+    """Columns aligned with spaces, without borders, so that it pastes well."""
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
@@ -74,21 +75,16 @@ def format_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
     )
 
 
-# One JSON document on stdout, and nothing else there.
-
-
 def print_json(document: Any) -> None:
-    """The document, indented for people; NaN and infinities have no JSON and would be a bug of ours."""
+    """Prints one document on stdout; NaN and infinity are not valid JSON, and a bug of ours."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def print_json_error(error: StokerError) -> None:
-    """An error where a result was expected: programs read it under `error`."""
+    """Prints an error instead of a result, under `error`."""
     print_json({"error": error.as_dict()})
 
-
-# One line that says how far a loop is, how fast, and how long it will take.
 
 WIDTH = 10
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -104,20 +100,20 @@ def bar_line(
     *,
     blocks: bool = True,
 ) -> str:
-    """`Epoch 0:   1%|▏| 33/3336 [00:30<50:00, 1.10it/s, train/loss=6.9, wait=3%]`; None is not known."""
+    """`Epoch 0:   1%|▏| 33/3336 [00:30<50:00, 1.10it/s, train/loss=6.9, wait=3%]`; None: not known."""
     shown = [f"{short(name)}={metric_text(name, value)}" for name, value in (metrics or {}).items()]
     if not total:
         return f"{label}: {done}it [{', '.join([clock(elapsed_s), rate_text(per_second), *shown])}]"
     left_s = (total - done) / per_second if per_second else None
     times = f"{clock(elapsed_s)}<{'?' if left_s is None else clock(left_s)}"
-    # 100 % is for what is done.
+    # 100 % only when everything is done.
     percent = 100 if done >= total else min(99, round(100 * done / total))
     details = ", ".join([times, rate_text(per_second), *shown])
     return f"{label}: {percent:3d}%|{_bar(done / total, blocks)}| {done}/{total} [{details}]"
 
 
 def metric_text(name: str, value: Any) -> str:
-    """A metric as people read it: accuracies in percent, shares as percent, rates without digits that flicker."""
+    """A metric for display: accuracies and shares in percent, rates without digits that flicker."""
     if isinstance(value, str):
         return value
     number = float(value)
@@ -134,42 +130,38 @@ def metric_text(name: str, value: Any) -> str:
 
 
 def short(name: str) -> str:
-    """`wait_share` says `wait` where it stands beside a percentage."""
+    """`wait_share` is shown as `wait`, next to a percentage."""
     return name.removesuffix("_share")
 
 
 def rate_text(per_second: float | None) -> str:
-    """Steps a second, or seconds a step where that is the larger number."""
+    """Steps per second, or seconds per step if that is the larger number."""
     if not per_second:
         return "?it/s"
     return f"{per_second:.2f}it/s" if per_second >= 1 else f"{1 / per_second:.2f}s/it"
 
 
 def clock(seconds: float) -> str:
-    """07:37, or 1:15:00 from an hour on."""
+    """07:37, or 1:15:00 from one hour on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"
 
 
 def _bar(share: float, blocks: bool) -> str:
-    # At least a sliver once something is done; no spaces behind it: the line has better uses for them.
+    # At least a sliver once something is done; no trailing spaces, to keep the line short.
     if not blocks:
         return "#" * max(int(share * WIDTH), share > 0)
     full, eighths = divmod(max(int(min(share, 1.0) * WIDTH * 8), int(share > 0)), 8)
     return ("█" * full + EIGHTHS[eighths]).rstrip()
 
 
-# How far a long piece of work is, on stderr: a bar on a terminal, a line every few seconds elsewhere.
-
-"""advance(done, total): how much is done of how much; None where nobody knows how much."""
-
 LINE_EVERY_S = 5.0
 
 
 @contextmanager
 def progress_bar(what: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
-    """A function to call with (done, total) as often as one likes."""
+    """Shows progress on stderr: a bar on a terminal, otherwise a line every few seconds."""
     if sys.stderr.isatty():
         with _rich_bar(what, total, unit) as advance:
             yield advance
@@ -179,7 +171,7 @@ def progress_bar(what: str, total: int | None = None, *, unit: str = "") -> Iter
 
 @contextmanager
 def _rich_bar(what: str, total: int | None, unit: str) -> Iterator[Advance]:
-    # rich takes longer to import than many commands run.
+    # Importing rich takes longer than many commands run.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Task as RichTask
@@ -190,7 +182,7 @@ def _rich_bar(what: str, total: int | None, unit: str) -> Iterator[Advance]:
             return Text(_rate(task.finished_speed or task.speed, unit))
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
-    # It goes when the work is done: the result says the rest.
+    # Transient: it disappears when the work is done.
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
 
@@ -201,7 +193,7 @@ def _rich_bar(what: str, total: int | None, unit: str) -> Iterator[Advance]:
 
 
 def _line_writer(what: str, unit: str) -> Advance:
-    # The rate is that since the line before: what was done already when we began takes no time.
+    # The rate since the previous line: work that was already done at the start took no time.
     last_s, last_done = time.monotonic(), 0
 
     def advance(done: int, total: int | None) -> None:

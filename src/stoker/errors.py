@@ -1,13 +1,13 @@
 """Errors that a user can act on.
 
     StokerError
-    ├── UserError            something the user can fix                        exit 1
-    │   ├── UsageError       the command line does not make sense              exit 2
-    │   └── ConfigError      a config file or an override does not make sense  exit 2
-    ├── Interrupted          Ctrl-C; what was running has been left in order   exit 130
-    └── Preempted            SIGTERM or SIGUSR1; a checkpoint was written      exit 143
+    ├── UserError            something the user can fix             exit 1
+    │   ├── UsageError       invalid command line                   exit 2
+    │   └── ConfigError      invalid config file or override        exit 2
+    ├── Interrupted          Ctrl-C; everything was shut down       exit 130
+    └── Preempted            SIGTERM or SIGUSR1, checkpoint saved   exit 143
 
-Anything else that is raised is our bug: exit 3, with a log (stoker.cli).
+Any other exception is a bug: exit 3, with a log (stoker.cli).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXIT_PREEMPTED = 143
 
 
 class StokerError(Exception):
-    """An ending that we foresaw: what we saw, why it matters, what to type next."""
+    """An expected error: what we saw, why it matters, what to type next."""
 
     exit_code = EXIT_FINDING
 
@@ -38,11 +38,11 @@ class StokerError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> Any:
-        # Errors travel from worker processes to the main one; the default would call __init__ with one argument.
+        # Errors are pickled in worker processes; the default would call __init__ with one argument.
         return _rebuild, (type(self), self.args, self.__dict__)
 
     def as_dict(self) -> dict[str, Any]:
-        """The error as `--json` prints it; absent parts are null."""
+        """The error as `--json` prints it; missing parts are null."""
         return {
             "name": self.name,
             "message": self.seen,
@@ -63,14 +63,14 @@ class UserError(StokerError):
 
 
 class UsageError(UserError):
-    """The command line does not make sense."""
+    """The command line is invalid."""
 
     exit_code = EXIT_USAGE
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong in a config, and where it stands."""
+    """One problem of a config, and where it is."""
 
     keys: tuple[str, ...]
     message: str
@@ -79,7 +79,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Everything that is wrong with a config, at once."""
+    """All problems of a config at once."""
 
     exit_code = EXIT_USAGE
 
@@ -103,33 +103,33 @@ class ConfigError(UserError):
 
 
 class Interrupted(StokerError):
-    """The user pressed Ctrl-C and everything was left in order."""
+    """The user pressed Ctrl-C; everything was shut down cleanly."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class Preempted(StokerError):
-    """The machine is being taken away; a checkpoint was written."""
+    """The machine is being reclaimed; a checkpoint was saved."""
 
     exit_code = EXIT_PREEMPTED
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was most likely meant, or None where none is near."""
+    """The known word that was most likely meant, or None if none is close."""
     return next(iter(_nearest_words(word, known)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """The same as a question; names every word that is equally near (`atch_size`: batch or patch?)."""
+    """The same as a question, with every equally close word (`atch_size`: batch or patch?)."""
     words = _nearest_words(word, known)
     return f"did you mean {' or '.join(words)}?" if words else None
 
 
 def _nearest_words(word: str, known: Iterable[str]) -> list[str]:
     # Fewest edits win: difflib's ratio prefers long common runs and guesses wrong among keys that share
-    # a prefix. A third of the letters may be wrong; in short words one, or two in words of four and more.
+    # a prefix. A third of the letters may be wrong; and at least one (two from four letters on).
     allowed = max(1 if len(word) < 4 else 2, len(word) // 3)
-    # Letters that one word has and the other lacks cost an edit each: most words are ruled out by that.
+    # Each letter that only one word has costs an edit: this rules out most words cheaply.
     letters = Counter(word.lower())
     near = [
         name
@@ -142,7 +142,7 @@ def _nearest_words(word: str, known: Iterable[str]) -> list[str]:
 
 
 def _edits(a: str, b: str) -> int:
-    """Insertions, deletions, changes and swaps of neighbours that turn `a` into `b`."""
+    """Number of insertions, deletions, substitutions and transpositions that turn `a` into `b`."""
     two_back: list[int] = []
     previous = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):

@@ -1,4 +1,4 @@
-"""Takes secrets out of text and records before they reach a log or a run folder."""
+"""Removes secrets from text and records before they reach a log or a run folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 HIDDEN = "[removed]"
 
-# A name that promises a secret: AWS_SECRET_ACCESS_KEY, wandb_api_key, HF_TOKEN, password ...
+# A name that suggests a secret: AWS_SECRET_ACCESS_KEY, wandb_api_key, HF_TOKEN, password ...
 _SECRET_NAME = re.compile(
     r"(?i)(secret|token|passw(or)?d|passphrase|api[_-]?key|access[_-]?key|credential|private[_-]?key|"
     r"authorization|(^|[_-])auth($|[_-])|sas([_-]|$)|signature)"
@@ -21,7 +21,7 @@ _RULES = [
         re.compile(r"(?i)(?P<keep>[?&](?:x-amz-[a-z-]+|sig|signature|token|key|awsaccesskeyid)=)[^&\s'\"]+"),
         r"\g<keep>" + HIDDEN,
     ),
-    # NAME=value, --name value and "name": "value", where the name promises a secret
+    # NAME=value, --name value and "name": "value", where the name suggests a secret
     (
         re.compile(
             r"(?i)(?P<keep>\b[\w-]*(?:secret|token|passw(?:or)?d|api[_-]?key|access[_-]?key|credential)[\w-]*"
@@ -29,14 +29,14 @@ _RULES = [
         ),
         r"\g<keep>" + HIDDEN,
     ),
-    # keys with a well-known look, wherever they stand
+    # keys with a well-known format, anywhere
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), HIDDEN),
     (re.compile(r"\b(?:hf_|ghp_|gho_|github_pat_|sk-|wandb_v1_)[A-Za-z0-9_-]{16,}"), HIDDEN),
 ]
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable or key of this name is expected to hold a secret."""
+    """Whether a variable or key of this name probably holds a secret."""
     return bool(_SECRET_NAME.search(name))
 
 
@@ -48,7 +48,7 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """The same structure with secrets replaced, by the name they stand under or by their look."""
+    """The same structure with secrets replaced, recognised by their name or their format."""
     if name and is_secret_name(name) and value not in (None, "", False, True):
         return HIDDEN
     if isinstance(value, str):

@@ -117,15 +117,15 @@ def test_bad_files_are_a_warning_or_an_error_with_the_list(stoker: Run, source: 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--longest", "500", "--shortest", "256"], "cannot both hold"),
+        (["--longest", "500", "--shortest", "256"], "exclude each other"),
         (["--longest", "0"], "--longest 0"),
-        (["--quality", "0"], "outside 1..100"),
-        (["--quality", "101"], "outside 1..100"),
+        (["--quality", "0"], "not in 1..100"),
+        (["--quality", "101"], "not in 1..100"),
         (["--workers", "0"], "--workers 0"),
-        (["--shard-size", "256"], "write a unit"),
-        (["--shard-size", "0"], "holds nothing"),
-        (["--max-bad-fraction", "2"], "outside 0..1"),
-        (["--split", "../elsewhere"], "leads out"),
+        (["--shard-size", "256"], "has no unit"),
+        (["--shard-size", "0"], "too small"),
+        (["--max-bad-fraction", "2"], "not in 0..1"),
+        (["--split", "../elsewhere"], "points outside"),
     ],
 )
 def test_wrong_options_exit_2_and_write_nothing(

@@ -76,7 +76,7 @@ def test_the_text_begins_with_the_verdict_and_shows_every_budget(stoker: Run) ->
     [
         (("--gpu", "a10"), "a10g"),
         (("--gpu", "a100"), "a100-40"),
-        (("--ram", "62"), "of what?"),
+        (("--ram", "62"), "has no unit"),
         (("--gpus", "0"), "leaves nothing"),
         (("--storage", "fxs"), "fsx"),
         (("task=segment3d", "patch_size=[8,8,8]"), "cannot be planned yet"),

@@ -22,14 +22,14 @@ BAD_FILES: dict[str, tuple[bytes | str, str]] = {
     "binary": (bytes(range(256)) * 4, "not text"),
     "png": (b"\x89PNG\r\n\x1a\n" + bytes(100), "not text"),
     "nul": ("lr: 1\0\n", "NUL"),
-    "tabs": ("training:\n\tlr: 1\n", "a tab stands where YAML wants spaces"),
-    "list": ("- lr: 1\n- epochs: 2\n", "holds a list"),
+    "tabs": ("training:\n\tlr: 1\n", "found a tab; YAML is indented with spaces"),
+    "list": ("- lr: 1\n- epochs: 2\n", "contains a list"),
     "scalar": ("just words\n", "single value"),
-    "python-object": ("model: !!python/object/apply:os.system ['touch owned']\n", "plain data, never objects"),
-    "python-name": ("lr: !!python/name:os.system\n", "plain data, never objects"),
-    "unknown-tag": ("lr: !mine 3\n", "plain data, never objects"),
+    "python-object": ("model: !!python/object/apply:os.system ['touch owned']\n", "plain data, not objects"),
+    "python-name": ("lr: !!python/name:os.system\n", "plain data, not objects"),
+    "unknown-tag": ("lr: !mine 3\n", "plain data, not objects"),
     "unclosed": ("patch_size: [1, 2\n", "config-not-yaml"),
-    "two-documents": ("lr: 1\n---\nlr: 2\n", "one document"),
+    "two-documents": ("lr: 1\n---\nlr: 2\n", "a single document"),
     "deep": (f"model: {DEEP}\n", "nested too deeply"),
     "laughs": (LAUGHS, "is not a key"),
     "own-ancestor": ("a: &a\n  b: *a\n", "nested too deeply"),
@@ -37,7 +37,7 @@ BAD_FILES: dict[str, tuple[bytes | str, str]] = {
     "nan": ("lr: .nan\n", "not a finite number"),
     "infinity": ("lr: .inf\n", "not a finite number"),
     "look-alike": ("l\N{CYRILLIC SMALL LETTER GHE}: 1\n", "CYRILLIC SMALL LETTER GHE"),
-    "digits": ("seed: " + "9" * 5000 + "\n", "cannot be read"),
+    "digits": ("seed: " + "9" * 5000 + "\n", "cannot be parsed"),
     "control": ("model: 'a\x07b'\n", "unprintable"),
 }  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_a_missing_file_suggests_the_nearest(stoker: Run, tmp_path: Path) -> Non
 def test_a_missing_folder_is_named(stoker: Run, tmp_path: Path) -> None:
     ended = stoker("config", "show", tmp_path / "no" / "where.yaml")
     assert ended.code == 2
-    assert "its folder neither" in ended.err
+    assert "and neither does its folder" in ended.err
 
 
 def test_a_folder_is_refused(stoker: Run, tmp_path: Path) -> None:

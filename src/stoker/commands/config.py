@@ -1,4 +1,4 @@
-"""`stoker config`: the resolved config, the reference of the keys, a schema for editors."""
+"""`stoker config`: the resolved config, the key reference, a schema for editors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption
 
 group = typer.Typer(
-    help="Show a resolved config, the reference of its keys, a schema for editors.", no_args_is_help=True
+    help="Show a resolved config, the key reference, or a JSON schema for editors.", no_args_is_help=True
 )
 
 
@@ -25,7 +25,7 @@ def show(
     set_: SetOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Print every key with its value and where that came from; refuse what is wrong."""
+    """Print every key with its value and origin, or every problem of the config."""
     from stoker.config import config_values
     from stoker.config.reading import load_for_command
     from stoker.config.reference import config_with_origins
@@ -58,7 +58,7 @@ def keys(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Print the reference: type, default, unit and meaning of every key."""
+    """Print the type, default, unit and meaning of every key."""
     from stoker.config.reference import key_reference, key_references
     from stoker.console import print_json, print_result
 
@@ -71,8 +71,8 @@ def keys(
 
 
 @group.command(epilog="Example: stoker config schema > stoker.schema.json")
-def schema(json: JsonOption = True) -> int:  # noqa: ARG001 - a schema is JSON, asked for or not
-    """Print a JSON schema, with which an editor completes and checks config files."""
+def schema(json: JsonOption = True) -> int:  # noqa: ARG001 - a schema is always JSON
+    """Print a JSON schema for completion and validation of config files in an editor."""
     from stoker.config.reference import editor_schema
     from stoker.console import print_json
 

@@ -1,4 +1,4 @@
-"""What many commands take: a config, overrides, `--json`; how torch's threads wait."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,48 +8,39 @@ from typing import Annotated
 
 import typer
 
-# What many commands take: a config, overrides, `--json`.
-
 ConfigArgument = Annotated[
     Path,
-    # Whether it can be read is for the config's own error to say.
-    typer.Argument(
-        metavar="CONFIG", readable=False, help="Config file, for example configs/demo.yaml.", show_default=False
-    ),
+    # The config reader has a better error for files that cannot be read.
+    typer.Argument(metavar="CONFIG", readable=False, help="Config file, e.g. configs/demo.yaml.", show_default=False),
 ]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Keys to set on top of the file: lr=0.1 epochs=2.", show_default=False
-    ),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Override keys of the file: lr=0.1 epochs=2.", show_default=False),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="The same, as an option; may be repeated.", show_default=False),
+    typer.Option("--set", metavar="KEY=VALUE", help="The same as an option; can be repeated.", show_default=False),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else.")]
 CheckpointArgument = Annotated[
     Path,
-    # Whether it can be read is for the checkpoint's own error to say.
+    # The checkpoint reader has a better error for files that cannot be read.
     typer.Argument(
         metavar="CKPT",
         readable=False,
-        help="Checkpoint of `stoker train`, or a run folder: its best one.",
+        help="Checkpoint from `stoker train`, or a run folder (uses its best one).",
         show_default=False,
     ),
 ]
 RawOption = Annotated[
-    bool, typer.Option("--raw", help="Take the weights themselves where the checkpoint also has their average (EMA).")
+    bool, typer.Option("--raw", help="Use the raw weights, even if the checkpoint also has their moving average (EMA).")
 ]
 
 
-# How torch's own threads wait for each other, to be said before torch is loaded.
-
-
 def let_threads_sleep() -> None:
-    """Threads of OpenMP sleep while they wait, unless the user says otherwise.
+    """Makes OpenMP threads sleep while they wait, unless the user chose otherwise; call it before importing torch.
 
-    By default they spin, and take the cores from the loader: on two cores that others use too, the same training
-    took 142 s so, and 20 s with sleeping threads.
+    By default they spin, and take cores away from the loader: on two shared cores, the same training took 142 s with
+    spinning threads and 20 s with sleeping ones.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""`stoker pack`: class folders, or a pack, into tar shards with their index."""
+"""`stoker pack`: class folders, or an existing pack, into tar shards with an index."""
 
 from __future__ import annotations
 
@@ -31,48 +31,52 @@ def pack(
         ),
     ],
     destination: Annotated[
-        Path, typer.Argument(metavar="DST", help="Folder for the shards; not inside SRC.", show_default=False)
+        Path, typer.Argument(metavar="DST", help="Folder for the shards; must not be inside SRC.", show_default=False)
     ],
     split: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only this split; may be repeated. [default: train and val, if they exist]",
+            help="Only this split; can be repeated. [default: train and val, if they exist]",
             show_default=False,
         ),
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of a shard; images to be encoded count with their old size.")
+        str, typer.Option(metavar="SIZE", help="Target size of a shard, counting images at their original size.")
     ] = "256MB",
     longest: Annotated[
-        int | None, typer.Option(metavar="PIXELS", help="Shrink to this longer side.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="PIXELS", help="Shrink images so that the longer side has this many pixels.", show_default=False
+        ),
     ] = None,
     shortest: Annotated[
-        int | None, typer.Option(metavar="PIXELS", help="Shrink to this shorter side.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="PIXELS", help="Shrink images so that the shorter side has this many pixels.", show_default=False
+        ),
     ] = None,
     quality: Annotated[
         int | None,
         typer.Option(
             metavar="1..100",
-            help="Encode every image as JPEG. Without it, images that need no shrinking keep their bytes.",
+            help="Re-encode every image as JPEG. Without it, images that need no shrinking are copied byte for byte.",
             show_default=False,
         ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Processes. [default: the cores that may be used]", show_default=False),
+        typer.Option(metavar="N", help="Worker processes. [default: the available cores]", show_default=False),
     ] = None,
     max_bad_fraction: Annotated[
-        float, typer.Option(metavar="FRACTION", help="Stop if more of the files are no images.")
+        float, typer.Option(metavar="FRACTION", help="Stop if more than this share of the files are not images.")
     ] = 0.01,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Remove a pack that is in DST first, and nothing else.")
-    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the pack in DST first, and nothing else.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Pack images into tar shards with an index, which stoker and WebDataset read.
+    """Pack images into tar shards with an index, readable by stoker and WebDataset.
 
-    After an interruption the same command continues: finished shards are verified and kept.
+    If interrupted, run the same command again: finished shards are verified and kept.
     """
     options = _options(shard_size, longest, shortest, quality)
     _check_numbers(workers, max_bad_fraction)
@@ -113,7 +117,7 @@ def _pack_splits(
     _check_places(source, destination)
     splits = [name.strip("/") for name in wanted] if wanted else _existing_splits(source)
     if leading_out := next((name for name in splits if ".." in name.split("/")), None):
-        raise _usage(f"--split {leading_out} leads out of the folders", "--split train")
+        raise _usage(f"--split {leading_out} points outside SRC", "--split train")
     for name in splits:
         if "://" not in source:
             check_folder(source, name)
@@ -138,7 +142,7 @@ def _pack_splits(
                     index, pack, options, workers=workers, max_bad_fraction=max_bad_fraction, progress=advance
                 )
             if result.skipped:
-                say_warnings([f"{result.skipped} of {len(index)} files are no images: {pack.skipped}"])
+                say_warnings([f"{result.skipped} of {len(index)} files are not images: see {pack.skipped}"])
             results[name] = result
         remove_source_index(destination)
     return results
@@ -153,43 +157,43 @@ def _options(shard_size: str, longest: int | None, shortest: int | None, quality
     except ValueError as error:
         raise _usage(f"--shard-size: {error}", "--shard-size 256MB") from None
     if shard_bytes < 1:
-        raise _usage(f"--shard-size {shard_size} holds nothing", "--shard-size 256MB")
+        raise _usage(f"--shard-size {shard_size} is too small", "--shard-size 256MB")
     if longest is not None and shortest is not None:
-        raise _usage(f"--longest {longest} and --shortest {shortest} cannot both hold", "one of the two")
+        raise _usage(f"--longest {longest} and --shortest {shortest} exclude each other", "use one of them")
     for name, pixels in (("longest", longest), ("shortest", shortest)):
         if pixels is not None and pixels < 1:
-            raise _usage(f"--{name} {pixels} is no number of pixels", f"--{name} 256")
+            raise _usage(f"--{name} {pixels} must be at least 1", f"--{name} 256")
     if quality is not None and not 1 <= quality <= 100:
-        raise _usage(f"--quality {quality} is outside 1..100", "--quality 90")
+        raise _usage(f"--quality {quality} is not in 1..100", "--quality 90")
     return PackOptions(shard_bytes, longest, shortest, quality)
 
 
 def _check_numbers(workers: int | None, max_bad_fraction: float) -> None:
     if workers is not None and workers < 1:
-        raise _usage(f"--workers {workers} would pack nothing", "--workers 1, or leave it out")
+        raise _usage(f"--workers {workers} must be at least 1", "--workers 1")
     if not 0 <= max_bad_fraction <= 1:
-        raise _usage(f"--max-bad-fraction {max_bad_fraction:g} is outside 0..1", "--max-bad-fraction 0.01")
+        raise _usage(f"--max-bad-fraction {max_bad_fraction:g} is not in 0..1", "--max-bad-fraction 0.01")
 
 
 def _check_places(source: str, destination: Path) -> None:
-    if ":/" in str(destination):  # a Path folds the two slashes into one
-        raise _usage(f"{destination} is a URL: shards are written to a folder", "pack into a folder, then upload it")
+    if ":/" in str(destination):  # Path collapses the two slashes into one
+        raise _usage(f"{destination} is a URL; shards need a local folder", "pack to a folder, then upload it")
     if "://" in source:
         return
     inside, outside = destination.resolve(), Path(source).expanduser().resolve()
     if inside == outside or outside in inside.parents:
         raise UserError(
             "destination-inside-source",
-            f"{destination} lies inside {source}",
+            f"{destination} is inside {source}",
             why="the next listing of the source would find the shards among the images",
             hint=f"stoker pack {source} {source.rstrip('/')}-packed",
         )
     if destination.exists() and not destination.is_dir():
-        raise UserError("destination-not-writable", f"{destination} is a file", hint="name a folder")
+        raise UserError("destination-not-writable", f"{destination} is a file", hint="choose another folder")
 
 
 def _existing_splits(source: str) -> list[str]:
-    """The usual splits that exist; the source itself ("") where it has none of them."""
+    """The usual splits that exist, or the source itself ("") if it has none."""
     from stoker.data.images.listing import check_folder
 
     if "://" in source:

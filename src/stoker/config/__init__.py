@@ -1,4 +1,4 @@
-"""The config: its keys, how it is read, refused and written."""
+"""The config: keys, reading, validation, writing."""
 
 from stoker.config.reading import Resolved, load_config
 from stoker.config.reference import config_as_yaml, config_values

@@ -18,14 +18,12 @@ from pydantic import (
     field_validator,
 )
 
-# Byte sizes and times as people write them: `62GB`, `512MiB`, `18 h`, `1h30m`.
-
 BYTE_UNITS = {
     "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50,
 }  # fmt: skip
-# As they are written back; the largest that divides exactly wins, decimal before binary.
+# For writing back: the largest unit that divides exactly wins, decimal before binary.
 _BYTE_SPELLINGS = [
     ("PB", 10**15), ("PiB", 2**50), ("TB", 10**12), ("TiB", 2**40), ("GB", 10**9), ("GiB", 2**30),
     ("MB", 10**6), ("MiB", 2**20), ("KB", 10**3), ("KiB", 2**10), ("B", 1),
@@ -45,13 +43,13 @@ _TIME_PART = re.compile(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)")
 
 
 def parse_bytes(value: Any) -> int:
-    """The number of bytes in `62GB`, `512 MiB`, `0`; a bare number is refused, its unit would be a guess."""
+    """The number of bytes in `62GB`, `512 MiB`, `0`; a bare number is refused, since its unit would be a guess."""
     if isinstance(value, str):
         value = value.strip()
     if value in (0, "0") and not isinstance(value, bool):
         return 0
     if isinstance(value, (int, float)) or (isinstance(value, str) and re.fullmatch(r"[0-9.]+", value)):
-        raise ValueError(f"{value} of what? write a unit: {value}MB, {value}GB or {value}GiB")
+        raise ValueError(f"{value} has no unit; write {value}MB, {value}GB or {value}GiB")
     match = _BYTES.fullmatch(value) if isinstance(value, str) else None
     factor = BYTE_UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:
@@ -64,7 +62,7 @@ def parse_bytes(value: Any) -> int:
 
 
 def format_bytes_exactly(size: int) -> str:
-    """The shortest spelling that reads back as the very same number."""
+    """The shortest spelling that parses back to the same number."""
     if size == 0:
         return "0"
     unit, factor = next((unit, factor) for unit, factor in _BYTE_SPELLINGS if size % factor == 0)
@@ -72,13 +70,13 @@ def format_bytes_exactly(size: int) -> str:
 
 
 def parse_seconds(value: Any) -> float:
-    """The seconds in `18 h`, `90s`, `1h30m`; a bare number is refused, its unit would be a guess."""
+    """The seconds in `18 h`, `90s`, `1h30m`; a bare number is refused, since its unit would be a guess."""
     if isinstance(value, str):
         value = value.strip()
     if value in (0, "0") and not isinstance(value, bool):
         return 0.0
     if isinstance(value, (int, float)) or (isinstance(value, str) and re.fullmatch(r"[0-9.]+", value)):
-        raise ValueError(f"{value} of what? write a unit: {value}s, {value}min or {value}h")
+        raise ValueError(f"{value} has no unit; write {value}s, {value}min or {value}h")
     if not isinstance(value, str) or not _TIME.fullmatch(value):
         raise ValueError(f"{value!r} is not a time; write it like 90s, 30min or 18h")
     seconds = 0.0
@@ -90,13 +88,13 @@ def parse_seconds(value: Any) -> float:
 
 
 def format_seconds_exactly(seconds: float) -> str:
-    """A spelling that reads back as the very same number."""
+    """A spelling that parses back to the same number."""
     if seconds == 0:
         return "0"
     for unit, factor in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         if seconds % factor == 0:
             return f"{int(seconds // factor)}{unit}"
-    # The shortest digits that read back as the same float, without an exponent: nobody writes 1e-05s.
+    # The shortest digits that read back as the same float, without an exponent (1e-05s would not parse).
     return f"{Decimal(repr(seconds)):f}s"
 
 
@@ -117,17 +115,14 @@ Seconds = Annotated[
 """A time in seconds, written like `18 h`."""
 
 
-# How a config key is declared: its type, its default, its unit; the docstring below it is the reference.
-
-
 class KeyGroup(BaseModel):
-    """Keys that concern the same thing; the groups add up to one flat namespace (stoker.config.schema)."""
+    """Keys on one topic; the groups form one flat namespace (stoker.config.schema)."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
-        # NaN passes every comparison as False: a learning rate of NaN would train for days.
+        # Every comparison with NaN is False: a NaN learning rate would pass all bounds.
         allow_inf_nan=False,
         protected_namespaces=(),
     )
@@ -135,15 +130,15 @@ class KeyGroup(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`batch_size: true` is a slip, not the number 1."""
+        """`batch_size: true` is a mistake, not the number 1."""
         assert info.field_name is not None
         items = value if isinstance(value, list) else [value]
         if cls.model_fields[info.field_name].annotation is not bool and any(isinstance(i, bool) for i in items):
-            raise ValueError("true and false are no value for it")
+            raise ValueError(f"{str(items[0]).lower() if len(items) == 1 else items}: booleans are not accepted here")
         return value
 
 
 def key(default: Any, *, unit: str | None = None, **constraints: Any) -> Any:
-    """A config key with its default, its unit where it has one, and its bounds (ge, gt, le, lt ...)."""
+    """Declares a config key: default, unit, bounds (ge, gt, le, lt, …); the docstring below it is its reference."""
     extra: Any = {"unit": unit} if unit else None
     return Field(default, json_schema_extra=extra, **constraints)

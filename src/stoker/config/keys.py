@@ -8,85 +8,81 @@ from pydantic import BeforeValidator, Field
 
 from stoker.config.fields import Bytes, KeyGroup, Seconds, key
 
-# Where the samples are and which of them count.
-
 
 class DataKeys(KeyGroup):
-    """Data: where the samples are, and which of them count."""
+    """Data: where the samples are, and which of them to use."""
 
     task: Literal["classify", "segment3d"] = key("classify")
-    """Kind of work: `classify` images in class folders, or `segment3d` patches of volumes."""
+    """What to train: `classify` images in class folders, or `segment3d` patches of volumes."""
 
     data_root: str | None = key(None, min_length=1)
     """Folder or URL (`s3://bucket/prefix`, also `gs://`, `az://`) that holds `train/` and `val/`,
     as class folders or as packed shards."""
 
     num_classes: int | None = key(None, ge=1)
-    """Number of classes; taken from the data when not given."""
+    """Number of classes; taken from the data by default."""
 
     subset_classes: int | None = key(None, ge=1)
-    """Use only so many classes, chosen by `subset_seed`."""
+    """Use only this many classes, chosen by `subset_seed`."""
 
     subset_seed: int = key(42, ge=0)
-    """Chooses the classes and images of a subset; the same seed chooses the same ones everywhere."""
+    """Seed for choosing the classes and images of a subset; the same seed gives the same subset everywhere."""
 
     subset_train_per_class: int | None = key(None, ge=1)
-    """Use at most so many training images of each class."""
+    """Use at most this many training images per class."""
 
     subset_val_per_class: int | None = key(None, ge=1)
-    """Use at most so many validation images of each class."""
+    """Use at most this many validation images per class."""
 
     index_dir: str | None = key(None, min_length=1)
-    """Folder for the index of the data; beside the data when not given, or in the user's cache folder
-    where the data is read-only."""
+    """Folder for the index of the data. Default: next to the data, or the user's cache folder if the data
+    is read-only."""
 
     cache_dir: str | None = key(None, min_length=1)
-    """Local folder that keeps what was read from `data_root`, so that it is fetched only once."""
+    """Local folder that caches what is read from `data_root`, so that each file is fetched only once."""
 
     cache_size: Bytes | None = key(None, unit="bytes", ge=0)
-    """Most that `cache_dir` may hold; what no longer fits is read from the source each time.
-    Without it the cache grows up to 90 % of the free disk."""
+    """Size limit of `cache_dir`; what does not fit is read from the source every time.
+    Default: up to 90 % of the free disk space."""
 
     lookahead: Bytes = key(256_000_000, unit="bytes", ge=1_000_000)
-    """How many bytes of coming samples may be fetched ahead of their turn, for each rank."""
+    """How many bytes of upcoming samples each rank may fetch ahead of time."""
 
     max_bad_fraction: float = key(0.01, ge=0, le=1)
-    """Share of unreadable samples above which the run stops; below it each is replaced and named."""
+    """Stop the run if more than this share of the samples is unreadable; below it, each one is replaced and
+    listed in `quarantine.jsonl`."""
 
     max_image_pixels: int = key(178_956_970, unit="pixels", ge=1)
-    """Largest image that is decoded; a larger one counts as unreadable (a decompression bomb)."""
+    """Largest image to decode; anything larger counts as unreadable (a decompression bomb)."""
 
     max_image_bytes: Bytes = key(256_000_000, unit="bytes", ge=1)
-    """Largest image file that is read; a larger one counts as unreadable."""
-
-
-# How batches are made and handed over.
+    """Largest image file to read; anything larger counts as unreadable."""
 
 
 class LoaderKeys(KeyGroup):
-    """Loader: how batches are made and handed over."""
+    """Loader: how batches are made."""
 
     loader: Literal["auto", "process", "thread"] = key("auto")
-    """Workers as processes or as threads; `auto` takes threads for up to six workers, processes for more."""
+    """Run workers as threads or processes; `auto` uses threads for up to six workers, processes for more."""
 
     num_workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = key("auto")
-    """Workers that make batches, for each GPU; `auto` takes the cores this process may use; 0 makes
-    the batches in the training process."""
+    """Workers per GPU; `auto` uses the cores available to this process, 0 makes batches in the training
+    process."""
 
     prefetch_factor: int | None = key(None, unit="batches", ge=1, le=1024)
-    """Batches that each worker has in flight; 2 when not given. Needs workers."""
+    """Batches in flight per worker; default 2. Needs workers."""
 
     pin_memory: bool = key(True)
-    """Hand batches over in page-locked memory, from which a GPU copies without the CPU."""
+    """Put batches in page-locked memory, so that copies to the GPU are asynchronous."""
 
     persistent_workers: bool = key(True)
-    """Keep the workers from one epoch to the next. Has no meaning without workers."""
+    """Keep the workers alive between epochs. Has no effect without workers."""
 
     worker_start: Literal["auto", "fork", "spawn", "forkserver"] = key("auto")
-    """How worker processes start; `auto` is forkserver where available."""
+    """Start method of worker processes; `auto` is forkserver where available."""
 
     decoder: Literal["auto", "turbojpeg", "simplejpeg", "nvimgcodec", "opencv", "pillow"] = key("auto")
-    """Library that decodes JPEGs; `auto` measures them on the data's own files and remembers.
+    """JPEG decoder; `auto` times them on your own files and remembers the fastest.
     `turbojpeg` needs libturbojpeg 3 (`pip install stoker[fast]`, or conda's)."""
 
     decode_mode: Literal["fast", "faithful"] = key("fast")
@@ -94,69 +90,63 @@ class LoaderKeys(KeyGroup):
     torchvision does. Validation is always faithful."""
 
     seed: int = key(0, ge=0, lt=2**63)
-    """Fixes the order of the samples, every augmentation and the initial weights."""
-
-
-# What happens to a training sample, and to a batch on the device.
+    """Seed of the sample order, the augmentation and the initial weights."""
 
 
 class AugmentationKeys(KeyGroup):
     """Augmentation: what happens to a training sample, and to a batch on the device."""
 
     crop_scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = key((0.08, 1.0))
-    """Smallest and largest share of the image's area that a random crop takes."""
+    """Smallest and largest share of the image area in a random crop."""
 
     crop_aspect: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = key((3 / 4, 4 / 3))
-    """Smallest and largest width / height of a random crop."""
+    """Smallest and largest aspect ratio (width / height) of a random crop."""
 
     horizontal_flip: float = key(0.5, ge=0, le=1)
-    """Probability that a training image is mirrored."""
+    """Probability of mirroring a training image."""
 
     auto_augment: Literal["none", "randaugment", "trivialaugment"] = key("none")
-    """Policy of further augmentations; RandAugment takes `randaugment_magnitude` and `randaugment_ops`."""
+    """Augmentation policy; RandAugment also uses `randaugment_magnitude` and `randaugment_ops`."""
 
     randaugment_magnitude: float = key(7, ge=0, le=10)
-    """Strength of RandAugment's operations, 0 to 10."""
+    """Magnitude of RandAugment's operations, 0 to 10."""
 
     randaugment_magnitude_std: float = key(0.5, ge=0)
-    """Standard deviation of that strength from operation to operation."""
+    """Standard deviation of that magnitude between operations."""
 
     randaugment_ops: int = key(2, ge=1, le=16)
-    """Operations of RandAugment that are drawn for each image; each is carried out with probability 0.5, as in timm."""
+    """RandAugment operations drawn per image; each is applied with probability 0.5, as in timm."""
 
     random_erasing: float = key(0.0, ge=0, le=1)
-    """Probability that a rectangle of a training image is erased."""
+    """Probability of erasing a rectangle of a training image."""
 
     repeated_augmentation: int = key(1, ge=1, le=64)
-    """How often each drawn image appears in an epoch, differently augmented; the epoch keeps its length."""
+    """How often each drawn image appears in an epoch, with different augmentation; the epoch keeps its length."""
 
     mixup_alpha: float = key(0.0, ge=0)
-    """Mixup: parameter of the Beta distribution; 0 is off."""
+    """Mixup: parameter of the Beta distribution; 0 turns it off."""
 
     cutmix_alpha: float = key(0.0, ge=0)
-    """CutMix: parameter of the Beta distribution; 0 is off."""
+    """CutMix: parameter of the Beta distribution; 0 turns it off."""
 
     mix_probability: float = key(1.0, ge=0, le=1)
-    """Probability that a batch is mixed at all, where mixup or CutMix is on."""
+    """Probability of mixing a batch at all, if mixup or CutMix is on."""
 
     mix_switch_probability: float = key(0.5, ge=0, le=1)
-    """Probability that a mixed batch takes CutMix, where both are on."""
+    """Probability of CutMix instead of mixup, if both are on."""
 
     label_smoothing: float = key(0.0, ge=0, lt=1)
-    """Share of the target that is spread over all classes."""
+    """Share of the target spread over all classes."""
 
     start_img_size: int | None = key(None, unit="px", ge=8, le=8192)
-    """Progressive resizing: side of the images in the first epoch; grows to `img_size`."""
+    """Progressive resizing: image size in the first epoch; grows to `img_size`."""
 
     resize_epochs: int | None = key(None, unit="epochs", ge=1)
-    """Progressive resizing: epochs until `img_size` is reached; 80 % of the run when not given."""
-
-
-# What is trained, and how it runs on the device.
+    """Progressive resizing: epochs until `img_size` is reached; default 80 % of the run."""
 
 
 def _number_to_name(value: Any) -> Any:
-    """YAML reads `precision: 32` as a number; the names of the precisions are text."""
+    """YAML reads `precision: 32` as a number, but precisions are names."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -164,87 +154,84 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class ModelKeys(KeyGroup):
-    """Model: what is trained, and how it runs on the device."""
+    """Model: the network, and how it runs on the device."""
 
     model: str = key("resnet50", min_length=1)
-    """Any name of the timm zoo for `classify`; a MONAI network (`dynunet`, `unet`, `segresnet`) for
-    `segment3d`."""
+    """For `classify`, any timm model; for `segment3d`, a MONAI network (`dynunet`, `unet`, `segresnet`)."""
 
     weights: str | None = key(None, min_length=1)
-    """Local file to start from (safetensors, or a timm checkpoint); random weights when not given."""
+    """Local weights file to start from (safetensors, or a timm checkpoint); default: random weights."""
 
     img_size: int = key(224, unit="px", ge=8, le=8192)
-    """Side of the training images."""
+    """Height and width of the training images."""
 
     val_img_size: int | None = key(None, unit="px", ge=8, le=8192)
-    """Side of the validation images; `img_size` when not given."""
+    """Height and width of the validation images; default `img_size`."""
 
     crop_ratio: float = key(0.875, gt=0, le=1)
-    """Validation: share of the resized image's shorter side that the centre crop keeps."""
+    """Validation: share of the resized image's shorter side kept by the centre crop."""
 
     interpolation: Literal["bilinear", "bicubic"] = key("bicubic")
-    """How validation images (and training images in `faithful` mode) are resized, with antialiasing."""
+    """Interpolation for validation images (and for training images in `faithful` mode), with antialiasing."""
 
     patch_size: tuple[Positive, Positive, Positive] | None = key(None, unit="voxels")
-    """Depth, height and width of a patch, for `segment3d`."""
+    """For `segment3d`: depth, height and width of a patch."""
 
     compile_model: bool = key(False)
-    """Compile the model with torch.compile; the first steps take longer."""
+    """Compile the model with torch.compile; slows down the first steps."""
 
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = key("default")
-    """Mode of torch.compile; `max-autotune` tries more kernels and takes longer to start."""
+    """torch.compile mode; `max-autotune` tries more kernels and starts more slowly."""
 
     channels_last: bool = key(True)
-    """Keep tensors in NHWC layout, which tensor cores prefer."""
+    """Use the NHWC memory layout, which suits tensor cores."""
 
     precision: Annotated[Literal["32", "16-mixed", "bf16-mixed"], BeforeValidator(_number_to_name)] = key("32")
-    """Number format of the computation; `16-mixed` uses a loss scaler."""
+    """Numerical precision; `16-mixed` uses a loss scaler."""
 
     matmul_precision: Literal["highest", "high", "medium"] = key("high")
-    """Precision of float32 products; `high` and `medium` allow TF32 on tensor cores."""
+    """Precision of float32 matrix products; `high` and `medium` allow TF32 on tensor cores."""
 
     gradient_checkpointing: bool = key(False)
-    """Recompute activations in the backward pass: less memory, about a third more work."""
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
 
     drop_path: float = key(0.0, ge=0, lt=1)
-    """Stochastic depth: probability that a residual block is skipped."""
+    """Stochastic depth: probability of skipping a residual block."""
 
     dropout: float = key(0.0, ge=0, lt=1)
-    """Probability that an input of the classifier is dropped."""
+    """Dropout probability before the classifier."""
 
     ema_decay: float | None = key(None, gt=0, lt=1)
-    """Keep a moving average of the weights with this decay for each step, and validate it."""
+    """Keep an exponential moving average of the weights with this decay per step, and validate that."""
 
-
-# How the weights move.
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizationKeys(KeyGroup):
-    """Optimization: how the weights move."""
+    """Optimization: loss, optimizer, learning rate."""
 
     epochs: int = key(90, unit="epochs", ge=1)
     """Passes over the training data."""
 
     steps_per_epoch: int | None = key(None, unit="steps", ge=1)
-    """Steps that count as one epoch, where an epoch is not one pass over the data (random patches)."""
+    """Steps per epoch, if an epoch is not one pass over the data (random patches)."""
 
     batch_size: int = key(256, unit="samples", ge=1)
-    """Samples of one step on each GPU."""
+    """Samples per step and GPU."""
 
     val_batch_size: int | None = key(None, unit="samples", ge=1)
-    """Samples of one validation step on each GPU; `batch_size` when not given."""
+    """Samples per validation step and GPU; default `batch_size`."""
 
     gradient_accumulation: int = key(1, unit="steps", ge=1)
-    """Batches whose gradients are added up for one update."""
+    """Batches whose gradients are accumulated for one update."""
 
     loss: Literal["cross_entropy", "bce"] = key("cross_entropy")
-    """Cross-entropy over the classes, or binary cross-entropy for each class."""
+    """Cross-entropy over the classes, or binary cross-entropy per class."""
 
     bce_target_threshold: float | None = key(None, gt=0, lt=1)
-    """With `bce`: targets above it count as 1, others as 0; off when not given. It is applied after label
-    smoothing and cancels it."""
+    """With `bce`: targets above this become 1, others 0; off by default. Applied after label smoothing, so it
+    cancels the smoothing."""
 
     optimizer: Literal["sgd", "adamw", "lamb"] = key("sgd")
     """Optimizer."""
@@ -256,105 +243,102 @@ class OptimizationKeys(KeyGroup):
     """Scale `lr` with the total batch: lr × total batch / `lr_reference_batch`."""
 
     lr_reference_batch: int = key(256, unit="samples", ge=1)
-    """Total batch for which `lr` is meant."""
+    """Total batch that `lr` is meant for."""
 
     lr_scheduler: Literal["cosine", "step", "constant"] = key("cosine")
-    """Course of the learning rate after the warmup."""
+    """Learning rate schedule after the warmup."""
 
     lr_update: Literal["step", "epoch"] = key("step")
-    """Whether the learning rate changes with every step, or stays for a whole epoch."""
+    """Whether the learning rate changes every step or every epoch."""
 
     lr_step_epochs: int = key(30, unit="epochs", ge=1)
-    """With `step`: epochs between two reductions."""
+    """With `step`: epochs between reductions."""
 
     lr_step_factor: float = key(0.1, gt=0, lt=1)
-    """With `step`: what each reduction multiplies by."""
+    """With `step`: factor of each reduction."""
 
     min_lr: float = key(0.0, ge=0)
-    """Where the cosine ends."""
+    """Final learning rate of the cosine."""
 
     warmup_epochs: int = key(0, unit="epochs", ge=0)
-    """Epochs over which the learning rate rises linearly."""
+    """Epochs of linear warmup."""
 
     warmup_start: float = key(0.01, gt=0, le=1)
-    """Share of the learning rate with which the warmup begins."""
+    """Share of the learning rate at which the warmup starts."""
 
     momentum: float = key(0.9, ge=0, lt=1)
     """Momentum of SGD."""
 
     nesterov: bool = key(False)
-    """Nesterov's form of momentum."""
+    """Use Nesterov momentum."""
 
     betas: tuple[Fraction, Fraction] = key((0.9, 0.999))
-    """Decay of the two moments, for AdamW and LAMB."""
+    """Decay rates of the two moments, for AdamW and LAMB."""
 
     weight_decay: float = key(1e-4, ge=0)
     """Weight decay."""
 
     decay_bias_and_norm: bool = key(True)
-    """Whether biases and normalisation weights decay too."""
+    """Also apply weight decay to biases and normalisation weights."""
 
     clip_grad_norm: float | None = key(None, gt=0)
-    """Largest norm of the gradient; off when not given."""
+    """Clip the gradient norm to this value; off by default."""
 
     max_bad_steps: int = key(10, unit="steps", ge=0)
-    """Steps in a row with a loss that is no number before the run stops; each one is skipped."""
-
-
-# Where a run happens, what it writes and who is told.
+    """Stop the run after this many steps in a row with a NaN or infinite loss; each such step is skipped."""
 
 
 class RunKeys(KeyGroup):
-    """Run: where it happens, what it writes, who is told."""
+    """Run: devices, run folder, checkpoints, trackers."""
 
     run_name: str | None = key(None, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")
-    """Name of the run's folder; the config file's name when not given."""
+    """Name of the run folder; default: the name of the config file."""
 
     runs_dir: str = key("runs", min_length=1)
-    """Folder that holds the run folders."""
+    """Parent folder of the run folders."""
 
     devices: Annotated[int, Field(ge=1)] | Literal["auto"] = key("auto")
-    """GPUs on each node; `auto` takes all there are. On a machine without one: processes on the CPU, 1."""
+    """GPUs per node; `auto` uses all of them. Without a GPU: processes on the CPU, default 1."""
 
     accelerator: str | None = key(None, min_length=1)
-    """Datasheet of the device, by name (`a100-80`) or as a YAML file: its peak is what `mfu` in the metrics is a share
-    of. Recognised by the device's name when not given; without a known one there is no `mfu`."""
+    """Datasheet of the device, by name (`a100-80`) or as a YAML file; `mfu` in the metrics is a share of its peak.
+    Default: recognised by the device name; no `mfu` if the device is unknown."""
 
     num_nodes: int = key(1, unit="nodes", ge=1)
-    """Machines that train together."""
+    """Number of nodes."""
 
     strategy: Literal["auto", "single", "ddp"] = key("auto")
-    """One process, or one for each GPU with averaged gradients; `auto` looks at the number of devices."""
+    """One process, or one per GPU with averaged gradients (DDP); `auto` decides by the number of devices."""
 
     sync_batchnorm: bool = key(False)
-    """Batch norm statistics over all GPUs."""
+    """Compute batch norm statistics over all GPUs."""
 
     rank_timeout: Seconds = key(600.0, unit="seconds", gt=0)
-    """How long the ranks wait for one of them before the run is given up and started again."""
+    """How long ranks wait for a missing one before the run is aborted and restarted."""
 
     log_every: int = key(50, unit="steps", ge=1)
-    """Steps between two lines in `metrics.jsonl`."""
+    """Steps between lines in `metrics.jsonl`."""
 
     checkpoint_every_steps: int | None = key(None, unit="steps", ge=1)
-    """Steps between two checkpoints within an epoch."""
+    """Steps between checkpoints within an epoch."""
 
     checkpoint_every: Seconds | None = key(1800.0, unit="seconds", gt=0)
-    """Time between two checkpoints within an epoch."""
+    """Time between checkpoints within an epoch."""
 
     save_top_k: int = key(5, unit="checkpoints", ge=0)
-    """How many of the best checkpoints by `val/acc1` are kept, besides the last."""
+    """How many of the best checkpoints by `val/acc1` to keep, in addition to the last."""
 
     wandb: bool = key(False)
-    """Report to Weights & Biases; offline where there is no network or key."""
+    """Log to Weights & Biases; offline if there is no network or API key."""
 
     wandb_project: str | None = key(None, min_length=1)
-    """Project at Weights & Biases; naming one switches the report on."""
+    """Weights & Biases project; setting it turns `wandb` on."""
 
     wandb_name: str | None = key(None, min_length=1)
-    """Name of the run at Weights & Biases; `run_name` when not given."""
+    """Weights & Biases run name; default `run_name`."""
 
     tensorboard: bool = key(False)
-    """Write TensorBoard events into the run folder."""
+    """Write TensorBoard events to the run folder."""
 
     csv: bool = key(False)
-    """Write the metrics of each epoch as `metrics.csv` too."""
+    """Also write the metrics of each epoch to `metrics.csv`."""

@@ -1,4 +1,7 @@
-"""From a file and overrides to one valid config, or to every reason why not, at once."""
+"""Reads a config: file and overrides in, a valid config out, or all of its problems at once.
+
+Precedence: defaults < base file < file < KEY=VALUE on the command line.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,9 @@ from stoker.config.yaml_file import YamlFile, parse_value, read_yaml_file
 from stoker.console import say_warnings
 from stoker.errors import ConfigError, Problem, did_you_mean
 
-# What is wrong with a value, in words for people instead of pydantic's for programmers.
-
 
 def say_validation_error(error: ValidationError) -> dict[str, str]:
-    """For each key with an invalid value one sentence that names the value and what would be valid."""
+    """One sentence for each invalid key, with the value and what would be valid."""
     by_key: dict[str, list[Any]] = {}
     for detail in error.errors():
         by_key.setdefault(str(detail["loc"][0]), []).append(detail)
@@ -30,7 +31,7 @@ def say_validation_error(error: ValidationError) -> dict[str, str]:
 
 def _say(key: str, details: list[Any]) -> str:
     expected = describe_type(key).removesuffix(" | none")
-    # A union reports once for each member; a bound that was missed says more than 'is not auto'.
+    # A union reports one error per member; a violated bound says more than 'is not auto'.
     detail = next((d for d in details if d["type"] not in ("literal_error", "none_required")), details[0])
     given, context = detail["input"], detail.get("ctx", {})
     bound = {
@@ -46,10 +47,10 @@ def _say(key: str, details: list[Any]) -> str:
     if detail["type"] == "finite_number":
         return f"{key}: {_show(given)} is not a finite number"
     if detail["type"] == "string_pattern_mismatch":
-        allowed = "letters, digits and . _ = + - only, and begins with a letter or digit"
-        return f"{key}: {_show(given)} may hold {allowed}"
+        allowed = "only letters, digits and . _ = + -, starting with a letter or digit"
+        return f"{key}: {_show(given)} is not allowed; use {allowed}"
     if detail["type"] in ("string_too_short", "string_too_long"):
-        return f"{key}: {_show(given)} must have 1 to {context.get('max_length', 'many')} letters"
+        return f"{key}: {_show(given)} must have 1 to {context.get('max_length', 'many')} characters"
     if detail["type"] in ("missing", "too_long", "too_short") or (
         len(detail["loc"]) > 1 and detail["type"] == "tuple_type"
     ):
@@ -79,10 +80,6 @@ def _article(expected: str) -> str:
     return expected
 
 
-# From a file and overrides to one valid config, or to every reason why not, at once.
-#
-# defaults < base file < file < KEY=VALUE on the command line
-
 BASE = "base"
 MAX_BASES = 8
 _KNOWN = frozenset(key_names()) | ALIASES.keys() | {BASE}
@@ -90,7 +87,7 @@ _KNOWN = frozenset(key_names()) | ALIASES.keys() | {BASE}
 
 @dataclass(frozen=True)
 class Setting:
-    """A value before validation, and where it was written."""
+    """A value before validation, and where it was set."""
 
     value: Any
     spelled: str
@@ -99,7 +96,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A valid config, where each value came from, and what is odd about it."""
+    """A valid config, where each value came from, and warnings."""
 
     config: Config
     origins: dict[str, str]
@@ -108,7 +105,7 @@ class Resolved:
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resolved:
-    """The config of a file with overrides applied; raises ConfigError with every problem there is."""
+    """The config of a file with overrides applied; raises ConfigError with all problems."""
     problems: list[Problem] = []
     warnings: list[str] = []
     settings: dict[str, Setting] = {}
@@ -149,18 +146,18 @@ def config_in_use() -> Config | None:
 
 
 def _read_with_bases(path: Path) -> list[YamlFile]:
-    """The file and the files it is based on, the deepest base first."""
+    """The file and its base files, the deepest base first."""
     chain: list[YamlFile] = []
     seen: set[Path] = set()
     current: Path | None = path
     while current is not None:
         if current.resolve() in seen:
             raise ConfigError(
-                f"{chain[-1].path} names {current} as its base, which leads back to itself",
+                f"{chain[-1].path} names {current} as its base, which is circular",
                 name="config-base-circle",
             )
         if len(chain) > MAX_BASES:
-            raise ConfigError(f"{path} has more than {MAX_BASES} bases in a row", name="config-base-circle")
+            raise ConfigError(f"{path} has a chain of more than {MAX_BASES} base files", name="config-base-circle")
         seen.add(current.resolve())
         layer = read_yaml_file(current, _KNOWN, SECTION_NAMES)
         chain.append(layer)
@@ -173,11 +170,11 @@ def _base_of(layer: YamlFile) -> Path | None:
     if not bases:
         return None
     if len(bases) > 1:
-        layer.problems.append(Problem((BASE,), "is given twice", layer.where(bases[1].line)))
+        layer.problems.append(Problem((BASE,), "is set twice", layer.where(bases[1].line)))
     layer.entries[:] = [entry for entry in layer.entries if entry.key != BASE]
     value = bases[0].value
     if not isinstance(value, str) or not value:
-        layer.problems.append(Problem((BASE,), f"must name a file, not {value!r}", layer.where(bases[0].line)))
+        layer.problems.append(Problem((BASE,), f"must be a file name, not {value!r}", layer.where(bases[0].line)))
         return None
     return layer.path.parent / value
 
@@ -208,7 +205,7 @@ def _settings_of_overrides(overrides: Sequence[str], problems: list[Problem]) ->
 
 
 def _add(settings: dict[str, Setting], setting: Setting, problems: list[Problem], warnings: list[str] | None) -> None:
-    """Adds a setting under its canonical key, or notes why it cannot be."""
+    """Adds a setting under its canonical key, or records why it cannot."""
     key = ALIASES.get(setting.spelled, setting.spelled)
     if key not in Config.model_fields:
         problems.append(_unknown_key(setting))
@@ -217,12 +214,14 @@ def _add(settings: dict[str, Setting], setting: Setting, problems: list[Problem]
     if earlier is None:
         settings[key] = setting
     elif earlier.spelled != setting.spelled and earlier.value == setting.value and warnings is not None:
-        # One file may serve two programs that know the key by two names; where both say the same,
-        # nothing is in doubt.
-        warnings.append(f"{setting.where}: {setting.spelled} says {key} again ({earlier.where}), with the same value")
+        # A file may serve two programs that have different names for the key; if the values agree,
+        # there is nothing to decide.
+        warnings.append(
+            f"{setting.where}: {setting.spelled} is an alias of {key}, already set to the same value ({earlier.where})"
+        )
     else:
         names = setting.spelled if earlier.spelled == setting.spelled else f"{earlier.spelled} and {setting.spelled}"
-        message = f"{names}: given twice, {earlier.value!r} ({earlier.where}) and {setting.value!r}"
+        message = f"{names}: set twice, to {earlier.value!r} ({earlier.where}) and {setting.value!r}"
         problems.append(Problem((key,), message, setting.where))
 
 
@@ -231,14 +230,14 @@ def _unknown_key(setting: Setting) -> Problem:
     message = f"{spelled!r} is not a key"
     odd = next((letter for letter in spelled if ord(letter) > 127), None)
     if odd is not None:
-        message += f" (it contains {odd!r}, {unicodedata.name(odd, 'a character without a name')})"
+        message += f" (it contains {odd!r}, {unicodedata.name(odd, 'an unnamed character')})"
     last_part = unicodedata.normalize("NFKC", spelled).rpartition(".")[2]
     return Problem((spelled,), message, setting.where, did_you_mean(last_part, _KNOWN))
 
 
 def _validate(settings: dict[str, Setting], problems: list[Problem], warnings: list[str]) -> Config:
-    """The validated config; where single values are wrong, defaults stand in for them, so that the
-    rules over several keys can still be checked on the others."""
+    """The validated config; defaults replace invalid values, so that the rules over several keys can still be
+    checked for the other keys."""
     values = {key: setting.value for key, setting in settings.items()}
     wrong: set[str] = set()
     try:

@@ -1,4 +1,4 @@
-"""A config as text: written back as YAML, with origins, and the reference of every key."""
+"""A config as YAML, with or without origins; the key reference and the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from stoker.config.schema import ALIASES, GROUPS, SECTION_NAMES, Config, describ
 from stoker.config.yaml_file import parse_value
 from stoker.errors import UsageError, nearest
 
-# A config as a file again: every key, grouped, and identical when it is loaded.
-
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:+=-]*")
 
 
@@ -27,7 +25,7 @@ def config_values(config: Config) -> dict[str, Any]:
 
 
 def config_as_yaml(config: Config, header: str = "") -> str:
-    """The whole config as YAML, the groups set apart by comments."""
+    """The whole config as YAML, grouped by comments; loads back to the same config."""
     values = config_values(config)
     lines = [f"# {line}" for line in header.splitlines()]
     for group in GROUPS:
@@ -37,12 +35,12 @@ def config_as_yaml(config: Config, header: str = "") -> str:
 
 
 def write_scalar(value: Any) -> str:
-    """One value as YAML writes it on one line."""
+    """One value as single-line YAML."""
     if isinstance(value, list):
         return f"[{', '.join(write_scalar(item) for item in value)}]"
     if isinstance(value, str):
         plain = _PLAIN.fullmatch(value) and parse_value(value) == value
-        # Quoted, so that no text is taken for a number, a comment or the end of the document.
+        # Quoted, so that text is never read as a number, a comment or the end of the document.
         quoted = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=1_000_000)
         return value if plain else quoted.rstrip("\n")
     if value is None or isinstance(value, bool):
@@ -50,12 +48,9 @@ def write_scalar(value: Any) -> str:
     return repr(value)  # of a float, the shortest text that reads back as the same number
 
 
-# The reference of every key, read off the schema: text for people, a JSON schema for editors.
-
-
 @dataclass(frozen=True)
 class KeyReference:
-    """What there is to say about one key."""
+    """The reference entry of one key."""
 
     name: str
     group: str
@@ -107,21 +102,19 @@ def editor_schema() -> dict[str, Any]:
         if "enum" in schema and "32" in schema["enum"]:  # YAML reads `precision: 32` as a number
             schema.pop("type")
             schema["enum"].append(32)
-    properties |= {
-        alias: {"description": f"Another name of {name}."} | properties[name] for alias, name in ALIASES.items()
-    }
+    properties |= {alias: {"description": f"Alias of {name}."} | properties[name] for alias, name in ALIASES.items()}
     for name in SECTION_NAMES & properties.keys():
         properties[name] = {
             "anyOf": [properties[name], section],
             "description": properties[name]["description"],
         }
-    # Any other name may only be a section, whose keys are held to the same rules; null is an empty one.
+    # Any other name must be a section, with the same rules for its keys; null is an empty section.
     keys = {
         "type": "object",
         "properties": properties,
         "additionalProperties": {"anyOf": [section, {"type": "null"}]},
     }
-    base = {"type": "string", "description": "Another config, whose values this one starts from."}
+    base = {"type": "string", "description": "Config file to start from."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "stoker config",
@@ -131,11 +124,8 @@ def editor_schema() -> dict[str, Any]:
     }
 
 
-# A resolved config and the reference of its keys, as text.
-
-
 def config_with_origins(resolved: Resolved) -> str:
-    """Every key with its value and where it came from; the text is itself a valid config."""
+    """Every key with its value and origin; the text is itself a valid config."""
     values = config_values(resolved.config)
     lines: list[str] = []
     for group in GROUPS:
@@ -157,6 +147,6 @@ def key_reference(references: Iterable[KeyReference]) -> str:
         unit = f", {reference.unit}" if reference.unit else ""
         lines.append(f"{reference.name} ({reference.type}{unit}; default {write_scalar(reference.default)})")
         if reference.aliases:
-            lines.append(f"    Also written {', '.join(reference.aliases)}.")
+            lines.append(f"    Alias: {', '.join(reference.aliases)}.")
         lines.append(textwrap.indent(textwrap.fill(reference.meaning, 100), "    "))
     return "\n".join(lines).lstrip("\n")

@@ -16,7 +16,7 @@ GROUPS: tuple[type[KeyGroup], ...] = (
     OptimizationKeys,
     RunKeys,
 )
-"""The groups in the order in which a config is shown."""
+"""The groups, in display order."""
 
 ALIASES = {
     "train_batch_size": "batch_size",
@@ -24,26 +24,26 @@ ALIASES = {
     "accumulate_steps": "gradient_accumulation",
     "max_epochs": "epochs",
 }
-"""Other names under which people know a key."""
+"""Names that other tools use for a key."""
 
 SECTION_NAMES = frozenset(
     {group.__name__.removesuffix("Keys").lower() for group in GROUPS}
     | {"training", "train", "validation", "val", "optimizer", "scheduler", "system", "hardware", "logging"}
 )
-"""Usual names of sections; one of these may be empty, and may stand beside a key of the same name."""
+"""Common section names; such a section may be empty, and may have the same name as a key."""
 
 
 class Config(DataKeys, LoaderKeys, ModelKeys, AugmentationKeys, OptimizationKeys, RunKeys):
-    """Everything that can be set."""
+    """Every key."""
 
 
 def key_names() -> list[str]:
-    """Every key, in the order in which a config is shown."""
+    """Every key, in display order."""
     return [name for group in GROUPS for name in group.model_fields]
 
 
 def describe_type(name: str) -> str:
-    """The type of a key in words that fit into a table: `int`, `auto | process | thread`, `size`."""
+    """The type of a key, short enough for a table: `int`, `auto | process | thread`, `size`."""
     return _type_words(_json_schema()["properties"][name])
 
 
@@ -61,7 +61,7 @@ def _type_words(schema: dict[str, Any]) -> str:
         return str(schema["const"])
     if schema.get("type") == "array":
         return f"[{', '.join(_type_words(item) for item in schema['prefixItems'])}]"
-    if isinstance(schema.get("type"), list):  # sizes and times are written as text with a unit
+    if isinstance(schema.get("type"), list):  # sizes and times are strings with a unit
         return "time" if "18h" in str(schema.get("examples")) else "size"
     return {"integer": "int", "number": "float", "string": "text", "boolean": "true | false", "null": "none"}[
         str(schema["type"])

@@ -1,6 +1,6 @@
-"""Reads one YAML file into key, value and line; what is not plain data is refused.
+"""Reads one YAML file into keys, values and line numbers; refuses anything but plain data.
 
-YAML 1.2 rules for scalars: `5e-3` is a number, `1:30` is text and not ninety, `010` is ten.
+YAML 1.2 rules for scalars: `5e-3` is a number, `1:30` is text (not ninety), `010` is ten.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 
 from stoker.errors import ConfigError, Problem, nearest
 
-# The largest config that ships has 2 KB; a file of more than a megabyte is something else.
+# Shipped configs have at most 2 KB; a file of more than a megabyte is not a config.
 MAX_FILE_BYTES = 1_000_000
 MAX_DEPTH = 16
 MAX_NODES = 20_000
@@ -23,7 +23,7 @@ MAX_NODES = 20_000
 
 @dataclass(frozen=True)
 class Entry:
-    """One `key: value` of a file, with sections already taken off."""
+    """One `key: value` of a file, with its section removed."""
 
     key: str
     value: Any
@@ -32,7 +32,7 @@ class Entry:
 
 @dataclass
 class YamlFile:
-    """What a file says, and what is wrong with how it says it."""
+    """The entries of a file, and its problems."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
@@ -69,11 +69,11 @@ _CoreLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def read_yaml_file(path: Path, known_keys: frozenset[str], section_names: frozenset[str]) -> YamlFile:
-    """The file's entries in order; raises ConfigError where it is no readable YAML mapping at all."""
+    """The file's entries in order; raises ConfigError if it is not a readable YAML mapping."""
     found = YamlFile(path)
     text = _read_text(path)
     try:
-        loader = _CoreLoader(text)  # looks for unprintable characters at once
+        loader = _CoreLoader(text)  # checks for unprintable characters right away
     except yaml.YAMLError as error:
         raise _syntax_error(path, error) from None
     try:
@@ -82,9 +82,9 @@ def read_yaml_file(path: Path, known_keys: frozenset[str], section_names: frozen
             return found  # an empty file changes nothing
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(
-                f"{path} holds a {_kind(root)}, not `key: value` lines",
+                f"{path} contains a {_kind(root)}, not `key: value` lines",
                 name="config-not-a-mapping",
-                hint="stoker config keys    # every key that may stand in a config",
+                hint="stoker config keys    # lists every key",
             )
         _Walk(loader, found, known_keys, section_names).mapping(root, depth=0)
     except yaml.YAMLError as error:
@@ -97,7 +97,7 @@ def read_yaml_file(path: Path, known_keys: frozenset[str], section_names: frozen
 
 
 def parse_value(text: str) -> Any:
-    """The value that a YAML file would give for this text; used for KEY=VALUE on the command line."""
+    """Parses one value as YAML would; used for KEY=VALUE on the command line."""
     loader = _CoreLoader(text)
     try:
         node = loader.get_single_node()
@@ -107,7 +107,7 @@ def parse_value(text: str) -> Any:
 
 
 class _Walk:
-    """Flattens sections and notes every key with its line."""
+    """Flattens sections and records every key with its line."""
 
     def __init__(self, loader: Any, found: YamlFile, known: frozenset[str], sections: frozenset[str]) -> None:
         self.loader = loader
@@ -139,10 +139,10 @@ class _Walk:
         try:
             value = self.loader.construct_object(value_node, deep=True)
         except yaml.constructor.ConstructorError:
-            self.problem((key,), f"{value_node.tag} is refused: a config holds plain data, never objects", line)
+            self.problem((key,), f"{value_node.tag} is refused: a config contains only plain data, not objects", line)
             return
         except (ValueError, OverflowError, RecursionError) as error:
-            self.problem((key,), f"cannot be read ({error})", line)
+            self.problem((key,), f"cannot be parsed ({error})", line)
             return
         if value is None and key in self.sections and key not in self.known:
             return  # a section whose lines are all commented out
@@ -162,9 +162,9 @@ def _read_text(path: Path) -> str:
         size = status.st_size
         if size > MAX_FILE_BYTES:
             raise ConfigError(
-                f"{path} has {size / 1e6:.1f} MB; a config has a few kilobytes",
+                f"{path} has {size / 1e6:.1f} MB; configs have a few kilobytes",
                 name="config-too-large",
-                why="it is probably a data file that was named by mistake",
+                why="it is probably a data file, named by mistake",
             )
         # A pipe or a device has no size: never read more than the cap.
         with path.open("rb") as stream:
@@ -178,19 +178,22 @@ def _read_text(path: Path) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text: byte {error.start} is no UTF-8", name="config-not-text") from None
+        raise ConfigError(
+            f"{path} is not text: byte {error.start} is not valid UTF-8", name="config-not-text"
+        ) from None
     if "\0" in text:
-        raise ConfigError(f"{path} is not text: it holds NUL bytes", name="config-not-text")
+        raise ConfigError(f"{path} is not text: it contains NUL bytes", name="config-not-text")
     return text
 
 
 def _missing(path: Path) -> ConfigError:
     folder = path.parent
-    # A file in place of a folder makes is_dir() False as well.
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     if folder != path.parent:
-        return ConfigError(f"{path} does not exist; its folder neither", name="config-missing", hint=f"ls {folder}")
+        return ConfigError(
+            f"{path} does not exist, and neither does its folder", name="config-missing", hint=f"ls {folder}"
+        )
     names = [file.name for file in folder.glob("*.y*ml")]
     similar = nearest(path.name, names)
     hint = f"did you mean {folder / similar}?" if similar else f"ls {folder}/*.yaml"
@@ -202,11 +205,11 @@ def _syntax_error(path: Path, error: yaml.YAMLError) -> ConfigError:
     where = f"{path}:{mark.line + 1}" if mark else str(path)
     reason = getattr(error, "problem", None) or str(error).splitlines()[0]
     if "'\\t'" in reason:
-        reason = "a tab stands where YAML wants spaces"
+        reason = "found a tab; YAML is indented with spaces"
     elif "expected a single document" in str(error):
-        reason = "a second document begins (`---`); a config is one document"
+        reason = "found a second document (`---`); a config is a single document"
     elif isinstance(error, yaml.reader.ReaderError):
-        reason = f"it holds an unprintable character, number {error.character}"
+        reason = f"it contains an unprintable character, number {error.character}"
     return ConfigError(f"{where}: {reason}", name="config-not-yaml")
 
 

@@ -12,12 +12,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from stoker import __version__
 from stoker.console import print_result, say
 from stoker.errors import UserError
 from stoker.files import write_text
 from stoker.report.document import Document, compare
 from stoker.run.folder import RunFolder
-from stoker.version import __version__
 
 # The page: template, style, script and data in one file that asks nobody for anything.
 

@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from stoker import __version__
 from stoker.redact import redact, redact_text
-from stoker.version import __version__
 
 # What a run ran on: versions, host, git revision, command. Without importing what it asks about.
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stoker import __version__
 from stoker.data.images.headers import BadImage
 from stoker.errors import UserError
 from stoker.files import sync_folder
@@ -27,7 +28,6 @@ from stoker.tasks.classify import colours_of
 from stoker.tasks.prediction import images_below, judge_of, load_image
 from stoker.tasks.results import Difference
 from stoker.train.checkpoint.restore import Restored
-from stoker.version import __version__
 
 # The formats of `stoker export`: how each is written, and loaded again to be checked.
 

@@ -25,7 +25,7 @@ LAYERS = [
     {"clock"},
     {"run"},
     {"config"},
-    {"console", "files"},
+    {"console", "child", "files"},
     {"redact"},
     {"errors"},
 ]

@@ -54,7 +54,7 @@ def test_it_stops_where_the_loss_runs_away(stoker: Run, digits: Path, tmp_path: 
         "--max", "1e6", "scale_lr=false",
     )  # fmt: skip
     assert ended.code in (0, 1), ended.err
-    assert "the loss ran away at" in ended.out
+    assert "the loss diverged at" in ended.out
     assert files_below(tmp_path) == set()
 
 

@@ -62,7 +62,7 @@ def test_the_line_to_type_is_in_the_configs_terms(reference: int | None, expecte
     found = LrFound(curve, LrSuggestion(0.1, 0.05, 0.5), 64, reference, config_lr=0.2, ranks=4)
     text = lr_text(found)
     assert text.startswith(expected)
-    assert ("measured on one device: with 4" in text) == (reference is None)
+    assert ("measured on one device; on 4" in text) == (reference is None)
     assert found.as_dict()["lr_key"] == pytest.approx(float(expected[3:]))
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from bench.rounds import keep
-from stoker.machine.accelerators import load_datasheet
+from stoker.machine.datasheets import load_datasheet
 from stoker.plan.roofline import step_seconds
 from stoker.plan.tracing import Trace, trace_step
 from stoker.train.step import TraceableStep, plain_batch

@@ -157,7 +157,7 @@ def test_the_schema_accepts_our_configs_and_refuses_slips(stoker: Run) -> None:
 def test_a_16_bit_config_is_no_error_without_a_gpu(stoker: Run) -> None:
     ended = stoker("config", "show", PROJECT / "configs/single_gpu_full.yaml", CUDA_VISIBLE_DEVICES="")
     assert ended.code == 0
-    assert "note: precision: 16-mixed needs a GPU; this run computes in 32" in ended.err
+    assert "note: precision: 16-mixed needs a GPU; using 32 on this machine" in ended.err
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

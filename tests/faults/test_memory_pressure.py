@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.machine.memory import CGROUP_ROOT
+from stoker.machine.cgroups import CGROUP_ROOT
 from tests.conftest import PROJECT
 
 # Joins a cgroup, fills a loader's buffers, leaves itself 30 MB, and then takes 60 MB more, step by step.

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from stoker.errors import UsageError
-from stoker.machine.accelerators import GIB, datasheet_for_device, known_datasheets, load_datasheet, published_rate
-from stoker.machine.compute import measure_cpu
+from stoker.machine.accelerators import measure_cpu
+from stoker.machine.datasheets import GIB, datasheet_for_device, known_datasheets, load_datasheet, published_rate
 
 WANTED = [
     "a10g", "a100-40", "a100-80", "h100", "h200", "b200", "l4", "l40s", "t4", "v100-16", "v100-32", "rtx3090",
@@ -112,15 +112,15 @@ def test_a_file_describes_an_accelerator_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"vram_gib": None}, "lacks vram_gib"),
-        ({"vram_gib": "24GB"}, "vram_gib: '24GB' is no positive number"),
-        ({"memory_gb_per_s": -1}, "memory_gb_per_s: -1 is no positive number"),
+        ({"vram_gib": None}, "vram_gib is missing"),
+        ({"vram_gib": "24GB"}, "vram_gib: expected a positive number, got '24GB'"),
+        ({"memory_gb_per_s": -1}, "memory_gb_per_s: expected a positive number, got -1"),
         ({"memory_gb_per_s": 2.039e12}, "memory_gb_per_s: 2.039e+12 is a thousand times the largest"),
-        ({"peak_tflops": {"fp16": 40}}, "peak_tflops lacks fp32"),
-        ({"peak_tflops": {"fp32": 1, "fp64": 1}}, "peak_tflops: 'fp64' is none of"),
-        ({"peak_tflops": 40}, "peak_tflops: 40 is no mapping"),
-        ({"vram_gb": 24}, "has no field 'vram_gb'; did you mean vram_gib?"),
-        ({"device_names": "NVIDIA A10"}, "device_names: 'NVIDIA A10' is no list"),
+        ({"peak_tflops": {"fp16": 40}}, "peak_tflops: fp32 is missing"),
+        ({"peak_tflops": {"fp32": 1, "fp64": 1}}, "peak_tflops: expected fp32, tf32, fp16, bf16, got 'fp64'"),
+        ({"peak_tflops": 40}, "peak_tflops: expected a mapping"),
+        ({"vram_gb": 24}, "unknown field 'vram_gb'; did you mean vram_gib?"),
+        ({"device_names": "NVIDIA A10"}, "device_names: expected a list of names, got 'NVIDIA A10'"),
     ],
 )
 def test_a_broken_file_is_refused_with_its_field(tmp_path: Path, change: dict[str, object], told: str) -> None:
@@ -134,10 +134,10 @@ def test_a_file_that_is_missing_or_no_yaml_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         load_datasheet(str(tmp_path / "none.yaml"))
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(UsageError, match="is no YAML"):
+    with pytest.raises(UsageError, match="not valid YAML"):
         load_datasheet(str(tmp_path / "bad.yaml"))
     (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(UsageError, match="holds no fields"):
+    with pytest.raises(UsageError, match="not a mapping"):
         load_datasheet(str(tmp_path / "list.yaml"))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.machine.accelerators import load_datasheet
+from stoker.machine.datasheets import load_datasheet
 from stoker.plan import roofline
 from stoker.plan.records import Phase, TracedOp
 from stoker.plan.roofline import all_reduce_seconds, kind_of, step_seconds

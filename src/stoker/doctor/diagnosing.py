@@ -18,7 +18,7 @@ from stoker.doctor.predictions_file import keep_confirmation, keep_predictions, 
 from stoker.doctor.records import Confirmation, Diagnosis
 from stoker.doctor.what_if import WORTH_SAYING, what_if
 from stoker.errors import UsageError
-from stoker.machine.accelerators import load_datasheet
+from stoker.machine.datasheets import load_datasheet
 from stoker.plan.planning import Wanted, plan_config
 
 # From an observation to a diagnosis: what the checks say, with what each change would bring.

@@ -20,7 +20,7 @@ from stoker.clock.file import NEWEST, clock_header
 from stoker.clock.steps import Interval, StepClock
 from stoker.config import Config
 from stoker.errors import StokerError
-from stoker.machine.loader_speed import ENDLESS, Stopwatch, Tell, consume_at_pace
+from stoker.machine.loader_speed import ENDLESS, ReportSeconds, Stopwatch, consume_at_pace
 from stoker.machine.storage import describe_storage
 from stoker.tasks.classify import build_run, open_data
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
@@ -48,7 +48,7 @@ def build_trial(config: Config, job: dict[str, Any]) -> tuple[Run, Header]:
     return run, run_header(config, data.train, run, workers=job["workers"], cpus=job["cpus"])
 
 
-def train_for(run: Run, seconds: float, tell: Tell) -> Interval:
+def train_for(run: Run, seconds: float, tell: ReportSeconds) -> Interval:
     """The steps of about so many seconds, after a warm-up."""
     watch = Stopwatch(run.clock, seconds, tell)
     run.observer = _Until(watch)
@@ -76,7 +76,7 @@ class _Until(Silence):
 
 
 def feed_at_pace(
-    config: Config, job: dict[str, Any], tell: Tell
+    config: Config, job: dict[str, Any], tell: ReportSeconds
 ) -> tuple[Interval, Header, Callable[[Sequence[int]], list[str]]]:
     """The loader with a consumer that takes a batch every so many seconds and uses no core."""
     samples = open_samples(config, "train")
@@ -131,7 +131,7 @@ def main() -> None:
             send("bug", text=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
-def storage_trial(config: Config, job: Job, tell: Tell) -> Result:  # noqa: ARG001 - it takes no longer than it was given
+def storage_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:  # noqa: ARG001 - it takes no longer than it was given
     """How the data's source answers."""
     from stoker.data.store.stores import open_store
     from stoker.machine.storage import measure_local_disk, measure_storage
@@ -148,7 +148,7 @@ def storage_trial(config: Config, job: Job, tell: Tell) -> Result:  # noqa: ARG0
     return {"storage": asdict(facts), "missing": missing}
 
 
-def loader_trial(config: Config, job: Job, tell: Tell) -> Result:  # noqa: ARG001
+def loader_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:  # noqa: ARG001
     """The loader with a consumer that takes no time."""
     from functools import partial
 
@@ -165,7 +165,7 @@ def loader_trial(config: Config, job: Job, tell: Tell) -> Result:  # noqa: ARG00
     return {"images_per_second": speed.images_per_second, "first_batch_s": speed.first_batch_s}
 
 
-def ceiling_trial(config: Config, job: Job, tell: Tell) -> Result:
+def ceiling_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:
     """The real model and step on batches that are already there; and the way to the device."""
     from stoker.machine.accelerators import device_busy_share, measure_transfer
     from stoker.machine.loader_speed import Replay, batches_to_replay
@@ -187,7 +187,7 @@ def ceiling_trial(config: Config, job: Job, tell: Tell) -> Result:
     }
 
 
-def together_trial(config: Config, job: Job, tell: Tell) -> Result:
+def together_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:
     """The loader and its consumer: the real step, or one that only takes its time."""
     from stoker.clock.file import HEADER, interval_record
     from stoker.machine.host import HostWatch
@@ -215,7 +215,7 @@ def together_trial(config: Config, job: Job, tell: Tell) -> Result:
     return {"lines": [{"kind": "event", "event": HEADER, **header}, line]}
 
 
-TRIALS: dict[str, Callable[[Config, Job, Tell], Result]] = {
+TRIALS: dict[str, Callable[[Config, Job, ReportSeconds], Result]] = {
     "storage": storage_trial,
     "loader": loader_trial,
     "ceiling": ceiling_trial,

@@ -1,4 +1,4 @@
-"""How fast a loader is by itself, and how fast a consumer that never waits."""
+"""How fast a loader is when nothing waits for it, and how fast a step is when batches are always ready."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ from stoker.data.batch import Batch
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import ImageLoader
 
-# How fast a loader is by itself: images a second, by number of workers, and what a batch costs.
-
-# The first batches pay for starting workers and for an empty pipeline.
+# The first batches include the start of the workers and an empty pipeline.
 WARM_UP_BATCHES = 2
 
 
 @dataclass(frozen=True)
 class LoaderSpeed:
-    """What a loader delivered to a consumer that takes no time."""
+    """What a loader delivers to a consumer that takes no time."""
 
     workers: int
     images_per_second: float
     first_batch_s: float
-    """Until the first batch was there, workers started."""
+    """From opening the loader to its first batch, start of the workers included."""
     cost: BatchCost
     """Sum over the counted batches."""
     images: int
 
 
 def measure_loader(open_loader: Callable[[], ImageLoader], workers: int, seconds: float) -> LoaderSpeed:
-    """Runs a fresh loader for about so many seconds after its warm-up."""
+    """Opens a loader and runs it for about `seconds` after its warm-up."""
     started = time.perf_counter()
     loader = open_loader()
     cost, images, first_batch_s, counted_from = BatchCost.zero(), 0, 0.0, 0.0
@@ -61,7 +59,7 @@ def measure_loader(open_loader: Callable[[], ImageLoader], workers: int, seconds
 
 
 def repeated(samples: SampleSet, at_least: int) -> SampleSet:
-    """The samples over and over, as one long epoch: a small folder would otherwise measure epoch starts."""
+    """The samples repeated into one long epoch: with a small folder we would otherwise measure epoch starts."""
     times = -(-at_least // len(samples))
     if times <= 1:
         return samples
@@ -71,8 +69,7 @@ def repeated(samples: SampleSet, at_least: int) -> SampleSet:
 
 
 def decode_limit(files: list[bytes], workers: int, seconds: float) -> float | None:
-    """Images a second that bare libjpeg-turbo decodes whole, from memory, with as many threads; None where
-    none of the files is a JPEG."""
+    """Images a second that libjpeg-turbo alone decodes in full from memory on `workers` threads; None without JPEGs."""
     import simplejpeg
 
     jpegs = [data for data in files if simplejpeg.is_jpeg(data)]
@@ -83,7 +80,7 @@ def decode_limit(files: list[bytes], workers: int, seconds: float) -> float | No
     def decode_for_a_while(offset: int) -> int:
         done = 0
         while time.perf_counter() < ends:
-            # CMYK and damaged files are a decoder's business, not the limit's.
+            # CMYK and damaged files do not matter for the limit.
             with suppress(ValueError):
                 simplejpeg.decode_jpeg(jpegs[(offset + done) % len(jpegs)])
             done += 1
@@ -102,25 +99,23 @@ def _endless(loader: ImageLoader) -> Iterator[Batch]:
         epoch += 1
 
 
-# The two sides of a loader, one at a time: batches that are already there, and a consumer that costs nothing.
-
-# More than one, so that nothing is measured that only the same image again allows; few, so that memory holds them.
+# More than one, so that caches do not hold a single batch; few, so that they fit into memory.
 REPLAYED_BATCHES = 4
-# The first steps pay for allocators, for choosing kernels and for an empty pipeline.
+# The first steps include allocation, the choice of kernels and an empty pipeline.
 WARM_UP_STEPS = 3
 ENDLESS = 1_000_000_000
 
-Tell = Callable[[float], None]
-"""Gets the seconds that were measured so far."""
+ReportSeconds = Callable[[float], None]
+"""Called with the seconds measured so far."""
 
 
 class Replay:
-    """A loader whose batches lie in memory, over and over: what the rest of a step can do at most."""
+    """A loader that repeats batches from memory: shows how fast the rest of a step is."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
 
-    def steps(self, start: int = 0) -> int:  # noqa: ARG002 - the loop's protocol
+    def steps(self, start: int = 0) -> int:  # noqa: ARG002 - protocol of the loop
         return ENDLESS
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:  # noqa: ARG002
@@ -129,7 +124,7 @@ class Replay:
 
 
 def batches_to_replay(batches: Iterator[Batch]) -> list[Batch]:
-    """The first few batches, in memory of their own: their loader may be closed afterwards."""
+    """Copies of the first few batches, valid after their loader is closed."""
     kept = []
     for batch in islice(batches, REPLAYED_BATCHES):
         images = batch.images.clone()
@@ -138,46 +133,46 @@ def batches_to_replay(batches: Iterator[Batch]) -> list[Batch]:
 
 
 class Stopwatch:
-    """Lets steps warm up, measures for a while, and says when it is enough."""
+    """Lets steps warm up, measures for some seconds, and says when to stop."""
 
-    def __init__(self, clock: StepClock, seconds: float, tell: Tell) -> None:
+    def __init__(self, clock: StepClock, seconds: float, report: ReportSeconds) -> None:
         self.clock = clock
         self._seconds = seconds
-        self._tell = tell
+        self._report = report
         self._steps = 0
         self._began_s = time.perf_counter()
         self._measured_from_s: float | None = None
-        self._told_s = 0.0
+        self._reported_s = 0.0
         self._starts: list[float] = []
 
     def step(self) -> bool:
-        """Call it after each step; whether it was the last. At least one is measured, however long it takes."""
+        """Call it after each step; True after the last one. At least one step is measured, however long it takes."""
         self._steps += 1
         now = time.perf_counter()
         if self._measured_from_s is None:
-            # Where a step takes longer than the whole measurement should, one has to do for warming up.
+            # A step that takes longer than the whole measurement is warm-up enough.
             if self._steps >= WARM_UP_STEPS or now - self._began_s > self._seconds:
                 self._starts = self.clock.take_interval().epoch_starts_s
                 self._measured_from_s = now
-                self._tell(0.0)
+                self._report(0.0)
             return False
-        if now - self._told_s > 0.2:
-            self._told_s = now
-            self._tell(now - self._measured_from_s)
+        if now - self._reported_s > 0.2:
+            self._reported_s = now
+            self._report(now - self._measured_from_s)
         return now - self._measured_from_s >= self._seconds
 
     def interval(self) -> Interval:
-        """The steps after the warm-up, and the waits at the starts of all epochs."""
+        """The steps after the warm-up, and the waits at the start of every epoch."""
         interval = self.clock.take_interval()
         interval.epoch_starts_s = self._starts + interval.epoch_starts_s
         return interval
 
 
 def consume_at_pace(
-    loader: ImageLoader, first_epoch: int, pace_s: float, seconds: float, clock: StepClock, tell: Tell
+    loader: ImageLoader, first_epoch: int, pace_s: float, seconds: float, clock: StepClock, report: ReportSeconds
 ) -> Interval:
-    """A consumer that holds each batch for `pace_s` and needs no core: an accelerator where there is none."""
-    watch = Stopwatch(clock, seconds, tell)
+    """A consumer that holds each batch for `pace_s` and uses no core: stands in for an accelerator."""
+    watch = Stopwatch(clock, seconds, report)
     epoch = first_epoch
     while True:
         batches = loader.epoch(epoch)

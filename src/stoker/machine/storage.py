@@ -1,4 +1,7 @@
-"""Storage: which file system a path is on, how fast it answers cold and warm, and this host's own disk."""
+"""Storage: which file system a path is on, how fast it is, cold and warm, and how fast this host's own disk is.
+
+Measuring reads files that exist, and needs neither root nor a change to the data.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,13 +21,12 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from stoker.clock.observed import StorageFacts
+from stoker.console import Say
 from stoker.data.images.sample_index import Location, SampleIndex, SampleSet
 from stoker.data.store.stores import ReadFailure, Store, is_url
 
-# Which file system a path is on, by the kernel's own list, and whether a network lies behind it.
-
 MOUNTINFO = Path("/proc/self/mountinfo")
-# What the kernel and the usual clients call themselves.
+# As the kernel and the usual clients name them.
 NETWORK_KINDS = frozenset(
     {
         "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "beegfs", "beegfs_nodev", "ceph", "gpfs", "wekafs", "afs",
@@ -34,11 +36,11 @@ NETWORK_KINDS = frozenset(
 LOCAL_FUSE = frozenset(
     {"fuse.fuse-overlayfs", "fuse.ntfs", "fuse.ntfs-3g", "fuse.exfat", "fuse.bindfs", "fuse.mergerfs"}
 )
-"""FUSE is most often a bucket or another host (mountpoint-s3, gcsfuse, goofys, sshfs); these are not."""
+"""Most FUSE file systems are a bucket or another host (mountpoint-s3, gcsfuse, goofys, sshfs); these are not."""
 
-UNTOLD = frozenset({"fuse", "virtiofs", "fuse.portal"})
+AMBIGUOUS_KINDS = frozenset({"fuse", "virtiofs", "fuse.portal"})
 NETWORK_SOURCES = frozenset({"mountpoint-s3", "s3fs", "gcsfuse", "goofys", "JuiceFS"})
-"""Clients whose kind is a bare `fuse`, by what stands in the column of the device."""
+"""Clients whose kind is just `fuse`, by the device column of the mount list."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Mount:
 
     kind: str
     remote: bool | None
-    """None where its name does not tell: a FUSE file system may be anything."""
+    """None where its kind does not say: a FUSE file system may be anything."""
 
 
 def mount_of(path: str | Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
@@ -64,7 +66,7 @@ def mount_of(path: str | Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
         if len(columns) < 5 or not right:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), columns[4])
-        # The last of several on one point is the one that is seen.
+        # Of several on one mount point the last is visible.
         if _holds(point, real) and (best is None or len(point) >= best[0]):
             best = (len(point), right.split())
     if best is None:
@@ -74,12 +76,12 @@ def mount_of(path: str | Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
 
 
 def is_remote(kind: str, source: str = "") -> bool | None:
-    """Whether a network lies behind a file system of this kind, mounted from this source."""
+    """Whether a file system of this kind and source is reached over a network; None where the kind does not say."""
     if kind in NETWORK_KINDS or source in NETWORK_SOURCES:
         return True
     if kind in LOCAL_FUSE or kind == "fuseblk":
         return False
-    if kind in UNTOLD:
+    if kind in AMBIGUOUS_KINDS:
         return None
     return kind.startswith("fuse.")
 
@@ -88,27 +90,23 @@ def _holds(point: str, path: str) -> bool:
     return point == "/" or path == point or path.startswith(point.rstrip("/") + "/")
 
 
-# How the source of the samples answers: cold and warm, one reader and many. Reads files that are there, no root.
-
-# As many as the loader's own readers (stoker.data.store.reader).
+# The same numbers as the loader's readers (stoker.data.store.reader).
 LOCAL_READERS = 16
 REMOTE_READERS = 64
-# A fast disk reads this in a second; more says no more about it.
+# A fast disk reads these in a second, and more would not change the result.
 MOST_SAMPLES = 2000
 LEAST_SAMPLES = 4
 WARM_SAMPLES = 64
-# The kernel keeps neighbouring pages as one, and drops them together or not at all.
+# The kernel groups neighbouring pages, and drops a group as a whole or not at all.
 LARGEST_FOLIO = 2 << 20
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
-# Of the time: one reader cold, the same warm, many readers cold.
+# Shares of the time for: one reader cold, the same warm, many readers cold.
 _SHARES = (0.4, 0.2, 0.4)
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one round of reading gave."""
+    """The result of one round of reads."""
 
     bytes: int
     samples: int
@@ -122,7 +120,7 @@ class Reading:
 
 
 def describe_storage(samples: SampleSet) -> StorageFacts:
-    """What is known of the source without reading from it."""
+    """What is known about the source without reading from it."""
     index = samples.index
     sizes = index.sizes
     total = None if sizes is None else int(sizes.sum() if samples.chosen is None else sizes[samples.chosen].sum())
@@ -138,22 +136,22 @@ def describe_storage(samples: SampleSet) -> StorageFacts:
 
 
 def measure_storage(
-    store: Store, samples: SampleSet, seconds: float, missing: Tell = lambda _text: None
+    store: Store, samples: SampleSet, seconds: float, missing: Say = lambda _text: None
 ) -> StorageFacts:
-    """Reads a sample of the data for about so many seconds; what could not be measured is told to `missing`."""
+    """Reads some of the data for about `seconds`; tells `missing` what could not be measured."""
     facts = describe_storage(samples)
     root = None if store.is_remote else store.url
     alone, together = _two_draws(samples)
-    memory = facts.kind in IN_MEMORY  # never cold
+    memory = facts.kind in IN_MEMORY  # files there are never cold
     one = None if memory else _read_cold(store, samples.index, alone, seconds * _SHARES[0], root)
-    # An object store keeps nothing on this side.
+    # Nothing of an object store is cached on this side.
     warm = None if root is None else _read_warm(store, samples.index, alone, seconds * _SHARES[1])
     readers = REMOTE_READERS if store.is_remote else LOCAL_READERS
     many = None if memory else _read_together(store, samples.index, together, seconds * _SHARES[2], root, readers)
     if one is None and warm is None:
-        missing("storage: none of the samples that were tried could be read")
+        missing("storage: none of the samples we tried could be read")
     elif one is None:
-        missing("storage, cold: files cannot be put out of the page cache here (in memory, or being written)")
+        missing("cold storage: these files cannot be dropped from the page cache (they are in memory or being written)")
     known = one or warm
     if facts.bytes_per_sample is None and known is not None:
         mean = known.bytes / known.samples
@@ -168,7 +166,7 @@ def measure_storage(
 
 
 def _two_draws(samples: SampleSet) -> tuple[list[int], list[int]]:
-    """Two lots without a sample in common where there are enough: a server remembers what was read a moment ago."""
+    """Two sets of samples, disjoint where there are enough: a server caches what it has just read."""
     count = min(len(samples), 2 * MOST_SAMPLES)
     members = np.random.default_rng(0).choice(len(samples), count, replace=False).astype(np.int64)
     numbers = [int(number) for number in samples.numbers(members)]
@@ -180,7 +178,7 @@ def _two_draws(samples: SampleSet) -> tuple[list[int], list[int]]:
 def _read_cold(
     store: Store, index: SampleIndex, numbers: Sequence[int], seconds: float, root: str | None
 ) -> Reading | None:
-    """Reads one after the other what is not in the page cache; None where nothing was."""
+    """Reads samples one by one that are not in the page cache; None where all of them are."""
     began, took, read, latencies = time.perf_counter(), 0.0, 0, list[float]()
     for number in numbers:
         if time.perf_counter() - began > seconds:
@@ -194,15 +192,15 @@ def _read_cold(
             first = time.perf_counter()
             read += len(_read(store, index, place))
         except ReadFailure:
-            continue  # named when its turn comes
-        # From an object store the first byte is a request of its own, without which the reading does.
+            continue  # training reports it when it reads that sample
+        # From an object store the first byte is a separate request, which real reads do without.
         took += time.perf_counter() - (start if root is not None else first)
         latencies.append(first - start)
     return Reading(read, len(latencies), took, statistics.median(latencies)) if latencies else None
 
 
 def _read_warm(store: Store, index: SampleIndex, numbers: Sequence[int], seconds: float) -> Reading | None:
-    """Reads a few again and again; the first time is not counted."""
+    """Reads a few samples repeatedly; the first time is not counted."""
     places = [index.location(number) for number in numbers[:WARM_SAMPLES]]
     began = counted_from = time.perf_counter()
     read = count = 0
@@ -233,7 +231,7 @@ def _read_together(
     began = time.perf_counter()
 
     def read_in_time(number: int) -> tuple[int, float]:
-        """Bytes, and when the last of them was there."""
+        """Bytes read, and when the last one arrived."""
         if time.perf_counter() - began > seconds:
             return 0, 0.0
         try:
@@ -261,17 +259,16 @@ def _first_byte(store: Store, place: Location, root: str | None) -> None:
 
 
 def drop_from_cache(path: str, offset: int = 0, size: int | None = None) -> bool:
-    """Puts a file, or a part of one with its neighbours, out of the page cache; whether it is out. Needs no rights but
-    to read it."""
+    """Drops a file, or a part and its neighbours, from the page cache; True if that worked. Needs only read access."""
     try:
         with _opened(path) as descriptor:
             begin = offset // LARGEST_FOLIO * LARGEST_FOLIO
-            # Up to the end of the file where the size is not known, which is what 0 asks for.
+            # 0 means up to the end of the file: its size is not known.
             length = 0 if size is None else -(-(offset + size) // LARGEST_FOLIO) * LARGEST_FOLIO - begin
             os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
             if not _in_cache(descriptor, offset):
                 return True
-            os.fdatasync(descriptor)  # what was written a moment ago stays until it is on the disk
+            os.fdatasync(descriptor)  # freshly written pages stay until they are on the disk
             os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
             return not _in_cache(descriptor, offset)
     except (OSError, ReadFailure):
@@ -282,7 +279,7 @@ def _in_cache(descriptor: int, offset: int) -> bool:
     try:
         return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError:
-        # 'Would block' is the answer that was hoped for; a file system that cannot tell was asked, and as a rule does.
+        # 'Would block' means not in the cache. A file system without this call was asked to drop it, and usually does.
         return False
 
 
@@ -298,23 +295,22 @@ def _opened(path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-# How fast this host's own disk gives back what would be staged on it: files are written, put out of memory, read.
-
+# For the local disk: files are written, dropped from the page cache, and read back.
 MOST_BYTES = 32 << 20
 MOST_FILES = 200
 LEAST_FREE = 10 * MOST_BYTES
-"""Bytes that must be free: nobody's disk is filled for a measurement."""
+"""Bytes that must be free: a measurement must not fill the disk."""
 
 
 def measure_local_disk(folder: Path | None, sample_bytes: float, seconds: float = 1.0) -> float | None:
-    """Bytes a second of reading files of a sample's size, one after the other, cold where the kernel lets us; writing
-    them and reading them take at most so many seconds each.
+    """Bytes a second of reading files of a sample's size one by one, cold where the kernel allows it.
 
-    In `folder`, or where temporary files go; None where nothing can be written there. Leaves nothing behind.
+    Writes them for at most `seconds` to `folder` (else the temporary folder), reads them for at most `seconds`, and
+    deletes them. None where nothing can be written there.
     """
     size = max(1024, min(int(sample_bytes), MOST_BYTES))
     place = folder if folder is not None and folder.is_dir() else None
-    data = os.urandom(size)  # a disk that packs or finds doubles would be measured wrong with zeros
+    data = os.urandom(size)  # zeros would mislead on a disk that compresses or deduplicates
     try:
         with tempfile.TemporaryDirectory(prefix="stoker-disk-", dir=place) as name:
             disk = os.statvfs(name)

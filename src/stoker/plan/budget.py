@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from stoker.config import Config
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.errors import UsageError
-from stoker.machine.accelerators import Datasheet
+from stoker.machine.datasheets import Datasheet
 from stoker.machine.loader_memory import STATED, LoaderMemory
 from stoker.plan.findings import batch_finding, budget_findings, ram_findings, vram_findings
 from stoker.plan.host_memory import HostShape, LoaderShape, open_files_budget, ram_budget, shm_budget

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
-from stoker.machine.compute import FORMULAS
+from stoker.machine.flops import CORRECTED_FORMULAS
 from stoker.plan.records import Phase, TracedOp
 
 # CUDA's autocast rules on CPU tensors: which operators see half precision, and which float32.
@@ -204,7 +204,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    formulas = (FORMULAS, flop_counter.flop_registry, _more_formulas())
+    formulas = (CORRECTED_FORMULAS, flop_counter.flop_registry, _more_formulas())
     formula = next((known[func._overloadpacket] for known in formulas if func._overloadpacket in known), None)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 

@@ -16,8 +16,8 @@ from stoker.config.reference import write_scalar
 from stoker.console import progress_bar, say_notes
 from stoker.errors import StokerError, UsageError, UserError
 from stoker.files import write_text
-from stoker.machine.accelerators import Datasheet, datasheet_for_device, load_datasheet
-from stoker.machine.compute import measure_cpu
+from stoker.machine.accelerators import measure_cpu
+from stoker.machine.datasheets import Datasheet, datasheet_for_device, load_datasheet
 from stoker.machine.host import Machine, fit_to_machine, read_machine, usable_cpus
 from stoker.machine.loader_memory import STATED, measure_loader_memory
 from stoker.machine.loader_speed import measure_loader, repeated

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stoker.machine.accelerators import Datasheet
+from stoker.machine.datasheets import Datasheet
 from stoker.plan.records import TracedOp
 
 Kind = Literal["convolution", "matrix product", "normalisation", "pointwise", "layout", "update"]

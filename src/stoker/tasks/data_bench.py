@@ -12,7 +12,7 @@ from stoker.config import Config
 from stoker.config.reading import load_for_command
 from stoker.console import format_table, progress_bar, say, say_notes
 from stoker.data.loader import choose_engine
-from stoker.machine.accelerators import published_rate
+from stoker.machine.datasheets import published_rate
 from stoker.machine.host import fit_to_machine, read_machine
 from stoker.machine.loader_speed import decode_limit, measure_loader, repeated
 from stoker.tasks.image_data import choose_decoding, files_for_measuring, open_loader, open_samples, training_plan

@@ -12,8 +12,8 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from stoker.config import Config
-from stoker.machine.accelerators import Datasheet, datasheet_for_device, load_datasheet
-from stoker.machine.compute import training_flops_per_image
+from stoker.machine.datasheets import Datasheet, datasheet_for_device, load_datasheet
+from stoker.machine.flops import training_flops_per_image
 from stoker.train.schedule import all_sizes, default_resize_epochs, image_size
 
 # The number formats of a step: autocast, the loss scaler, TF32.

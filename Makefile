@@ -1,21 +1,21 @@
-# Everything is run through here, by people and by CI. `make help` lists the targets.
+# Entry points for people and for CI. `make help` lists the targets.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 UV     ?= $(BIN)/uv
-# Two test processes on two cores: the suite is CPU-bound, more would only wait for each other.
+# The suite is CPU-bound: more test processes than cores would not help.
 JOBS   ?= 2
 CHROMIUM ?= yes
 
 .PHONY: help setup check test browser demo bench lock clean
 .DEFAULT_GOAL := help
 
-help:  ## what can be made
+help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/  make \1\t/p' Makefile
 
-setup: $(STAMP)  ## virtual environment with the exact versions of requirements.lock
+setup: $(STAMP)  ## create .venv with the exact versions of requirements.lock
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) tools/preflight.py --venv $(VENV)
@@ -26,28 +26,28 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $(STAMP)
 	@echo "ready: $(BIN)/stoker --help"
 
-check: setup  ## lint, format, types, import direction
+check: setup  ## lint, formatting, types, import direction
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/pytest tests/test_direction.py -q
 
-test: setup browser  ## the whole test suite; CHROMIUM=no installs no Chromium for it
+test: setup browser  ## run the test suite; CHROMIUM=no skips installing Chromium
 	@$(BIN)/pytest -n $(JOBS) $(ARGS)
 
-browser:  ## Chromium for the tests of report.html, where it can be had
+browser:  ## install Chromium for the browser tests, if possible
 	@CHROMIUM=$(CHROMIUM) tools/browser.sh
 
-demo: setup  ## the main job on data that comes along
+demo: setup  ## train on the built-in digits
 	@$(BIN)/stoker demo $(ARGS)
 
-bench: setup  ## measure; DATA=folder of class folders with real images, ARGS=names of benchmarks
+bench: setup  ## run benchmarks; DATA=folder of class folders with real images, ARGS=names
 	@$(BIN)/python bench/run.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
-lock:  ## resolve pyproject.toml anew into requirements.lock
+lock:  ## resolve pyproject.toml into requirements.lock
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --all-extras --generate-hashes \
 		--no-emit-index-url --custom-compile-command 'make lock' --upgrade pyproject.toml \
 		--constraint tools/constraints.txt --output-file requirements.lock
 
-clean:  ## remove the environment and every cache
+clean:  ## remove the environment and all caches
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -79,7 +79,7 @@ def entries(batch: Batch) -> list[Entry]:
     images = batch.images.numpy()
     return [
         (int(sample), int(label), bool(flip), hashlib.sha1(image.tobytes()).hexdigest())
-        for sample, label, flip, image in zip(batch.samples, batch.labels, batch.flips, images, strict=True)
+        for sample, label, flip, image in zip(batch.indices, batch.labels, batch.flips, images, strict=True)
     ]
 
 
@@ -143,7 +143,7 @@ def test_three_resumes_in_one_epoch_with_other_workers_and_ranks_lose_and_repeat
         for rank in range(world):
             loader = loader_for(data, "batch_size=2", f"loader={engine}", workers=workers, rank=Rank(rank, world))
             for taken, batch in enumerate(loader.epoch(1, position), 1):
-                seen += batch.samples.tolist()
+                seen += batch.indices.tolist()
                 ends.append(batch.next_position)
                 if taken == steps:
                     break
@@ -179,7 +179,7 @@ def test_labels_belong_to_their_samples(data: Path) -> None:
     loader = loader_for(data, "batch_size=8", workers=2)
     index = loader.plan.samples.index
     for batch in loader.epoch(0):
-        for sample, label in zip(batch.samples, batch.labels, strict=True):
+        for sample, label in zip(batch.indices, batch.labels, strict=True):
             assert index.name(int(sample)).startswith(f"class{label}/")
     loader.close()
 

@@ -61,10 +61,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
 def test_batches_are_the_same_whatever_the_limit_does(images: Path, engine: Engine) -> None:
     with opened(images, engine, size=16, batch=5, steps=30) as loader:
         steps = loader.steps()
-        untouched = [(batch.step, batch.samples.tolist(), batch.images.numpy().tobytes()) for batch in loader.epoch(0)]
+        untouched = [(batch.step, batch.indices.tolist(), batch.images.numpy().tobytes()) for batch in loader.epoch(0)]
         limited = []
         for batch, limit in zip(loader.epoch(0), [1, 3, 8, 2, 8, 1, 100, 0] * steps, strict=False):
-            limited.append((batch.step, batch.samples.tolist(), batch.images.numpy().tobytes()))
+            limited.append((batch.step, batch.indices.tolist(), batch.images.numpy().tobytes()))
             loader.limit_prefetch(limit)
     assert len(limited) == steps
     assert limited == untouched

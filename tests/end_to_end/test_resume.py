@@ -55,7 +55,7 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
         prepare = run.prepare
 
         def watched(batch: Batch, epoch: int, step: int) -> Prepared:
-            wanted["ledger"].append((epoch, step, batch.samples.tolist(), batch.keys.tolist()))
+            wanted["ledger"].append((epoch, step, batch.indices.tolist(), batch.keys.tolist()))
             if step + 1 == wanted["stop_at"]:
                 wanted["stop_at"] = None  # once: a second Ctrl-C means 'at once'
                 os.kill(os.getpid(), wanted["number"])

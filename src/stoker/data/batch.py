@@ -1,4 +1,4 @@
-"""A batch: what the model gets, what its making cost, and the samples that could not be read."""
+"""A batch: what the model gets, what it cost to make, and the samples that could not be read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,35 +15,39 @@ from numpy.typing import NDArray
 from stoker.clock.costs import BatchCost
 from stoker.errors import UserError
 
-# A batch: what the model gets, and what its making cost.
+# One bad sample is already a large share of the first few: the share is taken of at least this many samples.
+FEWEST_JUDGED = 1000
+SHOWN = 20
 
 
-class BadSample(NamedTuple):
-    """A sample that could not be read or decoded, and what stands in its place."""
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that could not be read or decoded, and what replaces it."""
 
-    sample: int
+    index: int
     name: str
     reason: str
     replaced_by: int
+    """Index of the sample in its place."""
 
 
 @dataclass
 class Batch:
-    """The samples of one step on one rank, as bytes: float, flip and mixing belong to the device."""
+    """The samples of one step on one rank, as bytes: the device converts, flips and mixes them."""
 
     images: Any
-    """uint8 (samples, height, width, 3): a numpy array while it is made, a tensor when it is handed over."""
+    """uint8 (samples, height, width, 3): a numpy array while the batch is made, a tensor afterwards."""
     labels: NDArray[np.int64]
-    samples: NDArray[np.int64]
-    """The numbers of the samples in the index, as the order asked for them."""
+    indices: NDArray[np.int64]
+    """The samples' indices in the data set, as the order gave them; a bad sample keeps its own."""
     flips: NDArray[np.bool_]
     """Which images the device should mirror."""
     keys: NDArray[np.uint64]
-    """From which every further random choice about each sample follows (stoker.data.draws)."""
+    """Each sample's key, from which every further random choice about it follows (stoker.data.draws)."""
     epoch: int
     step: int
     next_position: int
-    """Where in the epoch the run would resume after this batch."""
+    """The position at which a run resumes after this batch."""
     cost: BatchCost = field(default_factory=BatchCost)
     bad: tuple[BadSample, ...] = ()
 
@@ -51,19 +55,12 @@ class Batch:
         return len(self.labels)
 
 
-# Samples that could not be read: named in a file, and too many of them stop the run.
-
-# Of the first few samples one bad one is already a large share; the share is taken of at least so many.
-FEWEST_JUDGED = 1000
-SHOWN = 20
-
-
 class TooManyBad(UserError):
-    """More samples are unreadable than the config allows."""
+    """More samples cannot be read than the config allows."""
 
 
 class Quarantine:
-    """Keeps the bad samples of one process."""
+    """The bad samples of one process: written to a file, and an error if there are too many."""
 
     def __init__(self, file: Path | None, max_bad_fraction: float, samples: int) -> None:
         self._file = file
@@ -77,15 +74,15 @@ class Quarantine:
         return list(self._bad.values())
 
     def admit(self, bad: Iterable[BadSample], seen: int) -> None:
-        """Notes the bad ones of a batch with `seen` samples; raises TooManyBad above the ceiling."""
+        """Records the bad samples of a batch of `seen` samples; raises TooManyBad above the limit."""
         self._seen += seen
-        new = [sample for sample in bad if sample.sample not in self._bad]
+        new = [sample for sample in bad if sample.index not in self._bad]
         for sample in new:
-            self._bad[sample.sample] = sample
+            self._bad[sample.index] = sample
         if new and self._file is not None:
-            lines = "".join(json.dumps(sample._asdict()) + "\n" for sample in new)
+            lines = "".join(json.dumps(_record(sample)) + "\n" for sample in new)
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            # One write with O_APPEND: lines of several ranks do not mix.
+            # One write with O_APPEND: lines of several ranks never interleave.
             descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 os.write(descriptor, lines.encode())
@@ -104,6 +101,11 @@ class Quarantine:
             "too-many-bad-samples",
             f"{len(self._bad)} of {judged} samples cannot be read; "
             f"max_bad_fraction allows {self._max_bad_fraction:g}\n" + "\n".join(listed),
-            why="a run that replaces so many samples trains on something else than you think",
-            hint="mend or remove these files, or raise max_bad_fraction",
+            why="each one is replaced by another sample, so the run would train on different data than you expect",
+            hint="repair or remove these files, or raise max_bad_fraction",
         )
+
+
+def _record(sample: BadSample) -> dict[str, Any]:
+    """The line of a bad sample in the quarantine file."""
+    return {"sample": sample.index, "name": sample.name, "reason": sample.reason, "replaced_by": sample.replaced_by}

@@ -1,6 +1,6 @@
-"""Random choices as pure functions: a hash of (seed, epoch, sample, repeat) in place of a generator's state.
+"""Random choices as pure functions: a hash of (seed, epoch, member, repeat) instead of a generator's state.
 
-No state means nothing to save, nothing to hand to workers, and the same crop for a sample whoever makes it.
+Without state there is nothing to save or to send to workers, and a sample gets the same crop in any of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
 
-# One number for each kind of choice, so that adding a kind changes none of the others.
+# One number for each kind of choice, so that a new kind changes none of the others.
 CROP, FLIP, REPLACEMENT = 1, 2, 3
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -28,19 +28,19 @@ def mix(a: Any, b: Any) -> Any:
 
 
 def mix_numbers(a: int, b: int) -> int:
-    """The same hash of two plain numbers, without numpy: a twelfth of the time, once in every step."""
+    """The same hash of two plain numbers without numpy, in a twelfth of the time; called once in every step."""
     value = _finalise_number((a + _GOLDEN_NUMBER) & _ALL_BITS)
     return _finalise_number(value ^ ((b + 2 * _GOLDEN_NUMBER) & _ALL_BITS))
 
 
-def sample_keys(seed: int, epoch: int, samples: NDArray[np.int64], repeats: NDArray[np.int64]) -> Keys:
-    """The key from which everything random about each sample of an epoch follows."""
-    keys: Keys = mix(mix(mix(seed, epoch), samples), repeats)
+def sample_keys(seed: int, epoch: int, members: NDArray[np.int64], repeats: NDArray[np.int64]) -> Keys:
+    """The key of each sample, from which every random choice about it in this epoch follows."""
+    keys: Keys = mix(mix(mix(seed, epoch), members), repeats)
     return keys
 
 
 def uniforms(keys: Keys, purpose: int, count: int) -> NDArray[np.float64]:
-    """`count` numbers in [0, 1) for each key; other purposes give independent ones. Shape (keys, count)."""
+    """`count` numbers in [0, 1) for each key, independent between purposes; shape (keys, count)."""
     purpose_keys = mix(keys, purpose)
     bits = mix(purpose_keys[:, None], np.arange(count, dtype=np.uint64)[None, :])
     numbers: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,4 +1,4 @@
-"""Batches of images: which engine makes them, from where, in which order. One object for each split."""
+"""Batches of images: one loader for each split, which chooses the engine and opens the store."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from stoker.data.store.stores import open_store
 
 Engine = Literal["auto", "process", "thread"]
 DEFAULT_PREFETCH = 2
-# A thread holds Python's lock for a tenth of an image's time (results/interpreter_lock), more where the rest is fast:
-# from about seven on they would wait in line for it.
+# A thread holds Python's lock for a tenth of an image's time (results/interpreter_lock), more if the rest is fast: from
+# about seven threads on they would wait for it.
 MOST_THREADS = 6
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are made, apart from what is in them."""
+    """How batches are made, apart from their content."""
 
     engine: Engine = "auto"
     workers: int = 0
@@ -42,7 +42,7 @@ class LoaderOptions:
 
 
 class ImageLoader:
-    """Hands out the batches of any epoch, from any position."""
+    """Yields the batches of any epoch, from any position."""
 
     def __init__(self, plan: BatchPlan, options: LoaderOptions) -> None:
         self.plan = plan
@@ -74,11 +74,11 @@ class ImageLoader:
             )
 
     def steps(self, start: int = 0) -> int:
-        """How many batches an epoch has from a position on."""
+        """Batches of an epoch, starting at a position."""
         return self.plan.steps.count(start)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch in order, from a position on; raises TooManyBad above the ceiling."""
+        """The batches of an epoch in order, starting at a position; raises TooManyBad if too many samples are bad."""
         for batch in self._engine.batches(epoch, start):
             self.quarantine.admit(batch.bad, len(batch))
             yield batch
@@ -90,30 +90,30 @@ class ImageLoader:
 
     @property
     def most_in_flight(self) -> int:
-        """Batches on their way at any time without a limit: workers x prefetch_factor."""
+        """Batches in flight without a limit: workers x prefetch_factor."""
         return self._engine.most_in_flight
 
     @property
     def in_flight(self) -> int:
-        """The same under the present limit."""
+        """Batches in flight under the current limit."""
         return self._engine.in_flight
 
     def limit_prefetch(self, batches: int) -> None:
-        """Holds no more batches in flight than so many, from now on, and gives the memory of the others back to the
-        system as they are taken; their order and content stay the same. At least one is always on its way."""
+        """Limits the batches in flight from now on (at least one), and returns the memory of the others to the system
+        as they are taken. The order and content of batches stay the same."""
         self._engine.limit(batches)
 
     def ready(self) -> int:
-        """Batches that are made and wait to be taken."""
+        """Batches that are made and wait for the consumer."""
         return self._engine.ready()
 
     def close(self) -> None:
-        """Ends workers and reads; the loader is of no use afterwards."""
+        """Ends workers and reads; the loader cannot be used afterwards."""
         self._engine.close()
 
 
 def choose_engine(wanted: Engine, workers: int) -> Literal["process", "thread"]:
-    """What was asked for; else threads while Python's lock lets them run side by side, processes above."""
+    """The wanted engine; for 'auto', threads as long as Python's lock lets them run in parallel, else processes."""
     if wanted != "auto":
         return wanted
     return "thread" if workers <= MOST_THREADS else "process"

@@ -65,7 +65,7 @@ def repeated(samples: SampleSet, at_least: int) -> SampleSet:
         return samples
     members = np.tile(np.arange(len(samples), dtype=np.int64), times)
     labels = samples.labels(members).astype(np.int32)
-    return SampleSet(samples.index, samples.classes, samples.numbers(members), labels)
+    return SampleSet(samples.index, samples.classes, samples.indices(members), labels)
 
 
 def decode_limit(files: list[bytes], workers: int, seconds: float) -> float | None:

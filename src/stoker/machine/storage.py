@@ -169,7 +169,7 @@ def _two_draws(samples: SampleSet) -> tuple[list[int], list[int]]:
     """Two sets of samples, disjoint where there are enough: a server caches what it has just read."""
     count = min(len(samples), 2 * MOST_SAMPLES)
     members = np.random.default_rng(0).choice(len(samples), count, replace=False).astype(np.int64)
-    numbers = [int(number) for number in samples.numbers(members)]
+    numbers = [int(number) for number in samples.indices(members)]
     if count < 2 * LEAST_SAMPLES:
         return numbers, numbers
     return numbers[: count // 2], numbers[count // 2 :]

@@ -123,7 +123,7 @@ def open_labelled(restored: Restored, split: Split, say: Say, progress: Progress
     chosen = choose_subset(index, classes=None, per_class=per_class, seed=config.subset_seed)
     labels = numbers[chosen.labels]
     known = labels >= 0
-    return SampleSet(index, classes, chosen.ids[known], labels[known])
+    return SampleSet(index, classes, chosen.indices[known], labels[known])
 
 
 def evaluate_checkpoint(
@@ -138,7 +138,7 @@ def evaluate_checkpoint(
     config = restored.config
     # Before the long work: a slip in the file's name must not cost an hour.
     real = None if real_labels is None else read_real_labels(real_labels, restored.classes)
-    everyone = samples.numbers(np.arange(len(samples)))
+    everyone = samples.indices(np.arange(len(samples)))
     if real is not None and real_labels is not None:
         image_numbers(samples.index, everyone, real, real_labels)
     decoding, _ = choose_decoding(config, samples.index)
@@ -179,14 +179,14 @@ def _judge_all(
     done = 0
     for batch in loader.epoch(0):
         # In a bad image's place stands another one, which must not count twice.
-        whole = ~np.isin(batch.samples, [bad.sample for bad in batch.bad])
+        whole = ~np.isin(batch.indices, [bad.index for bad in batch.bad])
         logits = judge.logits(batch.images)
         loss = cross_entropy(logits, torch.from_numpy(batch.labels).to(judge.device), reduction="none")
         # Waits for the device; the workers go on meanwhile.
         best.append(logits.topk(top, dim=1).indices.cpu().numpy()[whole])
         losses.append(loss.double().cpu().numpy()[whole])
         labels.append(batch.labels[whole])
-        judged.append(batch.samples[whole])
+        judged.append(batch.indices[whole])
         done += len(batch)
         if progress is not None:
             progress(done, total)

@@ -59,7 +59,7 @@ def open_samples(
     subset = choose_subset(
         index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes
     )
-    return SampleSet(index, subset.classes, subset.ids, subset.labels)
+    return SampleSet(index, subset.classes, subset.indices, subset.labels)
 
 
 def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> dict[str, Any] | None:
@@ -74,7 +74,7 @@ def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> di
 
 def _as_subset(samples: SampleSet, seed: int) -> Subset:
     members = np.arange(len(samples), dtype=np.int64)
-    return Subset(samples.numbers(members), samples.labels(members).astype(np.int32), samples.classes, seed)
+    return Subset(samples.indices(members), samples.labels(members).astype(np.int32), samples.classes, seed)
 
 
 def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:
@@ -213,12 +213,12 @@ def _mean_bytes(samples: SampleSet) -> float | None:
     """Of all where the index knows, else of some files spread over it."""
     index, members = samples.index, np.arange(len(samples), dtype=np.int64)
     if index.sizes is not None:
-        return float(index.sizes[samples.numbers(members)].mean()) if len(members) else None
+        return float(index.sizes[samples.indices(members)].mean()) if len(members) else None
     if "://" in index.root:
         return None
     looked_at = members[:: max(1, len(members) // FILES_LOOKED_AT)]
     sizes = []
-    for number in samples.numbers(looked_at):
+    for number in samples.indices(looked_at):
         try:
             sizes.append((Path(index.root) / index.location(int(number)).path).stat().st_size)
         except OSError:

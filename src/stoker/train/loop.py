@@ -171,7 +171,7 @@ def _judge(run: Run, result: StepResult, group: list[Batch]) -> None:
         progress.bad_steps = 0
         return
     progress.bad_steps += 1
-    here = run.name_samples([int(sample) for batch in group for sample in batch.samples])
+    here = run.name_samples([int(index) for batch in group for index in batch.indices])
     told = gather((result.bad_here, here), run.ranks)
     # Where every loss was a number, and only the gradient was not, it may have been anybody.
     samples = [name for bad, names in told if bad for name in names] or [name for _, names in told for name in names]

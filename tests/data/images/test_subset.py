@@ -30,7 +30,7 @@ def images(*names: str, each: int = 12) -> dict[str, list[str]]:
 
 
 def chosen_names(index: SampleIndex, subset: Subset) -> set[str]:
-    return {index.name(sample) for sample in subset.ids.tolist()}
+    return {index.name(sample) for sample in subset.indices.tolist()}
 
 
 def test_so_many_classes_and_images_are_chosen() -> None:
@@ -39,16 +39,16 @@ def test_so_many_classes_and_images_are_chosen() -> None:
     assert len(subset.classes) == 10
     assert list(subset.classes) == sorted(subset.classes)
     assert np.bincount(subset.labels).tolist() == [5] * 10
-    assert (np.diff(subset.ids) > 0).all()
-    for sample, label in zip(subset.ids.tolist(), subset.labels.tolist(), strict=True):
+    assert (np.diff(subset.indices) > 0).all()
+    for sample, label in zip(subset.indices.tolist(), subset.labels.tolist(), strict=True):
         assert index.name(sample).startswith(subset.classes[label] + "/")
-    assert (subset.ids.dtype, subset.labels.dtype) == (np.int64, np.int32)
+    assert (subset.indices.dtype, subset.labels.dtype) == (np.int64, np.int32)
 
 
 def test_nothing_asked_is_everything() -> None:
     index = index_of(images(*CLASSES))
     subset = choose_subset(index, classes=None, per_class=None, seed=42)
-    assert subset.ids.tolist() == list(range(len(index)))
+    assert subset.indices.tolist() == list(range(len(index)))
     assert subset.labels.tolist() == index.labels.tolist()
     assert subset.classes == index.classes
 
@@ -57,16 +57,16 @@ def test_the_seed_chooses() -> None:
     index = index_of(images(*CLASSES))
     found = [choose_subset(index, classes=10, per_class=5, seed=seed) for seed in (1, 1, 2)]
     assert found[0].classes == found[1].classes != found[2].classes
-    assert found[0].ids.tolist() == found[1].ids.tolist()
-    other_images = choose_subset(index, classes=None, per_class=5, seed=2).ids
-    assert choose_subset(index, classes=None, per_class=5, seed=1).ids.tolist() != other_images.tolist()
+    assert found[0].indices.tolist() == found[1].indices.tolist()
+    other_images = choose_subset(index, classes=None, per_class=5, seed=2).indices
+    assert choose_subset(index, classes=None, per_class=5, seed=1).indices.tolist() != other_images.tolist()
 
 
 def test_the_choice_is_fixed_forever() -> None:
     """On every machine and in every version: a paper's subset must be found again."""
     subset = choose_subset(index_of(images(*CLASSES)), classes=4, per_class=1, seed=42)
     assert subset.classes == ("n0004", "n0010", "n0011", "n0039")
-    assert subset.ids.tolist() == [58, 126, 134, 479]
+    assert subset.indices.tolist() == [58, 126, 134, 479]
 
 
 def test_over_many_seeds_every_class_has_its_turn() -> None:
@@ -82,7 +82,7 @@ def test_the_order_of_the_samples_has_no_say() -> None:
     one = choose_subset(sorted_index, classes=7, per_class=3, seed=5)
     other = choose_subset(packed, classes=7, per_class=3, seed=5)
     assert chosen_names(sorted_index, one) == chosen_names(packed, other)
-    assert (np.diff(other.ids) > 0).all()
+    assert (np.diff(other.indices) > 0).all()
     assert np.bincount(other.labels).tolist() == [3] * 7
 
 
@@ -107,7 +107,7 @@ def test_validation_takes_the_classes_of_training_and_numbers_them_alike() -> No
     val = choose_subset(val_index, classes=10, per_class=2, seed=5, names=train.classes)
     assert val.classes == train.classes
     assert np.bincount(val.labels).tolist() == [2] * 10
-    assert {val_index.name(n).split("/")[0] for n in val.ids.tolist()} == set(train.classes)
+    assert {val_index.name(n).split("/")[0] for n in val.indices.tolist()} == set(train.classes)
 
 
 def test_a_class_without_validation_images_keeps_its_number() -> None:
@@ -127,7 +127,7 @@ def test_empty_classes_are_not_chosen() -> None:
 
 
 def test_more_classes_than_there_are_is_an_error() -> None:
-    with pytest.raises(UserError, match="100 classes are asked for; /data/train has 40 classes with images") as caught:
+    with pytest.raises(UserError, match="subset_classes is 100; /data/train has 40 classes with images") as caught:
         choose_subset(index_of(images(*CLASSES)), classes=100, per_class=None, seed=0)
     assert caught.value.hint == "subset_classes=40"
 

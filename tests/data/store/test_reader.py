@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from stoker.data.images.sample_index import SampleIndex, pack_names
-from stoker.data.store.lookahead import BLOCKS_ABOVE_S, Announced, Blocking
+from stoker.data.store.blocking import BLOCKS_ABOVE_S, Blocking
 from stoker.data.store.object_store import ObjectStore
-from stoker.data.store.reader import Reader
+from stoker.data.store.reader import Announced, Reader
 from stoker.data.store.stores import Buffer, LocalStore, ReadFailure, StoreDown
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -95,7 +96,7 @@ def test_names_that_are_no_utf8_are_read(folder: Path) -> None:
 
 
 def test_a_folder_that_vanished_is_not_the_samples_fault(tmp_path: Path) -> None:
-    with pytest.raises(StoreDown, match="cannot be read any more"):
+    with pytest.raises(StoreDown, match="can no longer be read"):
         LocalStore(tmp_path / "unmounted").read("a.jpg")
 
 
@@ -190,6 +191,24 @@ def test_a_profile_whose_keys_only_aws_can_make_is_refused_with_the_way_out(tmp_
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
     assert profile_settings({"HOME": str(tmp_path), "AWS_PROFILE": "sso"} | keys) == {"region": "eu-west-1"}
     assert profile_settings({"HOME": str(tmp_path)}) == {}
+
+
+def test_boto3_gets_the_keys_of_a_profile_that_has_none_of_its_own(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3", reason="optional: for profiles with SSO, roles or credential_process")
+    url = put(s3, "process")
+    keys = json.dumps({"Version": 1, "AccessKeyId": KEY, "SecretAccessKey": SECRET})
+    (tmp_path / "keys").write_text(keys)
+    (tmp_path / "config").write_text(
+        f"[profile made]\nregion = us-east-1\nendpoint_url = {s3.endpoint}\ncredential_process = cat {tmp_path}/keys\n"
+    )
+    use_environment(monkeypatch, {"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_PROFILE": "made"})
+    assert bytes(ObjectStore(url).read("class/a.jpg")) == CONTENT
+    (tmp_path / "keys").write_text("not JSON")
+    with pytest.raises(UserError) as caught:
+        ObjectStore(url).read("class/a.jpg")
+    assert caught.value.name == "no-credentials"
 
 
 @pytest.mark.parametrize("url", ["ftp://host/data", "s3://", "s3://key:secret@bucket/data"])

@@ -1,4 +1,4 @@
-"""Makes a whole batch in one buffer: order -> bytes -> header -> crop -> the sample's slot of the batch."""
+"""Makes a whole batch in one buffer: order -> bytes -> header -> crop -> the sample's slot in the batch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from stoker.data.store.reader import Reader
 from stoker.data.store.stores import ReadFailure
 from stoker.errors import UserError
 
-# Makes a whole batch in one buffer: order -> bytes -> header -> crop -> the sample's slot of the batch.
-
 Allocate = Callable[[tuple[int, int, int, int]], NDArray[np.uint8]]
 # With one sample in a hundred unreadable, sixteen bad draws in a row happen once in 10^32 samples.
 MAX_REPLACEMENTS = 16
+# Batches held besides those in flight: the one that the consumer has, and the one that it has just released.
+IN_HAND = 2
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Everything that decides what is in a batch; the same plan gives the same batches anywhere."""
+    """Everything that determines the content of a batch: the same plan gives the same batches anywhere."""
 
     samples: SampleSet
     order: Order
@@ -40,55 +40,54 @@ class BatchPlan:
     horizontal_flip: float
 
     def members(self, epoch: int, step: int, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The members of the sample set in a step, and the repeats."""
+        """The members of the sample set in a step, and which repeat of a member each is."""
         return self.order.at(epoch, self.steps.positions(step, start))
 
 
 class BatchMaker:
-    """Makes batches for one worker; several threads may use one maker at the same time."""
+    """Makes batches for one worker; several threads may share it."""
 
     def __init__(self, plan: BatchPlan, reader: Reader) -> None:
         self.plan = plan
         self.reader = reader
 
-    def announce(self, epoch: int, step: int, start: int) -> int:
-        """Says that a step's batch will be made later, so that its bytes can be fetched; how many samples."""
+    def announce(self, epoch: int, step: int, start: int) -> None:
+        """Tells the reader that a step's batch will be made later, so that its bytes can be fetched."""
         members, _ = self.plan.members(epoch, step, start)
-        self.reader.expect(self.plan.samples.numbers(members))
-        return len(members)
+        self.reader.expect(self.plan.samples.indices(members))
 
     def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> Batch:
-        """The batch of a step counted from the position `start` of an epoch."""
+        """The batch of a step, counted from the position `start` of an epoch."""
         plan, clock = self.plan, BatchClock()
         members, repeats = plan.members(epoch, step, start)
         keys = sample_keys(plan.seed, epoch, members, repeats)
-        numbers = plan.samples.numbers(members)
+        indices = plan.samples.indices(members)
         labels = plan.samples.labels(members)
         draws = plan.view.draw(keys)
         clock.begins("collate")
         images = allocate((len(members), plan.view.size, plan.view.size, 3))
         clock.begins("fetch")
-        found: list[Any] = list(self.reader.take(numbers))
+        found: list[Any] = list(self.reader.take(indices))
         clock.begins("decode")
         bad: list[BadSample] = []
         began_s = time.perf_counter()
         for slot, data in enumerate(found):
             clock.cost.bytes_read += 0 if isinstance(data, ReadFailure) else len(data)
             reason = self._fill(data, draws, slot, images[slot])
-            found[slot] = None  # frees the bytes while the next is decoded
+            found[slot] = None  # frees the bytes before the next sample is decoded
             if reason is not None:
                 member = self._replace(reason, int(members[slot]), int(keys[slot]), draws, slot, images[slot], bad)
                 labels[slot] = plan.samples.labels(np.array([member]))[0]
             done_s = time.perf_counter()
             if done_s - began_s > clock.cost.slowest_s:
-                clock.cost.slowest_s, clock.cost.slowest_sample = done_s - began_s, int(numbers[slot])
+                clock.cost.slowest_s, clock.cost.slowest_sample = done_s - began_s, int(indices[slot])
             began_s = done_s
         clock.begins("other")
         clock.cost.samples, clock.cost.batch_bytes = len(members), images.nbytes
         return Batch(
             images=images,
             labels=labels,
-            samples=numbers,
+            indices=indices,
             flips=draw_flips(keys, plan.horizontal_flip),
             keys=keys,
             epoch=epoch,
@@ -99,7 +98,7 @@ class BatchMaker:
         )
 
     def _fill(self, data: Any, draws: Any, slot: int, out: NDArray[np.uint8]) -> str | None:
-        """Decodes one sample into its slot; the reason, where it cannot be."""
+        """Decodes one sample into its slot; returns the reason if that fails."""
         if isinstance(data, ReadFailure):
             return data.reason
         try:
@@ -111,13 +110,14 @@ class BatchMaker:
     def _replace(
         self, reason: str, member: int, key: int, draws: Any, slot: int, out: NDArray[np.uint8], bad: list[BadSample]
     ) -> int:
-        """Puts another member in a bad one's place, the same one whoever does it, and notes every bad one."""
+        """Puts another member in place of a bad one, and records every bad one. The choice follows from the key: it is
+        the same in every worker."""
         samples = self.plan.samples
         for attempt in range(MAX_REPLACEMENTS):
             other = int(mix(mix(key, REPLACEMENT), attempt)) % len(samples)
-            number, other_number = (int(samples.numbers(np.array([m]))[0]) for m in (member, other))
-            bad.append(BadSample(number, samples.index.name(number), reason, other_number))
-            data = self.reader.take(np.array([other_number]))[0]
+            index, other_index = (int(samples.indices(np.array([m]))[0]) for m in (member, other))
+            bad.append(BadSample(index, samples.index.name(index), reason, other_index))
+            data = self.reader.take(np.array([other_index]))[0]
             other_reason = self._fill(data, draws, slot, out)
             if other_reason is None:
                 return other
@@ -126,16 +126,13 @@ class BatchMaker:
         raise UserError(
             "no-readable-sample",
             f"{MAX_REPLACEMENTS} samples in a row cannot be read\n{named}",
-            why="so many in a row are no bad luck: the data is not what the index says, or not images",
-            hint="look at one of these files",
+            why="this is not chance: the data no longer matches its index, or the files are not images",
+            hint="open one of these files",
         )
 
 
-# Announces coming batches to the reader: the order is known, so their bytes can be on their way already.
-
-
 class Announcer:
-    """Keeps about `budget` bytes' worth of coming steps announced, ahead of the step that is made now."""
+    """Keeps about `budget` bytes of upcoming steps announced to the reader, so that their bytes are fetched early."""
 
     def __init__(
         self, maker: BatchMaker, epoch: int, start: int, count: int, budget: int, *, stride: int, first: int
@@ -149,9 +146,9 @@ class Announcer:
         self._next = first
 
     def before(self, step: int) -> None:
-        """To be called before a step is made: announces it, and as many later ones as the budget holds."""
+        """Call before a step is made: announces it, and as many later steps as fit the budget."""
         batch_bytes = max(1.0, self._maker.plan.steps.batch_size * self._maker.reader.mean_bytes)
-        # Two at least, so that the next batch is fetched while this one is decoded.
+        # At least two, so that the next batch is fetched while this one is decoded.
         ahead = max(2, int(self._budget / batch_bytes))
         last = min(self._count - 1, step + ahead * self._stride)
         while self._next <= last:
@@ -159,15 +156,9 @@ class Announcer:
             self._next += self._stride
 
 
-# How many batches a loader has in memory: one place for the engines that hold them and the plan that counts them.
-
-# Beside those that are on their way: the one that the consumer has, and the one that it has just let go.
-IN_HAND = 2
-
-
 def batches_held(engine: Literal["process", "thread"], workers: int, prefetch: int) -> int:
-    """Batches in memory at the most: worker processes fill slots that are there from the start; threads take a buffer
-    when they begin, by which time the one that was let go is free again."""
+    """The most batches that a loader has in memory. Worker processes fill slots that exist from the start; a thread
+    takes a buffer when it begins a batch, by which time the released one is free again."""
     if workers == 0:
         return IN_HAND
     return workers * prefetch + (IN_HAND if engine == "process" else 1)

@@ -1,4 +1,8 @@
-"""Batches made by worker processes, through torch's DataLoader: its keys mean what everybody knows them to."""
+"""Batches made by worker processes, through torch's DataLoader, so that its options mean what users expect.
+
+The batch sampler yields one request per batch, and the dataset's `__getitems__` makes the whole batch of that step in a
+slot of shared memory: no sample is pickled, collated or copied.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +26,19 @@ from stoker.data.engines.making import IN_HAND, Announcer, BatchMaker, BatchPlan
 from stoker.data.store.reader import Reader
 from stoker.errors import StokerError, UserError
 
-# torch's DataLoader with fewer requests to its workers than it was made for: as many as a limit allows just now.
+Request = tuple[int, int, int, int | None]
+"""Epoch, step, start, and the slot to fill; None if none was free."""
 
 
 @dataclass
 class InFlight:
-    """How many batches may be on their way; changes while an epoch runs."""
+    """How many batches may be in flight; changes while an epoch runs."""
 
     limit: int
 
 
 class LimitedLoader(DataLoader[Any]):
-    """torch's loader, whose requests can be held back."""
+    """torch's DataLoader, with a limit on its batches in flight."""
 
     def __init__(self, *arguments: Any, in_flight: InFlight, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -47,9 +52,9 @@ class LimitedLoader(DataLoader[Any]):
 
 
 class LimitedIterator(_MultiProcessingDataLoaderIter):
-    """torch's iterator puts one request for each batch that is taken; this one as many as the limit leaves room for.
+    """torch's iterator sends one request for each batch that is taken; this one sends as many as the limit allows.
 
-    Requests still go out in order and around the workers, so neither the batches nor who makes which of them change.
+    Requests still go to the workers in order and in turn, so neither the batches nor who makes them change.
     """
 
     def __init__(self, loader: LimitedLoader) -> None:
@@ -64,22 +69,13 @@ class LimitedIterator(_MultiProcessingDataLoaderIter):
                 return  # the epoch has no more steps
 
     def ready(self) -> int:
-        """Batches that are made and wait to be taken; those that came before their turn are kept in `_task_info`."""
+        """Batches that are made and wait for the consumer; `_task_info` holds those that arrived out of turn."""
         return self._worker_result_queue.qsize() + sum(len(task) > 1 for task in self._task_info.values())
-
-
-# Batches made by worker processes, through torch's DataLoader: its keys mean what everybody knows them to.
-#
-# The sampler yields one request for each batch, and the dataset's `__getitems__` makes the whole batch of that step
-# in a slot of shared memory: no sample is pickled, nothing is collated or copied.
-
-Request = tuple[int, int, int, int | None]
-"""Epoch, step, start, and the slot to fill; None where none was free."""
 
 
 @dataclass
 class _Steps:
-    """The batch sampler: the steps of the epoch that is asked for next."""
+    """The batch sampler: the requests of the next epoch."""
 
     plan: BatchPlan
     slots: SharedSlots | None
@@ -91,7 +87,7 @@ class _Steps:
 
     def __iter__(self) -> Iterator[Request]:
         for step in range(len(self)):
-            # Asked in this process at the moment when the request goes to a worker.
+            # Runs in this process, when the request is sent to a worker.
             yield self.epoch, step, self.start, None if self.slots is None else self.slots.take()
 
 
@@ -142,7 +138,7 @@ class _Batches(Dataset[Batch]):
 
 
 class ProcessEngine:
-    """Hands out an epoch's batches in order, made by worker processes."""
+    """Yields an epoch's batches in order, made by worker processes."""
 
     def __init__(
         self,
@@ -174,8 +170,8 @@ class ProcessEngine:
             pin_memory=False,  # the slots are pinned themselves
             persistent_workers=persistent and workers > 0,
             multiprocessing_context=start_method if workers else None,
-            collate_fn=_as_it_is,
-            # A fork server keeps the environment that it was started in; credentials may have come later.
+            collate_fn=_unchanged,
+            # A fork server keeps the environment it was started with; credentials may have been set later.
             worker_init_fn=partial(_prepare_worker, dict(os.environ)),
             in_flight=self._in_flight,
         )
@@ -185,18 +181,18 @@ class ProcessEngine:
         return self._in_flight.limit
 
     def limit(self, batches: int) -> None:
-        """Has so many batches on their way from now on; what is made already is still handed out."""
+        """Limits the batches in flight from now on; those already made are still yielded."""
         self._in_flight.limit = max(1, min(batches, self.most_in_flight))
         if self._slots is not None:
             self._slots.keep(self._in_flight.limit + IN_HAND)
 
     def ready(self) -> int:
-        """Batches that are made and wait to be taken."""
+        """Batches that are made and wait for the consumer."""
         iterator = self._iterator
         return 0 if iterator is None else iterator.ready()
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The batches of an epoch from a position on."""
+        """The batches of an epoch, starting at a position."""
         self._steps.epoch, self._steps.start = epoch, start
         if self._slots is not None:
             self._slots.give_back_all()
@@ -222,19 +218,19 @@ class ProcessEngine:
             self._loader._iterator = None
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
 def _prepare_worker(environment: dict[str, str], _worker: int) -> None:
-    """One core each: a worker that starts threads of its own only makes the others wait."""
+    """Sets up a worker for one core: threads of its own would only delay the other workers."""
     import cv2
 
     os.environ.clear()
     os.environ.update(environment)
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
-    # Ctrl-C is for the parent, which ends its workers in order.
+    # Ctrl-C is handled by the parent, which shuts its workers down.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
 
@@ -242,8 +238,8 @@ def _prepare_worker(environment: dict[str, str], _worker: int) -> None:
 def _leave_with_parent() -> None:
     """Ends this worker when the training process ends, however that happens.
 
-    Neither torch's own watchdog nor PR_SET_PDEATHSIG can: both look at the process that forked this one, which
-    is the fork server, and that one lives as long as any worker does.
+    Neither torch's watchdog nor PR_SET_PDEATHSIG can do this: both watch the process that forked this one, the fork
+    server, which lives as long as any worker.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -252,7 +248,7 @@ def _leave_with_parent() -> None:
 
 
 def _preload_forkserver() -> None:
-    """Lets the fork server import what every worker needs, once: a worker then starts in milliseconds."""
+    """Makes the fork server import what every worker needs, so that a worker starts in milliseconds."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["stoker.data.engines.processes", "stoker.data.images.decoding"]
     )
@@ -264,7 +260,7 @@ def _worker_error(error: RuntimeError) -> Exception:
         return UserError(
             "worker-died",
             text.splitlines()[0],
-            why="the kernel ends a worker when memory runs out, /dev/shm included",
-            hint="num_workers=, prefetch_factor= or batch_size= lower; dmesg | grep -i oom tells for sure",
+            why="usually the kernel killed it because memory, or /dev/shm, ran out",
+            hint="check with dmesg | grep -i oom; lower num_workers, prefetch_factor or batch_size",
         )
     return error

@@ -1,6 +1,6 @@
 """Batches made by threads of this process: nothing is pickled, copied or forked.
 
-Decoding releases the interpreter lock, so threads run side by side where a decoder does most of the work.
+Decoders release Python's lock, so threads run in parallel while most of the work is decoding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stoker.data.engines.making import IN_HAND, Announcer, BatchMaker
 
 
 class ThreadEngine:
-    """Hands out an epoch's batches in order; `workers x prefetch` of them are on their way at any time."""
+    """Yields an epoch's batches in order, with `workers x prefetch` of them in flight."""
 
     def __init__(self, maker: BatchMaker, *, workers: int, prefetch: int, pin_memory: bool, lookahead: int) -> None:
         self._maker = maker
@@ -30,16 +30,16 @@ class ThreadEngine:
         self._pending: deque[Future[Batch]] = deque()
 
     def limit(self, batches: int) -> None:
-        """Has so many batches on their way from now on; what is made already is still handed out."""
+        """Limits the batches in flight from now on; those already made are still yielded."""
         self.in_flight = max(1, min(batches, self.most_in_flight))
         self._buffers.keep(self.in_flight + IN_HAND)
 
     def ready(self) -> int:
-        """Batches that are made and wait to be taken."""
+        """Batches that are made and wait for the consumer."""
         return sum(future.done() for future in self._pending)
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The batches of an epoch from a position on."""
+        """The batches of an epoch, starting at a position."""
         count = self._maker.plan.steps.count(start)
         announcer = Announcer(self._maker, epoch, start, count, self._lookahead, stride=1, first=0)
         if self._workers == 0:
@@ -61,14 +61,14 @@ class ThreadEngine:
                 if self.in_flight < self.most_in_flight:
                     self._buffers.keep(self.in_flight + IN_HAND)
         finally:
-            # The consumer left early, or a batch failed: what is not begun yet must not be made.
+            # The consumer left early, or a batch failed: batches that are not begun must not be made.
             stopped.set()
             for future in pending:
                 future.cancel()
             self._maker.reader.forget()
 
     def close(self) -> None:
-        """Ends the threads; a batch that is being made is finished first."""
+        """Ends the threads, after the batches they are making."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
@@ -81,7 +81,7 @@ class ThreadEngine:
 
     def _make_unless(self, stopped: threading.Event, epoch: int, step: int, start: int) -> Batch:
         if stopped.is_set():
-            raise RuntimeError("the epoch was left")  # seen by nobody: its future was given up
+            raise RuntimeError("the consumer left this epoch")  # never seen: its future was dropped
         return self._make(epoch, step, start)
 
     def _make(self, epoch: int, step: int, start: int) -> Batch:

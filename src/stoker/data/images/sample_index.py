@@ -1,4 +1,4 @@
-"""Every sample of a split as arrays: no Python object for each file, mapped from disk, shared by all workers."""
+"""Every sample of a split, as arrays that are mapped from disk and shared by all workers: no Python object per file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from stoker.errors import UserError
 from stoker.files import atomic_file, write_text
 
-# Every sample of a split as arrays: no Python object for each file, mapped from disk, shared by all workers.
-
 FORMAT = 1
 META = "index.json"
 _ARRAYS = {
@@ -29,20 +27,20 @@ _ARRAYS = {
 
 
 class Location(NamedTuple):
-    """Where a sample's bytes are: a path below the split's root, and the part of it that counts."""
+    """Where a sample's bytes are: a path below the split's root, and a range in that file."""
 
     path: str
     offset: int
     size: int | None
-    """None where only the file system knows: the whole file."""
+    """None for a whole file whose size was not listed."""
 
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """The samples of one split, numbered from 0."""
+    """The samples of one split; a sample's index is its number here, from 0."""
 
     root: str
-    """Folder or URL below which the paths are."""
+    """The folder or URL that paths are relative to."""
     classes: tuple[str, ...]
     labels: NDArray[np.int32]
     name_bytes: NDArray[np.uint8]
@@ -50,33 +48,33 @@ class SampleIndex:
     name_ends: NDArray[np.int64]
     """Where each name ends in `name_bytes`."""
     sizes: NDArray[np.int64] | None = None
-    """Bytes of each sample, where the listing told."""
+    """Bytes of each sample, if the listing included them."""
     shards: tuple[str, ...] = ()
-    """Names of the tar files; empty where each sample is a file of its own."""
+    """Names of the tar files; empty if each sample is its own file."""
     shard_of: NDArray[np.int32] | None = None
     offsets: NDArray[np.int64] | None = None
     """Where each sample begins in its shard."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else was written down when the index was made: for noticing that it is stale."""
+    """What else was recorded when the index was made, to notice that it is stale."""
     folder: Path | None = None
-    """Where it is kept, if it is."""
+    """Where it is saved, if it is."""
     digest: str = ""
-    """Hash of what the numbers mean: samples, classes, their order; empty before it was saved or loaded."""
+    """Hash of the samples, the classes and their order; empty before the index is saved or loaded."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def name(self, sample: int) -> str:
-        """The sample's name: its path below the root, or the path it had before it was packed."""
-        start = int(self.name_ends[sample - 1]) if sample else 0
-        return decode_name(bytes(self.name_bytes[start : int(self.name_ends[sample])]))
+    def name(self, index: int) -> str:
+        """A sample's name: its path below the root, or the path it had before it was packed."""
+        start = int(self.name_ends[index - 1]) if index else 0
+        return decode_name(bytes(self.name_bytes[start : int(self.name_ends[index])]))
 
-    def location(self, sample: int) -> Location:
-        """Where the sample's bytes are."""
-        size = None if self.sizes is None else int(self.sizes[sample])
+    def location(self, index: int) -> Location:
+        """Where a sample's bytes are."""
+        size = None if self.sizes is None else int(self.sizes[index])
         if self.shard_of is None or self.offsets is None:
-            return Location(self.name(sample), 0, size)
-        return Location(self.shards[int(self.shard_of[sample])], int(self.offsets[sample]), size)
+            return Location(self.name(index), 0, size)
+        return Location(self.shards[int(self.shard_of[index])], int(self.offsets[index]), size)
 
     def __reduce__(self) -> Any:
         # A worker process maps the same file instead of receiving a copy of it.
@@ -86,8 +84,8 @@ class SampleIndex:
 
 
 def save_index(index: SampleIndex, folder: Path) -> SampleIndex:
-    """Writes the index into a folder and returns it as mapped from there; the meta file comes last, so a
-    folder without one is an unfinished write."""
+    """Writes the index into a folder and returns it mapped from there. The meta file is written last: a folder without
+    one is unfinished."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / META).unlink(missing_ok=True)
     present = present_arrays(index)
@@ -109,18 +107,18 @@ def save_index(index: SampleIndex, folder: Path) -> SampleIndex:
 
 
 def load_index(folder: Path) -> SampleIndex:
-    """The index that is kept in a folder, mapped and not read; raises IndexUnreadable where it is not whole."""
+    """The index in a folder, mapped rather than read; raises IndexUnreadable if it is not complete."""
     try:
         meta = json.loads((folder / META).read_text())
         if meta["format"] != FORMAT:
-            raise IndexUnreadable(folder, f"it has format {meta['format']}, this program reads {FORMAT}")
+            raise IndexUnreadable(folder, f"it has format {meta['format']}; this version reads format {FORMAT}")
         arrays = {
             name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             for name in meta["arrays"]
             if name in _ARRAYS
         }
         if wrong := [name for name, array in arrays.items() if array.dtype != _ARRAYS[name] or array.ndim != 1]:
-            raise ValueError(f"{', '.join(wrong)}: not the expected type")
+            raise ValueError(f"{', '.join(wrong)}: unexpected array type")
         index = SampleIndex(
             root=meta["root"],
             classes=tuple(meta["classes"]),
@@ -132,13 +130,13 @@ def load_index(folder: Path) -> SampleIndex:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IndexUnreadable(folder, str(error)) from None
-    if reason := _what_is_wrong(index, meta["samples"]):
+    if reason := _inconsistency(index, meta["samples"]):
         raise IndexUnreadable(folder, reason)
     return index
 
 
 def digest_of(index: SampleIndex) -> str:
-    """Hash of samples, classes and their order; the same wherever the data lies."""
+    """Hash of the samples, the classes and their order; the same wherever the data is stored."""
     digest = hashlib.blake2b(digest_size=16)
     for names in (index.classes, index.shards):
         digest.update(b"\0".join(map(encode_name, names)) + b"\0\0")
@@ -149,7 +147,7 @@ def digest_of(index: SampleIndex) -> str:
 
 
 def present_arrays(index: SampleIndex) -> dict[str, NDArray[Any]]:
-    """The arrays that this index has, in the types in which they are kept."""
+    """The arrays of this index, in the types in which they are saved."""
     return {
         name: np.asarray(getattr(index, name), kind)
         for name, kind in _ARRAYS.items()
@@ -163,12 +161,12 @@ def encode_name(name: str) -> bytes:
 
 
 def decode_name(name: bytes) -> str:
-    """The same as text; bytes that are no UTF-8 come back unchanged from `encode_name`."""
+    """The same as text; bytes that are not UTF-8 survive `encode_name`."""
     return name.decode("utf-8", "surrogateescape")
 
 
 def pack_names(names: list[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Names as the two arrays that an index holds."""
+    """Names as the two arrays of an index."""
     ends = np.cumsum([len(name) for name in names], dtype=np.int64)
     return np.frombuffer(b"".join(names), np.uint8), ends
 
@@ -176,56 +174,55 @@ def pack_names(names: list[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64]
 def _load_same(folder: Path, root: str, digest: str) -> SampleIndex:
     index = load_index(folder)
     if index.digest != digest:
-        # A worker with other numbers than its parent would train on wrong labels.
+        # A worker whose indices differ from its parent's would train on wrong labels.
         raise IndexUnreadable(folder, "it was replaced while a run was using it")
     return replace(index, root=root)
 
 
-def _what_is_wrong(index: SampleIndex, samples: int) -> str | None:
+def _inconsistency(index: SampleIndex, samples: int) -> str | None:
     arrays = present_arrays(index)
     lengths = {len(array) for name, array in arrays.items() if name != "name_bytes"}
     if lengths != {samples}:
-        return f"its arrays have {sorted(lengths)} entries in place of {samples}"
+        return f"its arrays have {sorted(lengths)} entries instead of {samples}"
     if samples and int(index.name_ends[-1]) != len(index.name_bytes):
-        return "its names are cut off"
+        return "its names are truncated"
     for name, limit in (("labels", len(index.classes)), ("shard_of", len(index.shards))):
         if samples and name in arrays and not (arrays[name].min() >= 0 and arrays[name].max() < limit):
-            return f"{name} has numbers outside 0 .. {limit - 1}"
+            return f"{name} has values outside 0 .. {limit - 1}"
     if outside := next((shard for shard in index.shards if shard.startswith("/") or ".." in shard.split("/")), None):
-        return f"the shard {outside!r} lies outside its folder"
+        return f"the shard {outside!r} is outside its folder"
     return None
 
 
 class IndexUnreadable(UserError):
-    """An index that is missing, torn or of another version."""
+    """An index that is missing, damaged or of another version."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(
             "index-unreadable",
             f"the index in {folder} cannot be used: {reason}",
-            why="it tells which samples there are and where their bytes begin",
-            hint="make it again: stoker pack for shards; an index of class folders is made anew by the next start",
+            why="it lists the samples and where their bytes are",
+            hint="run stoker pack again for shards; the index of class folders is rebuilt by the next start",
         )
-
-
-# The samples that take part: all of an index, or a subset with labels of its own.
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Numbers 0 .. n-1 for the order to permute, and what they stand for."""
+    """All samples of an index, or a subset of them with its own labels.
+
+    Its samples are numbered 0 .. n-1 as members, which are what an order permutes."""
 
     index: SampleIndex
     classes: tuple[str, ...]
     chosen: NDArray[np.int64] | None = None
-    """Numbers in the index; None where all take part."""
+    """Each member's index; None for all samples, where a member is an index."""
     chosen_labels: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.index) if self.chosen is None else len(self.chosen)
 
-    def numbers(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The members' numbers in the index."""
+    def indices(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The members' indices in the data set."""
         return members if self.chosen is None else self.chosen[members]
 
     def labels(self, members: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
-"""A part of a data set, chosen by hashing names: the same seed chooses the same on every machine.
+"""A part of a data set, chosen by hashing names: the same seed chooses the same part on every machine.
 
-Neither the order of the listing nor the presence of other classes or files has a say. What a class or file
-is worth is a hash of the seed and its name; those with the smallest hashes are taken.
+Classes and files are ranked by a hash of the seed and their name, and those with the smallest hashes are taken. Neither
+the order of the listing nor other classes or files make a difference.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from stoker.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Subset:
-    """The samples of an index that count."""
+    """The chosen samples of an index."""
 
-    ids: NDArray[np.int64]
-    """Their numbers in the index, ascending."""
+    indices: NDArray[np.int64]
+    """Ascending."""
     labels: NDArray[np.int32]
-    """Their classes, as numbers of `classes`."""
+    """Their classes, numbered as in `classes`."""
     classes: tuple[str, ...]
     """Names of the chosen classes, sorted."""
     seed: int = 0
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.indices)
 
 
 def choose_subset(
     index: SampleIndex, *, classes: int | None, per_class: int | None, seed: int, names: Sequence[str] | None = None
 ) -> Subset:
-    """So many classes and so many images of each; None means all. `names` gives the classes instead: for
-    validation those of the training subset, so that both number them alike, whatever else lies there."""
+    """A subset of this many classes and images per class; None means all. `names` gives the classes instead: for
+    validation, those of the training subset, so that both number them alike."""
     chosen = _choose_classes(index, classes, seed) if names is None else _given_classes(index, names)
     new_label = np.full(len(index.classes), -1, np.int32)
-    number_of = {name: number for number, name in enumerate(chosen)}
+    label_of = {name: label for label, name in enumerate(chosen)}
     for old, name in enumerate(index.classes):
-        new_label[old] = number_of.get(name, -1)
+        new_label[old] = label_of.get(name, -1)
     labels = new_label[index.labels]
-    ids = np.flatnonzero(labels >= 0)
+    indices = np.flatnonzero(labels >= 0)
     if per_class is not None:
-        ids = _choose_images(index, ids, per_class, seed)
-    return Subset(ids, labels[ids], chosen, seed)
+        indices = _choose_images(index, indices, per_class, seed)
+    return Subset(indices, labels[indices], chosen, seed)
 
 
 def subset_record(train: Subset, val: Subset | None) -> dict[str, Any]:
-    """What was chosen, for `subset.json`; null where there is no validation."""
+    """The content of `subset.json`; null for a missing validation set."""
     counts = {"train": _counts(train), "val": None if val is None else _counts(val)}
     return {
         "seed": train.seed,
@@ -71,10 +71,10 @@ def _choose_classes(index: SampleIndex, wanted: int | None, seed: int) -> tuple[
     if wanted > len(filled):
         raise UserError(
             "subset-too-large",
-            f"{wanted:,} classes are asked for; {index.root} has {count(len(filled), 'class', 'classes')} with images",
+            f"subset_classes is {wanted:,}; {index.root} has {count(len(filled), 'class', 'classes')} with images",
             hint=f"subset_classes={len(filled)}",
         )
-    best = sorted(filled, key=lambda name: _worth(seed, b"class", encode_name(name)))[:wanted]
+    best = sorted(filled, key=lambda name: _rank(seed, b"class", encode_name(name)))[:wanted]
     return tuple(sorted(best, key=encode_name))
 
 
@@ -89,15 +89,15 @@ def _given_classes(index: SampleIndex, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names), key=encode_name))
 
 
-def _choose_images(index: SampleIndex, ids: NDArray[np.int64], per_class: int, seed: int) -> NDArray[np.int64]:
+def _choose_images(index: SampleIndex, indices: NDArray[np.int64], per_class: int, seed: int) -> NDArray[np.int64]:
     kept = []
-    by_class = ids[np.argsort(index.labels[ids], kind="stable")]
+    by_class = indices[np.argsort(index.labels[indices], kind="stable")]
     borders = np.flatnonzero(np.diff(index.labels[by_class])) + 1
-    for members in np.split(by_class, borders):
-        best = members
-        if len(members) > per_class:
-            worths = [_worth(seed, b"image", encode_name(index.name(sample))) for sample in members.tolist()]
-            best = members[np.argsort(np.array(worths, np.uint64), kind="stable")[:per_class]]
+    for of_class in np.split(by_class, borders):
+        best = of_class
+        if len(of_class) > per_class:
+            ranks = [_rank(seed, b"image", encode_name(index.name(sample))) for sample in of_class.tolist()]
+            best = of_class[np.argsort(np.array(ranks, np.uint64), kind="stable")[:per_class]]
         kept.append(best)
     return np.sort(np.concatenate(kept))
 
@@ -106,5 +106,5 @@ def _counts(subset: Subset) -> NDArray[np.int64]:
     return np.bincount(subset.labels, minlength=len(subset.classes))
 
 
-def _worth(seed: int, kind: bytes, name: bytes) -> int:
+def _rank(seed: int, kind: bytes, name: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8, key=b"%s %d" % (kind, seed)).digest(), "big")

@@ -1,10 +1,10 @@
 """A read-through cache: what was fetched once is kept in a local folder, up to a budget.
 
-Nothing is ever thrown out to make room. A cache that holds a third of the data saves a third of the
-fetching in every epoch; one that throws out the oldest saves none, as each epoch visits everything once.
+Nothing is ever evicted. Each epoch visits every sample once, so a cache that holds a third of the data saves a third of
+the fetches in every epoch, while one that evicts the oldest entries saves none.
 
-Safe for any number of processes without a lock: files appear by renaming, carry their checksum, and the bytes
-in use are the sum of a file of records to which everyone appends.
+Any number of processes can use it without a lock: files appear by renaming and carry a checksum, and the bytes in use
+are the sum of a file of records to which every process appends.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from stoker.data.store.stores import Buffer, Store
 from stoker.errors import UserError
 
 FREE_SHARE = 0.9
-"""Of the space that the cache uses or could use, where no budget is given."""
+"""Of the space that the cache uses or could use, if no budget is given."""
 ABANDONED_AFTER_S = 3600
-"""A temporary file this old belongs to a process that was killed: writing one takes seconds."""
+"""A temporary file this old was left by a killed process: writing one takes seconds."""
 UNFINISHED = "unfinished"
 _HEADER = struct.Struct("<4sIQQ")  # magic, length of the header, length of the data, checksum
 _MAGIC = b"STC1"
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 
 class CachedStore:
-    """A store in front of which a local folder keeps what was read."""
+    """A store, with a local folder in front of it that keeps what was read."""
 
     def __init__(self, source: Store, folder: Path, *, cache_size: int | None = None) -> None:
         self.source = source
@@ -47,18 +47,21 @@ class CachedStore:
             (self.folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
             self._ledger = Ledger(self.folder)
         except OSError as error:
-            raise UserError("cache-unusable", f"{folder} cannot be used as a cache: {error.strerror}",
-                            hint="choose another cache_dir, or leave it away") from None  # fmt: skip
+            raise UserError(
+                "cache-unusable",
+                f"{folder} cannot be used as a cache: {error.strerror}",
+                hint="choose another cache_dir, or leave it out",
+            ) from None
         self.budget = cache_size if cache_size is not None else self._share_of_disk()
         self.stopped: str | None = None
-        """Why nothing more is kept, once that is so; reading goes on."""
+        """Why nothing more is kept; None while the cache still takes entries. Reading continues either way."""
 
     def __reduce__(self) -> Any:
         return _cached_store, (self.source, self.folder, self.budget)
 
     def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
-        """The bytes from the folder, or from the source, after which the folder has them."""
-        # The size belongs to the name, so that a new listing of changed data is not answered from old files.
+        """The bytes, from the folder if it has them; else from the source, and then the folder keeps them."""
+        # The size is part of the key, so that after a new listing of changed data old entries do not match.
         key = f"{self.url}\n{path}\n{offset}\n{size}\n{whole}".encode("utf-8", "surrogateescape")
         digest = xxhash.xxh3_128_hexdigest(key)
         kept = f"{self.folder}/{digest[:2]}/{digest[2:]}"
@@ -76,7 +79,7 @@ class CachedStore:
         return getattr(self.source, "fetches", 0)
 
     def used_bytes(self) -> int:
-        """What the folder holds, by its own records."""
+        """Bytes in the folder, according to its records."""
         return self._ledger.used()
 
     def _kept(self, kept: str, key: bytes) -> memoryview | None:
@@ -93,7 +96,7 @@ class CachedStore:
         data = memoryview(content)[_HEADER.size :]
         if content[: _HEADER.size] == _header(key, data):
             return data
-        # Torn by a power cut, or rotten: fetched again.
+        # Cut off by a power failure, or damaged: fetch it again.
         with suppress(OSError):
             size = Path(kept).stat().st_size
             Path(kept).unlink()
@@ -108,18 +111,18 @@ class CachedStore:
         except OSError as error:
             self._stop(error)
             return
-        # The size in the name is given back when the file is found abandoned.
+        # The size in the name is subtracted again if the file is found abandoned.
         temporary = f"{self.folder}/{UNFINISHED}/{os.getpid()}-{next(_numbers)}-{os.urandom(4).hex()}-{size}"
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
-                # Not synchronised to disk, which would cost more than the fetching: the checksum finds what a
-                # power cut left behind.
+                # Not synced to disk, which would cost more than fetching: the checksum detects what a power failure
+                # left behind.
                 _write_fully(descriptor, [memoryview(_header(key, data)), memoryview(data)])
             finally:
                 os.close(descriptor)
             if os.path.exists(kept):  # noqa: PTH110 (five times as fast)
-                raise FileExistsError(errno.EEXIST, "kept by another process meanwhile", kept)
+                raise FileExistsError(errno.EEXIST, "another process has kept it in the meantime", kept)
             _move(temporary, kept)
         except OSError as error:
             with suppress(OSError):
@@ -132,18 +135,18 @@ class CachedStore:
     def _stop(self, error: OSError) -> None:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "the disk is full" if full else f"it cannot be written to: {error.strerror}"
-        self.stopped = f"cache {self.folder}: {reason}; nothing more is kept there, reading goes on"
+        self.stopped = f"cache {self.folder}: {reason}; nothing more is cached, and reading continues"
 
     def _share_of_disk(self) -> int:
-        # Used and free together, so that the next process comes to the same budget when half of it is filled.
+        # Used and free together, so that the next process gets the same budget when the cache is half full.
         return int(FREE_SHARE * (shutil.disk_usage(self.folder).free + self._ledger.used()))
 
 
 class Ledger:
-    """How many bytes a folder holds: signed 8-byte records in one file, to which every process appends.
+    """The bytes in a folder: signed 8-byte records in one file, to which every process appends.
 
-    An append is atomic and survives the death of whoever made it. What is about to be written is recorded
-    first, so the folder never holds more than the records say.
+    An append is atomic and survives the death of its process. Bytes are recorded before they are written, so the folder
+    never holds more than the records say.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -160,7 +163,7 @@ class Ledger:
             os.close(self._descriptor)
 
     def add(self, size: int) -> None:
-        """Records that so many bytes came, or went."""
+        """Records bytes that were added, or removed if negative."""
         os.write(self._descriptor, struct.pack("<q", size))
 
     def used(self) -> int:
@@ -175,20 +178,20 @@ class Ledger:
         return total
 
     def reserve(self, size: int, budget: int) -> bool:
-        """Claims room for so many bytes, unless that would be more than the budget."""
-        # What was refused once stays refused: a full cache would otherwise get two records for each miss.
+        """Reserves room for this many bytes; False if that would exceed the budget."""
+        # A size that was refused stays refused: else a full cache would get two records for each miss.
         if self._refused is not None and size >= self._refused:
             return False
         if self.used() + size <= budget:
             self.add(size)
             if self.used() <= budget:
                 return True
-            self.add(-size)  # others claimed at the same moment
+            self.add(-size)  # others reserved at the same moment
         self._refused = size if self._refused is None else min(size, self._refused)
         return False
 
     def _begin(self, folder: Path) -> None:
-        """Counts what is there, for a folder whose records were deleted."""
+        """Starts the records; counts existing files, in case the records were deleted."""
         total = sum(
             entry.stat().st_size
             for part in os.scandir(folder)
@@ -197,13 +200,13 @@ class Ledger:
         )
         fresh = folder / UNFINISHED / f"ledger-{os.getpid()}-{os.urandom(4).hex()}"
         fresh.write_bytes(struct.pack("<q", total))
-        # A link fails where another process was faster; its records count then.
+        # The link fails if another process was faster; then its records are used.
         with suppress(FileExistsError):
             os.link(fresh, self.path)
         fresh.unlink()
 
     def _clean(self, folder: Path) -> None:
-        """Removes what killed processes left half written, and gives its room back."""
+        """Removes the unfinished files of killed processes, and subtracts their bytes."""
         for entry in os.scandir(folder):
             with suppress(OSError, ValueError):
                 if time.time() - entry.stat().st_mtime > ABANDONED_AFTER_S:
@@ -217,7 +220,7 @@ def _cached_store(source: Store, folder: Path, budget: int) -> CachedStore:
 
 
 def _header(key: bytes, data: Buffer) -> bytes:
-    # Over the name too: a file under another's name is as wrong as a torn one.
+    # Includes the key: a file under another's name is as wrong as a damaged one.
     checksum = xxhash.xxh3_64(key)
     checksum.update(data)
     return _HEADER.pack(_MAGIC, _HEADER.size, len(data), checksum.intdigest())

@@ -1,6 +1,6 @@
 """Objects behind a URL (S3, Google Cloud Storage, Azure, plain HTTP), read through obstore.
 
-Nothing here trusts a body: a length that is not the expected one is a failure, never a sample.
+A body is never trusted: one of unexpected length is a failure, not a sample.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _REGION_CODES = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLo
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a request may take before it is given up, and how often it is made again."""
+    """The time limits of a request, and how often it is retried."""
 
     connect_s: float = 5
-    """To open a connection: three tries of a lost SYN packet."""
+    """To open a connection: enough to resend a lost SYN packet three times."""
     stall_s: float = 10
-    """Without a single byte: after that the rest is asked for again, from where it stopped."""
+    """Without a single byte; the rest is then requested again from where it stopped."""
     request_s: float = 60
-    """For one whole answer; the largest sample (256 MB) passes at 4 MB/s."""
+    """For one complete response; at 4 MB/s the largest sample (256 MB) arrives in time."""
     retry_s: float = 120
-    """From the first try to the last: rides out a gateway's restart and 'slow down' answers, and stays below
-    the five minutes for which a signature is valid."""
+    """From the first try to the last: survives a gateway's restart and 'slow down' responses, and stays below the five
+    minutes for which a signature is valid."""
     max_retries: int = 20
-    """Enough that the time is what ends it. Waits double from 0.1 s to 10 s, with jitter."""
+    """Enough that `retry_s` is the limit. Waits double from 0.1 s to 10 s, with jitter."""
 
     def options(self, allow_http: bool) -> dict[str, Any]:
-        """The same in obstore's words."""
+        """The same as obstore's options."""
         return {
-            # Given client options make obstore ignore AWS_ALLOW_HTTP, so it is passed on here.
+            # With client options obstore ignores AWS_ALLOW_HTTP, so it is passed on here.
             "client_options": {
                 "allow_http": allow_http,
                 "connect_timeout": timedelta(seconds=self.connect_s),
@@ -68,28 +68,31 @@ class Patience:
         }
 
 
-# For the questions 'is anybody there?' at the start and 'whose fault was it?' after a failure.
+# For the first contact, and to tell after a failure whether the object or the store is at fault.
 BRIEF = Patience(connect_s=5, stall_s=5, request_s=10, retry_s=10, max_retries=2)
 
 
 class ObjectStore:
-    """A bucket or a part of one; the connection is made at the first use, in the process that uses it."""
+    """A bucket or a part of one; connects on first use, in the process that uses it."""
 
     is_remote = True
 
     def __init__(self, url: str, *, max_object_bytes: int = MAX_OBJECT_BYTES, patience: Patience = Patience()) -> None:  # noqa: B008
         parts = urlsplit(url)
         if "@" in parts.netloc and not parts.scheme.startswith("abfs"):
-            raise UserError("secret-in-url", f"{redact_text(url)} holds a user name or a key",
-                            why="URLs end up in logs and run folders",
-                            hint="give keys by the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY")  # fmt: skip
+            raise UserError(
+                "secret-in-url",
+                f"{redact_text(url)} contains a user name or a key",
+                why="URLs end up in logs and run folders",
+                hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment instead",
+            )
         if not parts.netloc:
-            raise UserError("bad-store-url", f"'{url}' names no bucket", hint="write s3://bucket/folder")
+            raise UserError("bad-store-url", f"'{url}' does not name a bucket", hint="write s3://bucket/folder")
         self.url = url.rstrip("/")
         self.max_object_bytes = max_object_bytes
         self.patience = patience
         self.fetches = 0
-        """How many objects or parts were asked for; roughly, as threads count without a lock."""
+        """Requests so far; approximate, because threads count without a lock."""
         self._client: Any = None
         self._reached = False
         self._fault: StoreDown | None = None
@@ -98,11 +101,11 @@ class ObjectStore:
         self._tags: dict[str, str] = {}
 
     def __reduce__(self) -> Any:
-        # By URL only: keys come from the environment of whoever opens it.
+        # Only the URL: each process takes its credentials from its own environment.
         return _object_store, (self.url, self.max_object_bytes, self.patience)
 
     def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
-        """The bytes, in the calling thread, without holding Python's lock while waiting."""
+        """The bytes; blocks the calling thread without holding Python's lock."""
         if size is not None and size > self.max_object_bytes:
             raise ReadFailure(path, "too large", f"{size} bytes; the limit is {self.max_object_bytes}")
         if size == 0 and not whole:
@@ -131,7 +134,7 @@ class ObjectStore:
         return data
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
-        """Every object below the prefix: its path below the URL and its size, as the server sends them."""
+        """Every object below the prefix, in the server's order: its path relative to the URL, and its size."""
         client = self._connected(None)
         try:
             for chunk in obstore.list(client, prefix or None, chunk_size=1000):
@@ -144,16 +147,16 @@ class ObjectStore:
         if size is not None and meta["size"] != size:
             raise ReadFailure(path, "changed", f"{meta['size']} bytes; the index says {size}")
         tag = meta["e_tag"]
-        # A shard is read in many parts, and each has to come from the same version of it.
+        # A shard is read in many parts, which must all come from the same version.
         if part and tag is not None and self._tags.setdefault(path, tag) != tag:
-            raise ReadFailure(path, "changed", "it was replaced since it was first read")
+            raise ReadFailure(path, "changed", "it was replaced after its first part was read")
 
     def _connected(self, path: str | None) -> Any:
         _refuse_after_fork()
         if not self._reached:
             with self._first_contact:
-                # A wrong endpoint should be known in seconds; a read would try again for two minutes.
-                # Dozens of threads come here at once: one asks, and what it hears counts for all.
+                # A wrong endpoint should fail in seconds; a read would retry for two minutes.
+                # Dozens of threads get here at once: one connects, and its result holds for all.
                 if not self._reached and self._fault is None:
                     self._client = self._connect(self.patience)
                     self._fault = self._fault_of_store(path)
@@ -171,11 +174,14 @@ class ObjectStore:
         try:
             return from_url(self.url, **settings, **patience.options(allow_http))
         except (BaseError, ValueError) as error:
-            raise StoreDown("store-not-opened", f"{self.url} cannot be opened: {_said(error)}",
-                            hint="check the URL and the provider's variables in the environment") from None  # fmt: skip
+            raise StoreDown(
+                "store-not-opened",
+                f"{self.url} cannot be opened: {_summary(error)}",
+                hint="check the URL, and the provider's environment variables (AWS_…, GOOGLE_…, AZURE_…)",
+            ) from None
 
     def _fault_of_store(self, path: str | None) -> StoreDown | None:
-        """What is wrong with the store as a whole, or None; asks it for one name."""
+        """What is wrong with the store as a whole, or None; lists one name to find out."""
         brief = self._connect(BRIEF if self.patience.retry_s > BRIEF.retry_s else self.patience)
         try:
             if urlsplit(self.url).scheme.startswith("http"):
@@ -187,29 +193,29 @@ class ObjectStore:
         except (FileNotFoundError, ValueError):
             return None
         except (BaseError, OSError) as error:
-            # Keys that may read but not list are common: the reading will tell.
-            refused = _status(error) in (401, 403) and not _asked_for_keys(error)
+            # Credentials that may read but not list are common: the first read will tell.
+            refused = _status(error) in (401, 403) and not _is_key_service(error)
             return None if refused and _code(error) not in _CREDENTIAL_CODES else self._down(error)
         return None
 
     def _failure(self, path: str, error: Exception, meta: Any) -> Exception:
-        """Whose fault a failed read was: the object's (ReadFailure) or the store's (StoreDown)."""
+        """The error of a failed read: ReadFailure if only this object is affected, StoreDown if the store is."""
         if isinstance(error, ValueError):
-            return ReadFailure(path, "bad name", _said(error))
-        if _asked_for_keys(error) or _code(error) in _BUCKET_CODES | _CREDENTIAL_CODES | _REGION_CODES:
+            return ReadFailure(path, "bad name", _summary(error))
+        if _is_key_service(error) or _code(error) in _BUCKET_CODES | _CREDENTIAL_CODES | _REGION_CODES:
             return self._down(error)
         if isinstance(error, FileNotFoundError):
             return ReadFailure(path, "missing")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-            return ReadFailure(path, "permission", _said(error)) if self._allowed else self._down(error)
+            return ReadFailure(path, "permission", _summary(error)) if self._allowed else self._down(error)
         if _status(error) == 416:
-            return ReadFailure(path, "short", "it ends before the part that was asked for")
+            return ReadFailure(path, "short", "it ends before the requested range")
         fault = self._fault_of_store(path)
         if fault is not None:
             return fault
         if meta is not None and self._was_replaced(path, meta):
-            return ReadFailure(path, "changed", "it was replaced while it was read")
-        return ReadFailure(path, "unreadable", _said(error))
+            return ReadFailure(path, "changed", "it was replaced while it was being read")
+        return ReadFailure(path, "unreadable", _summary(error))
 
     def _was_replaced(self, path: str, meta: Any) -> bool:
         try:
@@ -219,28 +225,32 @@ class ObjectStore:
         return (now["e_tag"], now["size"]) != (meta["e_tag"], meta["size"])
 
     def _down(self, error: Exception) -> StoreDown:
-        code, status, said = _code(error), _status(error), _said(error)
-        why = "no sample can be read; none of them is at fault"
-        if _asked_for_keys(error):
-            return StoreDown("no-credentials", f"there are no credentials for {self.url} ({said})", why=why,
-                             hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
-                             "AWS_SKIP_SIGNATURE=true for a public bucket")  # fmt: skip
-        if code in _REGION_CODES or status == 301:
-            return StoreDown("wrong-region", f"{self.url} is in another region ({said})", why=why,
-                             hint="set AWS_REGION to the region of the bucket")  # fmt: skip
-        if code in _BUCKET_CODES or status == 404:
-            return StoreDown("bucket-missing", f"there is no such bucket: {self.url} ({said})", why=why,
-                             hint="check the name, and the endpoint in AWS_ENDPOINT_URL")  # fmt: skip
-        if status in (401, 403):
-            return StoreDown("credentials-refused", f"{self.url} refuses these credentials ({said})", why=why,
-                             hint="check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; "
-                             "temporary keys may have expired")  # fmt: skip
-        return StoreDown("store-unreachable", f"{self.url} does not answer ({said})", why=why,
-                         hint="check the network, and the endpoint in AWS_ENDPOINT_URL")  # fmt: skip
+        code, status, summary = _code(error), _status(error), _summary(error)
+        if _is_key_service(error):
+            name, seen = "no-credentials", f"no credentials found for {self.url} ({summary})"
+            hint = (
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
+                "for a public bucket AWS_SKIP_SIGNATURE=true"
+            )
+        elif code in _REGION_CODES or status == 301:
+            name, seen = "wrong-region", f"{self.url} is in another region ({summary})"
+            hint = "set AWS_REGION to the bucket's region"
+        elif code in _BUCKET_CODES or status == 404:
+            name, seen = "bucket-missing", f"the bucket of {self.url} does not exist ({summary})"
+            hint = "check its name, and the endpoint in AWS_ENDPOINT_URL"
+        elif status in (401, 403):
+            name, seen = "credentials-refused", f"{self.url} refused the credentials ({summary})"
+            hint = (
+                "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; temporary keys may have expired"
+            )
+        else:
+            name, seen = "store-unreachable", f"{self.url} does not respond ({summary})"
+            hint = "check the network, and the endpoint in AWS_ENDPOINT_URL"
+        return StoreDown(name, seen, why="no sample can be read until this is fixed", hint=hint)
 
 
 def open_object_store(url: str) -> ObjectStore:
-    """The object store behind a URL; nothing is asked of it yet."""
+    """The object store of a URL; does not connect yet."""
     return ObjectStore(url)
 
 
@@ -248,8 +258,8 @@ def _object_store(url: str, max_object_bytes: int, patience: Patience) -> Object
     return ObjectStore(url, max_object_bytes=max_object_bytes, patience=patience)
 
 
-# obstore has one runtime for each process. A forked child inherits it without its threads: its first request
-# never ends, and can take the parent's connections down with it.
+# obstore has one runtime for each process. A forked child inherits it without its threads: its first request never
+# ends, and can break the parent's connections.
 _process_of_first_request: int | None = None
 
 
@@ -261,8 +271,8 @@ def _refuse_after_fork() -> None:
     elif _process_of_first_request != process:
         raise UserError(
             "object-store-after-fork",
-            f"process {process} was forked from {_process_of_first_request}, which had used an object store before",
-            why="the client's network threads do not survive a fork; a request would hang for ever",
+            f"process {process} was forked from {_process_of_first_request}, which had already used an object store",
+            why="the client's network threads do not survive a fork, so a request would hang forever",
             hint="set worker_start=forkserver",
         )
 
@@ -277,13 +287,13 @@ def _status(error: Exception) -> int | None:
     return int(found[1]) if found else None
 
 
-def _asked_for_keys(error: Exception) -> bool:
-    """Whether it failed at the machine's own key service, which is asked where the environment has no keys."""
+def _is_key_service(error: Exception) -> bool:
+    """Whether the failed request went to the machine's metadata service, which is asked if no credentials are set."""
     return bool(re.search(r"/latest/(api/token|meta-data)|metadata\.google|metadata/identity", str(error)))
 
 
-def _said(error: Exception) -> str:
-    """The one line of obstore's page-long text that helps."""
+def _summary(error: Exception) -> str:
+    """The useful line of obstore's page-long message."""
     text = str(error)
     cause = re.search(r'message: "([^"]+)"|error: "([^"]+)"|kind: (Timeout)', text)
     line = text.split("\n", 1)[0].split(" - ")[-1].strip()

@@ -1,7 +1,7 @@
-"""Reads samples before they are asked for: their order is known, so latency can pass while others are decoded.
+"""Reads samples before they are needed: their order is known, so they can be fetched while others are decoded.
 
-Bounded by bytes. Where reading does not block, as from a warm page cache, it happens in the calling thread:
-handing a sample from thread to thread costs more than such a read.
+Read-ahead is bounded by bytes. If reads do not block, as from a warm page cache, the calling thread reads: handing a
+sample from thread to thread costs more than such a read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -19,19 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.images.sample_index import SampleIndex, decode_name
-from stoker.data.store.lookahead import Announced, Blocking
+from stoker.data.store.blocking import Blocking
 from stoker.data.store.stores import Buffer, ReadFailure, Store, StoreDown
 
 Found: TypeAlias = Buffer | ReadFailure
-Samples = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
-# Reads of each call, and every n-th of a thread that reads ahead, that are timed.
+# The first reads of each call are timed, and every n-th read of a thread that reads ahead.
 TIMED_READS = 4
 TIMED_EVERY = 8
-# Disks and network mounts gain little beyond this; object stores have `max_in_flight`.
+# Disks and network mounts gain little from more threads; object stores use `max_in_flight`.
 LOCAL_THREADS = 16
-# ImageNet's mean; corrected by what is read, and not used where the index has sizes.
+# ImageNet's mean; corrected by what is read, and not used if the index has sizes.
 FIRST_ESTIMATE_BYTES = 110_000
+# A whole epoch may be announced at once; only this many of its indices are Python objects at any time.
+_PIECE = 1024
 CLOSING_S = 5.0
 
 
@@ -42,17 +44,17 @@ class _Place(NamedTuple):
 
 
 class _Read:
-    """A sample that is being read or has been."""
+    """A sample that is being read, or has been."""
 
-    __slots__ = ("found", "held", "sample", "waiters", "wanted")
+    __slots__ = ("found", "held", "index", "waiters", "wanted")
 
-    def __init__(self, sample: int, held: int = 0) -> None:
-        self.sample = sample
+    def __init__(self, index: int, held: int = 0) -> None:
+        self.index = index
         self.found: Found | BaseException | None = None
         self.held = held
-        """Bytes it takes of the budget: estimated until it is read, none once it is taken."""
+        """Its bytes in the budget: estimated until it is read, none once it is taken."""
         self.wanted = 1
-        """How many of the announced samples it is: repeats of an image stand side by side."""
+        """How often it is announced: repeats of a sample are neighbours."""
         self.waiters: list[_Waiter] = []
 
 
@@ -67,19 +69,19 @@ class _Waiter:
 
 
 class Reader:
-    """Look-ahead over a store for one process; any number of its threads may use it at once."""
+    """Reads samples from a store, ahead of time where that helps; for one process and all its threads."""
 
-    def __init__(self, store: Store, index: SampleIndex, *, lookahead_bytes: int, max_in_flight: int = 64) -> None:
+    def __init__(self, store: Store, samples: SampleIndex, *, lookahead_bytes: int, max_in_flight: int = 64) -> None:
         self._store = store
-        self._index = index
-        self._names = np.asarray(index.name_bytes).data
+        self._samples = samples
+        self._names = np.asarray(samples.name_bytes).data
         self._budget = lookahead_bytes
         self._most_threads = max_in_flight if store.is_remote else min(max_in_flight, LOCAL_THREADS)
         self._blocking = Blocking(store.is_remote)
         self._mean_bytes = float(FIRST_ESTIMATE_BYTES)
 
         self._lock = threading.Lock()
-        self._hands = threading.Condition(self._lock)
+        self._work_to_do = threading.Condition(self._lock)
         self._idle = 0
         self._threads: list[threading.Thread] = []
         self._announced = Announced()
@@ -92,29 +94,29 @@ class Reader:
 
     @property
     def buffered_bytes(self) -> int:
-        """What is read, or being read, of samples that nobody has asked for yet."""
+        """Bytes of samples that are read, or being read, and not yet taken."""
         return self._held
 
     @property
     def mean_bytes(self) -> float:
-        """Size of a sample, as far as is known."""
+        """Estimated mean size of a sample."""
         return self._mean_bytes
 
-    def expect(self, ids: Samples) -> None:
+    def expect(self, indices: Indices) -> None:
         """Announces samples that will be taken later, in this order; returns at once."""
         with self._lock:
-            self._announced.add(np.array(ids, np.int64))
-            self._call_a_hand()
+            self._announced.add(np.array(indices, np.int64))
+            self._wake_a_thread()
 
-    def take(self, ids: Samples) -> list[Found]:
-        """The samples' bytes, or why there are none, in order; waits for what has not come yet."""
+    def take(self, indices: Indices) -> list[Found]:
+        """The samples' bytes in order, or for each the failure; waits for what has not arrived yet."""
         assert os.getpid() == self._process, "a reader belongs to the process that made it"
-        samples: list[int] = ids.tolist()
+        wanted: list[int] = indices.tolist()
         waiter = _Waiter()
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            reads, missing = self._claim(samples, waiter)
+            reads, missing = self._claim(wanted, waiter)
             in_pool = self._blocking.blocks
             if in_pool:
                 self._put_first(missing, reads, waiter)
@@ -123,11 +125,11 @@ class Reader:
             self._read_here(missing, found, reads, waiter)
         if waiter.left:
             waiter.done.wait()
-        for sample, read in reads.items():
-            found[sample] = read.found
+        for index, read in reads.items():
+            found[index] = read.found
         results: list[Found] = []
-        for sample in samples:
-            result = found[sample]
+        for index in wanted:
+            result = found[index]
             if isinstance(result, BaseException) and not isinstance(result, ReadFailure):
                 raise result
             assert result is not None
@@ -135,18 +137,18 @@ class Reader:
         return results
 
     def forget(self) -> None:
-        """Drops everything announced that was not taken: the epoch ended, or the consumer left."""
+        """Drops what was announced and not taken: the epoch ended, or the consumer left it."""
         with self._lock:
             self._announced.clear()
             for read in self._ahead.values():
-                # What is under way keeps its share until it has come: the memory is in use until then.
+                # A read in flight keeps its share of the budget until it ends: its memory is in use.
                 if read.found is not None:
                     self._held -= read.held
                 read.wanted = 0
             self._ahead.clear()
 
     def close(self) -> None:
-        """Ends the threads; whoever waits in `take` gets an error."""
+        """Ends the threads; a `take` that waits raises an error."""
         self.forget()
         with self._lock:
             self._give_up(RuntimeError("the reader was closed"))
@@ -155,39 +157,39 @@ class Reader:
             thread.join(max(0.0, deadline - time.monotonic()))
         _open_readers.discard(self)
 
-    def _claim(self, samples: list[int], waiter: _Waiter) -> tuple[dict[int, _Read], list[int]]:
-        """What of these is read or being read already, and what is not; under the lock."""
+    def _claim(self, wanted: list[int], waiter: _Waiter) -> tuple[dict[int, _Read], list[int]]:
+        """Splits the wanted samples into those read or being read, and the missing ones; call with the lock held."""
         reads: dict[int, _Read] = {}
         missing: dict[int, None] = {}
         announced, ahead = self._announced, self._ahead
-        for sample in samples:
-            read = ahead.get(sample)
+        for index in wanted:
+            read = ahead.get(index)
             if read is None:
-                announced.take_out(sample)
-                if sample not in reads:
-                    missing[sample] = None
+                announced.take_out(index)
+                if index not in reads:
+                    missing[index] = None
                 continue
-            if sample not in reads:
-                reads[sample] = read
+            if index not in reads:
+                reads[index] = read
                 if read.found is None:
                     read.waiters.append(waiter)
                     waiter.left += 1
             read.wanted -= 1
             if read.wanted == 0:
-                del ahead[sample]
+                del ahead[index]
                 self._held -= read.held
                 read.held = 0
-        self._call_a_hand()
-        return reads, [sample for sample in missing if sample not in reads]
+        self._wake_a_thread()
+        return reads, [index for index in missing if index not in reads]
 
     def _put_first(self, missing: list[int], reads: dict[int, _Read], waiter: _Waiter) -> None:
-        """What is asked for now goes before all that is read ahead, whatever the budget says; under the lock."""
-        for sample in missing:
-            read = reads[sample] = _Read(sample)
+        """Puts what is needed now before everything read ahead, regardless of the budget; call with the lock held."""
+        for index in missing:
+            read = reads[index] = _Read(index)
             read.waiters.append(waiter)
             waiter.left += 1
             self._urgent.append(read)
-        self._call_a_hand()
+        self._wake_a_thread()
 
     def _read_here(
         self,
@@ -196,14 +198,14 @@ class Reader:
         reads: dict[int, _Read],
         waiter: _Waiter,
     ) -> None:
-        for number, place in enumerate(self._places(missing)):
-            if number >= TIMED_READS:
-                found[missing[number]] = self._read(place)
+        for count, place in enumerate(self._places(missing)):
+            if count >= TIMED_READS:
+                found[missing[count]] = self._read(place)
                 continue
-            found[missing[number]] = self._read_timed(place)
+            found[missing[count]] = self._read_timed(place)
             if self._blocking.blocks:
                 with self._lock:
-                    self._put_first(missing[number + 1 :], reads, waiter)
+                    self._put_first(missing[count + 1 :], reads, waiter)
                 return
 
     def _work(self) -> None:
@@ -211,9 +213,9 @@ class Reader:
         while (read := self._next_read()) is not None:
             result: Found | BaseException
             try:
-                place = next(self._places([read.sample]))
+                place = next(self._places([read.index]))
                 result = self._read(place) if count % TIMED_EVERY else self._read_timed(place)
-            except BaseException as error:  # handed to whoever takes the sample
+            except BaseException as error:  # raised by the `take` of this sample
                 result = error
             count += 1
             with self._lock:
@@ -225,10 +227,10 @@ class Reader:
             while self._failure is None:
                 read = self._urgent.popleft() if self._urgent else self._next_ahead()
                 if read is not None:
-                    self._call_a_hand()
+                    self._wake_a_thread()
                     return read
                 self._idle += 1
-                self._hands.wait()
+                self._work_to_do.wait()
                 self._idle -= 1
         return None
 
@@ -236,29 +238,30 @@ class Reader:
         if not self._blocking.blocks:
             return None
         while True:
-            sample = self._announced.first()
-            if sample is None:
+            index = self._announced.first()
+            if index is None:
                 return None
-            known = self._ahead.get(sample)
+            known = self._ahead.get(index)
             if known is not None:
                 known.wanted += 1
                 self._announced.drop_first()
                 continue
-            size = int(self._mean_bytes) if self._index.sizes is None else int(self._index.sizes[sample])
-            # One larger than the whole budget goes alone.
+            sizes = self._samples.sizes
+            size = int(self._mean_bytes) if sizes is None else int(sizes[index])
+            # A sample larger than the whole budget is read alone.
             if self._held and self._held + size > self._budget:
                 return None
             self._announced.drop_first()
             self._held += size
-            read = self._ahead[sample] = _Read(sample, held=size)
+            read = self._ahead[index] = _Read(index, held=size)
             return read
 
-    def _call_a_hand(self) -> None:
-        """Wakes or starts one thread; each that finds work calls the next, until there is none left."""
+    def _wake_a_thread(self) -> None:
+        """Wakes or starts one thread; each that finds work wakes the next, until there is no more work."""
         if not self._urgent and not (self._blocking.blocks and self._announced.first() is not None):
             return
         if self._idle:
-            self._hands.notify()
+            self._work_to_do.notify()
         elif len(self._threads) < self._most_threads:
             thread = threading.Thread(target=self._work, name="stoker-reader", daemon=True)
             self._threads.append(thread)
@@ -266,7 +269,7 @@ class Reader:
 
     def _hand_over(self, read: _Read, result: Found | BaseException) -> None:
         if isinstance(result, StoreDown):
-            # Nothing else will come either: no more waiting, sample after sample.
+            # No other read will succeed either: fail at once, not sample after sample.
             self._give_up(result)
         if not isinstance(result, BaseException):
             self._mean_bytes += (len(result) - self._mean_bytes) / 32
@@ -286,35 +289,89 @@ class Reader:
             self._failure = failure
             while self._urgent:
                 self._hand_over(self._urgent.popleft(), failure)
-            self._hands.notify_all()
+            self._work_to_do.notify_all()
 
     def _read(self, place: _Place) -> Found:
         try:
-            return self._store.read(place.path, place.offset, place.size, whole=self._index.shard_of is None)
+            return self._store.read(place.path, place.offset, place.size, whole=self._samples.shard_of is None)
         except ReadFailure as failure:
             return failure.with_traceback(None)
 
     def _read_timed(self, place: _Place) -> Found:
-        # What a cache in front of a remote store did not have to fetch is as good as local.
+        # What a cache in front of a remote store did not have to fetch counts as local.
         before = self._fetches()
         return self._blocking.timed(lambda: self._read(place), lambda: self._fetches() != before)
 
     def _fetches(self) -> int:
         return getattr(self._store, "fetches", 0)
 
-    def _places(self, samples: list[int]) -> Iterator[_Place]:
-        """Where the samples are; for a batch at once, as taking single numbers out of arrays is slow."""
-        index, ids = self._index, np.array(samples, np.int64)
-        sizes = [None] * len(samples) if index.sizes is None else index.sizes[ids].tolist()
-        if index.shard_of is not None and index.offsets is not None:
-            shards, offsets = index.shard_of[ids].tolist(), index.offsets[ids].tolist()
+    def _places(self, wanted: list[int]) -> Iterator[_Place]:
+        """Where the samples are; looked up for a whole batch at once, because single array elements are slow."""
+        samples, indices = self._samples, np.array(wanted, np.int64)
+        sizes = [None] * len(wanted) if samples.sizes is None else samples.sizes[indices].tolist()
+        if samples.shard_of is not None and samples.offsets is not None:
+            shards, offsets = samples.shard_of[indices].tolist(), samples.offsets[indices].tolist()
             for shard, offset, size in zip(shards, offsets, sizes, strict=True):
-                yield _Place(index.shards[shard], offset, size)
+                yield _Place(samples.shards[shard], offset, size)
             return
-        ends = index.name_ends[ids].tolist()
-        starts = np.where(ids > 0, index.name_ends[ids - 1], 0).tolist()
+        ends = samples.name_ends[indices].tolist()
+        starts = np.where(indices > 0, samples.name_ends[indices - 1], 0).tolist()
         for start, end, size in zip(starts, ends, sizes, strict=True):
             yield _Place(decode_name(bytes(self._names[start:end])), 0, size)
+
+
+class Announced:
+    """The indices that will be taken, in order; some may be taken out of turn. Its owner does the locking."""
+
+    def __init__(self) -> None:
+        self._arrays: deque[NDArray[np.int64]] = deque()
+        self._next: deque[int] = deque()
+        self._taken_early: Counter[int] = Counter()
+
+    def add(self, indices: Indices) -> None:
+        """Appends indices; the array must not change afterwards."""
+        self._arrays.append(indices)
+
+    def first(self) -> int | None:
+        """The next index, or None if nothing is announced."""
+        while self._next or self._arrays:
+            if not self._next:
+                self._unpack()
+                continue
+            index = self._next[0]
+            if index not in self._taken_early:
+                return index
+            self._next.popleft()
+            self._taken_early[index] -= 1
+            if not self._taken_early[index]:
+                del self._taken_early[index]
+        # What is left was never announced (a bad sample's replacement): it must not hide a later one.
+        self._taken_early.clear()
+        return None
+
+    def drop_first(self) -> None:
+        """Removes the next index."""
+        self._next.popleft()
+
+    def take_out(self, index: int) -> None:
+        """Skips this index once: its sample is read already."""
+        first = self.first()
+        if first == index:
+            self._next.popleft()
+        elif first is not None:
+            self._taken_early[index] += 1
+
+    def clear(self) -> None:
+        """Removes all indices."""
+        self._arrays.clear()
+        self._next.clear()
+        self._taken_early.clear()
+
+    def _unpack(self) -> None:
+        array = self._arrays.popleft()
+        self._next.extend(array[:_PIECE].tolist())
+        if len(array) > _PIECE:
+            self._arrays.appendleft(array[_PIECE:])
 
 
 _open_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
@@ -322,7 +379,7 @@ _open_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 @atexit.register
 def _close_readers() -> None:
-    # Threads that come back from native code while the interpreter takes itself apart stand on undefined
-    # ground; waiting for the reads under way takes moments.
+    # A thread that returns from native code while the interpreter shuts down is undefined behaviour; waiting for the
+    # reads in flight takes moments.
     for reader in list(_open_readers):
         reader.close()

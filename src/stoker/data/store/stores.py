@@ -24,7 +24,7 @@ REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
 
 
 class ReadFailure(Exception):
-    """One sample's bytes could not be had; the others may well be fine."""
+    """One object cannot be read; the others may be fine."""
 
     def __init__(self, path: str, reason: str, detail: str | None = None) -> None:
         super().__init__(path, reason, detail)
@@ -38,10 +38,10 @@ class ReadFailure(Exception):
 
 
 class StoreDown(UserError):
-    """The whole store cannot be read: no sample is to blame, and the run should stop."""
+    """The whole store cannot be read: no sample is at fault, and the run has to stop."""
 
     def __reduce__(self) -> Any:
-        # It has to reach the main process from a worker.
+        # Workers send it to the main process.
         return _store_down, (self.name, self.seen, self.why, self.hint)
 
 
@@ -56,13 +56,14 @@ class Store(Protocol):
     is_remote: bool
 
     def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
-        """Exactly `size` bytes from `offset`, or everything; raises ReadFailure for this object's fault and
-        StoreDown for the store's. With `whole`, `size` is what the entire object has to have."""
+        """Exactly `size` bytes from `offset`, or everything. With `whole`, `size` is the expected size of the object.
+
+        Raises ReadFailure if this object cannot be read, StoreDown if the store cannot."""
         ...
 
 
 class LocalStore:
-    """A folder. Files read in part (shards) stay open; files read whole are opened each time."""
+    """A folder. Files read in part (shards) stay open; files read whole are opened for each read."""
 
     is_remote = False
 
@@ -82,7 +83,7 @@ class LocalStore:
         if size is not None and size > self.max_object_bytes:
             raise ReadFailure(path, "too large", f"{size} bytes; the limit is {self.max_object_bytes}")
         if ".." in path and ".." in path.split("/"):
-            raise ReadFailure(path, "bad name", "it leads out of the folder")
+            raise ReadFailure(path, "bad name", "it points outside the folder")
         try:
             if whole or size is None:
                 file = _OpenFile(f"{self.root}/{path}")
@@ -112,7 +113,7 @@ class LocalStore:
         return data
 
     def _shard(self, path: str) -> _OpenFile:
-        # Without a lock: each step is atomic, and the worst of a race is a file that is opened twice.
+        # No lock: each step is atomic, and the worst outcome of a race is that a file is opened twice.
         file = self._open.get(path)
         if file is None:
             file = _OpenFile(f"{self.root}/{path}")
@@ -122,20 +123,28 @@ class LocalStore:
             while len(self._open) > self._most_open:
                 try:
                     self._open.popitem(last=False)
-                except KeyError:  # another thread was faster
+                except KeyError:  # another thread emptied it
                     break
         return file
 
     def _failure(self, path: str, error: OSError) -> Exception:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            return StoreDown("too-many-open-files", f"cannot open {self.root}/{path}: {error.strerror}",
-                             hint="ulimit -n 65536")  # fmt: skip
-        # An unmounted disk or a dead network mount makes every file 'missing': that is no fault of the samples.
+            return StoreDown(
+                "too-many-open-files",
+                f"cannot open {self.root}/{path}: {error.strerror}",
+                why="this process has reached its limit of open files",
+                hint="ulimit -n 65536, then start again",
+            )
+        # An unmounted disk or a dead network mount makes every file 'missing'; no sample is at fault.
         try:
             Path(self.root).stat()
         except OSError as root_error:
-            return StoreDown("data-folder-gone", f"{self.root} cannot be read any more: {root_error.strerror}",
-                             why="every sample below it is out of reach", hint=f"ls {self.root}")  # fmt: skip
+            return StoreDown(
+                "data-folder-gone",
+                f"{self.root} can no longer be read: {root_error.strerror}",
+                why="no sample can be read; the disk or network mount may be gone",
+                hint=f"ls {self.root}",
+            )
         reasons = {
             errno.ENOENT: "missing",
             errno.ENOTDIR: "missing",
@@ -143,19 +152,19 @@ class LocalStore:
             errno.EPERM: "permission",
             errno.EISDIR: "is a directory",
             errno.ENAMETOOLONG: "bad name",
-            # What opening a socket file gives.
+            # From opening a socket.
             errno.ENXIO: "not a file",
         }
         return ReadFailure(path, reasons.get(error.errno or 0, "unreadable"), error.strerror)
 
 
 class _OpenFile:
-    """A descriptor that closes with its last user: a thread may read on while another one drops the file."""
+    """A descriptor that is closed with its last user: one thread may still read while another drops the file."""
 
     __slots__ = ("descriptor",)
 
     def __init__(self, path: str) -> None:
-        # Without O_NONBLOCK a named pipe called x.jpg would hang us; regular files do not care.
+        # Without O_NONBLOCK, a named pipe called x.jpg would block forever; regular files ignore it.
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def __del__(self) -> None:
@@ -171,7 +180,7 @@ def _read_fully(descriptor: int, size: int, offset: int) -> bytes:
     data = os.pread(descriptor, size, offset)
     if len(data) == size or not data:
         return data
-    # Signals, network file systems and reads above 2 GB give less than was asked for.
+    # Signals, network file systems and reads above 2 GB return less than was asked for.
     parts, have = [data], len(data)
     while have < size and (part := os.pread(descriptor, size - have, offset + have)):
         parts.append(part)
@@ -186,7 +195,7 @@ def open_store(
     cache_size: int | None = None,
     max_object_bytes: int = MAX_OBJECT_BYTES,
 ) -> Store:
-    """The store behind a folder or URL, with a local cache in front of it where one is wanted."""
+    """The store of a folder or URL, with a local cache in front of it if `cache_dir` is given."""
     store = _open_source(root, max_object_bytes)
     if cache_dir is None:
         return store
@@ -210,11 +219,11 @@ def _open_source(root: str, max_object_bytes: int) -> Store:
     if parts.scheme not in REMOTE_SCHEMES:
         raise UserError(
             "unknown-store",
-            f"'{redact_text(root)}' begins with {parts.scheme}://",
-            why=f"data can be a folder or one of {', '.join(f'{scheme}://' for scheme in REMOTE_SCHEMES)}",
+            f"'{redact_text(root)}': {parts.scheme}:// is not supported",
+            why=f"supported are folders and {', '.join(f'{scheme}://' for scheme in REMOTE_SCHEMES)}",
             hint="check data_root",
         )
-    # Imported here: the client library takes a while to load, and folders do without it.
+    # Imported here: the client library is slow to load, and folders do not need it.
     from stoker.data.store.object_store import ObjectStore
 
     return ObjectStore(root, max_object_bytes=max_object_bytes)

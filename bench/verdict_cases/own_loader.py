@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from stoker.clock.file import HEADER, interval_record, observed_from
+from stoker.clock.file import HEADER, interval_record
+from stoker.clock.reading import observed_from
 from stoker.config import load_config
 from stoker.data.store.stores import LocalStore
 from stoker.doctor.diagnosing import diagnosis_of

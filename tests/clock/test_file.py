@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from stoker.clock.costs import BatchCost, StageCost
-from stoker.clock.file import ClockFile, clock_header, observed_from, read_observed
+from stoker.clock.file import ClockFile, clock_header
 from stoker.clock.observed import LoaderShape
+from stoker.clock.reading import observed_from, read_observed
 from stoker.clock.steps import StepClock
 from stoker.errors import UserError
 from stoker.machine.host import HostWatch
@@ -164,14 +165,34 @@ def test_a_file_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.name == "clock-format"
 
 
-def test_a_run_without_a_clock_is_told_from_a_folder_that_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_clock_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape("clock.jsonl")) as caught:
         read_observed(tmp_path)
-    assert "no run folder" in (caught.value.why or "")
-    RunFolder(tmp_path).metrics_file.write_text("")
-    with pytest.raises(UserError) as caught:
-        read_observed(tmp_path)
-    assert "older version" in (caught.value.why or "")
+    assert caught.value.name == "no-clock"
+
+
+def test_a_damaged_value_counts_as_not_measured() -> None:
+    begin = {"kind": "event", "event": "clock", **header()}
+    line = {
+        "kind": "step", "steps": 10, "samples": 80, "wait_s": 0.5, "elapsed_s": 1.0, "waits_s": [0.1, 0.2],
+        "steps_s": [0.3, 0.4], "batches": [[0.1, None, None, None, 8, 0, None, None]],
+        "stages": {"decode": {"wall_s": 1.0, "cpu_s": 0.5}}, "host": {"cpus": 8, "cpu_busy_share": 0.5},
+    }  # fmt: skip
+    damaged = [
+        line | {"wait_s": "long"},
+        line
+        | {"steps": 0, "samples": 0, "elapsed_s": 0.0, "wait_s": 0.0, "waits_s": [None, 0.2], "batches": [[1], "x"]},
+        {"kind": "step", "stages": [], "slowest": [1], "host": None, "epoch_starts_s": "none"},
+        {"no": "kind"},
+    ]
+    seen = observed_from([begin, line, *damaged], "these")
+    assert (seen.steps, seen.samples, seen.wait_s, seen.elapsed_s) == (10, 80, 0.5, 1.0)
+    assert (seen.waits_s, seen.steps_s) == ((0.1, 0.2, 0.1, 0.2, 0.2), (0.3, 0.4, 0.3, 0.4, 0.4))
+    assert len(seen.batches) == 2
+    assert seen.host is not None
+    assert seen.host.cpu_busy_share == 0.5
+    not_counted = observed_from([begin, line, line | {"stages": {"decode": {"wall_s": 1.0, "cpu_s": None}}}], "these")
+    assert (not_counted.stages["decode"].wall_s, not_counted.stages["decode"].cpu_s) == (2.0, None)
 
 
 def test_a_file_without_its_first_line_is_not_guessed_at(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.report.page import default_place
+from stoker.report.page import page_path_for
 from tests.support.recorded_run import write_run
 
 
@@ -51,12 +51,12 @@ def test_two_runs_go_into_a_page_of_their_own(tmp_path: Path, capsys: pytest.Cap
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.5)
     assert main(["report", str(a), str(b)]) == 0
     assert capsys.readouterr().out == f"{a / 'report-beside-b.html'}\n"
-    assert default_place([a]) == a / "report.html"
+    assert page_path_for([a]) == a / "report.html"
 
 
 def test_a_run_without_a_clock_says_what_its_page_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(write_run(tmp_path / "run", clock=False))]) == 0
-    assert "clock.jsonl has no line" in capsys.readouterr().err
+    assert "clock.jsonl has no steps yet" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,10 +167,15 @@ def test_the_page_follows_the_run_and_keeps_what_its_reader_chose(tmp_path: Path
 
 
 def test_watching_a_long_run_reads_only_what_is_new(tmp_path: Path) -> None:
+    from stoker.clock.observed import Observed
+    from stoker.doctor.records import Diagnosis
     from stoker.report.document import RunReader
 
+    def judge(observed: Observed) -> Diagnosis:
+        return Diagnosis(verdict="fine", line="fine", findings=(), observed=observed)
+
     folder = write_run(tmp_path / "run", epochs=300, lines=10)
-    reader = RunReader(folder, lambda _root: "nobody was asked")
+    reader = RunReader(folder, judge)
     began = time.perf_counter()
     first = reader.document()
     whole_s = time.perf_counter() - began

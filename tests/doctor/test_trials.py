@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stoker.clock.file import observed_from
+from stoker.clock.reading import observed_from
 from stoker.config import Config, config_values, load_config
 from stoker.doctor.trial_process import ceiling_trial, together_trial
 from stoker.doctor.trials import in_another_process, run_trials

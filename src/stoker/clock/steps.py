@@ -14,6 +14,7 @@ from typing import Any
 
 from stoker.clock.costs import BatchCost
 from stoker.clock.observed import BatchTime
+from stoker.run.json_lines import Record
 
 # Times on an accelerator: events in its queue, read when they have passed, never waited for.
 
@@ -70,8 +71,6 @@ _DIGITS = 6
 _SUMS = (
     "elapsed_s", "wait_s", "transfer_s", "compute_s", "other_s", "consumer_cpu_s", "longest_s", "validation_s",
 )  # fmt: skip
-
-Record = dict[str, Any]
 
 
 @dataclass

@@ -81,11 +81,12 @@ def doctor(
     from stoker.console import print_json, print_result, say
     from stoker.doctor.diagnosing import diagnose
     from stoker.doctor.text import doctor_text
-    from stoker.report.diagnosis_document import refuse_place, write_diagnosis_page
+    from stoker.report.diagnosis_document import diagnosis_document
+    from stoker.report.page import check_page_path, report_document, write_page
 
     let_threads_sleep()
     if report is not None:
-        refuse_place(report)  # before the minutes that the script takes, not after
+        check_page_path(report)  # before the minutes that the script takes, not after
     diagnosis, code = diagnose(target, overrides or [], script, steps, seconds, pace=pace, confirm=confirm, json=json)
     if json:
         print_json(diagnosis.as_dict())
@@ -94,7 +95,9 @@ def doctor(
     else:
         print_result(doctor_text(diagnosis))
     if report is not None:
-        write_diagnosis_page(report, diagnosis, " ".join(script) if script is not None else Path(target or "").name)
+        name = " ".join(script) if script is not None else Path(target or "").name
+        write_page(report, report_document([diagnosis_document(diagnosis, name)]))
+        say(f"page: {report}")
     failed = check_gates(gates, diagnosis.observed)
     for text in failed:
         say(f"failed: {text}")

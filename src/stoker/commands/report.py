@@ -1,4 +1,4 @@
-"""`stoker report`: a page about a run, or about two beside each other."""
+"""`stoker report`: a page about a run, or a comparison of two."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stoker.commands.options import JsonOption
 
 RunArgument = Annotated[
     Path,
-    # Whether it is a run folder is for our own error to say.
+    # Not checked here: our own error names the runs that exist.
     typer.Argument(
         metavar="RUN",
         readable=False,
-        help="Run folder, its name below runs/, or the folder of stoker.watch().",
+        help="Run folder, its name under runs/, or the folder of stoker.watch().",
         show_default=False,
     ),
 ]
@@ -29,35 +29,38 @@ def report(
     run: RunArgument,
     run2: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN2]", readable=False, help="Another run, to stand beside it.", show_default=False),
+        typer.Argument(metavar="[RUN2]", readable=False, help="A second run to compare with.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Where the page goes. [default: report.html in the run folder]", readable=False
+            metavar="FILE", help="Where to write the page. [default: report.html in the run folder]", readable=False
         ),
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Write a self-contained page: where the time of a run's steps went, how fast it was, how it learned.
+    """Write a self-contained HTML page about a run: where the time of its steps went, throughput, learning curves.
 
-    With --json, the document that the page is made from is printed; the page is then written only where --out says so.
+    --json prints the data of the page instead; the page is then only written with --out.
     """
-    from stoker.console import print_json
+    from stoker.console import print_json, print_result, say
     from stoker.report.document import read_document
-    from stoker.report.page import default_place, report_document, report_page, say_where, show_in_browser, write_page
+    from stoker.report.page import page_path_for, report_document, show_in_browser, write_page
 
     read = [read_document(path) for path in (run, run2) if path is not None]
-    folders, documents = [folder for folder, _ in read], [one for _, one in read]
-    document = report_document(documents)
+    document = report_document([one for _, one in read])
     if json:
         print_json(document)
-    place = out or (None if json else default_place(folders))
-    if place is not None:
-        write_page(place, report_page(document))
-        if not json:
-            say_where(place, document)
-        if open_:
-            show_in_browser(place)
+    path = out or (None if json else page_path_for([folder for folder, _ in read]))
+    if path is None:
+        return 0
+    write_page(path, document)
+    if not json:
+        for shown in document["runs"]:
+            for text in shown["missing"]:
+                say(f"note: {shown['label']}: {text}")
+        print_result(str(path))
+    if open_:
+        show_in_browser(path)
     return 0

@@ -1,4 +1,4 @@
-"""`stoker watch`: a run while it goes on."""
+"""`stoker watch`: follow a run while it trains."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ def register(app: typer.Typer) -> None:
 
 def watch(
     run: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
-    web: Annotated[bool, typer.Option("--web", help="As a page for browsers of this machine; prints the URL.")] = False,
-    port: Annotated[int, typer.Option(help="With --web: the port on 127.0.0.1; 0 is any.", min=0, max=65535)] = 0,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state once and exit.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Serve a live page on this machine; prints its URL.")] = False,
+    port: Annotated[int, typer.Option(help="With --web: port on 127.0.0.1; 0 picks a free one.", min=0, max=65535)] = 0,
     json: JsonOption = False,
 ) -> int:
-    """Show how far a run is, how fast, and what it waits for; renewed each second until the run ends.
+    """Follow a run in the terminal: progress, throughput, where a step's time goes; updated every second.
 
-    Ctrl-C ends the watching (exit 0), never the run. --json prints what is known now, once.
+    Stops when the run ends. Ctrl-C stops watching (exit 0), not the run. --json prints the current state once.
     """
     from stoker.console import print_json
-    from stoker.report.document import read_run
+    from stoker.report.document import RunReader
     from stoker.report.page import report_document
-    from stoker.report.watch_screen import print_frame
-    from stoker.report.watch_screen import watch as watch_in_terminal
+    from stoker.report.watch_screen import print_frame, watch_in_terminal
     from stoker.report.watch_web import watch_in_browser
     from stoker.run.folder import find_run
 
-    reader = read_run(find_run(run))
+    reader = RunReader(find_run(run))
     if json:
         print_json(report_document([reader.document()]))
     elif once:

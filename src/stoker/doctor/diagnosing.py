@@ -132,7 +132,7 @@ def _with_local_disk(observed: Observed) -> Observed:
 
 
 def _of_folder(path: Path) -> Diagnosis:
-    from stoker.clock.file import read_observed
+    from stoker.clock.reading import read_observed
     from stoker.doctor.attach.records import has_records
     from stoker.run.folder import find_run
 

@@ -12,6 +12,7 @@ from stoker.console import say
 from stoker.doctor.records import Confirmation, Diagnosis, Prediction
 from stoker.plan.records import Estimate
 from stoker.run.folder import RunFolder
+from stoker.run.json_lines import Record, read_records
 
 
 def keep_predictions(folder: Path, diagnosis: Diagnosis) -> None:
@@ -76,20 +77,11 @@ def _prediction(line: dict[str, Any]) -> Prediction | None:
         return None  # of another version
 
 
-def _read(folder: Path) -> list[dict[str, Any]]:
+def _read(folder: Path) -> list[Record]:
     try:
-        texts = (RunFolder(folder).predictions_file).read_text(encoding="utf-8", errors="replace").splitlines()
+        return list(read_records(RunFolder(folder).predictions_file))
     except OSError:
         return []
-    found = []
-    for text in texts:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # the last line of a crash
-        if isinstance(line, dict):
-            found.append(line)
-    return found
 
 
 def _append(folder: Path, lines: list[dict[str, Any]]) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from stoker.clock.file import NEWEST, clock_header
+from stoker.clock.file import clock_header
+from stoker.clock.reading import NEWEST
 from stoker.clock.steps import Interval, StepClock
 from stoker.config import Config
 from stoker.errors import StokerError

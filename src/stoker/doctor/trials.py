@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from stoker.clock.file import known_parts, observed_from
 from stoker.clock.observed import AcceleratorFacts, Observed, StorageFacts
+from stoker.clock.reading import known_facts, observed_from
 from stoker.config import Config, config_values
 from stoker.errors import EXIT_USAGE, ConfigError, UserError
 from stoker.machine.host import read_machine
@@ -182,10 +182,10 @@ def _observed(config: Config, found: dict[str, dict[str, Any]], missing: list[st
     if ceiling is not None:
         per_second = ceiling["images_per_second"]
         if ceiling["accelerator"] is not None:
-            seen = replace(seen, accelerator=known_parts(AcceleratorFacts, ceiling["accelerator"]))
+            seen = replace(seen, accelerator=known_facts(AcceleratorFacts, ceiling["accelerator"]))
     if storage is not None:
         missing = [*missing, *storage["missing"]]
-        seen = replace(seen, storage=known_parts(StorageFacts, storage["storage"]))
+        seen = replace(seen, storage=known_facts(StorageFacts, storage["storage"]))
     if any(stage.cpu_s is None for stage in seen.stages.values()):
         missing.append("running, run queue and blocking of the workers: this kernel has no /proc/thread-self/schedstat")
     return replace(

@@ -1,34 +1,25 @@
-"""The same page for what the doctor saw of a script or of a config's trials: no run folder, only an observation."""
+"""The document of a watched script or of a config's trials: an observation, without a run folder."""
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
-from stoker.clock.costs import STAGES
 from stoker.clock.observed import Observed
-from stoker.console import say
+from stoker.clock.reading import PARTS, StepTimes
 from stoker.doctor.records import Diagnosis
-from stoker.errors import UserError
-from stoker.report.clock_intervals import PARTS, StepInterval, rounded
-from stoker.report.document import SHOWN_FINDINGS, Document, finding_row, need_row
-from stoker.report.figures import memory_columns, timeline_columns
-from stoker.report.surroundings import clip, describe_predictions
-
-# The same page for what the doctor saw of a script or of a config's trials: no run folder, only an observation.
+from stoker.report.document import SHOWN_FINDINGS, SHOWN_SLOW_SAMPLES, Document, finding_row, need_row
+from stoker.report.figures import rounded, stage_rows, timeline_columns
+from stoker.report.run_files import clip, describe_predictions
 
 STATES = {"script": "watched", "trial": "tried", "run": "read"}
-SLOWEST_SAMPLES = 10
 
 
 def diagnosis_document(diagnosis: Diagnosis, name: str) -> Document:
-    """As `RunReader.document`, with what a run folder alone has left empty."""
+    """Like `RunReader.document`; what only a run folder has is empty."""
     observed = diagnosis.observed
     confirmed = [] if diagnosis.confirmation is None else [diagnosis.confirmation.as_dict()]
     predicted = [prediction.as_dict() for prediction in diagnosis.predictions]
-    intervals = _intervals(observed)
     return {
         "name": clip(name),
         "folder": clip(name),
@@ -39,14 +30,14 @@ def diagnosis_document(diagnosis: Diagnosis, name: str) -> Document:
         "parts": _parts(observed),
         "split": observed.compute_s is not None,
         "besides": _besides(observed),
-        "timeline": timeline_columns(intervals),
+        "timeline": timeline_columns(_intervals(observed)),
         "epochs": {},
         "steps": {},
-        "memory": memory_columns(intervals),
+        "memory": {},
         "stages": _stages(observed),
         "slowest": [
             {"name": clip(slow.name), "ms": rounded(1e3 * slow.seconds), "typical_ms": rounded(1e3 * slow.typical_s)}
-            for slow in observed.slow_samples[:SLOWEST_SAMPLES]
+            for slow in observed.slow_samples[:SHOWN_SLOW_SAMPLES]
         ],
         "findings": [finding_row(finding) for finding in diagnosis.findings[:SHOWN_FINDINGS]],
         "needs": [need_row(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
@@ -73,7 +64,7 @@ def _figures(observed: Observed) -> dict[str, Any]:
 
 
 def _parts(observed: Observed) -> dict[str, float | None]:
-    """Seconds of all steps; as one where the device's and the loop's were not told apart."""
+    """Seconds of all steps by part; all but the wait as one part if compute was not measured."""
     if not observed.steps:
         return {}
     known = {part: getattr(observed, f"{part}_s") for part in PARTS}
@@ -87,12 +78,12 @@ def _besides(observed: Observed) -> dict[str, float | None]:
     return {name: rounded(seconds) for name, seconds in found.items() if seconds > 0}
 
 
-def _intervals(observed: Observed) -> list[StepInterval]:
-    """A point for each of the newest steps."""
+def _intervals(observed: Observed) -> list[StepTimes]:
+    """One interval for each of the newest steps."""
     images = observed.samples / observed.steps if observed.steps else 0.0
     first = max(0, observed.steps - len(observed.waits_s))
     return [
-        StepInterval(
+        StepTimes(
             first + number, None, 1, {"wait": wait_s, "rest": rest_s},
             images / (wait_s + rest_s) if images and wait_s + rest_s > 0 else None,
         )
@@ -101,25 +92,16 @@ def _intervals(observed: Observed) -> list[StepInterval]:
 
 
 def _stages(observed: Observed) -> list[dict[str, Any]]:
-    """Microseconds of one image: of the newest batches, as the stages of all of them are divided."""
+    """The time of one image is that of the newest batches; its split into stages is that of all batches."""
     total_s = sum(stage.wall_s for stage in observed.stages.values())
     samples = sum(batch.samples for batch in observed.batches)
     if total_s <= 0 or not samples:
         return []
-    scale = 1e6 * sum(batch.wall_s for batch in observed.batches) / samples / total_s
-    found = []
-    for name in sorted(observed.stages, key=lambda name: (*STAGES, name).index(name)):
-        stage = observed.stages[name]
-        row: dict[str, Any] = {"name": name, "wall_us": rounded(scale * stage.wall_s)}
-        for part, seconds in (("cpu", stage.cpu_s), ("runq", stage.runq_s), ("blocked", stage.blocked_s)):
-            if seconds is not None:
-                row[f"{part}_us"] = rounded(scale * seconds)
-        found.append(row)
-    return found
+    return stage_rows(observed.stages, scale=sum(batch.wall_s for batch in observed.batches) / samples / total_s)
 
 
 def _facts(observed: Observed) -> dict[str, str]:
-    """What is known of the machine and of how the loop was set up."""
+    """What is known about the machine and the set-up of the loop."""
     shape, host, storage, accelerator = observed.loader, observed.host, observed.storage, observed.accelerator
     facts: dict[str, object] = {"torch": observed.torch_version}
     if host is not None:
@@ -129,32 +111,8 @@ def _facts(observed: Observed) -> dict[str, str]:
     if shape is not None:
         one, several = {"process": ("process", "processes")}.get(shape.engine, ("thread", "threads"))
         kind = one if shape.workers == 1 else several
-        facts["workers"] = f"{shape.workers} {kind}" if shape.workers else "none: the loop makes its batches"
+        facts["workers"] = f"{shape.workers} {kind}" if shape.workers else "none (the training loop makes the batches)"
         facts |= {"prefetch": shape.prefetch, "batch size": shape.batch_size, "start method": shape.start_method}
     if storage is not None:
         facts["storage"] = storage.kind
     return {name: clip(value) for name, value in facts.items() if value is not None}
-
-
-# `stoker doctor --report FILE`: the page about what the doctor saw.
-
-
-def refuse_place(place: Path) -> None:
-    """Raises where the page could not be written in the end."""
-    folder = place.absolute().parent
-    wrong = (
-        "is a folder" if place.is_dir()
-        else "is in a folder that does not exist" if not folder.is_dir()
-        else "is in a folder that may not be written" if not os.access(folder, os.W_OK)
-        else None
-    )  # fmt: skip
-    if wrong is not None:
-        raise UserError("report-not-writable", f"{place} {wrong}", hint="--report report.html")
-
-
-def write_diagnosis_page(place: Path, diagnosis: Diagnosis, name: str) -> None:
-    """Writes the page, and says where it is."""
-    from stoker.report.page import report_document, report_page, write_page
-
-    write_page(place, report_page(report_document([diagnosis_document(diagnosis, name)])))
-    say(f"page: {place}")

@@ -1,48 +1,48 @@
-"""What a run's lines add up to: how far it is, how fast, where its time went; and columns for its charts."""
+"""The numbers of a page: how far a run is, how fast, where its time goes; and the columns of its charts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from stoker.clock.costs import STAGES
-from stoker.report.clock_intervals import PARTS, StepInterval, columns, rounded
-from stoker.report.surroundings import clip
-from stoker.run.metrics import Record, number
+from stoker.clock.observed import StageTime
+from stoker.clock.reading import PARTS, StepTimes
+from stoker.run.json_lines import Record, number
+
+POINTS = 900
+"""More than a screen has pixels for: 900 points of 6 digits in 20 columns are 130 KB."""
+DIGITS = 5
+"""Significant digits: all that a chart can show, and a third of what a float is written with."""
+
+Column = list[float | None]
 
 
-def images_per_step(config: dict[str, Any]) -> float | None:
-    """Of all ranks together, where the config alone says how many there are."""
-    factors = [config.get(key, 1) for key in ("batch_size", "gradient_accumulation", "devices", "num_nodes")]
-    if "batch_size" not in config or not all(type(factor) is int for factor in factors):
+def rounded(value: float | None) -> float | None:
+    """The number with as many digits as a page shows; None if it is NaN or infinite. Whole numbers stay whole."""
+    if value is None or not math.isfinite(value):
         return None
-    return float(factors[0] * factors[1] * factors[2] * factors[3])
+    if value == int(value) and abs(value) < 1e15:
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")
 
 
-def progress(config: dict[str, Any], epochs: list[Record], events: list[Record], *, held: bool) -> dict[str, Any]:
-    """Whether the run goes on, and how it ended where it did not go to its end."""
+def run_state(
+    config: dict[str, Any], epochs: list[Record], events: list[Record], *, held: bool
+) -> tuple[str, str | None]:
+    """Whether the run is running, finished or stopped, and why it stopped."""
     total = _epochs_total(config)
     state = "running" if held else "finished" if total is not None and _epochs_done(epochs) >= total else "stopped"
     last = next((event for event in reversed(events) if event.get("event") in ("left", "resumed")), {})
-    ending = None
     if state == "stopped" and last.get("event") == "left":
-        ending = clip(f"{last.get('ending')}: {last.get('why')}")
-    return {"state": state, "ending": ending}
-
-
-def sum_of_parts(intervals: Sequence[StepInterval]) -> dict[str, float | None]:
-    """Seconds of all steps by part."""
-    names = [name for name in (*PARTS, "rest") if any(name in interval.parts_s for interval in intervals)]
-    return {name: rounded(sum(interval.parts_s.get(name, 0.0) for interval in intervals)) for name in names}
+        return state, f"{last.get('ending')}: {last.get('why')}"
+    return state, None
 
 
 def figures(
-    intervals: Sequence[StepInterval],
-    epochs: list[Record],
-    records: list[Record],
-    config: dict[str, Any],
-    *,
-    held: bool,
+    intervals: Sequence[StepTimes], epochs: list[Record], records: list[Record], config: dict[str, Any], *, held: bool
 ) -> dict[str, Any]:
     """The single numbers that a reader looks for first."""
     seconds = sum(interval.seconds for interval in intervals)
@@ -52,15 +52,15 @@ def figures(
     scores = [(score, number(r, "epoch")) for r in epochs if (score := number(r, "val/acc1")) is not None]
     best: tuple[float | None, float | None] = max(scores, key=lambda pair: pair[0]) if scores else (None, None)
     times = [when for r in records if (when := number(r, "time")) is not None]
-    lines = (record for record in reversed(records) if record.get("kind") == "step")
-    newest = next((loss for record in lines if (loss := number(record, "train/loss")) is not None), None)
+    steps = (record for record in reversed(records) if record.get("kind") == "step")
+    last_loss = next((loss for record in steps if (loss := number(record, "train/loss")) is not None), None)
     return {
         "wait_share": rounded(wait_s / seconds) if seconds else None,
         "images_per_second": rounded(images / seconds) if images and seconds else None,
         "step_ms": rounded(1000 * seconds / counted) if counted else None,
         "best_val_acc1": rounded(best[0]),
         "best_epoch": rounded(best[1]),
-        "last_loss": rounded(newest),
+        "last_loss": rounded(last_loss),
         "elapsed_s": rounded(times[-1] - times[0]) if len(times) > 1 else None,
         "epoch_s": rounded(number(epochs[-1], "seconds")) if epochs else None,
         "updated": times[-1] if times else None,
@@ -96,26 +96,80 @@ def _epochs_total(config: dict[str, Any]) -> int | None:
     return total if type(total) is int else None
 
 
-def validation_beside(epochs: list[Record], intervals: Sequence[StepInterval]) -> dict[str, float | None]:
-    """What the epochs took beside their steps, where every epoch and step of the run is known."""
-    seconds = [number(record, "seconds") for record in epochs]
-    last = number(epochs[-1], "step") if epochs else None
-    inside = [interval for interval in intervals if last is not None and interval.step <= last]
-    if not seconds or None in seconds or last is None or sum(interval.steps for interval in inside) < last:
-        return {}
-    return {"validation": rounded(max(0.0, sum(s for s in seconds if s) - sum(i.seconds for i in inside)))}
+def sum_of_parts(intervals: Sequence[StepTimes]) -> dict[str, float | None]:
+    """Seconds of all steps by part."""
+    names = [name for name in PARTS if any(name in interval.parts_s for interval in intervals)]
+    return {name: rounded(sum(interval.parts_s.get(name, 0.0) for interval in intervals)) for name in names}
 
 
-def timeline_columns(intervals: Sequence[StepInterval]) -> dict[str, Any]:
+def stage_rows(stages: Mapping[str, StageTime], *, scale: float, samples: float | None = None) -> list[dict[str, Any]]:
+    """What workers do for one image: microseconds by stage, split into on-CPU, run-queue and blocked time.
+
+    `scale` turns a stage's seconds into seconds of one image; without `samples`, bytes are left out."""
+    rows = []
+    for name in sorted(stages, key=lambda name: (*STAGES, name).index(name)):
+        stage = stages[name]
+        if not stage.wall_s:
+            continue
+        row: dict[str, Any] = {"name": str(name)[:40]}
+        times = {"wall": stage.wall_s, "cpu": stage.cpu_s, "runq": stage.runq_s, "blocked": stage.blocked_s}
+        row |= {f"{part}_us": rounded(1e6 * scale * s) for part, s in times.items() if s is not None}
+        if samples and stage.read_bytes is not None:
+            row["read_bytes"] = rounded(stage.read_bytes / samples)
+        rows.append(row)
+    return rows
+
+
+def columns(
+    rows: Sequence[Mapping[str, float | None]], names: Sequence[str], worst: Sequence[str] = ()
+) -> dict[str, Column]:
+    """The rows as columns of at most POINTS values each; columns without any value are left out.
+
+    Neighbours are averaged. A column in `worst` keeps the largest instead, so that a stall is not averaged away.
+    """
+    edges = list(range(len(rows) + 1))
+    if len(rows) > POINTS:
+        edges = [round(point * len(rows) / POINTS) for point in range(POINTS + 1)]
+    found: dict[str, Column] = {}
+    for name in names:
+        merge = max if name in worst else _mean
+        column = [_merged([row.get(name) for row in rows[a:b]], merge) for a, b in pairwise(edges)]
+        if any(value is not None for value in column):
+            found[name] = column
+    return found
+
+
+def _merged(values: Sequence[float | None], merge: Callable[[list[float]], float]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return rounded(merge(known)) if known else None
+
+
+def _mean(values: list[float]) -> float:
+    return values[0] if len(values) == 1 else math.fsum(values) / len(values)
+
+
+def timeline_columns(intervals: Sequence[StepTimes]) -> dict[str, Any]:
+    """Milliseconds of a step by part, the longest step, and the throughput."""
+    rows: list[dict[str, float | None]] = [
+        {
+            "step": interval.step,
+            "epoch": interval.epoch,
+            **{f"{part}_ms": 1000 * seconds / interval.steps for part, seconds in interval.parts_s.items()},
+            "longest_ms": None if interval.longest_s is None else 1000 * interval.longest_s,
+            "images_per_second": interval.images_per_second,
+        }
+        for interval in intervals
+    ]
     names = ("step", "epoch", *(f"{part}_ms" for part in (*PARTS, "rest")), "longest_ms", "images_per_second")
-    return columns([interval.row() for interval in intervals], names, worst=("step", "epoch", "longest_ms"))
+    return columns(rows, names, worst=("step", "epoch", "longest_ms"))
 
 
-def memory_columns(intervals: Sequence[StepInterval]) -> dict[str, Any]:
-    names = sorted({name for interval in intervals for name in interval.extra if name.endswith("_bytes")})
-    # The host is looked at every few seconds, not at every line.
-    rows = [interval.row() for interval in intervals if interval.extra]
-    return columns(rows, ("step", *names), worst=("step", *names)) if rows else {}
+def memory_columns(intervals: Sequence[StepTimes]) -> dict[str, Any]:
+    """Peaks of memory; empty if it was never measured."""
+    # It is measured every few seconds, not on every line.
+    rows: list[dict[str, float | None]] = [{"step": i.step, **i.memory_bytes} for i in intervals if i.memory_bytes]
+    names = ("step", *sorted({name for row in rows for name in row if name != "step"}))
+    return columns(rows, names, worst=names)
 
 
 def step_columns(steps: list[Record]) -> dict[str, Any]:
@@ -125,15 +179,9 @@ def step_columns(steps: list[Record]) -> dict[str, Any]:
 
 
 def epoch_columns(epochs: list[Record]) -> dict[str, Any]:
+    """Throughput, loss and accuracy by epoch."""
     names = [
         "epoch", "images_per_second", "wait_share", "seconds", "train/loss", "val/loss", "train/acc1", "val/acc1",
         "train/acc5", "val/acc5", "train/lr",
     ]  # fmt: skip
     return columns([{name: number(record, name) for name in names} for record in epochs], names, worst=("epoch",))
-
-
-def stages_of_metrics(steps: list[Record]) -> list[dict[str, Any]]:
-    """Of one image, as the last line says: the mean over most of an epoch."""
-    last = next((record for record in reversed(steps) if number(record, "batch/wall_s")), {})
-    stages = [(name, number(last, f"batch/{name}_s")) for name in STAGES]
-    return [{"name": name, "wall_us": rounded(1e6 * seconds)} for name, seconds in stages if seconds]

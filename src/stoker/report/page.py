@@ -1,4 +1,4 @@
-"""The page: template, style, script and data in one file that asks nobody for anything."""
+"""report.html: template, style, script and data in one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -13,21 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from stoker import __version__
-from stoker.console import print_result, say
+from stoker.console import say
 from stoker.errors import UserError
 from stoker.files import write_text
 from stoker.report.document import Document, compare
 from stoker.run.folder import RunFolder
 
-# The page: template, style, script and data in one file that asks nobody for anything.
-
-LARGEST_PAGE = 2_000_000
-
 
 def report_document(runs: Sequence[Document]) -> Document:
-    """What a page of one run or of two is made from."""
+    """The data of a page about one run or two."""
     assert len(runs) in (1, 2)
-    # Two runs of one name, in two folders, are told apart by their folders.
+    # Two runs with the same name are distinguished by their folders.
     same = len(runs) == 2 and runs[0]["name"] == runs[1]["name"]
     labelled = [run | {"label": run["folder"] if same else run["name"]} for run in runs]
     return {
@@ -38,10 +35,10 @@ def report_document(runs: Sequence[Document]) -> Document:
 
 
 def report_page(document: Document, *, live: bool = False) -> str:
-    """The document as HTML. A live one asks its own server for data.json every second, and nobody else."""
+    """The document as HTML. A live page asks its own server for data.json every second."""
     style, script = _part("report.css"), _part("charts.js") + _part("report.js")
     title = " and ".join(run["label"] for run in document["runs"])
-    # Were a name to slip through all the same, the browser would run nothing but our script, and load nothing.
+    # Even if a name were not escaped, the browser would run only our script, and load nothing.
     allowed = "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
@@ -56,7 +53,7 @@ def report_page(document: Document, *, live: bool = False) -> str:
         "data": embedded_json(document),
     }
     page = _part("report.html")
-    # In one pass: what is put in is never looked through for places to put something.
+    # In one pass: placeholders in the data are not expanded.
     pieces = page.split("{{")
     filled = [pieces[0]]
     for piece in pieces[1:]:
@@ -66,7 +63,7 @@ def report_page(document: Document, *, live: bool = False) -> str:
 
 
 def embedded_json(value: Any) -> str:
-    """JSON that can stand between script tags, whatever is in its strings."""
+    """JSON that is safe between script tags, whatever its strings hold."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -81,11 +78,8 @@ def _part(name: str) -> str:
     return resources.files("stoker.report").joinpath(name).read_text(encoding="utf-8")
 
 
-# The page becomes a file, and its reader is told where it is.
-
-
-def default_place(folders: Sequence[Path]) -> Path:
-    """report.html of the run; of two, a file of the first one that names the second."""
+def page_path_for(folders: Sequence[Path]) -> Path:
+    """report.html in the run folder; for two runs, a file in the first folder that names the second."""
     own = RunFolder(folders[0]).report_file
     if len(folders) == 1:
         return own
@@ -93,29 +87,34 @@ def default_place(folders: Sequence[Path]) -> Path:
     return own.with_name(f"report-beside-{other}.html")
 
 
-def write_page(place: Path, page: str) -> None:
-    """Writes the page whole or not at all."""
+def check_page_path(path: Path) -> None:
+    """Raises if a page could not be written there."""
+    folder = path.absolute().parent
+    wrong = (
+        "is a folder" if path.is_dir()
+        else "is in a folder that does not exist" if not folder.is_dir()
+        else "is in a folder that is not writable" if not os.access(folder, os.W_OK)
+        else None
+    )  # fmt: skip
+    if wrong is not None:
+        raise UserError("report-not-writable", f"{path} {wrong}", hint="--report report.html")
+
+
+def write_page(path: Path, document: Document) -> None:
+    """Writes the page, whole or not at all."""
     try:
-        write_text(place, page)
+        write_text(path, report_page(document))
     except OSError as error:
         raise UserError(
             "report-not-writable",
-            f"{place} cannot be written: {error.strerror or error}",
-            hint="stoker report RUN --out /a/folder/you/may/write/report.html",
+            f"{path} cannot be written: {error.strerror or error}",
+            hint="stoker report RUN --out ~/report.html",
         ) from None
 
 
-def say_where(place: Path, document: Document) -> None:
-    """The file's name on stdout; what the page cannot show on stderr."""
-    for run in document["runs"]:
-        for text in run["missing"]:
-            say(f"note: {run['label']}: {text}")
-    print_result(str(place))
-
-
-def show_in_browser(place: Path) -> None:
-    """Asks the desktop to show the file; a machine without one says so."""
+def show_in_browser(path: Path) -> None:
+    """Opens the page in the desktop's browser, or says that there is none."""
     import webbrowser
 
-    if not webbrowser.open(place.absolute().as_uri()):
-        say(f"note: no browser could be opened here; the page is {place.absolute()}")
+    if not webbrowser.open(path.absolute().as_uri()):
+        say(f"note: no browser could be opened here; the page is {path.absolute()}")

@@ -28,7 +28,7 @@ PARTS = {
 Read = Callable[[], Document]
 
 
-def watch(read: Read) -> None:
+def watch_in_terminal(read: Read) -> None:
     """Shows the run until it ends, or until Ctrl-C; both leave the terminal in order."""
     try:
         if sys.stdout.isatty():

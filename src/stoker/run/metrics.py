@@ -1,4 +1,8 @@
-"""The JSON-lines files of a run: metrics.jsonl, which is the truth about it, and how such files are read."""
+"""metrics.jsonl, the record of a run that everything else is derived from: one line for each interval, epoch and event.
+
+A metric that was not measured is absent. One that is NaN or infinite is null, and an event says which it was.
+Accuracies (`train/acc1`) are percentages, shares (`wait_share`) lie between 0 and 1.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +12,30 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any
 
+from stoker.console import Say
 from stoker.console import say as say_on_stderr
 from stoker.files import atomic_file
+from stoker.run.json_lines import Record, parse_line, read_records
 
-# metrics.jsonl, the truth about a run: one whole line for each interval, epoch and event.
-#
-# A metric that was not measured is absent; one that is no finite number is null, and an event says what it was.
-# Accuracies (`train/acc1`) are percent, shares (`wait_share`) lie between 0 and 1.
-
-Record = dict[str, Any]
 ABOUT = ("kind", "time", "step", "epoch", "event")
-"""The parts of a line that are no metrics."""
+"""The keys of a line that are not metrics."""
 KEPT_LINES = 10_000
-"""Lines that wait in memory for a disk that is full: 5 MB, days of training."""
+"""Lines kept in memory while the disk is full: 5 MB, days of training."""
 
 
 class MetricsFile:
     """Appends lines; each call returns the record as it was written, for the trackers.
 
-    Write a step's line before its checkpoint, and call `sync` between them: what comes after the checkpoint is
-    taken back on resume (`truncate_after`), what came before must be there.
+    Write a step's line before its checkpoint, and call `sync` between them: on resume, lines after the checkpoint are
+    dropped (`truncate_after`), and those before it must be there.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] = say_on_stderr) -> None:
+    def __init__(self, path: Path, say: Say = say_on_stderr) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _repair_last_line(path)
         self._path = path
@@ -45,11 +45,11 @@ class MetricsFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def step(self, step: int, epoch: int, metrics: Mapping[str, Any]) -> Record:
-        """A line about the steps since the one before."""
+        """A line about the steps since the previous one."""
         return self._measured("step", step, epoch, metrics)
 
     def epoch(self, step: int, epoch: int, metrics: Mapping[str, Any]) -> Record:
-        """A line about a whole epoch, validation included; `step` is the last one of it."""
+        """A line about a whole epoch, including validation; `step` is its last one."""
         return self._measured("epoch", step, epoch, metrics)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> Record:
@@ -62,7 +62,7 @@ class MetricsFile:
         return record
 
     def sync(self) -> None:
-        """Returns when every line so far would survive a power cut, where the file system can promise that."""
+        """Returns once every line so far would survive a power cut, if the file system can guarantee that."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -113,8 +113,8 @@ class MetricsFile:
 
     def _write(self, line: bytes) -> None:
         size = os.fstat(self._descriptor).st_size
-        # One write: a kill leaves the whole line, or rarely a part of it, which the next start takes back. A disk that
-        # fills up leaves a part too.
+        # One write: after a kill the line is whole, or rarely cut short, which the next start repairs. A disk that
+        # fills up also cuts it short.
         if os.write(self._descriptor, line) < len(line):
             os.ftruncate(self._descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -123,27 +123,23 @@ class MetricsFile:
         if not self._complained:
             self._complained = True
             self._say(
-                f"warning: {self._path} cannot be written ({error.strerror or error}); training goes on, "
-                f"and up to {KEPT_LINES:,} lines wait in memory for a place"
+                f"warning: {self._path} cannot be written ({error.strerror or error}); training continues, "
+                f"and up to {KEPT_LINES:,} lines are kept in memory until it can"
             )
 
 
 def read_metrics(path: Path, kind: str | None = None) -> Iterator[Record]:
-    """The records of the file in order, of one kind or all; what is no whole line is passed over."""
-    if not path.exists():
-        return
-    with path.open("rb") as stream:
-        for line in stream:
-            record = _parsed(line)
-            if record is not None and kind in (None, record["kind"]):
-                yield record
+    """The lines of the file in order, of one kind or all."""
+    for record in read_records(path):
+        if "kind" in record and kind in (None, record["kind"]):
+            yield record
 
 
 def truncate_after(path: Path, step: int, epochs_done: int | None = None) -> int:
-    """Takes back every line after `step`, and says how many; the file is then what an uninterrupted run would have.
+    """Drops every line after `step` and returns how many; the file is then that of an uninterrupted run.
 
-    Call it before the file is opened, with what the checkpoint says. `epochs_done` tells whether the epoch that
-    ends at `step` had been validated when the checkpoint was written; without it, the epoch's line stays.
+    Call it before the file is opened, with the checkpoint's values. `epochs_done` says whether the epoch that ends at
+    `step` had been validated when the checkpoint was written; without it, the epoch's line stays.
     """
     if not path.exists():
         return 0
@@ -156,7 +152,7 @@ def truncate_after(path: Path, step: int, epochs_done: int | None = None) -> int
 
 
 def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record that were measured and are finite."""
+    """The metrics of a record that were measured and are finite."""
     return {
         name: value
         for name, value in record.items()
@@ -165,25 +161,17 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _stays(line: bytes, step: int, epochs_done: int | None) -> bool:
-    record = _parsed(line)
-    if record is None:
+    record = parse_line(line)
+    if record is None or "kind" not in record or not line.endswith(b"\n"):
         return False
     if record["kind"] == "epoch" and epochs_done is not None and record.get("epoch", 0) >= epochs_done:
         return False
-    of = record.get("step")
-    return of is None or of <= step
-
-
-def _parsed(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "kind" in record else None
+    at = record.get("step")
+    return at is None or at <= step
 
 
 def _plain(value: Any) -> tuple[Any, str | None]:
-    """The value as JSON can hold it, and what it was where it is no finite number."""
+    """The value as JSON can hold it, and its text if it is NaN or infinite."""
     if value is None or isinstance(value, (bool, int, str)):
         return value, None
     if isinstance(value, Mapping):
@@ -195,7 +183,7 @@ def _plain(value: Any) -> tuple[Any, str | None]:
 
 
 def _repair_last_line(path: Path) -> None:
-    """A power cut may leave half a line; what is appended must not become part of it."""
+    """A power cut may leave half a line, and the next one must not be appended to it."""
     if not path.exists():
         return
     with path.open("rb+") as stream:
@@ -211,104 +199,3 @@ def _repair_last_line(path: Path) -> None:
             whole = start
         if whole < end:
             stream.truncate(whole)
-
-
-# Reads a .jsonl file that somebody may still be writing: each whole line once, whatever is broken passed over.
-
-LONGEST_LINE = 4 << 20
-"""Bytes: a hundred times our longest; a file without line ends must not fill the memory."""
-AT_ONCE = 1 << 20
-
-
-class Collector(Protocol):
-    """Takes records one by one; a list is one."""
-
-    def append(self, record: Record, /) -> None: ...
-
-
-Collected = TypeVar("Collected", bound=Collector)
-
-
-class JsonLines(Generic[Collected]):
-    """The records of one file so far; `refresh` reads only what is new, so that watching a long run stays cheap."""
-
-    def __init__(self, path: Path, collect: Callable[[], Collected]) -> None:
-        self.path = path
-        self._collect = collect
-        self.records = collect()
-        self.broken = 0
-        """Lines that are no JSON object."""
-        self._place: tuple[int, int] | None = None
-        self._offset = 0
-        self._rest = b""
-        self._skipping = False
-
-    @property
-    def exists(self) -> bool:
-        return self._place is not None
-
-    def refresh(self) -> bool:
-        """Reads what was appended, or everything anew where the file was replaced; whether anything is different."""
-        try:
-            with self.path.open("rb") as stream:
-                return self._read(stream)
-        except OSError:
-            changed = self._place is not None
-            self._forget()
-            return changed
-
-    def _read(self, stream: BinaryIO) -> bool:
-        status = os.fstat(stream.fileno())
-        place = (status.st_dev, status.st_ino)
-        changed = place != self._place or status.st_size < self._offset
-        if changed:
-            # A resumed run takes lines back by putting a new file in the old one's place.
-            self._forget()
-            self._place = place
-        stream.seek(self._offset)
-        while data := stream.read(AT_ONCE):
-            self._offset += len(data)
-            changed = True
-            self._take(data)
-        return changed
-
-    def _take(self, data: bytes) -> None:
-        *lines, rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if self._skipping:
-                self._skipping = False
-            elif line.strip():
-                self._parse(line)
-        if len(rest) > LONGEST_LINE:
-            self.broken += not self._skipping
-            self._skipping, rest = True, b""
-        # Half a line may be the half of one that is being written: it waits for its end.
-        self._rest = rest
-
-    def _parse(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            self.records.append(record)
-        else:
-            self.broken += 1
-
-    def _forget(self) -> None:
-        self.records = self._collect()
-        self.broken, self._place, self._offset, self._rest = 0, None, 0, b""
-        self._skipping = False
-
-
-def number(record: Record, name: str) -> float | None:
-    """A finite number of a record; None where there is none, or something else stands in its place."""
-    value = record.get(name)
-    if type(value) is float:
-        return value if math.isfinite(value) else None
-    if type(value) is not int:  # a bool is no number here
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None

@@ -13,7 +13,8 @@ import numpy as np
 
 from stoker.clock.costs import STAGES
 from stoker.errors import UserError
-from stoker.run.metrics import Record, read_metrics
+from stoker.run.json_lines import Record
+from stoker.run.metrics import read_metrics
 
 # The demo's data: 1,797 handwritten digits, as JPEGs in class folders like any other data set.
 

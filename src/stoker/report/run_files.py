@@ -1,4 +1,4 @@
-"""What stands around the figures of a run: its config, its environment, its checkpoints, what it could not read."""
+"""What a page shows of a run's other files: config, environment, checkpoints, quarantine, predictions."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from stoker.config.schema import SECTION_NAMES, key_names
 from stoker.config.yaml_file import read_yaml_file
 from stoker.errors import ConfigError
 from stoker.redact import redact_text
-from stoker.report.clock_intervals import rounded
-from stoker.run.metrics import Record, number
+from stoker.report.figures import rounded
+from stoker.run.json_lines import Record, number
 
 LONGEST_TEXT = 400
-"""Characters of a name or a message: a path may have 4,096, and a page of them is no page."""
-SHOWN_BAD = 200
+"""Characters of a name or a message: a path may have 4,096, and a page full of those is unreadable."""
+SHOWN_SAMPLES = 200
 SHOWN_PREDICTIONS = 100
 SHOWN_CHECKPOINTS = 100
-LARGEST_ENVIRONMENT = 4 << 20
+LARGEST_ENVIRONMENT_BYTES = 4 << 20
 
 _CHECKPOINT = re.compile(r"epoch=(\d+)-val_acc1=([-+.\d]+)\.ckpt")
 
 
 def clip(value: Any, longest: int = LONGEST_TEXT) -> str:
-    """Text as a page may hold it: without secrets, lone surrogates and what nobody would read to its end."""
+    """Text as a page may hold it: shortened, without secrets and lone surrogates."""
     text = redact_text(str(value)[: 4 * longest]).encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The keys of a run's config.yaml with their values; empty where it cannot be read. Keys of other versions stay."""
+    """The keys of a run's config.yaml with their values, including unknown keys; empty if it cannot be read."""
     try:
         found = read_yaml_file(path, frozenset(key_names()), SECTION_NAMES)
     except (ConfigError, OSError, ValueError):
@@ -42,7 +42,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def changed_from_defaults(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The keys that a run set to something else than their default, and those that this version does not know."""
+    """The keys whose value differs from the default, and those that this version does not know."""
     defaults = {key: _plain(value) for key, value in config_values(Config()).items()}
     return [
         {"key": clip(key), "value": value, "default": defaults.get(key), "known": key in defaults}
@@ -52,9 +52,9 @@ def changed_from_defaults(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_environment(path: Path) -> dict[str, Any]:
-    """The lines about machine and versions that a reader wants first, and all packages."""
+    """The facts about machine and versions that a reader wants first, and all packages; empty if unreadable."""
     try:
-        if path.stat().st_size > LARGEST_ENVIRONMENT:
+        if path.stat().st_size > LARGEST_ENVIRONMENT_BYTES:
             return {}
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -79,7 +79,7 @@ def read_environment(path: Path) -> dict[str, Any]:
         "folder": record.get("folder"),
     }
     if git.get("changed"):
-        facts["revision"] = f"{facts['revision']}, changed since"
+        facts["revision"] = f"{facts['revision']}, with uncommitted changes"
     return {
         "facts": {name: clip(value) for name, value in facts.items() if value is not None},
         "variables": {clip(k, 80): clip(v) for k, v in _mapping(record.get("variables")).items()},
@@ -99,7 +99,7 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
         try:
             size = file.stat().st_size
         except OSError:
-            continue  # a run that goes on takes old ones away
+            continue  # a running run deletes old ones
         score = None
         if match:
             try:
@@ -114,23 +114,23 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 def describe_quarantine(records: Sequence[Record]) -> dict[str, Any]:
-    """How many samples could not be read, and the first of them."""
+    """How many samples could not be read, and the first few."""
     bad = {str(record.get("name", record.get("sample", "?"))): record.get("reason") for record in records}
-    shown = list(bad.items())[:SHOWN_BAD]
+    shown = list(bad.items())[:SHOWN_SAMPLES]
     return {
         "count": len(bad),
         "samples": [
-            {"name": clip(name), "reason": clip("no reason written" if reason is None else reason)}
+            {"name": clip(name), "reason": clip("no reason recorded" if reason is None else reason)}
             for name, reason in shown
         ],
     }
 
 
 def describe_predictions(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """What was predicted, what a trial of it measured, and by how much that was wrong; the newest last.
+    """What was predicted, what a trial measured, and how far off the prediction was; the newest last.
 
-    A line is what `Confirmation.as_dict` gives, or that of a prediction that nobody has tried; of the same prediction
-    only the last word is shown.
+    A record is `Confirmation.as_dict()`, or `Prediction.as_dict()` of one that was not tried; a prediction that was
+    repeated or tried later is shown once.
     """
     untried: dict[Any, int] = {}
     last: dict[int, Record] = {}
@@ -155,7 +155,7 @@ def describe_predictions(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a config as JSON has it, of a length that a table can hold."""
+    """A config value as JSON, short enough for a table."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value[:20]]
     if value is None or isinstance(value, (bool, int)):

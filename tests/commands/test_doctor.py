@@ -59,7 +59,7 @@ def test_a_script_keeps_its_arguments_its_output_and_its_exit_code(stoker: Run, 
     assert ended.out == "arguments ['--json', '--', 'x', '-h']\n"
     # Which one is for the machine to decide: other tests may take its cores meanwhile.
     assert "\nverdict: " in ended.err
-    assert "making a batch:" in ended.err
+    assert "preparing a batch " in ended.err
     assert "failed: wait_share is" in ended.err
 
 
@@ -299,13 +299,13 @@ def test_a_torn_last_line_is_no_obstacle(tmp_path: Path) -> None:
     assert settle_predictions(tmp_path, starved(cpu=0.04)) is None
 
 
-def test_the_screen_has_a_verdict_a_bar_needs_and_cures() -> None:
+def test_the_screen_has_a_verdict_a_bar_needs_and_fixes() -> None:
     from stoker.doctor.checks.verdict import judge
 
     text = doctor_text(judge(starved(cpu=0.04), (WORKERS,)))
     assert text.splitlines()[0].startswith("verdict: too few workers")
     assert "░" in text
-    assert "the accelerator wants 1,600 images/s" in text
+    assert "the loop needs 1,600 images/s" in text
     assert "1. DataLoader(..., num_workers=4)   1.8x (1.6-2.0)" in text
     assert "num_workers 2 -> 4:" in text
     assert max(map(len, text.splitlines())) < 160

@@ -13,7 +13,8 @@ from pathlib import Path
 from stoker.clock.observed import Observed
 from stoker.config import Config
 from stoker.console import say, say_notes
-from stoker.doctor.checks.verdict import judge, workers_stand_in_line
+from stoker.doctor.checks.case import Case
+from stoker.doctor.checks.verdict import judge
 from stoker.doctor.predictions_file import keep_confirmation, keep_predictions, settle_predictions
 from stoker.doctor.records import Confirmation, Diagnosis
 from stoker.doctor.what_if import WORTH_SAYING, what_if
@@ -26,7 +27,7 @@ from stoker.plan.planning import Wanted, plan_config
 
 def diagnosis_of(observed: Observed) -> Diagnosis:
     """Verdict, findings and predictions."""
-    return judge(observed, what_if(observed, takes_turns=workers_stand_in_line(observed)))
+    return judge(observed, what_if(observed, takes_turns=Case(observed).takes_turns))
 
 
 def diagnosis_of_watched(folder: Path) -> Diagnosis:

@@ -1,32 +1,32 @@
-"""What the doctor found, for a tired person: a verdict, a bar, needs against has, cures to type."""
+"""The doctor's screen: a verdict, where the time of a step goes, what is missing, and fixes to type."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from stoker.clock.observed import Observed
-from stoker.doctor.records import Confirmation, Diagnosis, Need, Prediction
+from stoker.doctor.records import Confirmation, Diagnosis, Need
 from stoker.plan.records import Estimate, Finding
 
 BAR = 48
 PARTS = (("wait_s", "waiting for data", "░"), ("transfer_s", "transfer", "▒"), ("compute_s", "computing", "█"),
          ("other_s", "other", "▓"))  # fmt: skip
 SMALLEST = 0.005
-"""Share below which a part is not worth a line."""
-CURES = 4
+"""Share below which a part is not shown."""
+MOST_FIXES = 4
 
 
 def doctor_text(diagnosis: Diagnosis) -> str:
     """The whole screen."""
     sections = [
-        [f"verdict: {diagnosis.line}"],
+        _verdict_lines(diagnosis),
         _step_lines(diagnosis.observed),
         _making_lines(diagnosis.observed),
         _need_lines(diagnosis.needs),
-        _cure_lines(diagnosis),
+        _fix_lines(diagnosis),
         _what_if_lines(diagnosis),
         _confirmation_lines(diagnosis.confirmation),
-        [f"not seen: {text}" for text in diagnosis.observed.missing],
+        [f"not measured: {text}" for text in diagnosis.observed.missing],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -34,6 +34,13 @@ def doctor_text(diagnosis: Diagnosis) -> str:
 def speedup_text(gain: Estimate) -> str:
     """2.1x (1.8-2.3)"""
     return f"{gain.expected:.1f}x ({gain.low:.1f}-{gain.high:.1f})"
+
+
+def _verdict_lines(diagnosis: Diagnosis) -> list[str]:
+    if diagnosis.verdict == "unknown":
+        return [f"verdict: {diagnosis.line}"]
+    message = diagnosis.findings[0].message
+    return [f"verdict: {diagnosis.line.removesuffix(f': {message}')}", f"  {message}"]
 
 
 def _step_lines(observed: Observed) -> list[str]:
@@ -47,11 +54,12 @@ def _step_lines(observed: Observed) -> list[str]:
     bar = "".join(sign * width for (_, sign, _), width in zip(known, _widths([s for *_, s in known]), strict=True))
     rate = f", {observed.images_per_second:,.0f} images/s" if observed.samples and observed.images_per_second else ""
     shown = [f"{sign} {label} {share:.0%}" for label, sign, share in known if share >= SMALLEST]
-    lines = [f"a step takes {_time(elapsed / observed.steps)}{rate} ({observed.steps} steps seen)", f"  {bar}"]
+    lines = [f"a step takes {_time(elapsed / observed.steps)}{rate} ({observed.steps} steps measured)", f"  {bar}"]
     lines.append("  " + "   ".join(shown))
-    if len(observed.epoch_starts_s) > 1:
-        starts = observed.epoch_starts_s[1:]
-        lines.append(f"  beside these: {len(starts)} epoch starts of {_time(sum(starts) / len(starts))} each")
+    starts = observed.epoch_starts_s[1:]
+    if starts:
+        count = "1 epoch start" if len(starts) == 1 else f"{len(starts)} epoch starts"
+        lines.append(f"  not included above: {count} of {_time(sum(starts) / len(starts))}")
     return lines
 
 
@@ -60,52 +68,46 @@ def _making_lines(observed: Observed) -> list[str]:
     total = sum(stage.wall_s for stage in stages.values())
     if not total:
         return []
-    lines = ["making a batch:      of it  on a core  in line  blocked"]
+    lines = ["preparing a batch       share   on a core   waiting for a core   blocked"]
     for name, stage in sorted(stages.items(), key=lambda item: -item[1].wall_s):
         if stage.wall_s / total < SMALLEST:
             continue
         kinds = [stage.cpu_s, stage.runq_s, stage.blocked_s]
-        shares = ["      -" if kind is None else f"{kind / stage.wall_s:7.0%}" for kind in kinds]
-        label = "not told apart" if name == "other" else name
-        lines.append(f"  {label:<18} {stage.wall_s / total:4.0%}    {shares[0]}  {shares[1]}  {shares[2]}")
+        core, runnable, blocked = ("-" if kind is None else f"{kind / stage.wall_s:.0%}" for kind in kinds)
+        label = "not attributed" if name == "other" else name
+        lines.append(f"  {label:<20} {stage.wall_s / total:6.0%} {core:>11} {runnable:>20} {blocked:>9}")
     return lines
 
 
 def _need_lines(needs: Sequence[Need]) -> list[str]:
     if not needs:
         return []
-    lines = [f"the accelerator wants {_amount(needs[0])}; there is"]
+    lines = [f"to never wait for data, the loop needs {_rate(needs[0].wants, needs[0].unit)}; available:"]
     for need in needs:
-        enough = "enough" if need.covered >= 1 else f"{need.covered:.0%} of it"
-        wanted = "" if need.unit == needs[0].unit else f" of {_rate(need.wants, need.unit)}"
-        lines.append(f"  {need.what:<14} {_rate(need.has, need.unit):>16}{wanted}: {enough}  ({need.how})")
+        enough = "enough" if need.covered >= 1 else f"{need.covered:.0%} of {_rate(need.wants, need.unit)}"
+        lines.append(f"  {need.what:<14} {_rate(need.has, need.unit):>16}   {enough:<20} ({need.how})")
     return lines
 
 
-def _cure_lines(diagnosis: Diagnosis) -> list[str]:
+def _fix_lines(diagnosis: Diagnosis) -> list[str]:
     lines = []
-    for number, finding in enumerate(diagnosis.findings[:CURES], 1):
+    for number, finding in enumerate(diagnosis.findings[:MOST_FIXES], 1):
         lines += _finding_lines(number, finding, first=number == 1)
-    return ["what to do, best first:", *lines] if lines else []
+    return ["fixes, best first, with the expected speed-up:", *lines] if lines else []
 
 
 def _finding_lines(number: int, finding: Finding, *, first: bool) -> list[str]:
     gain = "" if finding.speedup is None else f"   {speedup_text(finding.speedup)}"
     lines = [f"  {number}. {finding.fix or finding.message}{gain}"]
-    # The verdict's message stands on top of the screen already.
+    # The verdict's message is already on top of the screen.
     if not first and finding.fix is not None:
         lines.append(f"     {finding.id}: {finding.message}")
     return lines
 
 
 def _what_if_lines(diagnosis: Diagnosis) -> list[str]:
-    if not diagnosis.predictions:
-        return []
-    return ["what if (80 % interval):", *(f"  {_what_if_line(prediction)}" for prediction in diagnosis.predictions)]
-
-
-def _what_if_line(prediction: Prediction) -> str:
-    return f"{prediction.label + ':':<28} {speedup_text(prediction.speedup)}"
+    lines = [f"  {each.label + ':':<28} {speedup_text(each.speedup)}" for each in diagnosis.predictions]
+    return ["predicted speed-ups, with 80 % intervals:", *lines] if lines else []
 
 
 def _confirmation_lines(confirmation: Confirmation | None) -> list[str]:
@@ -115,22 +117,18 @@ def _confirmation_lines(confirmation: Confirmation | None) -> list[str]:
     expected = prediction.images_per_second
     inside = "within" if expected.low <= measured <= expected.high else "outside"
     return [
-        f"tried {prediction.label}: {measured:,.0f} images/s measured, {expected.expected:,.0f} predicted "
-        f"({confirmation.error:+.0%}, {inside} the interval); {confirmation.measured_speedup:.2f}x"
+        f"tried {prediction.label}: {confirmation.measured_speedup:.2f}x, {measured:,.0f} images/s "
+        f"({expected.expected:,.0f} predicted: {confirmation.error:+.0%}, {inside} the 80 % interval)"
     ]
 
 
 def _widths(shares: Sequence[float]) -> list[int]:
-    """Columns that add up to the bar, at least one for each."""
+    """Columns that add up to the width of the bar, at least one each."""
     total = sum(shares) or 1.0
     widths = [max(1, int(BAR * share / total)) for share in shares]
     if widths:
         widths[max(range(len(widths)), key=lambda i: widths[i])] += BAR - sum(widths)
     return widths
-
-
-def _amount(need: Need) -> str:
-    return _rate(need.wants, need.unit)
 
 
 def _rate(value: float, unit: str) -> str:

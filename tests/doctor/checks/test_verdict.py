@@ -1,4 +1,4 @@
-"""From facts to a verdict: each fault is called by its name, and nothing is said about what nobody measured."""
+"""From facts to a verdict: each fault is called by its name, and what was not measured is not reported."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stoker.clock.observed import (
     SlowSample,
     StorageFacts,
 )
-from stoker.doctor.checks.case import Case
-from stoker.doctor.checks.verdict import CHECKS, judge, workers_stand_in_line
+from stoker.doctor.checks.case import Case, waiting_for_data
+from stoker.doctor.checks.verdict import CHECKS, judge
 from stoker.doctor.records import Prediction
 from stoker.plan.records import Estimate
 from tests.doctor.checks.observations import BATCH, batches, healthy, stages, starved
@@ -28,7 +28,7 @@ FULL = HostFacts(cpus=2, cpu_busy_share=1.0)
 def test_a_loop_that_waits_for_nothing_is_told_to_stop_tuning() -> None:
     found = judge(healthy())
     assert found.verdict == "compute-bound"
-    assert found.findings[0].fix == "stop tuning the data"
+    assert found.findings[0].fix == "stop tuning the data pipeline"
 
 
 def test_an_empty_observation_says_nothing() -> None:
@@ -73,7 +73,7 @@ def test_full_cores_in_an_unknown_stage_are_cpu_bound() -> None:
     assert judge(starved(cpu=0.04, host=FULL)).verdict == "cpu-bound"
 
 
-def test_more_workers_than_cores_in_line_are_too_many() -> None:
+def test_more_workers_than_cores_that_wait_for_one_are_too_many() -> None:
     found = judge(starved(cpu=0.04, runq=0.12, workers=8, host=FULL))
     assert found.verdict == "too-many-workers"
     assert found.findings[0].fix == "DataLoader(..., num_workers=2)"
@@ -97,7 +97,7 @@ def test_a_quota_that_stops_everything_comes_first() -> None:
     assert found.verdict == "cpu-throttled"
 
 
-def test_standing_in_line_beside_idle_cores_is_a_quota_that_the_kernel_does_not_show() -> None:
+def test_waiting_for_a_core_beside_idle_cores_is_a_quota_that_the_kernel_does_not_show() -> None:
     half_idle = HostFacts(cpus=2, cpu_busy_share=0.3)
     assert judge(starved(cpu=0.01, runq=0.03, workers=2, host=half_idle)).verdict == "cpu-throttled"
     assert judge(starved(cpu=0.04, workers=1, host=half_idle)).verdict == "too-few-workers"
@@ -148,8 +148,8 @@ def test_blocked_workers_that_read_nothing_wait_for_something_else() -> None:
 def test_workers_that_together_use_one_core_take_turns() -> None:
     observed = starved(cpu=0.01, blocked=0.03, workers=4)
     assert judge(observed).verdict == "workers-take-turns"
-    assert workers_stand_in_line(observed)
-    assert not workers_stand_in_line(starved(cpu=0.04))
+    assert Case(observed).takes_turns
+    assert not Case(starved(cpu=0.04)).takes_turns
 
 
 def test_a_few_slow_samples_are_named() -> None:
@@ -251,8 +251,24 @@ def test_needs_stand_beside_what_there_is() -> None:
 
 def test_every_check_says_what_why_and_an_example() -> None:
     for check in CHECKS:
-        text = inspect.getdoc(check) or ""
-        assert all(f"{part}:" in text for part in ("What", "Why", "Example")), check.__name__
+        text = inspect.getdoc(check.look) or ""
+        assert all(f"{part}:" in text for part in ("What", "Why", "Example")), check.id
+
+
+def test_a_check_is_declared_once_and_has_words_where_it_can_be_the_verdict() -> None:
+    assert len({check.id for check in CHECKS}) == len(CHECKS)
+    assert all((check.words is None) == (check.loss is None) for check in CHECKS)
+
+
+def test_the_first_of_the_checks_that_explain_the_same_wait_names_it() -> None:
+    """The order of the checks decides; a change of it changes verdicts."""
+    assert [check.id for check in CHECKS if check.loss is waiting_for_data] == [
+        "cpu-throttled", "slow-samples", "workers-take-turns", "too-many-workers", "cores-are-taken", "handover-bound",
+        "storage-bound", "storage-bound-cold", "storage-bound-latency", "storage-bound-bandwidth", "waits-elsewhere",
+        "too-few-workers", "decode-bound", "augment-bound", "collate-bound", "cpu-bound",
+    ]  # fmt: skip
+    throttled = starved(cpu=0.04, runq=0.12, workers=8, host=replace(FULL, throttled_share=0.4))
+    assert [finding.id for finding in judge(throttled).findings] == ["cpu-throttled", "too-many-workers"]
 
 
 def test_the_document_has_exactly_the_promised_keys() -> None:
@@ -273,7 +289,7 @@ def test_full_cores_promise_no_more_of_workers_than_the_prediction() -> None:
     some = Prediction(
         "workers", "num_workers 2 -> 3", Estimate(1.0, 1.1, 1.2), Estimate(1, 1, 1), (("num_workers", 3),)
     )
-    assert "more workers bring 1.1x and no more" in judge(full, (some,)).line
+    assert "more workers give 1.1x at most" in judge(full, (some,)).line
 
 
 def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> None:
@@ -286,7 +302,7 @@ def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> 
     assert judge(busy, (little,)).verdict == "decode-bound"
 
 
-def test_a_script_that_waits_for_a_network_is_told_to_copy_where_that_brings_most() -> None:
+def test_a_script_that_waits_for_a_network_is_told_to_copy_where_that_helps_most() -> None:
     away = starved(cpu=0.002, blocked=0.04, storage=StorageFacts(remote=True, kind="network", bytes_per_sample=1e5))
     away = replace(away, stages=stages(fetch=batches(cpu=0.002, blocked=0.04)))
     copy = Prediction("staging", "staging to local disk", Estimate(3.0, 3.3, 3.6), Estimate(1, 1, 1))

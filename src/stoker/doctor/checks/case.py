@@ -1,56 +1,71 @@
-"""What every check is given: the observation, what changes would bring, and the sums that several checks need."""
+"""What a check is, the `Case` that it is given, and the thresholds that several checks share."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from stoker.clock.observed import Observed, StageTime
+from stoker.clock.observed import Observed
 from stoker.doctor.records import Prediction
-from stoker.plan.records import Estimate
+from stoker.plan.records import Estimate, Finding
 
 STARVED = 0.10
-"""Share of the time from which waiting is worth a cure: below it no change of the data path could bring more than
+"""Share of the time from which waiting is worth a fix: below it no change of the data path could give more than
 1.11x. TraceML draws the same line."""
+BLOCKED = 0.5
+"""Share of a worker's time from which waiting, not work, is what limits it: more than everything else together."""
+QUEUEING = 0.35
+"""Share of the time in which workers could run: above it, the cores are short by half. Two workers that fill two cores
+stay below (results/verdicts)."""
+DELAYS = 0.20
+"""Share of the time of preparing a batch: workers that hardly compute may wait for a core most of that time, and it
+does not matter."""
+IS_FETCH = 0.5
+"""Share of the blocked time that must be spent reading to call it storage."""
+NO_BYTES = 1024
+"""Bytes per sample: a stage that is blocked and reads less than this does not wait for storage."""
+ONE_CORE = 0.15
+"""How far from exactly one core the sum of all workers may be, to say that one blocks the others."""
 SPEED_UP_SURE = 0.9
-"""Of a speed-up that a share of the time allows, what is reached at least: some of every cure is eaten elsewhere."""
+"""The part of a possible speed-up that a fix is expected to reach: some of it is always lost elsewhere."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the workers spent the making of batches, in shares of its wall time."""
+    """How the workers spent the time of preparing batches, as shares of the wall time."""
 
     cpu: float
     runq: float
     blocked: float
     cpu_s: float
-    """Of one batch."""
+    """Per batch."""
     wall_s: float
 
     @property
     def queueing(self) -> float:
-        """Of the time in which a worker wanted a core, the share in which it got none."""
+        """Of the time in which a worker could run, the share in which it waited for a core."""
         wanted = self.cpu + self.runq
         return self.runq / wanted if wanted > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """An observation with predictions about it."""
+    """An observation, the predictions about it, and the sums that several checks need."""
 
     observed: Observed
     predictions: tuple[Prediction, ...] = ()
 
     @property
     def starved(self) -> bool:
-        """Whether the loop waits for data so much that it matters."""
+        """Whether the loop waits for data enough to matter."""
         share = self.observed.wait_share
         return share is not None and share >= STARVED
 
     @cached_property
     def split(self) -> Split | None:
-        """From the newest batches, or from the stages of all; None where the kernel did not tell."""
+        """From the newest batches, or from the stages of all of them; None where the kernel does not provide it."""
         known = [
             (b.wall_s, b.cpu_s, b.runq_s, b.blocked_s)
             for b in self.observed.batches
@@ -70,10 +85,48 @@ class Case:
             self.observed.steps,
         )
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether workers are blocked most of the time."""
+        return self.split is not None and self.split.blocked >= BLOCKED
+
+    @property
+    def waits_for_cores(self) -> bool:
+        """Whether workers wait for cores so much that it delays batches."""
+        return self.split is not None and self.split.queueing >= QUEUEING and self.split.runq >= DELAYS
+
+    @property
+    def has_too_many_threads(self) -> bool:
+        """Whether workers wait for cores because they have more threads than there are cores."""
+        shape, host = self.observed.loader, self.observed.host
+        if shape is None or host is None or not self.waits_for_cores:
+            return False
+        return shape.workers * (shape.threads_per_worker or 1) > host.cpus
+
+    @cached_property
+    def waits_for_bytes(self) -> bool:
+        """Whether the blocked time is due to storage: it is in the fetch stage, or, where stages are not distinguished,
+        in one that reads."""
+        stages = self.observed.stages
+        blocked = sum(stage.blocked_s or 0.0 for stage in stages.values())
+        if not stages or blocked <= 0:
+            return True
+        fetch = stages.get("fetch")
+        if fetch is not None and (fetch.blocked_s or 0.0) >= IS_FETCH * blocked:
+            return True
+        other = stages.get("other")
+        if other is None or (other.blocked_s or 0.0) < IS_FETCH * blocked:
+            return False
+        # A reader that we do not know. It waits for storage if it reads.
+        if other.read_bytes is not None:
+            return other.read_bytes >= NO_BYTES * max(1, self.observed.samples)
+        storage = self.observed.storage
+        return fetch is None and storage is not None and bool(storage.bytes_per_sample)
+
     @cached_property
     def busy_workers(self) -> float | None:
-        """Share of the time in which a worker makes a batch; low while the loop waits means that batches get lost
-        between them."""
+        """Share of the time in which a worker prepares a batch; low while the loop waits means that batches are held up
+        between the two."""
         shape, elapsed = self.observed.loader, self.observed.elapsed_s
         if shape is None or shape.workers == 0 or elapsed <= 0:
             return None
@@ -85,44 +138,42 @@ class Case:
             return None
         return min(1.0, wall_s / (shape.workers * elapsed))
 
-    @property
-    def busy_workers_at_most(self) -> float | None:
-        """The same, with a batch for each worker that was begun and not finished when the observation ended: of few
-        and slow batches these are most of the work."""
-        busy, steps, shape = self.busy_workers, self.observed.steps, self.observed.loader
-        if busy is None or shape is None or not steps:
-            return busy
-        return min(1.0, busy * (steps + shape.workers) / steps)
-
     @cached_property
     def cores_used(self) -> float | None:
-        """By making batches."""
+        """Cores that preparing batches takes."""
         if self.split is None or self.observed.elapsed_s <= 0:
             return None
         return self.split.cpu_s * self.observed.steps / self.observed.elapsed_s
 
-    def stage(self, name: str) -> StageTime | None:
-        return self.observed.stages.get(name)
+    @property
+    def own_cores(self) -> float:
+        """Cores that the workers and the loop use."""
+        observed = self.observed
+        loop = (observed.consumer_cpu_s or 0.0) / observed.elapsed_s if observed.elapsed_s > 0 else 0.0
+        return (self.cores_used or 0.0) + loop
 
-    def stage_share(self, name: str) -> float | None:
-        """Of the wall time of making batches; None where the stages are not known."""
-        named = {key: stage.wall_s for key, stage in self.observed.stages.items()}
-        total = sum(named.values())
-        if total <= 0 or set(named) <= {"other"}:
-            return None
-        return named.get(name, 0.0) / total
-
-    def gain(self, prediction_id: str) -> Estimate | None:
-        """What a predicted change would bring; None where it was not predicted."""
-        found = self.prediction(prediction_id)
-        return None if found is None else found.speedup
+    @cached_property
+    def takes_turns(self) -> bool:
+        """Whether a lock lets one worker compute at a time: together they use one core, are never idle, and do not wait
+        for storage. Workers that sleep exactly as long would look the same; that is rare enough."""
+        split, shape, used = self.split, self.observed.loader, self.cores_used
+        if split is None or shape is None or used is None or shape.workers < 2 or shape.engine == "thread":
+            return False
+        runnable = split.runq * split.wall_s * self.observed.steps / self.observed.elapsed_s
+        always_busy = (self.busy_workers or 0.0) > 1 - ONE_CORE
+        return abs(used + runnable - 1) <= ONE_CORE and always_busy and not self.waits_for_bytes
 
     def prediction(self, prediction_id: str) -> Prediction | None:
         return next((p for p in self.predictions if p.id == prediction_id), None)
 
+    def gain(self, prediction_id: str) -> Estimate | None:
+        """The predicted speed-up of a change; None where it was not predicted."""
+        found = self.prediction(prediction_id)
+        return None if found is None else found.speedup
+
     @property
     def config_line(self) -> bool:
-        """Whether fixes are lines of our config, rather than arguments of somebody's DataLoader."""
+        """Whether fixes are lines of our config, rather than arguments of the script's DataLoader."""
         return self.observed.source != "script"
 
     def setting(self, key: str, value: object) -> str:
@@ -132,13 +183,59 @@ class Case:
         return f"DataLoader(..., {key}={value})"
 
 
-def without(share: float) -> Estimate:
+def _split(wall: float, cpu: float, runq: float, blocked: float, batches: int) -> Split | None:
+    if wall <= 0 or batches == 0:
+        return None
+    return Split(cpu / wall, runq / wall, blocked / wall, cpu / batches, wall / batches)
+
+
+def speedup_without(share: float) -> Estimate:
     """The speed-up when this share of the time is gone, at most; a quarter of it may stay."""
     share = min(share, 0.99)
     return Estimate(1 / (1 - 0.75 * share), 1 / (1 - SPEED_UP_SURE * share), 1 / (1 - share))
 
 
-def _split(wall: float, cpu: float, runq: float, blocked: float, batches: int) -> Split | None:
-    if wall <= 0 or batches == 0:
-        return None
-    return Split(cpu / wall, runq / wall, blocked / wall, cpu / batches, wall / batches)
+@dataclass(frozen=True)
+class Hit:
+    """What a check found in a case."""
+
+    message: str
+    """What was measured, with the numbers."""
+    fix: str | None = None
+    """What to type or to set."""
+    speedup: Estimate | None = None
+
+
+Loss = Callable[[Case], float]
+"""The share of the time that is lost to one kind of trouble."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that can be wrong: its name, what it costs, how the verdict puts it, and the function that looks."""
+
+    id: str
+    words: str | None
+    loss: Loss | None
+    look: Callable[[Case], Hit | None]
+
+    def __call__(self, case: Case) -> Finding | None:
+        hit = self.look(case)
+        return None if hit is None else Finding(self.id, hit.message, hit.fix, hit.speedup)
+
+
+def check(
+    check_id: str, words: str | None = None, *, loss: Loss | None = None
+) -> Callable[[Callable[[Case], Hit | None]], Check]:
+    """Declares a check; the module that holds it is listed in `verdict.MODULES`, and there is nothing else to register.
+
+    The verdict is the finding with the largest `loss`. Of several checks with the same loss, the first that fires names
+    the cause: in the order of the modules, and in the order in which they are written there. A check without a loss is
+    never the verdict: it says why something else is slow, or what may go wrong.
+    """
+    return lambda look: Check(check_id, words, loss, look)
+
+
+def waiting_for_data(case: Case) -> float:
+    """The loss of most checks: the share of the time in which the loop waits for a batch."""
+    return case.observed.wait_share or 0.0

@@ -1,120 +1,118 @@
-"""The workers stand still until bytes arrive."""
+"""The workers are blocked: by storage, or by something else."""
 
 from __future__ import annotations
 
-from stoker.doctor.checks.case import Case
-from stoker.plan.records import Estimate, Finding
+from stoker.doctor.checks.case import Case, Hit, check, waiting_for_data
+from stoker.plan.records import Estimate
 
-BLOCKED = 0.5
-"""Share of a worker's time from which waiting, not work, is what limits it: more than all the rest together."""
-IS_FETCH = 0.5
-"""Share of the blocked time that must lie in getting bytes to call it storage."""
 BANDWIDTH_USED = 0.7
-"""Of what many readers reached together; above, there is no more to have from more requests at once."""
+"""Share of what many readers reached together; above it, more requests at once bring no more."""
 LATENCY_SHARE = 0.5
-"""Of a sample's blocked time that passes before its first byte."""
-NO_BYTES = 1024
-"""Bytes a sample, read by a stage that waits: below, it does not wait for storage."""
+"""Share of a sample's blocked time that passes before its first byte."""
 
 
-def storage_bound(case: Case) -> Finding | None:
-    """What: workers are blocked most of the time, in getting bytes, and the loop waits for them.
+@check("storage-bound", "waiting for storage", loss=waiting_for_data)
+def storage_bound(case: Case) -> Hit | None:
+    """What: workers are blocked most of the time, reading, and the loop waits for them. What kind of storage it is, or
+    which of latency and bandwidth limits it, is not known.
 
     Why: neither cores nor a faster accelerator help; fewer round trips, more of them at once, or nearer bytes do.
 
+    Example: a network file system that the script reads through a library we do not know.
+    """
+    storage = case.observed.storage
+    if not _reads_most_of_the_time(case) or (storage is not None and storage.remote is False):
+        return None
+    if storage is None or storage.remote is None:
+        return _hit(case, "")
+    return _hit(case, f", from {_kind(case)}") if _bandwidth_is_used(case) is None else None
+
+
+@check("storage-bound-cold", "waiting for the local disk", loss=waiting_for_data)
+def local_disk_bound(case: Case) -> Hit | None:
+    """What: workers are blocked most of the time, reading files from this host's disk that are not in memory.
+
+    Why: neither cores nor a faster accelerator help; smaller files, a faster disk or more workers at once do.
+
+    Example: the first epoch of ImageNet from a hard disk: 120 MB/s, 1,000 images/s at best.
+    """
+    storage = case.observed.storage
+    if not _reads_most_of_the_time(case) or storage is None or storage.remote is not False:
+        return None
+    return _hit(case, f": cold reads from {_kind(case)}{_rate(storage.cold_bytes_per_second)}")
+
+
+@check("storage-bound-latency", "waiting for remote storage to answer", loss=waiting_for_data)
+def remote_storage_answers_late(case: Case) -> Hit | None:
+    """What: workers are blocked most of the time, waiting for the first byte of each sample from remote storage.
+
+    Why: there is bandwidth to spare; more requests at once use it, and a local copy needs none.
+
     Example: 2 workers, 30 ms to the first byte of an object on S3, 8 samples a batch: 240 ms a batch, 95 % blocked.
     """
-    split = case.split
-    if not case.starved or split is None or split.blocked < BLOCKED or not waits_for_bytes(case):
-        return None
     storage = case.observed.storage
-    told = f"workers wait for bytes {split.blocked:.0%} of their time"
-    if storage is None or storage.remote is None:
-        return Finding("storage-bound", told, _fix(case), _gain(case))
-    kind = storage.kind or ("a network" if storage.remote else "a local disk")
-    if not storage.remote:
-        message = f"{told}: cold reads from {kind}"
-        return Finding("storage-bound-cold", message + _rate(storage.cold_bytes_per_second), _fix(case), _gain(case))
-    used = _bandwidth_is_used(case)
-    if used is None:
-        return Finding("storage-bound", f"{told}, over {kind}", _fix(case), _gain(case))
-    if used:
-        message = f"{told}: {kind} gives all the bytes a second that it has"
-        return Finding(
-            "storage-bound-bandwidth", message + _rate(storage.parallel_bytes_per_second), _fix(case), _gain(case)
-        )
-    latency = "" if storage.latency_s is None else f", {storage.latency_s * 1e3:.0f} ms until a first byte"
-    return Finding(
-        "storage-bound-latency", f"{told}: {kind} answers late, one sample after the other{latency}",
-        _fix(case), _gain(case),
-    )  # fmt: skip
+    if not _reads_most_of_the_time(case) or storage is None or not storage.remote:
+        return None
+    if _bandwidth_is_used(case) is not False:
+        return None
+    latency = "" if storage.latency_s is None else f", {storage.latency_s * 1e3:.0f} ms to the first byte"
+    return _hit(case, f": {_kind(case)} answers late, one sample after another{latency}")
 
 
-def waits_elsewhere(case: Case) -> Finding | None:
-    """What: workers are blocked most of the time, and hardly read a byte meanwhile.
+@check("storage-bound-bandwidth", "waiting for remote storage to deliver", loss=waiting_for_data)
+def remote_bandwidth_is_used(case: Case) -> Hit | None:
+    """What: workers are blocked most of the time, and remote storage delivers all the bytes per second that it can.
 
-    Why: a lock that they share, a service that they ask, a sleep. Faster storage changes nothing.
+    Why: more requests at once bring no more; smaller samples or a local copy do.
 
-    Example: a tokenizer behind one multiprocessing.Lock: 4 workers, three of them always in line.
+    Example: a bucket behind a 1 Gb/s link: 125 MB/s, 1,100 photographs/s for all nodes together.
+    """
+    storage = case.observed.storage
+    if not _reads_most_of_the_time(case) or storage is None or not storage.remote or not _bandwidth_is_used(case):
+        return None
+    return _hit(case, f": {_kind(case)} delivers all it can{_rate(storage.parallel_bytes_per_second)}")
+
+
+@check("waits-elsewhere", "workers wait, but not for storage", loss=waiting_for_data)
+def waits_elsewhere(case: Case) -> Hit | None:
+    """What: workers are blocked most of the time, and read almost nothing meanwhile.
+
+    Why: a lock that they share, a service that they call, a sleep. Faster storage changes nothing.
+
+    Example: a tokenizer behind one multiprocessing.Lock: of 4 workers, three always wait.
     """
     split = case.split
-    if not case.starved or split is None or split.blocked < BLOCKED or waits_for_bytes(case):
+    if not case.starved or split is None or not case.is_blocked or case.waits_for_bytes:
         return None
     where = max(case.observed.stages, key=lambda name: case.observed.stages[name].blocked_s or 0.0, default=None)
     inside = f" in {where}" if where not in (None, "other") else ""
-    return Finding(
-        "waits-elsewhere",
-        f"workers are blocked {split.blocked:.0%} of their time{inside}, and read next to nothing meanwhile: "
+    return Hit(
+        f"workers are blocked {split.blocked:.0%} of their time{inside}, and read almost nothing meanwhile: "
         "a lock, a service or a sleep",
-        f"{line}, unless it is a lock" if (line := _workers_fix(case)) else "look at what __getitem__ waits for",
+        f"{line}, unless it is a lock" if (line := _workers_fix(case)) else "find out what __getitem__ waits for",
         case.gain("workers"),
     )
 
 
-def page_cache_too_small(case: Case) -> Finding | None:
-    """What: the files do not fit into the memory that is left to cache them, so every epoch reads them cold.
-
-    Why: with a little more memory, or smaller files, all epochs but the first would read from memory.
-
-    Example: 140 GB of ImageNet on a host with 62 GB: the second epoch is as slow as the first.
-    """
-    storage, host, split = case.observed.storage, case.observed.host, case.split
-    if storage is None or host is None or split is None or not case.starved or split.blocked < BLOCKED:
-        return None
-    if storage.dataset_bytes is None or host.page_cache_bytes is None or storage.remote is not False:
-        return None
-    if storage.dataset_bytes <= host.page_cache_bytes:
-        return None
-    return Finding(
-        "page-cache-too-small",
-        f"{storage.dataset_bytes / 1e9:.1f} GB of files, {host.page_cache_bytes / 1e9:.1f} GB of memory to cache them",
-        "stoker pack DATA FOLDER --longest 500 --quality 90" if case.config_line else "smaller files, or more memory",
-        case.gain("packing"),
-    )
+def _reads_most_of_the_time(case: Case) -> bool:
+    return case.starved and case.is_blocked and case.waits_for_bytes
 
 
-def waits_for_bytes(case: Case) -> bool:
-    """Whether the blocked time is storage's: it lies in the fetch stage, or, where stages are not told apart, in one
-    that reads."""
-    stages = case.observed.stages
-    blocked = sum(stage.blocked_s or 0.0 for stage in stages.values())
-    if not stages or blocked <= 0:
-        return True
-    fetch = stages.get("fetch")
-    if fetch is not None and (fetch.blocked_s or 0.0) >= IS_FETCH * blocked:
-        return True
-    other = stages.get("other")
-    if other is None or (other.blocked_s or 0.0) < IS_FETCH * blocked:
-        return False
-    # A reader that we do not know. It waits for storage if it reads.
-    if other.read_bytes is not None:
-        return other.read_bytes >= NO_BYTES * max(1, case.observed.samples)
+def _hit(case: Case, details: str) -> Hit:
+    assert case.split is not None
+    gains = [gain for name in ("staging", "workers") if (gain := case.gain(name)) is not None]
+    best: Estimate | None = max(gains, key=lambda gain: gain.expected, default=None)
+    return Hit(f"workers spend {case.split.blocked:.0%} of their time waiting for reads{details}", _fix(case), best)
+
+
+def _kind(case: Case) -> str:
     storage = case.observed.storage
-    return fetch is None and storage is not None and bool(storage.bytes_per_sample)
+    assert storage is not None
+    return storage.kind or ("a network" if storage.remote else "a local disk")
 
 
 def _bandwidth_is_used(case: Case) -> bool | None:
-    """Whether more requests at once would bring no more bytes; None where nothing tells."""
+    """Whether more requests at once would bring no more bytes; None if unknown."""
     storage, observed = case.observed.storage, case.observed
     if storage is None or not storage.bytes_per_sample or observed.images_per_second is None:
         return None
@@ -125,16 +123,11 @@ def _bandwidth_is_used(case: Case) -> bool | None:
     split, steps = case.split, max(1, observed.steps)
     if storage.latency_s is None or split is None:
         return None
-    blocked_a_sample = split.blocked * split.wall_s / max(1.0, observed.samples / steps)
-    return storage.latency_s < LATENCY_SHARE * blocked_a_sample
+    blocked_per_sample = split.blocked * split.wall_s / max(1.0, observed.samples / steps)
+    return storage.latency_s < LATENCY_SHARE * blocked_per_sample
 
 
-def _gain(case: Case) -> Estimate | None:
-    gains = [gain for name in ("staging", "workers") if (gain := case.gain(name)) is not None]
-    return max(gains, key=lambda gain: gain.expected, default=None)
-
-
-def _fix(case: Case) -> str | None:
+def _fix(case: Case) -> str:
     nearer = "cache_dir=/local/disk/cache" if case.config_line else "copy the data to a local disk first"
     staging, workers = case.gain("staging"), case.gain("workers")
     if staging is not None and (workers is None or staging.expected >= workers.expected):

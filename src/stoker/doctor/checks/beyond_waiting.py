@@ -1,0 +1,212 @@
+"""What else takes time (epoch starts, copies, kernel launches, the model itself), and what may go wrong."""
+
+from __future__ import annotations
+
+import statistics
+
+from stoker.doctor.checks.case import STARVED, Case, Hit, check, speedup_without
+from stoker.plan.records import Estimate
+
+TRANSFER = 0.15
+"""Share of a step: a pinned batch is copied while the previous step computes, so whatever shows is avoidable."""
+BUSY_DEVICE = 0.75
+"""Share of compute time in which the device has work; below it, it waits for the CPU to launch kernels. Large batches
+of large networks are above 0.95."""
+TIGHT = 0.8
+"""Of /dev/shm: one more batch per worker, or a larger image, and a worker dies of SIGBUS."""
+
+
+def _epoch_starts(case: Case) -> float:
+    """Share of the time spent waiting for first batches; the very first wait of a run cannot be avoided."""
+    starts, elapsed_s = case.observed.epoch_starts_s[1:], case.observed.elapsed_s
+    return sum(starts) / (elapsed_s + sum(starts)) if starts and elapsed_s > 0 else 0.0
+
+
+def _transfer(case: Case) -> float:
+    observed = case.observed
+    return (observed.transfer_s or 0.0) / observed.elapsed_s if observed.elapsed_s > 0 else 0.0
+
+
+def _idle_device(case: Case) -> float:
+    """Share of the time in which the device has nothing to do although data is there."""
+    accelerator, observed = case.observed.accelerator, case.observed
+    if accelerator is None or accelerator.device_busy_share is None or observed.elapsed_s <= 0:
+        return 0.0
+    return (1 - accelerator.device_busy_share) * (observed.compute_s or 0.0) / observed.elapsed_s
+
+
+def _nothing(_case: Case) -> float:
+    """The verdict only where no check found a loss."""
+    return 0.0
+
+
+@check("epoch-start-stalls", "every epoch starts with a long wait", loss=_epoch_starts)
+def epoch_start_stalls(case: Case) -> Hit | None:
+    """What: each epoch begins with a long wait for its first batch.
+
+    Why: without persistent_workers every epoch restarts its workers: imports, opening the dataset, first batches.
+
+    Example: 32 spawned workers that import torch and open an index: 20 s, every epoch of 3 minutes.
+    """
+    share = _epoch_starts(case)
+    if share < STARVED:
+        return None
+    shape, mean_s = case.observed.loader, statistics.fmean(case.observed.epoch_starts_s[1:])
+    message = f"the first batch of an epoch takes {mean_s:.1f} s, {share:.0%} of the time"
+    if shape is not None and shape.persistent is False:
+        fix = case.setting("persistent_workers", True)
+        return Hit(f"{message}: workers are restarted every epoch", fix, speedup_without(share))
+    if shape is not None and shape.workers == 0:
+        return Hit(message, case.setting("num_workers", 2))
+    return Hit(message, "longer epochs: repeat the dataset within one")
+
+
+@check("transfer-bound", "copying to the device holds up steps", loss=_transfer)
+def transfer_bound(case: Case) -> Hit | None:
+    """What: steps wait while a batch is copied to the device.
+
+    Why: from pageable memory the copy cannot overlap; float32 is four times the bytes of uint8.
+
+    Example: 154 MB a batch over PCIe 3 x4 at 3 GB/s: 51 ms of every step.
+    """
+    share = _transfer(case)
+    if share < TRANSFER:
+        return None
+    accelerator, shape = case.observed.accelerator, case.observed.loader
+    rate = accelerator.transfer_bytes_per_second if accelerator is not None else None
+    at = "" if rate is None else f" at {rate / 1e9:.1f} GB/s"
+    pageable = shape is not None and shape.pin_memory is False
+    fix = case.setting("pin_memory", True) if pageable else "send uint8 and convert on the device; non_blocking=True"
+    return Hit(f"{share:.0%} of a step is copying to the device{at}", fix, speedup_without(share))
+
+
+@check("launch-bound", "the device waits for the CPU to launch kernels", loss=_idle_device)
+def launch_bound(case: Case) -> Hit | None:
+    """What: the device is idle for part of the compute time, although data is there.
+
+    Why: many small kernels take longer to launch than to run; larger batches, compiling or CUDA graphs help.
+
+    Example: a small U-Net at batch 2: 4,000 kernels of 5 µs, 8 µs to launch each.
+    """
+    accelerator, idle = case.observed.accelerator, _idle_device(case)
+    if accelerator is None or accelerator.device_busy_share is None or idle < STARVED:
+        return None
+    if accelerator.device_busy_share >= BUSY_DEVICE:
+        return None
+    fix = (
+        "compile_model=true, or a larger batch_size" if case.config_line else "torch.compile(model), or larger batches"
+    )
+    message = (
+        f"the device is busy {accelerator.device_busy_share:.0%} of the compute time: it waits for kernel launches"
+    )
+    return Hit(message, fix, speedup_without(idle))
+
+
+@check("torch-2.9-conv3d")
+def slow_conv3d_of_torch_2_9(case: Case) -> Hit | None:
+    """What: torch 2.9 with 3D convolutions.
+
+    Why: it turns cuDNN off for them; with AMP they take up to four times as long (pytorch #166122); 2.8 and 2.10 do
+    not. 2.9.1 turns it on again with cuDNN 9.15 and newer.
+
+    Example: nnU-Net after `pip install -U torch` in October 2025.
+    """
+    version = case.observed.torch_version
+    if version is None or not version.startswith("2.9.") or not case.observed.convolves_3d:
+        return None
+    compute, elapsed = case.observed.compute_s, case.observed.elapsed_s
+    share = compute / elapsed if compute is not None and elapsed > 0 else None
+    # Published: 4x in the worst case. A quarter of the compute time is what could remain.
+    return Hit(
+        f"torch {version} runs 3D convolutions with AMP up to four times slower (pytorch issue 166122)",
+        "pip install 'torch>=2.10'",
+        None if share is None else Estimate(1.0, 1 / (1 - share * 0.5), 1 / (1 - share * 0.75)),
+    )
+
+
+@check("compute-bound", "the model takes the time, the data keeps up", loss=_nothing)
+def compute_bound(case: Case) -> Hit | None:
+    """What: data is there when the loop asks for it.
+
+    Why: no change of the data path can make this faster. Stop tuning it.
+
+    Example: wait 1 %: with num_workers 8 or 32, the step takes as long as the network does.
+    """
+    share = case.observed.wait_share
+    if share is None or share >= STARVED or not case.observed.steps:
+        return None
+    gain = case.gain("accelerator")
+    faster = "" if gain is None else f"; a 2x faster accelerator would give {gain.expected:.1f}x"
+    return Hit(f"the loop waits for data only {share:.1%} of the time{faster}", "stop tuning the data pipeline")
+
+
+@check("page-cache-too-small")
+def page_cache_too_small(case: Case) -> Hit | None:
+    """What: the files do not fit into the memory that is left to cache them, so every epoch reads them cold.
+
+    Why: with a little more memory, or smaller files, all epochs but the first would read from memory.
+
+    Example: 140 GB of ImageNet on a host with 62 GB: the second epoch is as slow as the first.
+    """
+    storage, host = case.observed.storage, case.observed.host
+    if storage is None or host is None or not case.starved or not case.is_blocked:
+        return None
+    if storage.dataset_bytes is None or host.page_cache_bytes is None or storage.remote is not False:
+        return None
+    if storage.dataset_bytes <= host.page_cache_bytes:
+        return None
+    return Hit(
+        f"{storage.dataset_bytes / 1e9:.1f} GB of files, and {host.page_cache_bytes / 1e9:.1f} GB of memory to cache "
+        "them: every epoch reads from disk",
+        "stoker pack DATA FOLDER --longest 500 --quality 90" if case.config_line else "smaller files, or more memory",
+        case.gain("packing"),
+    )
+
+
+@check("slow-pcie-link")
+def slow_link(case: Case) -> Hit | None:
+    """What: the device is connected with fewer lanes, or an older generation, than it could use.
+
+    Why: a card in the wrong slot, a riser or a BIOS setting halves the rate of every copy.
+
+    Example: an x16 card that runs at x4 beside an NVMe card.
+    """
+    accelerator = case.observed.accelerator
+    if accelerator is None:
+        return None
+    slower = []
+    if accelerator.pcie_width and accelerator.pcie_width_max and accelerator.pcie_width < accelerator.pcie_width_max:
+        slower.append(f"x{accelerator.pcie_width} of x{accelerator.pcie_width_max} lanes")
+    generation, most = accelerator.pcie_generation, accelerator.pcie_generation_max
+    if generation and most and generation < most:
+        slower.append(f"generation {generation} of {most}")
+    if not slower:
+        return None
+    return Hit(
+        f"the device's PCIe link runs at {' and '.join(slower)}",
+        "check with `nvidia-smi -q -d PCIE` while training; try another slot, or its BIOS setting",
+        speedup_without(_transfer(case)) if _transfer(case) else None,
+    )
+
+
+@check("shared-memory-tight")
+def shared_memory_tight(case: Case) -> Hit | None:
+    """What: /dev/shm is nearly full, or will be when every worker has its batches in flight.
+
+    Why: a worker that writes beyond its end is killed by SIGBUS ('DataLoader worker is killed by signal: Bus error').
+
+    Example: docker's 64 MB, 4 workers x 2 batches of 19 MB.
+    """
+    host, shape = case.observed.host, case.observed.loader
+    if host is None or not host.shm_bytes or shape is None or shape.engine != "process" or shape.workers == 0:
+        return None
+    size = next((b.bytes for b in case.observed.batches if b.bytes is not None), None)
+    in_flight = None if size is None else size * shape.workers * (shape.prefetch or 2)
+    most = max((value for value in (host.shm_used_bytes, in_flight) if value is not None), default=None)
+    if most is None or most < TIGHT * host.shm_bytes:
+        return None
+    what = "were used" if most == host.shm_used_bytes else "are needed once every worker has its batches in flight"
+    return Hit(
+        f"{most / 1e6:,.0f} MB of /dev/shm's {host.shm_bytes / 1e6:,.0f} MB {what}",
+        f"docker run --shm-size=8g, or {case.setting('prefetch_factor', 1)}",
+    )

@@ -1,10 +1,11 @@
-"""Writing files so that a reader, or a crash, never sees half of one."""
+"""Files that are never seen half-written, and the user's cache of measured figures."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def atomic_file(path: Path, mode: str = "w") -> Iterator[Any]:
-    """A file that appears under `path` whole, once the block ends without an error, or not at all."""
+    """A file that replaces `path` when the block ends without an error; until then the old file stays."""
     assert mode in ("w", "wb")
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder: a rename is atomic only within one file system.
@@ -24,7 +25,7 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[Any]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp makes files that only their owner reads; a run folder is often shared by a team.
+        # mkstemp makes files that only the owner can read; a run folder is often shared by a team.
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
     except BaseException:
@@ -35,19 +36,19 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """The whole text under `path`, or the old file untouched."""
+    """Replaces the file by this text, or leaves the old one untouched."""
     with atomic_file(path) as stream:
         stream.write(text)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """The whole data under `path`, or the old file untouched."""
+    """Replaces the file by these bytes, or leaves the old one untouched."""
     with atomic_file(path, "wb") as stream:
         stream.write(data)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a rename in this folder survive a power cut, where the file system can."""
+    """Makes a rename in this folder survive a power cut, if the file system can."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -56,8 +57,39 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def cache_folder() -> Path:
+    """The user's folder for what can be measured or made again: `stoker` below XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises without a home
+    return Path(base).absolute() / "stoker"
+
+
+def remember(name: str, key: str, measure: Callable[[], Any], usable: Callable[[Any], bool]) -> Any:
+    """The figure that the cache file `name` holds under `key`, or a new one, which is stored there if it is usable.
+
+    The key holds everything that the figure depends on. A damaged file or entry counts as absent, and a folder that
+    cannot be written to only costs the measurement at every start.
+    """
+    path = cache_folder() / name
+    known = _read_object(path).get(key)
+    if usable(known):
+        return known
+    figure = measure()
+    if usable(figure):
+        with suppress(OSError):
+            write_text(path, json.dumps(_read_object(path) | {key: figure}, indent=1) + "\n")
+    return figure
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
 def _umask() -> int:
-    # The only portable way to read it is to set it; the thread-safe one is Linux's.
+    # The only portable way to read it is to set it; this one is Linux's, and safe beside other threads.
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

@@ -225,7 +225,7 @@ def test_a_change_is_tried_and_its_prediction_kept_with_its_error(stoker: Run, l
     assert "a consumer of 250 images/s stands in for the model (as given)" in ended.err
     document = ended.json
     assert document["ceiling_images_per_second"] == pytest.approx(250)
-    assert document["not_seen"][0] == "the model: a consumer of 250 images/s stood in for it"
+    assert document["not_seen"][0] == "the model: replaced by a consumer of 250 images/s"
     confirmed = document["confirmed"]
     # Making batches beside the consumer, instead of after it, is faster on any machine.
     assert confirmed["settings"]["num_workers"] >= 1

@@ -15,7 +15,7 @@ import pytest
 from stoker.clock.reading import observed_from
 from stoker.config import Config, config_values, load_config
 from stoker.doctor.trial_process import ceiling_trial, together_trial
-from stoker.doctor.trials import in_another_process, run_trials
+from stoker.doctor.trials import run_trials, try_in_child
 from stoker.errors import UserError
 from stoker.machine.host import fit_to_machine, read_machine
 from tests.support.tiny_training import write_config, write_images
@@ -49,7 +49,7 @@ def job(seconds: float, **parts: Any) -> dict[str, Any]:
 def test_a_paced_consumer_shows_everything_but_the_model(config_file: Path) -> None:
     told: list[tuple[str, float, float]] = []
     seen = run_trials(load(config_file), 1.5, pace_s=0.02, progress=lambda *parts: told.append(parts))
-    assert seen.missing == ("the model: a consumer of 400 images/s stood in for it",)
+    assert seen.missing == ("the model: replaced by a consumer of 400 images/s",)
     assert seen.source == "trial"
     assert seen.steps > 5
     assert seen.elapsed_s > 0
@@ -106,7 +106,7 @@ def test_data_that_is_not_there_is_said_at_once(config_file: Path, tmp_path: Pat
 def test_an_error_of_the_user_comes_back_from_the_process_as_one(config_file: Path, tmp_path: Path) -> None:
     config = load(config_file, f"data_root={tmp_path}/nowhere")
     with pytest.raises(UserError) as caught:
-        in_another_process({**job(1.0), "trial": "storage", "config": config_values(config)}, lambda _seconds: None)
+        try_in_child({**job(1.0), "trial": "storage", "config": config_values(config)}, lambda _seconds: None)
     assert caught.value.name == "data-not-found"
     assert caught.value.hint
 

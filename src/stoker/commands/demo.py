@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from importlib import resources
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from stoker.commands.options import JsonOption, let_threads_sleep
 from stoker.console import say
 from stoker.errors import UserError
+from stoker.files import cache_folder, write_text
 
 if TYPE_CHECKING:
     from stoker.tasks.demo import DemoResult
@@ -28,7 +28,7 @@ def run_demo(folder: Path | None, fresh: bool) -> tuple[int, DemoResult]:
     """Trains, or finds that it was done before; the exit code of the training and what came of it."""
     began = time.monotonic()
     let_threads_sleep()
-    config = _prepare((folder or default_folder()).absolute())
+    config = _prepare((folder or cache_folder() / "demo").absolute())
 
     from stoker.commands.train import train_from_config
     from stoker.config import load_config
@@ -48,15 +48,8 @@ def run_demo(folder: Path | None, fresh: bool) -> tuple[int, DemoResult]:
     )
 
 
-def default_folder() -> Path:
-    """In the user's cache: it can be made again at any time."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises
-    return Path(base) / "stoker" / "demo"
-
-
 def _prepare(folder: Path) -> Path:
     """The digits and a config that names them, below `folder`; every later command can take that config."""
-    from stoker.files import write_text
     from stoker.tasks.demo import write_digits
 
     config, digits = folder / CONFIG_NAME, folder / "digits"

@@ -1,48 +1,58 @@
-"""One trial in a process of its own, `python -m stoker.doctor.trial_process FD`: whatever it does ends with it."""
+"""What each trial of the doctor does. Runs in a child process (`stoker.doctor.trials` starts it)."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stoker.clock.file import clock_header
+from stoker.clock.file import HEADER, clock_header, interval_record
 from stoker.clock.reading import NEWEST
 from stoker.clock.steps import Interval, StepClock
 from stoker.config import Config
-from stoker.errors import StokerError
-from stoker.machine.loader_speed import ENDLESS, ReportSeconds, Stopwatch, consume_at_pace
-from stoker.machine.storage import describe_storage
+from stoker.data.store.stores import open_store
+from stoker.machine.accelerators import device_busy_share, measure_transfer
+from stoker.machine.host import HostWatch
+from stoker.machine.loader_speed import (
+    ENDLESS,
+    Replay,
+    ReportSeconds,
+    Stopwatch,
+    batches_to_replay,
+    consume_at_pace,
+    measure_loader,
+    repeated,
+)
+from stoker.machine.storage import describe_storage, measure_local_disk, measure_storage
 from stoker.tasks.classify import build_run, open_data
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
 from stoker.train.loop import Run, train
 from stoker.train.observer import Silence, loader_shape, run_header
 from stoker.train.ranks import Ranks
 
-# The real loop for so many seconds: no validation, no checkpoint, no run folder.
+LOCAL_SHARE = 0.2
+"""Share of the storage trial's time for writing to a local disk and reading it back, if the data is remote."""
 
+TrialJob = dict[str, Any]
+"""`seconds`, `workers`, `cpus`, `pace_s` (None: the real model)."""
+TrialResult = dict[str, Any]
 Header = dict[str, Any]
 
 
-def build_trial(config: Config, job: dict[str, Any]) -> tuple[Run, Header]:
-    """A run as `stoker train` makes it on one device, and the header of its clock."""
+def build_trial(config: Config, job: TrialJob) -> tuple[Run, Header]:
+    """A run as `stoker train` builds it on one device, without validation, and the header of its clock."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(job["cpus"])
     data = replace(open_data(config, lambda _text: None), val=None)
     run = build_run(config, data, Ranks(), device, workers=job["workers"])
     run.clock = StepClock(device, keep=NEWEST)
-    # Full-size images, where they grow; a rate of zero, with which no loss can run away.
+    # The last epoch has full-size images, where they grow; with a rate of zero the loss cannot diverge.
     run.progress.epoch = config.epochs - 1
     run.horizon = replace(run.horizon, epochs=ENDLESS)
     run.peak_lr = 0.0
@@ -50,7 +60,7 @@ def build_trial(config: Config, job: dict[str, Any]) -> tuple[Run, Header]:
 
 
 def train_for(run: Run, seconds: float, tell: ReportSeconds) -> Interval:
-    """The steps of about so many seconds, after a warm-up."""
+    """The steps of about `seconds`, after a warm-up."""
     watch = Stopwatch(run.clock, seconds, tell)
     run.observer = _Until(watch)
     with suppress(_TimeIsUp):
@@ -59,11 +69,11 @@ def train_for(run: Run, seconds: float, tell: ReportSeconds) -> Interval:
 
 
 class _TimeIsUp(Exception):
-    """Not an error: the loop has no other end here."""
+    """Not an error: the only way out of the endless loop."""
 
 
 class _Until(Silence):
-    """Listens to a run until its time is up."""
+    """Stops a run when its time is up."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
@@ -73,13 +83,10 @@ class _Until(Silence):
             raise _TimeIsUp
 
 
-# The loader of a config with a consumer that only takes its time; needs no network, and imports none.
-
-
 def feed_at_pace(
-    config: Config, job: dict[str, Any], tell: ReportSeconds
+    config: Config, job: TrialJob, tell: ReportSeconds
 ) -> tuple[Interval, Header, Callable[[Sequence[int]], list[str]]]:
-    """The loader with a consumer that takes a batch every so many seconds and uses no core."""
+    """The loader with a consumer that takes a batch every `pace_s` seconds and uses no core."""
     samples = open_samples(config, "train")
     decoding, _ = choose_decoding(config, samples.index)
     plan = training_plan(config, samples, decoding)
@@ -96,48 +103,8 @@ def feed_at_pace(
     return interval, header, lambda numbers: [samples.index.name(number) for number in numbers]
 
 
-# One trial in a process of its own, `python -m stoker.tasks.trial_process FD`: whatever it does ends with it.
-#
-# A line of JSON on stdin says what to do; lines of JSON on the descriptor FD say how far it is and what came of it.
-# The end of stdin ends the process: it has no use without whoever asked.
-
-LOCAL_SHARE = 0.2
-"""Of the storage trial's time: for writing to this host's own disk and reading it back, where the data is elsewhere."""
-
-Job = dict[str, Any]
-Result = dict[str, Any]
-
-
-def main() -> None:
-    """Does the job of stdin, and answers."""
-    # Ctrl-C is for the process that asked, which ends this one in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    job: Job = json.loads(sys.stdin.readline())
-    threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
-
-    def send(kind: str, **parts: Any) -> None:
-        os.write(descriptor, json.dumps({"kind": kind, **parts}).encode() + b"\n")
-
-    with suppress(BrokenPipeError):
-        try:
-            trial = TRIALS[job["trial"]]
-            result = trial(Config.model_validate(job["config"]), job, lambda seconds: send("progress", done=seconds))
-            send("result", result=result)
-        except StokerError as error:
-            send("error", name=error.name, seen=error.seen, why=error.why, hint=error.hint, exit=error.exit_code)
-        except Exception as error:
-            send("bug", text=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-
-
-def storage_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:  # noqa: ARG001 - it takes no longer than it was given
-    """How the data's source answers."""
-    from stoker.data.store.stores import open_store
-    from stoker.machine.storage import measure_local_disk, measure_storage
-    from stoker.tasks.image_data import open_samples
-
+def storage_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialResult:  # noqa: ARG001 - it keeps to its time
+    """Latency and throughput of the storage that the data is on."""
     samples = open_samples(config, "train")
     missing: list[str] = []
     store = open_store(samples.index.root, max_object_bytes=config.max_image_bytes)
@@ -149,28 +116,20 @@ def storage_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:  # n
     return {"storage": asdict(facts), "missing": missing}
 
 
-def loader_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:  # noqa: ARG001
+def loader_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialResult:  # noqa: ARG001
     """The loader with a consumer that takes no time."""
-    from functools import partial
-
-    from stoker.machine.loader_speed import measure_loader, repeated
-    from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
-
     samples = open_samples(config, "train")
     decoding, _ = choose_decoding(config, samples.index)
     workers, seconds = job["workers"], job["seconds"]
-    # So long that no epoch ends within the measurement, whatever the speed.
+    # Long enough that no epoch ends within the measurement, however fast the loader is.
     wanted = max(config.batch_size * (workers + 4) * 3, int(seconds * 20_000 * max(1, workers)))
     plan = training_plan(config, repeated(samples, wanted), decoding)
     speed = measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
     return {"images_per_second": speed.images_per_second, "first_batch_s": speed.first_batch_s}
 
 
-def ceiling_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:
-    """The real model and step on batches that are already there; and the way to the device."""
-    from stoker.machine.accelerators import device_busy_share, measure_transfer
-    from stoker.machine.loader_speed import Replay, batches_to_replay
-
+def ceiling_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialResult:
+    """The real model and step on batches that are already in memory, and the copy to the device."""
     run, _ = build_trial(config, job)
     last = config.epochs - 1
     batches = batches_to_replay(run.train_loader(last).epoch(last))
@@ -188,16 +147,13 @@ def ceiling_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:
     }
 
 
-def together_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:
-    """The loader and its consumer: the real step, or one that only takes its time."""
-    from stoker.clock.file import HEADER, interval_record
-    from stoker.machine.host import HostWatch
-
+def together_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialResult:
+    """The loader and its consumer together: the real step, or a paced consumer."""
     watch = HostWatch()
 
     def look(seconds: float) -> None:
         if seconds == 0:
-            watch.facts()  # what was before, the building of the model among it, says nothing about steps
+            watch.facts()  # resets the figures: building the model says nothing about steps
         watch.look()
         tell(seconds)
 
@@ -216,22 +172,9 @@ def together_trial(config: Config, job: Job, tell: ReportSeconds) -> Result:
     return {"lines": [{"kind": "event", "event": HEADER, **header}, line]}
 
 
-TRIALS: dict[str, Callable[[Config, Job, ReportSeconds], Result]] = {
+TRIALS: dict[str, Callable[[Config, TrialJob, ReportSeconds], TrialResult]] = {
     "storage": storage_trial,
     "loader": loader_trial,
     "ceiling": ceiling_trial,
     "together": together_trial,
 }
-
-
-def _leave(_number: int, _frame: object) -> None:
-    raise SystemExit(0)
-
-
-def _leave_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

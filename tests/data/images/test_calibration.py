@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stoker.child import Parent
 from stoker.data.images import calibration
-from stoker.data.images.calibration import CalibrationResult, cache_file, choose_fastest, measure
+from stoker.data.images.calibration import CalibrationResult, choose_fastest, measure
 from stoker.data.images.decoders import available_decoders
 from stoker.data.images.decoding import Decoding, choose_decoder
+from tests.conftest import PROJECT
+from tests.support import decoder_trials as trials
 from tests.support import images
 
 CAP = 10_000_000
@@ -29,17 +33,19 @@ def files() -> list[bytes]:
     return [images.jpeg(images.noise(400, 300, seed), "420") for seed in range(6)]
 
 
-def trial(text: str) -> list[str]:
-    """A real process in the place of the measuring one."""
-    return [
-        sys.executable,
-        "-c",
-        "import os, signal, sys, json\norder = json.loads(sys.stdin.buffer.readline())\n" + text,
-    ]
+@pytest.fixture
+def cache_file(own_cache: Path) -> Path:
+    return own_cache / "stoker" / "decoder.json"
 
 
-# The longer a name, the slower.
-SAYS = "print(json.dumps({name: float(len(name)) for name in order['decoders']}))"
+Trial = Callable[[dict[str, Any], Parent], Any]
+Replace = Callable[[Trial], None]
+
+
+@pytest.fixture
+def replace_trial(monkeypatch: pytest.MonkeyPatch) -> Replace:
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    return lambda trial: monkeypatch.setattr(calibration, "decode_in_turn", trial)
 
 
 def test_the_fastest_on_the_users_own_files_is_chosen(files: list[bytes]) -> None:
@@ -52,44 +58,53 @@ def test_the_fastest_on_the_users_own_files_is_chosen(files: list[bytes]) -> Non
     assert not result.remembered
 
 
-def test_a_choice_is_remembered_and_not_measured_again(files: list[bytes], own_cache: Path) -> None:
+def test_a_choice_is_remembered_and_not_measured_again(
+    files: list[bytes], cache_file: Path, replace_trial: Replace
+) -> None:
     first = choose_fastest(NAMES, files, 64, CAP)
-    again = choose_fastest(NAMES, files, 64, CAP, trial("sys.exit('measured again')"))
+    replace_trial(trials.raises)
+    again = choose_fastest(NAMES, files, 64, CAP)
     assert again == CalibrationResult(first.choice, first.microseconds, remembered=True)
-    assert cache_file() == own_cache / "stoker" / "decoder.json"
+    assert cache_file.is_file()
 
 
-def test_what_a_choice_depends_on_is_measured_anew(files: list[bytes]) -> None:
-    command = trial(SAYS)
-    assert not choose_fastest(NAMES, files, 64, CAP, command).remembered
-    assert choose_fastest(NAMES, files, 64, CAP, command).remembered
-    assert not choose_fastest(NAMES, files, 128, CAP, command).remembered
-    assert not choose_fastest([*NAMES, "opencv"], files, 64, CAP, command).remembered
-    assert not choose_fastest(NAMES, [data * 4 for data in files], 64, CAP, command).remembered
-    assert choose_fastest(NAMES, [data + bytes(9) for data in files], 64, CAP, command).remembered
+def test_what_a_choice_depends_on_is_measured_anew(files: list[bytes], replace_trial: Replace) -> None:
+    replace_trial(trials.by_length)
+    assert not choose_fastest(NAMES, files, 64, CAP).remembered
+    assert choose_fastest(NAMES, files, 64, CAP).remembered
+    assert not choose_fastest(NAMES, files, 128, CAP).remembered
+    assert not choose_fastest([*NAMES, "opencv"], files, 64, CAP).remembered
+    assert not choose_fastest(NAMES, [data * 4 for data in files], 64, CAP).remembered
+    assert choose_fastest(NAMES, [data + bytes(9) for data in files], 64, CAP).remembered
 
 
-@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGSEGV)", "os.abort()", "sys.exit(3)"])
-def test_a_decoder_that_crashes_is_left_out(files: list[bytes], ending: str) -> None:
-    text = f"for name in order['decoders']:\n    print(name, flush=True)\n    if name == 'bad': {ending}\n" + SAYS
-    assert set(measure(["good", "bad", "fine"], files, 64, CAP, trial(text))) == {"good", "fine"}
+@pytest.mark.parametrize("trial", [trials.is_killed, trials.exits])
+def test_a_decoder_that_crashes_is_left_out(files: list[bytes], trial: Trial, replace_trial: Replace) -> None:
+    replace_trial(trial)
+    assert set(measure(["good", "bad", "fine"], files, 64, CAP)) == {"good", "fine"}
 
 
-def test_a_decoder_that_hangs_is_left_out(files: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "TRIAL_TIMEOUT_S", 2.0)
-    text = "import time\nif 'bad' in order['decoders']: print('bad', flush=True); time.sleep(60)\n" + SAYS
-    assert set(measure(["good", "bad"], files, 64, CAP, trial(text))) == {"good"}
+def test_a_decoder_that_hangs_is_left_out(
+    files: list[bytes], monkeypatch: pytest.MonkeyPatch, replace_trial: Replace
+) -> None:
+    monkeypatch.setattr(calibration, "TRIAL_TIMEOUT_S", 5.0)
+    replace_trial(trials.hangs)
+    assert set(measure(["good", "bad"], files, 64, CAP)) == {"good"}
 
 
-@pytest.mark.parametrize("text", ["sys.exit(1)", "print('nonsense')", "print('{}')"])
-def test_where_nothing_can_be_measured_the_first_is_taken(files: list[bytes], text: str) -> None:
-    assert choose_fastest(NAMES, files, 64, CAP, trial(text)) == CalibrationResult("simplejpeg", {}, remembered=False)
+@pytest.mark.parametrize("trial", [trials.fails, trials.raises, trials.says_nonsense, trials.finds_nothing])
+def test_where_nothing_can_be_measured_the_first_is_taken(
+    files: list[bytes], trial: Trial, replace_trial: Replace, cache_file: Path
+) -> None:
+    replace_trial(trial)
+    assert choose_fastest(NAMES, files, 64, CAP) == CalibrationResult("simplejpeg", {}, remembered=False)
+    assert not cache_file.exists()
 
 
-def test_no_files_or_one_decoder_need_no_measuring() -> None:
-    never = trial("sys.exit('measured')")
-    assert choose_fastest(NAMES, [], 64, CAP, never).choice == "simplejpeg"
-    assert choose_fastest(["pillow"], [b"x"], 64, CAP, never).choice == "pillow"
+def test_no_files_or_one_decoder_need_no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(calibration, "call")
+    assert choose_fastest(NAMES, [], 64, CAP).choice == "simplejpeg"
+    assert choose_fastest(["pillow"], [b"x"], 64, CAP).choice == "pillow"
 
 
 def test_bad_files_among_the_users_do_not_disturb(files: list[bytes]) -> None:
@@ -103,24 +118,29 @@ def test_a_decoder_that_is_not_there_is_left_out(files: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "not json", '{"a": 1}'])
-def test_a_damaged_cache_is_as_good_as_none(files: list[bytes], content: str) -> None:
-    cache_file().parent.mkdir(parents=True)
-    cache_file().write_text(content)
-    assert not choose_fastest(NAMES, files, 64, CAP, trial(SAYS)).remembered
-    assert choose_fastest(NAMES, files, 64, CAP, trial(SAYS)).remembered
+def test_a_damaged_cache_is_as_good_as_none(
+    files: list[bytes], content: str, cache_file: Path, replace_trial: Replace
+) -> None:
+    replace_trial(trials.by_length)
+    cache_file.parent.mkdir(parents=True)
+    cache_file.write_text(content)
+    assert not choose_fastest(NAMES, files, 64, CAP).remembered
+    assert choose_fastest(NAMES, files, 64, CAP).remembered
 
 
-def test_a_damaged_entry_is_measured_again(files: list[bytes]) -> None:
-    choose_fastest(NAMES, files, 64, CAP, trial(SAYS))
+def test_a_damaged_entry_is_measured_again(files: list[bytes], cache_file: Path, replace_trial: Replace) -> None:
+    replace_trial(trials.by_length)
+    choose_fastest(NAMES, files, 64, CAP)
     for damage in (7, {"simplejpeg": "fast"}, {"unknown": 1.0}, {}):
-        known = json.loads(cache_file().read_text())
-        cache_file().write_text(json.dumps(dict.fromkeys(known, damage)))
-        assert not choose_fastest(NAMES, files, 64, CAP, trial(SAYS)).remembered
+        known = json.loads(cache_file.read_text())
+        cache_file.write_text(json.dumps(dict.fromkeys(known, damage)))
+        assert not choose_fastest(NAMES, files, 64, CAP).remembered
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
-    files: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace_trial: Replace
 ) -> None:
+    replace_trial(trials.by_length)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert choose_fastest(NAMES, files, 64, CAP, trial(SAYS)).choice == "pillow"
+    assert choose_fastest(NAMES, files, 64, CAP).choice == "pillow"

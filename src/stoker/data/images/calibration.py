@@ -1,27 +1,35 @@
-"""Chooses a decoder by measuring them on the user's own files, and remembers the choice."""
+"""Chooses a decoder by measuring all of them on the user's own files, and remembers the choice."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import subprocess
-import sys
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from stoker.files import write_text
+import numpy as np
+
+from stoker.child import ChildDied, ChildFailed, ChildTooSlow, Parent, call
+from stoker.data.draws import sample_keys
+from stoker.data.images.crops import CropRange, draw_crops
+from stoker.data.images.decoding import Decoding
+from stoker.data.images.headers import BadImage, Box, ImageHeader
+from stoker.files import remember
 from stoker.run.environment import describe_host
 
 FORMAT = 1
+CACHE_FILE = "decoder.json"
 MOST_FILES = 64
-# The trial decodes for about a second; this is for a library that hangs.
+# A trial decodes for about a second; this is for a library that hangs.
 TRIAL_TIMEOUT_S = 60.0
-TRIAL = (sys.executable, "-m", "stoker.data.images.decoder_trial")
+ROUNDS = 3
+# For all rounds together; files beyond that are left out.
+BUDGET_S = 1.0
+FEWEST_FILES = 4
 _PACKAGES = ("simplejpeg", "opencv-python-headless", "nvidia-nvimgcodec-cu13", "pillow", "turbojpeg", "numpy")
 
 
@@ -31,77 +39,129 @@ class CalibrationResult:
 
     choice: str
     microseconds: dict[str, float]
-    """For one image on one core, by each decoder that got through all files; empty where none was measured."""
+    """Per image on one core, for each decoder that decoded all files; empty if nothing was measured."""
     remembered: bool
-    """Whether the figures are those of an earlier run."""
+    """Whether the figures were measured by an earlier run."""
 
 
-def choose_fastest(
-    available: Sequence[str], files: Sequence[bytes], size: int, max_pixels: int, command: Sequence[str] = TRIAL
-) -> CalibrationResult:
-    """The fastest of the available decoders on these files; the first of them where nothing can be measured."""
+def choose_fastest(available: Sequence[str], files: Sequence[bytes], size: int, max_pixels: int) -> CalibrationResult:
+    """The fastest of the available decoders on these files; the first one if nothing can be measured."""
     files = files[:MOST_FILES]
     if len(available) == 1 or not files:
         return CalibrationResult(available[0], {}, remembered=False)
-    path, key = cache_file(), _key(available, files, size)
-    remembered = _figures(_read(path).get(key), available)
-    if remembered:
-        return CalibrationResult(_fastest(remembered), remembered, remembered=True)
-    measured = measure(available, files, size, max_pixels, command)
-    if not measured:
+    measured: dict[str, float] = {}
+
+    def measure_now() -> dict[str, float]:
+        measured.update(measure(available, files, size, max_pixels))
+        return measured
+
+    found = remember(CACHE_FILE, _key(available, files, size), measure_now, lambda value: _usable(value, available))
+    if not found:
         return CalibrationResult(available[0], {}, remembered=False)
-    with suppress(OSError):  # a home that cannot be written to costs a second at each start, no more
-        write_text(path, json.dumps(_read(path) | {key: measured}, indent=1) + "\n")
-    return CalibrationResult(_fastest(measured), measured, remembered=False)
+    return CalibrationResult(_fastest(found), found, remembered=not measured)
 
 
-def measure(
-    decoders: Sequence[str], files: Sequence[bytes], size: int, max_pixels: int, command: Sequence[str] = TRIAL
-) -> dict[str, float]:
-    """Microseconds for an image by each decoder that gets through all files.
+def measure(decoders: Sequence[str], files: Sequence[bytes], size: int, max_pixels: int) -> dict[str, float]:
+    """Microseconds per image for each decoder that decodes all files.
 
-    In a process of its own: a decoder that crashes is left out, and the training lives on."""
+    Measured in a child process: a decoder that crashes or hangs is left out, and training goes on without it.
+    """
     left = list(decoders)
     while left:
-        order = {"decoders": left, "size": size, "max_pixels": max_pixels, "lengths": [len(data) for data in files]}
-        message = json.dumps(order).encode() + b"\n" + b"".join(files)
+        job = {"decoders": left, "size": size, "max_pixels": max_pixels, "files": list(files)}
+        at_work: list[str] = []
         try:
-            done = subprocess.run(command, input=message, capture_output=True, timeout=TRIAL_TIMEOUT_S)
-            lines, ended = done.stdout.decode(errors="replace").splitlines(), done.returncode == 0
-        except subprocess.TimeoutExpired as error:
-            lines, ended = (error.stdout or b"").decode(errors="replace").splitlines(), False
-        except OSError:
+            found = call(decode_in_turn, job, on_message=at_work.append, timeout_s=TRIAL_TIMEOUT_S)
+            return found if _usable(found, left) else {}
+        except (ChildDied, ChildTooSlow):
+            if not at_work:
+                return {}
+            left.remove(at_work[-1])
+        except (ChildFailed, OSError):
             return {}
-        if ended and lines:
-            with suppress(ValueError):
-                return _figures(json.loads(lines[-1]), left)
-            return {}
-        # The last line names the decoder that was at work when the process died.
-        if not lines or lines[-1] not in left:
-            return {}
-        left.remove(lines[-1])
     return {}
 
 
-def cache_file() -> Path:
-    """Where choices are remembered."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises
-    return Path(base) / "stoker" / "decoder.json"
+def decode_in_turn(job: dict[str, Any], parent: Parent) -> dict[str, float]:
+    """The trial, in the child: each image's best time of several rounds, all decoders on one image in turn.
+
+    Sends the name of a decoder before it decodes: after a crash the parent knows which one it was.
+    """
+    files: list[bytes] = job["files"]
+    out = np.empty((job["size"], job["size"], 3), np.uint8)
+    decoders = {}
+    for name in job["decoders"]:
+        parent.send(name)
+        decoding = Decoding(name, job["max_pixels"])
+        if _starts(decoding, files[0], out):
+            decoders[name] = decoding
+    best: dict[str, dict[int, float]] = {name: {} for name in decoders}
+    crops, start = _crops(files), time.perf_counter()
+    for round_number in range(ROUNDS):
+        for number in list(crops):
+            for name in list(decoders):
+                parent.send(name)
+                seconds = _seconds(decoders[name], *crops[number], out)
+                if seconds is None:
+                    del decoders[name]
+                    continue
+                best[name][number] = min(seconds, best[name].get(number, seconds))
+            spent = time.perf_counter() - start
+            if round_number == 0 and number >= FEWEST_FILES and spent > BUDGET_S / ROUNDS:
+                crops = {kept: crop for kept, crop in crops.items() if kept <= number}
+                break
+    return {name: round(1e6 * sum(best[name].values()) / len(crops), 1) for name in decoders if crops}
+
+
+def _crops(files: list[bytes]) -> dict[int, tuple[bytes, ImageHeader, Box]]:
+    """The files that Pillow can decode, each with a random crop; a bad file must not count against a decoder."""
+    keys = sample_keys(0, 0, np.arange(len(files)), np.zeros(len(files), np.int64))
+    draws, pillow, out = draw_crops(keys, CropRange()), Decoding(), np.empty((8, 8, 3), np.uint8)
+    crops = {}
+    for number, data in enumerate(files):
+        try:
+            header = pillow.read_header(data)
+            pillow.fast_crop_into(data, header, Box(0, 0, header.height, header.width), out)
+        except BadImage:
+            continue
+        crops[number] = data, header, draws.box(number, header.width, header.height)
+    return crops
+
+
+def _starts(decoding: Decoding, data: bytes, out: Any) -> bool:
+    """Whether the library loads; its first decoding includes the loading and is not timed."""
+    try:
+        header = decoding.read_header(data)
+        decoding.fast_crop_into(data, header, Box(0, 0, header.height, header.width), out)
+    except BadImage:
+        pass
+    except Exception:
+        return False
+    return True
+
+
+def _seconds(decoding: Decoding, data: bytes, header: ImageHeader, box: Box, out: Any) -> float | None:
+    start = time.perf_counter()
+    try:
+        decoding.fast_crop_into(data, header, box, out)
+    except Exception:  # whatever it is: this decoder cannot decode these files
+        return None
+    return time.perf_counter() - start
 
 
 def _fastest(microseconds: Mapping[str, float]) -> str:
     return min(microseconds, key=lambda name: microseconds[name])
 
 
-def _figures(value: Any, names: Sequence[str]) -> dict[str, float]:
-    """A table of figures for these decoders as it was read, or an empty one where it is something else."""
-    if not isinstance(value, dict) or not set(value) <= set(names):
-        return {}
-    return value if all(isinstance(time, float) for time in value.values()) else {}
+def _usable(value: Any, names: Sequence[str]) -> bool:
+    """Whether this is a table of microseconds for some of these decoders."""
+    if not isinstance(value, dict) or not value or not set(value) <= set(names):
+        return False
+    return all(isinstance(time, float) for time in value.values())
 
 
 def _key(available: Sequence[str], files: Sequence[bytes], size: int) -> str:
-    """What a choice depends on, as text; file sizes only by powers of two."""
+    """Everything that a choice depends on, as text; file sizes are rounded to powers of two."""
     mean_bytes = sum(len(data) for data in files) / len(files)
     bucket = round(math.log2(max(mean_bytes, 1)))
     host = describe_host()["cpu"]
@@ -116,11 +176,3 @@ def _versions() -> list[str | None]:
         except metadata.PackageNotFoundError:
             found.append(None)
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        if isinstance(content, dict):
-            return content
-    return {}

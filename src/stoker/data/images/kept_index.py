@@ -27,7 +27,7 @@ from stoker.data.images.listing import THREADS, ClassListing, Seen, class_names
 from stoker.data.images.sample_index import IndexUnreadable, SampleIndex, digest_of, load_index, save_index
 from stoker.data.store.stores import is_url
 from stoker.errors import UserError
-from stoker.files import write_text
+from stoker.files import cache_folder, write_text
 from stoker.redact import redact_text
 
 FORMAT = 1
@@ -55,8 +55,7 @@ def keeping_folders(place: str, index_dir: Path | None) -> list[Path]:
     name = f"{word}-{hashlib.blake2b(place.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
     if index_dir is not None:
         return [index_dir.absolute() / name]
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises
-    in_cache = Path(base).absolute() / "stoker" / "index" / name
+    in_cache = cache_folder() / "index" / name
     return [in_cache] if is_url(place) else [Path(place) / BESIDE, in_cache]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rounds import keep
-from stoker.machine.loader_memory import SIZE, Engine, measure_loader_memory, run_trial
+from stoker.machine.loader_memory import SIZE, Engine, measure_loader_memory, start_trial, trial_of
 from stoker.plan.host_memory import LoaderShape, loader_parts
 
 WORKERS, PREFETCH, BATCHES = (1, 2, 4), (2, 4), (32, 128)
@@ -31,7 +31,8 @@ def main() -> int:
                 for batch in BATCHES:
                     cell = (workers, prefetch, batch)
                     predicted = sum(loader_parts(LoaderShape(engine, *cell, SIZE), memory).values())
-                    trial = run_trial(engine, [cell], images=arguments.images)
+                    with start_trial(engine, [cell], images=arguments.images) as child:
+                        trial = trial_of(child)
                     peak = trial.peaks[0]
                     error = predicted / peak.total_bytes - 1
                     rows.append(

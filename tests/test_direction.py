@@ -33,8 +33,6 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 PURE = {"doctor/checks", "clock/observed.py", "plan/records.py", "doctor/records.py", "errors.py", "redact.py"}
 """Plain Python: a check sees facts, and neither measures nor computes with arrays."""
 HEAVY = {"torch", "torchvision", "timm", "numpy", "cv2", "monai"}
-OWN_OUTPUT = {"machine/loader_memory_trial.py": "answers its parent"}
-"""Modules that write to a stream themselves, and why."""
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -65,7 +63,7 @@ def wrong_imports(module: str, imports: list[tuple[int, str]]) -> list[str]:
 
 def prints(module: str, text: str) -> list[str]:
     """Where a module writes to the terminal itself: by print, or by the streams of sys."""
-    if module in ("console.py", *OWN_OUTPUT):
+    if module == "console.py":
         return []
     found = []
     for node in ast.walk(ast.parse(text)):

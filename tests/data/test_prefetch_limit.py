@@ -17,7 +17,7 @@ from stoker.data.images.decoding import choose_decoder
 from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import all_samples
 from stoker.data.loader import Engine, ImageLoader, LoaderOptions
-from stoker.machine.loader_memory_trial import plan_over
+from stoker.machine.loader_memory import plan_over
 from stoker.machine.loader_speed import repeated
 from stoker.machine.memory import tree_memory
 

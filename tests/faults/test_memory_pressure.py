@@ -30,7 +30,7 @@ def main():
     from stoker.data.images.opening import open_index
     from stoker.data.images.sample_index import all_samples
     from stoker.data.loader import ImageLoader, LoaderOptions
-    from stoker.machine.loader_memory_trial import generate_images, plan_over
+    from stoker.machine.loader_memory import generate_images, plan_over
     from stoker.machine.loader_speed import repeated
     from stoker.machine.memory import read_memory
     from stoker.train.prefetch_guard import PrefetchGuard

@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stoker.machine.loader_memory import STATED, Trial, cache_file, measure_loader_memory, parts_of
+from stoker.machine import loader_memory
+from stoker.machine.loader_memory import STATED, Trial, measure_loader_memory, parts_of
 from stoker.machine.memory import TreeMemory, read_memory, tree_memory, tree_pids, used_by_others_bytes
+from tests.conftest import PROJECT
+from tests.support import decoder_trials as trials
 
 MEGABYTE = 1_000_000
 GIGABYTE = 1_000_000_000
@@ -42,21 +47,23 @@ def test_a_loader_is_measured_once_and_then_remembered(tmp_path: Path, monkeypat
     assert 2 * MEGABYTE < found.worker < 200 * MEGABYTE
     assert found.thread < 100 * MEGABYTE
     assert 20_000 < found.image_bytes < 500_000
-    assert cache_file().is_file()
+    assert (tmp_path / "stoker" / "loader_memory.json").is_file()
     started = time.perf_counter()
     assert measure_loader_memory(decoder="simplejpeg", measure=False) == found
     assert time.perf_counter() - started < 1
 
 
+@pytest.mark.parametrize("trial", [trials.fails, trials.raises])
 def test_the_stated_figures_are_used_where_nothing_can_be_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trial: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert measure_loader_memory(command=[sys.executable, "-c", "raise SystemExit(1)"]) == STATED
-    assert measure_loader_memory(command=[str(tmp_path / "none")]) == STATED
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    monkeypatch.setattr(loader_memory, "run_loaders", trial)
+    assert measure_loader_memory() == STATED
     assert measure_loader_memory(measure=False) == STATED
     assert not STATED.measured
-    assert not cache_file().exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_parts_are_told_apart() -> None:

@@ -12,7 +12,7 @@ from stoker.data.images.decoding import choose_decoder
 from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import all_samples
 from stoker.data.loader import ImageLoader, LoaderOptions
-from stoker.machine.loader_memory_trial import generate_images, plan_over
+from stoker.machine.loader_memory import generate_images, plan_over
 from stoker.machine.memory import MemoryState
 from stoker.train.prefetch_guard import GROW_AFTER_S, SETTLE_S, PrefetchGuard, in_flight_levels
 

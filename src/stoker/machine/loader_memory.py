@@ -1,59 +1,71 @@
-"""What a loader's parts cost in memory on this machine, measured by running it for a few seconds."""
+"""How much memory the parts of a loader take on this machine, measured by running one for a few seconds."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import subprocess
-import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from stoker.data.engines.making import batches_held
-from stoker.files import write_text
-from stoker.machine.memory import TreeMemory
+from stoker.child import Child, ChildFailed, Parent
+from stoker.data.engines.making import BatchPlan, batches_held
+from stoker.errors import StokerError
+from stoker.files import remember as remember_figures
+from stoker.machine.memory import TreeMemory, tree_memory
+
+if TYPE_CHECKING:
+    from stoker.data.images.decoding import Decoding
+    from stoker.data.images.sample_index import SampleSet
+    from stoker.data.loader import LoaderOptions
 
 FORMAT = 1
-TRIAL = (sys.executable, "-m", "stoker.machine.loader_memory_trial")
+CACHE_FILE = "loader_memory.json"
 # A trial takes five seconds; this is for a machine that is busy with other things.
 TRIAL_TIMEOUT_S = 240.0
 # Small batches, so that a trial takes seconds: what grows with the batch is computed, not measured.
 FEW_WORKERS, MORE_WORKERS, PREFETCH, BATCH, SIZE = 1, 3, 2, 16, 224
+LOOK_EVERY_S = 0.03
+# A loader that is not full after this time is stuck.
+FILLING_S = 60.0
+# ImageNet's shape. Only the size matters, not what the images show.
+GENERATED_IMAGES = 24
+GENERATED_SHAPE = (375, 500, 3)
+GENERATED_QUALITY = 90
 _PACKAGES = ("torch", "numpy", "opencv-python-headless", "simplejpeg", "nvidia-nvimgcodec-cu13", "turbojpeg", "timm")
 
 Engine = Literal["process", "thread"]
 
 
 class LoaderMemoryUnknown(Exception):
-    """The trial did not run through; the stated figures have to do."""
+    """The trial failed; use the stated figures."""
 
 
 @dataclass(frozen=True)
 class LoaderMemory:
-    """What the parts of a loader take, in bytes, apart from the batches themselves."""
+    """Bytes that the parts of a loader take, apart from the batches themselves."""
 
     process: int
     """A process with Python, torch and the loader's modules."""
     fork_server: int
-    """Of worker processes: the process that they are forked from, once for each loading process."""
+    """The process that worker processes are forked from: one for each process that loads."""
     worker: int
-    """Each further worker process, apart from the bytes of the batch that it decodes."""
+    """Each worker process, apart from the files of the batch that it decodes."""
     thread: int
-    """Each further worker thread: decoder, scratch, its share of the heap."""
+    """Each worker thread: decoder, scratch space, its share of the heap."""
     image_bytes: int
-    """Mean size of an image file: a worker holds those of the batch that it decodes."""
+    """Mean size of an image file: a worker holds all files of the batch that it decodes."""
     measured: bool
     """False for the stated figures."""
 
 
-# Measured with torch 2.15 on Linux (results/loader_memory), the process with what training imports (240 MB of it);
-# ImageNet's mean file.
+# Measured with torch 2.15 on Linux (results/loader_memory); the process includes the imports of training (240 MB);
+# image_bytes is ImageNet's mean.
 STATED = LoaderMemory(
     process=820_000_000,
     fork_server=320_000_000,
@@ -66,10 +78,10 @@ STATED = LoaderMemory(
 
 @dataclass(frozen=True)
 class Trial:
-    """One process in which loaders ran one after the other."""
+    """Memory of one process in which loaders ran one after the other."""
 
     before: TreeMemory
-    """With everything imported, before the first loader was opened."""
+    """After all imports, before the first loader was opened."""
     peaks: tuple[TreeMemory, ...]
     open_files: tuple[int, ...]
     image_bytes: float
@@ -82,39 +94,34 @@ def measure_loader_memory(
     modules: Sequence[str] = (),
     measure: bool = True,
     remember: bool = True,
-    command: Sequence[str] = TRIAL,
 ) -> LoaderMemory:
-    """What a loader's parts take here, from two short trials side by side; the stated figures where they fail.
+    """The cost of a loader's parts on this machine, from two short trials side by side; STATED if they fail.
 
-    Without `measure` it returns at once, with what an earlier call has found or else with the stated figures.
+    With `measure=False` it returns at once, with the figures of an earlier call or else STATED.
 
-    `images` is a folder of class folders, generated where None. `modules` are imported first: what the process that
-    loads has imported besides.
+    `images` is a folder of class folders; None generates some. `modules` are imported first: whatever else the
+    process that loads has imported.
     """
-    path, key = cache_file(), _key(images, decoder, modules)
-    known = _read(path).get(key)
-    if remember and isinstance(known, dict):
-        with suppress(TypeError):  # of another version
-            return LoaderMemory(**known)
-    if not measure:
-        return STATED
-    few, more = (FEW_WORKERS, PREFETCH, BATCH), (MORE_WORKERS, PREFETCH, BATCH)
 
-    def run(trial: tuple[Engine, list[tuple[int, int, int]]]) -> Trial:
-        return run_trial(*trial, images=images, decoder=decoder, modules=modules, command=command)
+    def measure_now() -> dict[str, Any] | None:
+        if not measure:
+            return None
+        few, more = (FEW_WORKERS, PREFETCH, BATCH), (MORE_WORKERS, PREFETCH, BATCH)
+        try:
+            with (
+                start_trial("thread", [more], images=images, decoder=decoder, modules=modules) as threads,
+                start_trial("process", [few, more], images=images, decoder=decoder, modules=modules) as processes,
+            ):
+                return asdict(parts_of(trial_of(threads), trial_of(processes)))
+        except LoaderMemoryUnknown:
+            return None
 
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            found = parts_of(*pool.map(run, [("thread", [more]), ("process", [few, more])]))
-    except LoaderMemoryUnknown:
-        return STATED
-    if remember:
-        with suppress(OSError):  # a home that cannot be written to costs the trial at each start, no more
-            write_text(path, json.dumps(_read(path) | {key: asdict(found)}, indent=1) + "\n")
-    return found
+    key = _key(images, decoder, modules)
+    found = remember_figures(CACHE_FILE, key, measure_now, _usable) if remember else measure_now()
+    return STATED if found is None else LoaderMemory(**found)
 
 
-def run_trial(
+def start_trial(
     engine: Engine,
     cells: Sequence[tuple[int, int, int]],
     *,
@@ -122,30 +129,34 @@ def run_trial(
     images: Path | None = None,
     decoder: str = "auto",
     modules: Sequence[str] = (),
-    command: Sequence[str] = TRIAL,
-) -> Trial:
-    """Runs a loader for each (workers, prefetch, batch) in one fresh process; raises LoaderMemoryUnknown."""
-    order = {
+) -> Child:
+    """Starts a process that runs a loader for each (workers, prefetch, batch)."""
+    job = {
         "engine": engine, "cells": list(cells), "size": size, "images": None if images is None else str(images),
         "decoder": decoder, "modules": list(modules),
     }  # fmt: skip
     try:
-        done = subprocess.run(
-            list(command), input=json.dumps(order) + "\n", capture_output=True, text=True, timeout=TRIAL_TIMEOUT_S
-        )
-        found = json.loads(done.stdout)
-        return Trial(
-            before=TreeMemory(**found["before"]),
-            peaks=tuple(TreeMemory(**run["peak"]) for run in found["runs"]),
-            open_files=tuple(run["open_files"] for run in found["runs"]),
-            image_bytes=found["image_bytes"],
-        )
-    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
+        return Child(run_loaders, job, timeout_s=TRIAL_TIMEOUT_S)
+    except (ChildFailed, OSError) as error:
         raise LoaderMemoryUnknown(f"the loader's memory could not be measured: {error}") from error
 
 
+def trial_of(child: Child) -> Trial:
+    """What a started trial measured; raises LoaderMemoryUnknown."""
+    try:
+        found = child.wait()
+    except (ChildFailed, StokerError) as error:
+        raise LoaderMemoryUnknown(f"the loader's memory could not be measured: {error}") from error
+    return Trial(
+        before=TreeMemory(**found["before"]),
+        peaks=tuple(TreeMemory(**run["peak"]) for run in found["runs"]),
+        open_files=tuple(run["open_files"] for run in found["runs"]),
+        image_bytes=found["image_bytes"],
+    )
+
+
 def parts_of(threads: Trial, processes: Trial) -> LoaderMemory:
-    """The cost of each part, from a trial with threads, and one with few and then with more worker processes."""
+    """The cost of each part, from a trial with threads and one with few and then more worker processes."""
     held, batch_bytes = int(BATCH * threads.image_bytes), BATCH * SIZE * SIZE * 3
     before, with_threads = threads.before.anonymous_bytes, threads.peaks[0].anonymous_bytes
     buffers = batches_held("thread", MORE_WORKERS, PREFETCH) * batch_bytes
@@ -162,10 +173,92 @@ def parts_of(threads: Trial, processes: Trial) -> LoaderMemory:
     )
 
 
-def cache_file() -> Path:
-    """Where figures are remembered."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises
-    return Path(base) / "stoker" / "loader_memory.json"
+def run_loaders(job: dict[str, Any], _parent: Parent) -> dict[str, Any]:
+    """The trial: runs in a process of its own, so that it measures nothing else."""
+    # Imported here: whoever only reads remembered figures needs none of this.
+    import torch
+
+    from stoker.data.images.decoding import choose_decoder
+    from stoker.data.images.opening import open_index
+    from stoker.data.images.sample_index import all_samples
+    from stoker.data.loader import LoaderOptions
+    from stoker.machine.loader_speed import repeated
+
+    torch.set_num_threads(1)
+    for module in job["modules"]:
+        import_module(module)
+    with tempfile.TemporaryDirectory(prefix="stoker-memory-") as name:
+        images = job["images"] or generate_images(Path(name) / "images")
+        samples = all_samples(open_index(str(images), "", index_dir=Path(name) / "index"))
+        decoding, _ = choose_decoder(job["decoder"], list, job["size"])
+        before = tree_memory()
+        runs, image_bytes = [], 0.0
+        for workers, prefetch, batch in job["cells"]:
+            many = repeated(samples, batch * (2 * workers * prefetch + 4))
+            plan = plan_over(many, decoding, job["size"], batch)
+            options = LoaderOptions(engine=job["engine"], workers=workers, prefetch=prefetch)
+            peak, open_files, image_bytes = run_loader(plan, options)
+            runs.append({"peak": asdict(peak), "open_files": open_files})
+    return {"before": asdict(before), "image_bytes": image_bytes, "runs": runs}
+
+
+def plan_over(samples: SampleSet, decoding: Decoding, size: int, batch: int) -> BatchPlan:
+    """Random crops of these samples."""
+    from stoker.data.images.crops import CropRange, RandomCrop
+    from stoker.data.order import Order, Steps
+
+    view = RandomCrop(size, CropRange(), decoding)
+    return BatchPlan(samples, Order(len(samples)), Steps(len(samples), batch), view, 0, 0.5)
+
+
+def run_loader(plan: BatchPlan, options: LoaderOptions) -> tuple[TreeMemory, int, float]:
+    """Memory of the process tree and open files of this process at the peak, and the mean bytes per image.
+
+    The consumer waits until everything in flight is made, takes as many batches again, and waits once more: a loader
+    that is slower than its consumer never fills its buffers.
+    """
+    from stoker.data.loader import ImageLoader
+
+    loader = ImageLoader(plan, options)
+    # Threads start the next batch when it is requested, worker processes when the previous one is handed out.
+    all_made = loader.most_in_flight - (1 if loader.engine == "thread" else 0)
+    peak, open_files, read, images = TreeMemory(0, 0, 0, 0), 0, 0, 0
+    try:
+        for number, batch in enumerate(loader.epoch(0)):
+            read, images = read + batch.cost.bytes_read, images + len(batch)
+            full = number in (0, loader.most_in_flight + 1)
+            deadline = time.monotonic() + FILLING_S
+            while True:
+                now = tree_memory()
+                peak = now if now.total_bytes > peak.total_bytes else peak
+                if not full or loader.ready() >= all_made or time.monotonic() > deadline:
+                    break
+                time.sleep(LOOK_EVERY_S)
+            open_files = max(open_files, len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - a count
+            if number > loader.most_in_flight:
+                break
+    finally:
+        loader.close()
+    return peak, open_files, read / max(1, images)
+
+
+def generate_images(folder: Path, shape: tuple[int, int, int] = GENERATED_SHAPE) -> Path:
+    """Fills a folder of class folders with JPEGs, of about 100 kB in the default shape."""
+    import cv2
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    height, width, channels = shape
+    for number in range(GENERATED_IMAGES):
+        coarse = random.integers(0, 256, (height // 8, width // 8, channels), np.uint8)
+        pixels = cv2.resize(coarse, (width, height)).astype(np.int16) + random.integers(-20, 21, shape)
+        path = folder / f"class{number % 2}" / f"{number:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _, data = cv2.imencode(
+            ".jpg", pixels.clip(0, 255).astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, GENERATED_QUALITY]
+        )
+        path.write_bytes(data.tobytes())
+    return folder
 
 
 def _key(images: Path | None, decoder: str, modules: Sequence[str]) -> str:
@@ -177,8 +270,6 @@ def _key(images: Path | None, decoder: str, modules: Sequence[str]) -> str:
     return ", ".join([*what, "generated" if images is None else str(images)])
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
+def _usable(value: Any) -> bool:
+    """Whether these are figures as this version stores them."""
+    return isinstance(value, dict) and set(value) == {part.name for part in fields(LoaderMemory)}

@@ -136,7 +136,7 @@ def cost_of(seconds: float, *, measured: bool = True, **parts: int | float) -> B
 
 
 def test_sums_keep_what_was_never_measured_apart_from_zero() -> None:
-    total = BatchCost.zero()
+    total = BatchCost()
     assert total.on_cpu_s is None
     total.add(cost_of(1.0))
     assert total.per_image()["fetch"] == 0.5
@@ -147,7 +147,7 @@ def test_sums_keep_what_was_never_measured_apart_from_zero() -> None:
 
 
 def test_a_sum_names_the_slowest_sample_of_all() -> None:
-    total = BatchCost.zero()
+    total = BatchCost()
     for number, seconds in ((7, 0.1), (8, 0.5), (9, 0.2)):
         total.add(cost_of(1.0, slowest_sample=number, slowest_s=seconds))
     assert (total.slowest_sample, total.slowest_s) == (8, 0.5)

@@ -104,7 +104,7 @@ def test_on_a_terminal_the_screen_is_renewed_in_place(tmp_path: Path) -> None:
     os.close(ours)
     assert process.wait() == 0
     text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode()
-    assert "where a step goes" in text
+    assert "where a step's time goes" in text
     assert shown.rstrip().endswith(b"\x1b[?25h")  # the cursor is back
 
 

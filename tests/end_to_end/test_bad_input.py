@@ -166,7 +166,7 @@ def test_a_folder_that_cannot_be_written(train: Any, tmp_path: Path) -> None:
     done = train("runs_dir=file/runs")
     assert done.code == 2
     assert "error: run-folder-not-writable" in done.err
-    assert "hint: runs_dir=/a/folder/you/may/write" in done.err
+    assert "hint: runs_dir=/path/to/a/writable/folder" in done.err
 
 
 def test_an_image_that_is_none_is_named_and_replaced(train: Any, data: Path, tmp_path: Path) -> None:

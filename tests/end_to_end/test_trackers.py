@@ -208,7 +208,7 @@ def test_an_endpoint_that_hangs_delays_neither_the_steps_nor_the_exit(tmp_path: 
         assert done.close_s < 5
         # Nothing that W&B registered for the exit holds the interpreter either.
         assert done.after_close_s < 5
-        assert "note: W&B was not finished in time" in done.said
+        assert "note: W&B did not finish in time" in done.said
         assert processes_with(str(tmp_path / "home")) == []
 
 
@@ -219,7 +219,7 @@ def test_a_broken_package_is_a_note_and_no_more(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(broken), os.environ.get("PYTHONPATH")]))
     done = train(tmp_path / "run", PYTHONPATH=path)
     assert done.said == (
-        "warning: W&B is switched off: the wandb package cannot be imported (no such thing); "
+        "warning: W&B is disabled: the wandb package cannot be imported (no such thing); "
         "pip install 'stoker[trackers]'; metrics.jsonl has everything\n"
     )
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 21

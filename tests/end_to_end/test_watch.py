@@ -24,7 +24,7 @@ def test_a_real_run_is_followed_to_its_end_and_left_alone(ready: ReadyProcess, i
     interrupted.wait_for(lambda: interrupted.out_file.exists() and "tiny running" in interrupted.out)
     interrupted.send(signal.SIGINT)
     assert interrupted.wait() == 0
-    assert "the run is not touched" in interrupted.err
+    assert "the run is not affected" in interrupted.err
     assert training.poll() is None
 
     training.send(signal.SIGINT)

@@ -76,7 +76,7 @@ def test_the_browser_shows_it_without_a_complaint(page: Page, tmp_path: Path, wi
     assert "100 steps" in text
     assert "epochs," not in text
     assert "num_workers 2 -> 4" in text
-    assert "what the doctor saw" in text
+    assert "what the doctor measured" in text
     assert "config.yaml" not in text
     assert page.evaluate("document.querySelectorAll('svg path, canvas').length") > 0
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth") is True
@@ -87,7 +87,7 @@ def test_two_watched_scripts_stand_side_by_side(page: Page, tmp_path: Path) -> N
     faster = judge(starved(cpu=0.02, loader=LoaderShape(workers=4, prefetch=2, batch_size=8)))
     show(page, tmp_path, seen(), faster)
     assert page.problems == []
-    assert "What differs" in page.evaluate("document.body.innerText")
+    assert "Differences" in page.evaluate("document.body.innerText")
 
 
 def show(page: Page, folder: Path, *diagnoses: Diagnosis) -> None:

@@ -230,7 +230,7 @@ def test_hovering_tells_the_values_of_a_step(shown: Page) -> None:
     tip = shown.evaluate("document.getElementById('tip').innerText").replace("\u00a0", " ")
     assert "waiting for data" in tip
     assert "30 ms" in tip
-    assert "100 ms" in tip  # together
+    assert "100 ms" in tip  # the total
     assert "200 ms" in tip  # the longest
     shown.mouse("mouseMoved", 1, 1)
     shown.settle()

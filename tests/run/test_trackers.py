@@ -85,7 +85,7 @@ def test_closing_a_tracker_that_hangs_ends_with_the_timeout() -> None:
     assert time.monotonic() - begin < 5
     assert hanging.abandoned.is_set()
     assert fine.steps == [1]
-    assert said == ["note: recorder was not finished in time, 1 records left behind; metrics.jsonl has everything"]
+    assert said == ["note: recorder did not finish in time; 1 record was not delivered; metrics.jsonl has everything"]
 
 
 def test_a_tracker_that_fails_is_said_once_and_switched_off() -> None:
@@ -96,7 +96,7 @@ def test_a_tracker_that_fails_is_said_once_and_switched_off() -> None:
             trackers.log(record(step))
     assert failing.steps == [0, 1, 2]
     assert fine.steps == list(range(10))
-    assert said == ["warning: recorder is switched off: the line is dead; metrics.jsonl has everything"]
+    assert said == ["warning: recorder is disabled: the line is dead; metrics.jsonl has everything"]
 
 
 def test_the_config_says_which(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a step's time goes: waiting for data, transfer, computing, the rest. Always on."""
+"""The clock of the training loop: how much of a step is waiting for data, transfer, computing and other. Always on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ from stoker.clock.costs import BatchCost
 from stoker.clock.observed import BatchTime
 from stoker.run.json_lines import Record
 
-# Times on an accelerator: events in its queue, read when they have passed, never waited for.
-
-# A step that never comes to an end on the device must not fill memory with events.
+# A step that never ends on the device must not fill the memory with events.
 MOST_PENDING = 1024
+# Consecutive ones, so that they include head-of-line waits and a turn of every worker: 40 lines of 8 are the few
+# hundred that a simulation of the loader draws from, and a line stays below 1.5 kB.
+KEPT_STEPS = 8
+MOST_SLOW_SAMPLES = 16
+# Microseconds: anything below is measurement noise.
+_DIGITS = 6
+_SUMS = (
+    "elapsed_s", "wait_s", "transfer_s", "compute_s", "other_s", "consumer_cpu_s", "longest_s", "validation_s",
+)  # fmt: skip
+BATCH_COLUMNS = ("wall_s", "cpu_s", "runq_s", "blocked_s", "samples", "worker", "fetch_s", "bytes")
+"""A batch in a line is a list in this order: names would take two thirds of the file."""
 
 
 class DeviceTimes:
-    """Marks in the device's queue and what lay between them, once the device has come that far."""
+    """Times on an accelerator: events in its queue, read once they have passed and never waited for."""
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
@@ -32,19 +41,19 @@ class DeviceTimes:
         self._pending: deque[list[Any]] = deque()
 
     def mark(self) -> None:
-        """Puts a mark behind everything that was queued so far; about five microseconds."""
+        """Puts an event after everything queued so far; takes about five microseconds."""
         event = self._free.pop() if self._free else self._new_event()
         event.record()
         self._step.append(event)
 
     def step_ends(self) -> None:
-        """The marks since the last call belong together."""
+        """Ends a step: the marks since the last call belong to it."""
         if len(self._step) > 1 and len(self._pending) < MOST_PENDING:
             self._pending.append(self._step)
         self._step = []
 
     def passed(self) -> Iterator[list[float]]:
-        """For each step that the device has finished since: the seconds from each of its marks to the next."""
+        """For each step that the device has finished since the last call: the seconds between its marks."""
         while self._pending and self._pending[0][-1].query():
             events = self._pending.popleft()
             yield [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
@@ -52,7 +61,7 @@ class DeviceTimes:
 
 
 def times_on(device: Any) -> DeviceTimes | None:
-    """Events of this device; None on a CPU, whose time is the loop's own."""
+    """Times of this device; None on a CPU, where the loop's own time is the device's."""
     if device is None or device.type != "cuda":  # CUDA and ROCm
         return None
     import torch
@@ -60,56 +69,44 @@ def times_on(device: Any) -> DeviceTimes | None:
     return DeviceTimes(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
 
-# The steps between two lines of the clock's file: sums of all, the details of the newest few.
-
-# Consecutive ones, so that head-of-line waits and every worker's turn are among them: 40 lines of 8 are the few
-# hundred that a simulation of the loader draws from, and a line stays below a kilobyte and a half.
-KEPT_STEPS = 8
-MOST_SLOW_SAMPLES = 16
-# Microseconds: what lies below is noise of the measuring itself.
-_DIGITS = 6
-_SUMS = (
-    "elapsed_s", "wait_s", "transfer_s", "compute_s", "other_s", "consumer_cpu_s", "longest_s", "validation_s",
-)  # fmt: skip
-
-
 @dataclass
 class Interval:
-    """What some steps took, all together. The first wait of an epoch, validation and saving are in no other sum."""
+    """The steps between two lines of clock.jsonl: sums over all, details of the newest few.
+
+    The first wait of an epoch, validation and saving are in no other sum."""
 
     steps: int = 0
     samples: int = 0
     elapsed_s: float = 0.0
-    """Of the steps: wait + transfer + compute + other."""
+    """wait + transfer + compute + other."""
     wait_s: float = 0.0
     transfer_s: float | None = None
-    """On the device; None where the host's memory is the device's."""
+    """On the device; None if the device uses the host's memory."""
     compute_s: float = 0.0
     consumer_cpu_s: float = 0.0
-    """CPU time of this process in these steps, all its threads, without the making of batches."""
+    """CPU time of this process in these steps, all threads, without making batches."""
     longest_s: float = 0.0
     """The longest of the steps."""
     validation_s: float | None = None
     saving_s: float = 0.0
-    """The loop stood still for a checkpoint."""
+    """The loop was stopped to save a checkpoint."""
     epoch_starts_s: list[float] = field(default_factory=list)
     """Waits for the first batch of an epoch."""
     cost: BatchCost = field(default_factory=BatchCost)
-    """Of all batches of these steps."""
+    """What making the batches of these steps cost."""
     newest_steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     """Wait, and the rest of the step."""
     newest_batches: deque[BatchTime] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
-
     slowest: list[tuple[float, int]] = field(default_factory=list)
     """Seconds and number of the slowest samples, one of each batch at most; a heap."""
 
     @classmethod
     def keeping(cls, steps: int) -> Interval:
-        """One that keeps the details of so many steps and batches."""
+        """An interval that keeps the details of this many steps and batches."""
         return cls(newest_steps=deque(maxlen=steps), newest_batches=deque(maxlen=steps))
 
     def note_slowest(self, seconds: float, sample: int) -> None:
-        """Remembers a sample where it is among the slowest."""
+        """Keeps a sample if it is among the slowest."""
         if len(self.slowest) < min(MOST_SLOW_SAMPLES, (self.newest_batches.maxlen or 0) // 2):
             heapq.heappush(self.slowest, (seconds, sample))
         elif self.slowest and seconds > self.slowest[0][0]:
@@ -117,12 +114,12 @@ class Interval:
 
     @property
     def other_s(self) -> float:
-        """What is left of the steps: logging, agreeing with other ranks, Python. Where the device computed while the
-        loop waited, nothing is."""
+        """The rest of the steps: logging, agreeing with other ranks, Python. Zero if the device computed while the loop
+        waited."""
         return max(0.0, self.elapsed_s - self.wait_s - (self.transfer_s or 0.0) - self.compute_s)
 
     def as_record(self) -> Record:
-        """As a line holds it: seconds rounded to microseconds, what was not measured left out."""
+        """As a line holds it: seconds rounded to microseconds, without what was not measured."""
         record: Record = {"steps": self.steps, "samples": self.samples}
         for name in _SUMS:
             record[name] = getattr(self, name)
@@ -142,17 +139,13 @@ class Interval:
 
 
 def batch_time(cost: BatchCost, worker: int) -> BatchTime:
-    """The making of one batch, with workers counted from 0."""
+    """What making one batch cost, with workers counted from 0."""
     stages = cost.stages
     return BatchTime(
         wall_s=cost.wall_s, cpu_s=cost.on_cpu_s, runq_s=cost.run_queue_s, blocked_s=cost.blocked_s,
         samples=cost.samples, worker=worker, fetch_s=stages["fetch"].wall_s if "fetch" in stages else None,
         bytes=cost.batch_bytes,
     )  # fmt: skip
-
-
-BATCH_COLUMNS = ("wall_s", "cpu_s", "runq_s", "blocked_s", "samples", "worker", "fetch_s", "bytes")
-"""A batch in a line is a list in this order: names would be two thirds of the file."""
 
 
 def batch_row(batch: BatchTime) -> list[Any]:
@@ -169,15 +162,12 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-# Where a step's time goes: waiting for data, transfer, computing, the rest. Always on.
-
-
 class StepClock:
-    """Adds up the parts of steps, for the epoch so far and for the interval since the last line of the clock's file.
+    """Adds up the parts of steps, for the epoch so far and for the interval since the last line of clock.jsonl.
 
-    Costs 22 microseconds a step, its file included (results/clock_cost). On a GPU transfer and computing are the
-    device's own times, and arrive a step late: nothing here waits for it. The attributes are those of the epoch, its
-    first wait included.
+    Costs 22 microseconds a step including the file (results/clock_cost). On a GPU, transfer and compute are measured on
+    the device and arrive a step late: nothing here waits for it. The attributes are sums over the epoch, including its
+    first wait.
     """
 
     def __init__(self, device: Any = None, *, keep: int = KEPT_STEPS) -> None:
@@ -188,30 +178,30 @@ class StepClock:
         self.epoch_begins()
 
     def epoch_begins(self) -> None:
-        """The pipeline is empty: the next wait is for the first batch of an epoch."""
+        """Starts an epoch: the pipeline is empty, and the next wait is for its first batch."""
         self.wait_s = 0.0
         self.transfer_s: float | None = None
         self.compute_s = 0.0
         self.total_s = 0.0
-        """Of the steps; pauses for checkpoints are not in it."""
+        """Time of the steps, without pauses for checkpoints."""
         self.first_wait_s: float | None = None
         self.samples = 0
         self.steps = 0
-        self.cost = BatchCost.zero()
+        self.cost = BatchCost()
         self._waited_s = 0.0
         self._mark_s = time.perf_counter()
         self._cpu_mark_s = time.process_time()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The loop stands in the loader."""
+        """While the loop waits in the loader."""
         start = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - start
 
     @contextmanager
     def transferring(self) -> Iterator[None]:
-        """Batches go to the device."""
+        """While batches are copied to the device."""
         if self._times is not None:
             self._times.mark()
         yield
@@ -220,7 +210,7 @@ class StepClock:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Augmentation on the device, forward, backward, update. Follows `transferring`, whose end is its begin."""
+        """During augmentation on the device, forward, backward and update; must follow `transferring` directly."""
         start = time.perf_counter()
         yield
         if self._times is not None:
@@ -230,7 +220,7 @@ class StepClock:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """The loop stands still for a checkpoint: no part of a step."""
+        """While the loop is stopped to save a checkpoint, which is not part of a step."""
         start = time.perf_counter()
         yield
         took = time.perf_counter() - start
@@ -239,7 +229,7 @@ class StepClock:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Between two epochs' steps."""
+        """During validation, between the steps of two epochs."""
         start = time.perf_counter()
         try:
             yield
@@ -247,7 +237,7 @@ class StepClock:
             self._interval.validation_s = (self._interval.validation_s or 0.0) + time.perf_counter() - start
 
     def step_ends(self, batches: Sequence[Any]) -> None:
-        """A step is over: counts it and what its batches had cost to make."""
+        """Ends a step: counts it and what its batches cost to make."""
         now, waited, interval = time.perf_counter(), self._waited_s, self._interval
         took = now - self._mark_s
         self._mark_s, self._waited_s = now, 0.0
@@ -284,13 +274,13 @@ class StepClock:
                 interval.transfer_s = (interval.transfer_s or 0.0) + transfer_s
 
     def take_interval(self) -> Interval:
-        """What happened since the last call; a new interval begins."""
+        """The interval since the last call; a new one begins."""
         taken, self._interval = self._interval, Interval.keeping(self._keep)
         return taken
 
     @property
     def wait_share(self) -> float | None:
-        """Share of the epoch so far that was spent waiting for data, its first batch included."""
+        """Share of the epoch so far that was spent waiting for data, including its first batch."""
         return self.wait_s / self.total_s if self.total_s > 0 else None
 
     @property
@@ -303,7 +293,7 @@ class StepClock:
         used = now - self._cpu_mark_s
         self._cpu_mark_s = now
         here = os.getpid()
-        # Threads make batches ahead of the steps that take them: only over many steps do the two come out even.
+        # Threads make batches ahead of the steps that take them: the two only match over many steps.
         made = sum(batch.cost.on_cpu_s or 0.0 for batch in batches if batch.cost.process == here)
         self._interval.consumer_cpu_s += used - made
 

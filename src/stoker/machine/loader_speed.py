@@ -38,7 +38,7 @@ def measure_loader(open_loader: Callable[[], ImageLoader], workers: int, seconds
     """Opens a loader and runs it for about `seconds` after its warm-up."""
     started = time.perf_counter()
     loader = open_loader()
-    cost, images, first_batch_s, counted_from = BatchCost.zero(), 0, 0.0, 0.0
+    cost, images, first_batch_s, counted_from = BatchCost(), 0, 0.0, 0.0
     try:
         skip = WARM_UP_BATCHES + max(1, workers)
         for number, batch in enumerate(_endless(loader), 1):

@@ -1,5 +1,5 @@
 "use strict";
-/* Charts of our own: SVG, hover, zoom by drag, legends that switch, a table of the same numbers. No text is ever parsed as HTML. */
+/* SVG charts with hover, zoom by dragging, legends that toggle series, and a table of the same numbers. No text is ever parsed as HTML. */
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children = []) {
@@ -44,7 +44,7 @@ function duration(seconds) {
   return `${digits(minutes / 1440, 3)} days`;
 }
 
-/* What the reader has chosen outlives a redraw: zoom by group, hidden series and open tables by chart. */
+/* The reader's choices survive a redraw: zoom by group, hidden series and open tables by chart. */
 const chosen = { zoom: new Map(), hidden: new Map(), open: new Set() };
 const drawn = new Map();
 let dragging = false;
@@ -83,8 +83,8 @@ function chart(options) {
   const format = options.format || plain;
   const xs = [...new Set(options.series.flatMap((series) => series.x))].filter(known).sort((a, b) => a - b);
   const lowest = options.stacked ? Math.min(0, ...xs.slice(0, 1)) : xs[0], highest = xs[xs.length - 1];
-  const plot = svg("svg", { class: "plot", role: "img", tabindex: 0, "aria-label": `${options.title}: ${summary()}. Arrow keys read the values.` });
-  const reset = el("button", { type: "button", class: "reset", hidden: true, on: { click: () => zoomTo(null) } }, "Show all");
+  const plot = svg("svg", { class: "plot", role: "img", tabindex: 0, "aria-label": `${options.title}: ${summary()}. Use the arrow keys to read values.` });
+  const reset = el("button", { type: "button", class: "reset", hidden: true, on: { click: () => zoomTo(null) } }, "Reset zoom");
   const legend = el("div", { class: "legend" }, options.series.length > 1 && options.series.map((series) =>
     el("button", { type: "button", "aria-pressed": String(!hidden.has(series.name)), on: { click: toggle(series.name) } }, swatch(series), series.label)), reset);
   const figure = el("figure", { "data-chart": options.id }, el("figcaption", null, el("h3", null, options.title), el("span", { class: "unit" }, options.unit || "")), legend, plot, tableOf());
@@ -112,7 +112,7 @@ function chart(options) {
     const body = el("div", { class: "wide" });
     const details = el("details", { on: { toggle: () => {
       if (details.open) { chosen.open.add(options.id); body.replaceChildren(numbers()); } else chosen.open.delete(options.id);
-    } } }, el("summary", null, "The numbers as a table"), body);
+    } } }, el("summary", null, "Show as a table"), body);
     details.open = chosen.open.has(options.id);
     return details;
   }
@@ -171,7 +171,7 @@ function chart(options) {
     values.sort((a, b) => a - b);
     let low = options.fromZero || options.stacked ? 0 : values[0], high = values[values.length - 1], cut = null;
     if (options.stacked) {
-      // One step that compiled for minutes must not flatten the rest: what is far above it is cut off and marked.
+      // One step that compiled for minutes must not flatten the rest: steps far above the usual time are cut off and marked.
       const tops = layers.length ? layers[layers.length - 1].top.filter(known).slice().sort((a, b) => a - b) : [];
       const usual = Math.max(options.usual || 0, tops[Math.floor(0.95 * (tops.length - 1))] || 0);
       if (options.yMax && x0 === lowest && x1 === highest) high = Math.max(high, options.yMax);
@@ -225,7 +225,7 @@ function chart(options) {
     const lines = view.shown.map((series) => ({ ...series, value: series.y[series.x.indexOf(x)] })).filter((line) => known(line.value)).map((line) => ({ ...line, value: format(line.value) }));
     if (options.stacked) {
       lines.reverse();
-      lines.push({ label: "together", colour: "none", value: format(view.shown.reduce((sum, series) => sum + (series.y[series.x.indexOf(x)] || 0), 0)) });
+      lines.push({ label: "total", colour: "none", value: format(view.shown.reduce((sum, series) => sum + (series.y[series.x.indexOf(x)] || 0), 0)) });
     }
     for (const more of options.more || []) { const value = more.y && more.y[more.x.indexOf(x)]; if (known(value)) lines.push({ label: more.label, colour: "none", value: more.format(value) }); }
     tip.show(clientX, clientY, `${options.xLabel} ${plain(x)}`, lines);

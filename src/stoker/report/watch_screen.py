@@ -1,4 +1,4 @@
-"""A run as it goes on, in the terminal: a screen that is renewed, or plain lines where there is no terminal."""
+"""Follows a run in the terminal: a screen that is redrawn, or plain lines if stdout is not a terminal."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from stoker.report.document import Document
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 10.0
-RESTING = 10
-"""Times as long as reading took: watching must not take more than a tenth of a core from the training beside it."""
+PAUSE_FACTOR = 10
+"""Times as long as reading took: watching must not take more than a tenth of a core from the training."""
 SHOWN_FINDINGS = 3
 BAR = 40
 PARTS = {
     "wait": ("waiting for data", "█", "red"),
     "transfer": ("transfer", "▓", "magenta"),
     "compute": ("computing", "▒", "blue"),
-    "rest": ("computing and the rest", "▒", "blue"),
+    "rest": ("computing and other", "▒", "blue"),
     "other": ("other", "░", "white"),
 }
-"""By their fill as well as by their colour: the screen reads without colours."""
+"""Each part has its own fill: the screen is readable without colours."""
 
-Read = Callable[[], Document]
+ReadDocument = Callable[[], Document]
 
 
-def watch_in_terminal(read: Read) -> None:
-    """Shows the run until it ends, or until Ctrl-C; both leave the terminal in order."""
+def watch_in_terminal(read: ReadDocument) -> None:
+    """Shows the run until it ends or Ctrl-C; the terminal is restored either way."""
     try:
         if sys.stdout.isatty():
             _watch_screen(read)
         else:
             _watch_lines(read)
     except KeyboardInterrupt:
-        say("no longer watching; the run is not touched by that")
+        say("stopped watching; the run is not affected")
 
 
 def print_frame(document: Document) -> None:
-    """What the screen would show now."""
+    """Prints what the screen would show now."""
     print_result("\n".join(text for text, _ in frame_lines(document)))
 
 
 def frame_lines(run: Document) -> list[tuple[str, str]]:
-    """The screen's lines, each with its style."""
+    """The lines of the screen, each with its style."""
     figures = run["figures"]
     lines = [(f"{run['name']}  {run['state']}{_ending(run)}", "bold"), (_verdict(run), ""), ("", "")]
     share = _share_done(figures)
@@ -55,16 +55,15 @@ def frame_lines(run: Document) -> list[tuple[str, str]]:
         lines.append((f"{'progress':<12}{_bar(share)} {share:4.0%}  {done}", ""))
     else:
         lines.append((f"{'progress':<12}{figures['epochs_done']} epochs, step {figures['step']:,}", ""))
-    told = {
-        "speed": _with(figures["images_per_second"], "{:,.0f} images/s") or "",
-        "": _with(figures["step_ms"], "{:,.1f} ms a step") or "",
-        "loss": _with(figures["last_loss"], "{:.4g}") or "",
-        "best": _with(figures["best_val_acc1"], "val/acc1 {:.2f} %") or "",
+    speeds = (_with(figures["images_per_second"], "{:,.0f} images/s"), _with(figures["step_ms"], "{:,.1f} ms per step"))
+    rows = {
+        "speed": "   ".join(text for text in speeds if text),
+        "loss": _with(figures["last_loss"], "{:.4g}"),
+        "best": _with(figures["best_val_acc1"], "val/acc1 {:.2f} %"),
         "memory": _memory(run["memory"]),
     }
-    speed = "   ".join(text for text in (told.pop("speed"), told.pop("")) if text)
-    lines += [(f"{name:<12}{text}", "") for name, text in {"speed": speed, **told}.items() if text]
-    lines += _where_a_step_goes(run)
+    lines += [(f"{name:<12}{text}", "") for name, text in rows.items() if text]
+    lines += _parts_of_a_step(run)
     if run["findings"]:
         lines += [("", ""), ("what to do", "bold")]
         for number, finding in enumerate(run["findings"][:SHOWN_FINDINGS], 1):
@@ -74,7 +73,7 @@ def frame_lines(run: Document) -> list[tuple[str, str]]:
                 lines += [(f"   {part}", "cyan") for part in finding["fix"].splitlines()]
     if run["quarantine"]["count"]:
         lines += [("", ""), (f"{run['quarantine']['count']:,} samples could not be read", "yellow")]
-    # A name is somebody else's text: what moves the cursor or paints the screen has no place here.
+    # Names come from outside: they must not move the cursor or change colours.
     return [("".join(letter if letter.isprintable() else "?" for letter in text), style) for text, style in lines]
 
 
@@ -94,7 +93,7 @@ def status_line(run: Document) -> str:
     return f"{run['name']} {run['state']}: " + ", ".join(part for part in parts if part)
 
 
-def _documents(read: Read, pause_s: float) -> Iterator[Document]:
+def _documents(read: ReadDocument, pause_s: float) -> Iterator[Document]:
     while True:
         began_s = time.monotonic()
         document = read()
@@ -102,10 +101,10 @@ def _documents(read: Read, pause_s: float) -> Iterator[Document]:
         if document["state"] != "running":
             return
         took_s = time.monotonic() - began_s
-        time.sleep(max(pause_s, RESTING * took_s))
+        time.sleep(max(pause_s, PAUSE_FACTOR * took_s))
 
 
-def _watch_screen(read: Read) -> None:
+def _watch_screen(read: ReadDocument) -> None:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -113,11 +112,11 @@ def _watch_screen(read: Read) -> None:
     console = Console()
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for document in _documents(read, REFRESH_S):
-            # Text objects, never markup: brackets in a run's name are brackets.
+            # Text objects, not markup: a run's name may contain brackets.
             live.update(Group(*(Text(text, style=style) for text, style in frame_lines(document))), refresh=True)
 
 
-def _watch_lines(read: Read) -> None:
+def _watch_lines(read: ReadDocument) -> None:
     shown, due_s = "", 0.0
     for document in _documents(read, REFRESH_S):
         line, now_s = status_line(document), time.monotonic()
@@ -130,9 +129,7 @@ def _verdict(run: Document) -> str:
     if run["verdict"] is not None:
         return str(run["verdict"]["line"])
     share = run["figures"]["wait_share"]
-    return (
-        "nothing is measured yet" if share is None else f"{share:.1%} of the time of a step is spent waiting for data"
-    )
+    return "nothing has been measured yet" if share is None else f"{share:.1%} of step time is spent waiting for data"
 
 
 def _ending(run: Document) -> str:
@@ -146,11 +143,11 @@ def _share_done(figures: dict[str, Any]) -> float | None:
     return min(1.0, done / float(figures["epochs_total"]))
 
 
-def _where_a_step_goes(run: Document) -> list[tuple[str, str]]:
+def _parts_of_a_step(run: Document) -> list[tuple[str, str]]:
     whole = sum(seconds or 0.0 for seconds in run["parts"].values())
     if not whole:
         return []
-    lines = [("", ""), ("where a step goes", "bold")]
+    lines = [("", ""), ("where a step's time goes", "bold")]
     for name, seconds in run["parts"].items():
         label, letter, colour = PARTS[name]
         share = (seconds or 0.0) / whole

@@ -1,7 +1,7 @@
-"""The report of a run that goes on, served to the browsers of this machine and to nobody else.
+"""Serves the report of a running run to browsers on this machine only.
 
-Two addresses exist, / and /data.json; no path is ever turned into a file name. The Host header must name this machine:
-a web page that gives its own name our address (DNS rebinding) is refused, and so cannot read a run.
+There are two addresses, / and /data.json; no path is ever turned into a file name. The Host header must name this
+machine: a web page whose own name resolves to our address (DNS rebinding) is refused and cannot read a run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,15 +16,12 @@ from stoker.console import print_result, say
 from stoker.errors import UserError
 from stoker.report.document import Document
 from stoker.report.page import report_document, report_page
+from stoker.report.watch_screen import PAUSE_FACTOR, ReadDocument
 
 ADDRESS = "127.0.0.1"
 HOSTS = frozenset({"127.0.0.1", "localhost"})
 REFRESH_S = 0.5
-RESTING = 10
-"""Times as long as reading took, between two readings: many tabs must not slow the training down."""
 SLOWEST_CLIENT_S = 20.0
-
-Read = Callable[[], Document]
 
 
 class WatchServer(ThreadingHTTPServer):
@@ -33,7 +29,7 @@ class WatchServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, read: Read, port: int = 0) -> None:
+    def __init__(self, read: ReadDocument, port: int = 0) -> None:
         self._read = read
         self._lock = threading.Lock()
         self._document: Document | None = None
@@ -45,13 +41,13 @@ class WatchServer(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_address[1]}/"
 
     def document(self) -> Document:
-        """What a page is made from now; read anew at most every half second, however many ask."""
+        """The data of the page now; read again at most every half second, however many tabs ask."""
         with self._lock:
             began_s = time.monotonic()
             if self._document is None or began_s >= self._due_s:
                 self._document = report_document([self._read()])
                 ended_s = time.monotonic()
-                self._due_s = ended_s + max(REFRESH_S, RESTING * (ended_s - began_s))
+                self._due_s = ended_s + max(REFRESH_S, PAUSE_FACTOR * (ended_s - began_s))
             return self._document
 
 
@@ -69,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         host, _, port = self.headers.get("Host", "").rpartition(":")
         if host not in HOSTS or port != str(self.server.server_address[1]):
-            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this address is for browsers of this machine\n", with_body)
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"only available to browsers on this machine\n", with_body)
         elif self.path == "/":
             page = report_page(self.server.document(), live=True)
             self._send(HTTPStatus.OK, "text/html; charset=utf-8", page.encode(), with_body)
@@ -77,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
             data = json.dumps(self.server.document(), allow_nan=False, separators=(",", ":")).encode()
             self._send(HTTPStatus.OK, "application/json", data, with_body)
         else:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"only / and /data.json are here\n", with_body)
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is only / and /data.json\n", with_body)
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes, with_body: bool) -> None:
         self.send_response(status)
@@ -97,23 +93,23 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Every second a line about a request that went well: nobody reads that."""
+        """Silent: a line every second about a successful request helps nobody."""
 
 
-def watch_in_browser(read: Read, port: int) -> None:
-    """Serves until Ctrl-C; the address is printed first."""
+def watch_in_browser(read: ReadDocument, port: int) -> None:
+    """Prints the address, then serves until Ctrl-C."""
     try:
         server = WatchServer(read, port)
     except OSError as error:
         raise UserError(
             "port-taken",
-            f"port {port} of {ADDRESS} cannot be had: {error.strerror or error}",
-            hint="stoker watch RUN --web --port 0    # any free port",
+            f"cannot listen on {ADDRESS}:{port}: {error.strerror or error}",
+            hint="stoker watch RUN --web    # picks a free port",
         ) from None
     with server:
         print_result(server.url)
-        say("open it in a browser of this machine (from elsewhere: ssh -L); Ctrl-C ends the page, not the run")
+        say("open it in a browser on this machine (from another one: ssh -L); Ctrl-C stops the page, not the run")
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            say("no longer watching; the run is not touched by that")
+            say("stopped watching; the run is not affected")

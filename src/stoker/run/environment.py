@@ -1,4 +1,4 @@
-"""What a run ran on (versions, host, git revision), and the log of a crash. Imports nothing that it asks about."""
+"""What a run runs on (versions, host, git revision), and the crash log. Imports none of the packages it lists."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from typing import Any
 from stoker import __version__
 from stoker.redact import redact, redact_text
 
-# What a run ran on: versions, host, git revision, command. Without importing what it asks about.
-
-# What changes how torch, its workers or its network behave; everything else stays private.
-_TELLING_VARIABLES = (
+# Variables that change how torch, its workers or its network behave; all others stay private.
+_RECORDED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE",
     "SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
@@ -30,7 +28,7 @@ _TELLING_VARIABLES = (
 
 
 def describe_environment() -> dict[str, Any]:
-    """Everything needed to say later under what a result came to be; secrets removed."""
+    """Everything needed to tell later how a result was produced, without secrets."""
     record = {
         "stoker": __version__,
         "python": platform.python_version(),
@@ -39,7 +37,7 @@ def describe_environment() -> dict[str, Any]:
         "folder": str(Path.cwd()),
         "host": describe_host(),
         "git": describe_git(Path.cwd()),
-        "variables": {name: os.environ[name] for name in _TELLING_VARIABLES if name in os.environ},
+        "variables": {name: os.environ[name] for name in _RECORDED_VARIABLES if name in os.environ},
         "packages": installed_packages(),
     }
     redacted: dict[str, Any] = redact(record)
@@ -47,7 +45,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_host() -> dict[str, Any]:
-    """The machine in a few words."""
+    """Name, system, CPU and memory of this machine."""
     return {
         "name": socket.gethostname(),
         "system": platform.platform(),
@@ -58,7 +56,7 @@ def describe_host() -> dict[str, Any]:
 
 
 def describe_git(folder: Path) -> dict[str, Any] | None:
-    """The revision that the folder is at and whether it was changed since; None outside a checkout."""
+    """The folder's git revision, and whether there are uncommitted changes; None outside a checkout."""
     revision = _git(folder, "rev-parse", "HEAD")
     if revision is None:
         return None
@@ -74,7 +72,7 @@ def installed_packages() -> dict[str, str]:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        # A checkout on a shared file system can take long to look through; the run must not wait for it.
+        # On a shared file system git status can take long; the run must not wait for it.
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=True
         )
@@ -91,11 +89,8 @@ def _cpu_model() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-# The log of an error that should not have happened: versions, command, config, traceback; no secrets.
-
-
 def write_crash_log(error: BaseException) -> Path | None:
-    """Writes the log to the first place that takes it, and says where; None where no place did."""
+    """Writes traceback, environment and config, without secrets, to the first writable folder; None if none is."""
     text = redact_text(_log_text(error))
     for folder in _folders():
         path = folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"

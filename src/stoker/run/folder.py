@@ -1,21 +1,21 @@
-"""The folder of a run: the name of every file in it, and how it comes to be.
+"""The folder of a run: the name of every file in it, and how it is created and found.
 
 runs/<run_name>/
     config.yaml         the resolved config, every key
     environment.json    versions, host, git revision, the command
-    metrics.jsonl       one line for each interval and epoch: the truth about the run
+    metrics.jsonl       one line for each interval, epoch and event: what everything else is derived from
     clock.jsonl         one line for each interval: where the time of its steps and batches went
-    subset.json         the classes that were chosen, where not all of them count
+    subset.json         the chosen classes, if not all of them are used
     quarantine.jsonl    samples that could not be read
-    logs/train_*.log    what was shown on the screen
+    logs/train_*.log    what was printed on the terminal
     checkpoints/        last.ckpt and the best ones
     metrics.csv         the epochs of metrics.jsonl, for spreadsheets (csv: true)
-    tensorboard/        TensorBoard's events (tensorboard: true)
+    tensorboard/        event files for TensorBoard (tensorboard: true)
     wandb/              what Weights & Biases keeps locally (wandb: true)
-    wandb_id.txt        the run's id there, so that a resumed run goes on under it
-    predictions.jsonl   what `stoker doctor` predicted, and how wrong that was where it was tried
-    report.html         made by `stoker report`
-    lease.json          who works here now
+    wandb_id.txt        the run's id at Weights & Biases, so that a resumed run continues it
+    predictions.jsonl   what `stoker doctor` predicted, and its error if the change was tried
+    report.html         written by `stoker report`
+    lease.json          the process that uses the folder now
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHOWN_RUNS = 8
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run; nothing is created by asking for them."""
+    """The paths of one run; asking for them creates nothing."""
 
     root: Path
 
@@ -106,7 +106,7 @@ class RunFolder:
 
     @property
     def of_one_run(self) -> tuple[Path, ...]:
-        """Everything that a run leaves behind, and that another one in its place must not go on with."""
+        """Everything that a run leaves behind and that a new run in the same folder must not continue."""
         return (
             self.config_file, self.environment_file, self.metrics_file, self.clock_file, self.subset_file,
             self.quarantine_file, self.logs, self.checkpoints, self.metrics_csv_file, self.tensorboard, self.wandb,
@@ -115,7 +115,7 @@ class RunFolder:
 
 
 class OpenRun:
-    """A run folder that this process holds; leaving the `with` block gives it back."""
+    """A run folder that this process holds; leaving the `with` block releases it."""
 
     def __init__(self, folder: RunFolder, lease: Lease) -> None:
         self.folder = folder
@@ -131,7 +131,7 @@ class OpenRun:
 
 
 def run_name_for(config: Config, config_path: Path | None) -> str:
-    """The run's name: the key, or the config file's name."""
+    """The config's run_name, or else the name of the config file."""
     if config.run_name is not None:
         return config.run_name
     stem = config_path.stem if config_path is not None else ""
@@ -139,17 +139,17 @@ def run_name_for(config: Config, config_path: Path | None) -> str:
 
 
 def run_folder_for(config: Config, config_path: Path | None) -> RunFolder:
-    """Where the run of this config lives."""
+    """The folder of this config's run."""
     return RunFolder(Path(config.runs_dir) / run_name_for(config, config_path))
 
 
 def open_run(
     config: Config, config_path: Path | None, *, entered: Callable[[RunFolder], None] | None = None
 ) -> OpenRun:
-    """Creates or enters the run's folder, takes its lease, and writes down config and environment.
+    """Creates or enters the run's folder, takes its lease, and writes config and environment.
 
-    Use it as `with open_run(config, path) as folder:`. Raises where another process holds the folder,
-    or where nothing can be written, before anything is. `entered` is called while all is still as it was left.
+    Use it as `with open_run(config, path) as folder:`. Raises before anything is written if another process holds the
+    folder or if it is not writable. `entered` is called before any file is changed.
     """
     folder = run_folder_for(config, config_path)
     try:
@@ -179,18 +179,18 @@ def _not_writable(root: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{root} cannot be written: {error.strerror or error}",
         name="run-folder-not-writable",
-        why=f"a run keeps its config, metrics and checkpoints there; {existing} exists and is not ours",
-        hint="runs_dir=/a/folder/you/may/write",
+        why=f"a run keeps its config, metrics and checkpoints there; the closest existing folder is {existing}",
+        hint="runs_dir=/path/to/a/writable/folder",
     )
 
 
 def find_run(path: Path) -> Path:
-    """The run folder of this path, or of this name below runs/; raises where there is none."""
+    """The run folder at this path, or of this name under runs/; raises if there is none."""
     for candidate in (path, RUNS / path):
         if _is_run(candidate):
             return candidate
     around = path if path.is_dir() else RUNS
-    seen = "does not exist" if not path.exists() else "is no folder" if not path.is_dir() else "holds no run"
+    seen = "does not exist" if not path.exists() else "is not a folder" if not path.is_dir() else "contains no run"
     try:
         runs = sorted(folder for folder in around.iterdir() if _is_run(folder))
     except OSError:
@@ -198,8 +198,8 @@ def find_run(path: Path) -> Path:
     raise UserError(
         "not-a-run-folder",
         f"{path} {seen}",
-        why="a run folder has metrics.jsonl or config.yaml in it; `stoker train` makes it below runs/",
-        hint="  ".join(map(str, runs[-SHOWN_RUNS:])) if runs else "stoker demo    # makes one in a minute",
+        why="a run folder contains config.yaml or metrics.jsonl; `stoker train` creates it under runs/",
+        hint="  ".join(map(str, runs[-SHOWN_RUNS:])) if runs else "stoker demo    # creates one in a minute",
     )
 
 

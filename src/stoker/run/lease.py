@@ -1,4 +1,10 @@
-"""At most one process works in a run folder; a crash frees it. Looking never takes the lease."""
+"""The lease of a run folder: at most one process works there, and a crash frees it.
+
+A POSIX record lock decides: the kernel drops it with the process, however that ends, and worker processes that outlive
+a killed parent do not inherit it. On file systems whose locks do not reach other machines (Lustre mounted with
+localflock, some NFS), the heartbeat in the file decides: a lease of another host that was renewed within the last
+minute counts as held.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +18,18 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from stoker.errors import UserError
-
-# At most one process works in a run folder; a crash frees it.
-#
-# A POSIX record lock is the judge: the kernel drops it with the process, however that ends, and worker
-# processes that outlive a killed parent do not inherit it. File systems on which such locks do not reach
-# other machines (Lustre mounted with localflock, some NFS) are covered by the heartbeat in the file: a
-# lease from another host that was renewed within the last minute counts as held.
 
 HEARTBEAT_S = 15.0
 # Four missed heartbeats: longer than a stalled shared file system, shorter than a person waits.
 STALE_AFTER_S = 60.0
 
-# POSIX locks never conflict within one process, so our own leases are kept here.
+_FLOCK = "hhqqi4x"
+"""struct flock of 64-bit Linux: type, whence, start, length, process."""
+
+# POSIX locks never conflict within one process, so we keep track of our own leases.
 _held: set[str] = set()
 
 
@@ -36,7 +38,7 @@ class LeaseHeld(UserError):
 
 
 class Lease:
-    """The right to write into a folder, until `release` or the end of the process."""
+    """The exclusive right to write to a folder, until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +46,7 @@ class Lease:
         self._descriptor: int | None = None
 
     def acquire(self) -> Lease:
-        """Takes the lease, or raises LeaseHeld with the holder's name."""
+        """Takes the lease, or raises LeaseHeld naming the holder."""
         name = str(self.path.resolve())
         if name in _held:
             raise self._refusal({"host": socket.gethostname(), "pid": os.getpid()})
@@ -64,7 +66,7 @@ class Lease:
         return self
 
     def release(self) -> None:
-        """Gives the lease back; safe to call twice."""
+        """Releases the lease; safe to call twice."""
         self._stop.set()
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
@@ -104,14 +106,14 @@ class Lease:
 def _alive_elsewhere(holder: dict[str, Any]) -> bool:
     """Whether a lease that is not locked here is being renewed by another host."""
     if holder.get("host") in (None, socket.gethostname()):
-        return False  # on this host the lock has told the truth already
+        return False  # on this host the lock has already decided
     return time.time() - float(holder.get("renewed", 0)) < STALE_AFTER_S
 
 
 def _read(descriptor: int) -> dict[str, Any]:
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}
 
@@ -123,23 +125,15 @@ def _write(descriptor: int) -> None:
     os.ftruncate(descriptor, len(data))
 
 
-# Whether a run is going on, has ended, or was left: read without touching its lease.
-
-State = Literal["running", "finished", "stopped"]
-
-_FLOCK = "hhqqi4x"
-"""struct flock of 64-bit Linux: type, whence, start, length, process."""
-
-
 def is_held(lease_file: Path) -> bool:
-    """Whether a process works in the folder now. Asks the kernel who holds the lock, and never takes it: a run that
-    starts in that moment must not be refused."""
+    """Whether a process works in the folder now. Asks the kernel who holds the lock without taking it: a run that
+    starts at that moment must not be refused."""
     try:
         descriptor = os.open(lease_file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        holder = _holder(os.pread(descriptor, 4096, 0))
+        holder = _read(descriptor)
         if holder.get("host") == socket.gethostname() and sys.platform == "linux":
             with suppress(OSError):
                 return _is_locked(descriptor)
@@ -147,21 +141,13 @@ def is_held(lease_file: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
-    # Another host's lock may not reach us: its heartbeat does.
+    # Another host's lock may not reach us, but its heartbeat does.
     renewed = holder.get("renewed")
     return isinstance(renewed, (int, float)) and abs(time.time() - renewed) < STALE_AFTER_S
 
 
 def _is_locked(descriptor: int) -> bool:
-    # A shared lock is asked for: the descriptor can only read, and the trainer's exclusive one conflicts with it.
+    # We ask about a shared lock: the descriptor is read-only, and the trainer's exclusive lock conflicts with it.
     question = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
-
-
-def _holder(text: bytes) -> dict[str, Any]:
-    try:
-        holder = json.loads(text or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return holder if isinstance(holder, dict) else {}

@@ -1,4 +1,8 @@
-"""Trackers: W&B, TensorBoard, CSV. None of them can delay or stop a step."""
+"""Trackers: W&B, TensorBoard, CSV. None of them can delay or stop a step.
+
+Each has its own thread and queue. A full queue drops its oldest record; a tracker that fails is reported once and
+disabled. metrics.jsonl does not pass through here: trackers get copies of what it holds.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,43 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from stoker.config import Config
+from stoker.console import Say
 from stoker.console import say as say_on_stderr
 from stoker.files import atomic_file
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import metrics_of, read_metrics
 from stoker.run.wandb_tracker import WandbTracker
 
-# metrics.csv: one row for each epoch, for spreadsheets; made from metrics.jsonl, so that it survives a resume.
-
+QUEUED_RECORDS = 10_000
+CLOSE_S = 8.0
+"""W&B needs one to four seconds to finish a run over a good connection; a dead one must not hold the machine."""
 COLUMNS = (
     "epoch", "step", "train/loss", "train/acc1", "train/acc5", "train/lr", "val/loss", "val/acc1", "val/acc5",
     "seconds", "images_per_second", "wait_share",
 )  # fmt: skip
-"""Always there and in this order, whatever was measured; others follow as they appear."""
+"""Of metrics.csv: always there and in this order, whatever was measured; others follow as they appear."""
+
+
+class Tracker(Protocol):
+    """All but `abandon` are called in the tracker's own thread, and may take their time or raise."""
+
+    @property
+    def name(self) -> str: ...
+    def open(self) -> None: ...
+    def log(self, record: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+    def abandon(self) -> str | None:
+        """Called from outside when time is up: must end whatever the tracker waits for. Returns what to do later."""
 
 
 class CsvTracker:
-    """Writes the whole table anew after each epoch: a reader never sees half of it."""
+    """metrics.csv, one row for each epoch; rewritten from metrics.jsonl, so it is always whole, also after a resume."""
 
     name = "CSV"
 
@@ -67,11 +85,8 @@ class CsvTracker:
             writer.writerows(rows)
 
 
-# TensorBoard's events in the run folder, without importing torch or TensorFlow for it.
-
-
 class TensorboardTracker:
-    """Scalars under their own names; every record is on disk before the next is taken."""
+    """Event files without torch or TensorFlow; every record is on disk before the next is taken."""
 
     name = "TensorBoard"
 
@@ -86,7 +101,7 @@ class TensorboardTracker:
 
         self._writer = EventFileWriter(str(self._folder))
         if self._resumed_at is not None:
-            # TensorBoard then forgets what the lost part of the run had written from this step on.
+            # TensorBoard then drops what the run had written from this step on.
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=self._resumed_at + 1, session_log=start))
             self._writer.flush()
@@ -108,34 +123,10 @@ class TensorboardTracker:
         return None
 
 
-# Who else is told how a run goes: W&B, TensorBoard, CSV. None of them can delay or stop a step.
-#
-# Each has a thread and a queue of its own. A queue that is full forgets its oldest record; a tracker that fails is
-# said once and switched off. metrics.jsonl does not pass through here: it is the truth, these are copies.
-
-QUEUED_RECORDS = 10_000
-CLOSE_S = 8.0
-"""W&B needs one to four seconds to finish a run over a good line; a dead one must not hold the machine."""
-
-Say = Callable[[str], None]
-
-
-class Tracker(Protocol):
-    """All but `abandon` are called in the tracker's own thread, and may take their time or raise."""
-
-    @property
-    def name(self) -> str: ...
-    def open(self) -> None: ...
-    def log(self, record: Mapping[str, Any]) -> None: ...
-    def close(self) -> None: ...
-    def abandon(self) -> str | None:
-        """Called from outside when time is up: whatever the tracker waits for must end now. What one can do later."""
-
-
 class Trackers:
-    """The trackers that a config asks for; `log` returns at once, `close` within its timeout.
+    """Several trackers; `log` returns at once, `close` within its timeout.
 
-    Make it in one rank only. `resumed_at` is the checkpoint's step, after `truncate_after` has been called.
+    Create it on one rank only.
     """
 
     def __init__(self, trackers: Sequence[Tracker], say: Say = say_on_stderr, queued: int = QUEUED_RECORDS) -> None:
@@ -148,7 +139,7 @@ class Trackers:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Records that each tracker was too slow for."""
+        """Records that each tracker was too slow to take."""
         return {lane.name: lane.dropped for lane in self._lanes}
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -158,7 +149,7 @@ class Trackers:
                 lane.put(record)
 
     def close(self, timeout: float = CLOSE_S) -> None:
-        """Waits until all is delivered, or until the time is up; a second call does nothing."""
+        """Waits until everything is delivered or the time is up; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -180,9 +171,11 @@ class Trackers:
 def trackers_for(
     config: Config, folder: RunFolder, *, resumed_at: int | None = None, say: Say = say_on_stderr
 ) -> Trackers:
-    """The trackers that this config asks for, started."""
+    """The trackers that this config asks for, started.
+
+    `resumed_at` is the checkpoint's step; call `truncate_after` first."""
     chosen: list[Tracker] = []
-    # Switched off from outside, as W&B itself has it: nothing is started, nothing is said.
+    # W&B's own switch: nothing is started, nothing is printed.
     if (config.wandb or config.wandb_project is not None) and os.environ.get("WANDB_MODE") != "disabled":
         chosen.append(WandbTracker(config, folder, say))
     if config.tensorboard:
@@ -205,7 +198,7 @@ class _Lane:
         self._changed = threading.Condition()
         self._ending = False
         self._off = False
-        # A daemon: not even a tracker that hangs in the kernel keeps the interpreter from ending.
+        # A daemon: even a tracker that hangs in the kernel does not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
         self._thread.start()
 
@@ -233,9 +226,9 @@ class _Lane:
             self._records.clear()
         if late:
             later = self._tracker.abandon()
-            rest = f", {left} records left behind" if left else ""
+            rest = f"; {left} {'record was' if left == 1 else 'records were'} not delivered" if left else ""
             self._say(
-                f"note: {self.name} was not finished in time{rest}; metrics.jsonl has everything"
+                f"note: {self.name} did not finish in time{rest}; metrics.jsonl has everything"
                 + (f"; {later}" if later else "")
             )
         if self.dropped and not off:
@@ -252,7 +245,7 @@ class _Lane:
                 said, self._off = self._off, True
                 self._records.clear()
             if not said:
-                self._say(f"warning: {self.name} is switched off: {_reason(error)}; metrics.jsonl has everything")
+                self._say(f"warning: {self.name} is disabled: {_reason(error)}; metrics.jsonl has everything")
 
     def _next(self) -> Mapping[str, Any] | None:
         with self._changed:

@@ -18,8 +18,7 @@ from timm.data.auto_augment import rand_augment_transform
 
 from bench.rounds import interleave, keep, ratio
 from stoker.augment.mixing import Mixer
-from stoker.augment.operations import IMAGENET_MEAN, IMAGENET_STD, draw_erasures, erase, flip, to_float
-from stoker.augment.pipeline import TrainAugment
+from stoker.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, TrainAugment, draw_erasures, erase, flip, to_float
 from stoker.augment.policies import RandAugment, TrivialAugmentWide, apply_policy
 from stoker.data.draws import Keys, sample_keys
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision.transforms import functional
 
-from stoker.augment.operations import draw_erasures, erase
+from stoker.augment.pipeline import draw_erasures, erase
 from tests.augment.images import some_keys
 
 

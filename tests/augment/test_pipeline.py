@@ -7,10 +7,20 @@ import pytest
 import torch
 
 from stoker.augment import mixing, policies
-from stoker.augment import operations as erasing
+from stoker.augment import pipeline as erasing
 from stoker.augment.mixing import Mixer, soft_targets
-from stoker.augment.operations import IMAGENET_MEAN, IMAGENET_STD, draw_erasures, erase, flip, to_float
-from stoker.augment.pipeline import EvalPrepare, TrainAugment, build_policy, build_train_augment
+from stoker.augment.pipeline import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    EvalPrepare,
+    TrainAugment,
+    build_policy,
+    build_train_augment,
+    draw_erasures,
+    erase,
+    flip,
+    to_float,
+)
 from stoker.augment.policies import RandAugment, TrivialAugmentWide, apply_policy
 from stoker.config import Config
 from stoker.data import draws

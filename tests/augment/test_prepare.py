@@ -7,7 +7,8 @@ import pytest
 import torch
 from torchvision.transforms import functional
 
-from stoker.augment.operations import IMAGENET_MEAN, IMAGENET_STD, flip, to_device, to_float
+from stoker.augment.operations import to_device
+from stoker.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, flip, to_float
 from tests.augment.images import some_batch
 
 

@@ -57,7 +57,7 @@ def test_a_validation_class_that_training_lacks(train: Any, data: Path) -> None:
 def test_a_data_root_that_does_not_exist_names_the_nearest_that_does(train: Any, data: Path, tmp_path: Path) -> None:
     done = train(f"data_root={data}/imagenet/2012")
     assert done.code == 1
-    assert f"{data}/imagenet/2012 does not exist\n  {data} does, and holds train, val" in done.err
+    assert f"{data}/imagenet/2012 does not exist\n  {data} exists and contains train, val" in done.err
     assert not (tmp_path / "runs" / "tiny" / "checkpoints").exists()
 
 

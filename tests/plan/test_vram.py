@@ -102,7 +102,7 @@ def test_a_bound_grows_with_the_batch() -> None:
 
 
 def test_the_step_of_a_config_can_be_planned_and_nothing_fake_remains() -> None:
-    from stoker.augment.operations import IMAGENET_MEAN, IMAGENET_STD, to_float
+    from stoker.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, to_float
 
     step = traceable_step(demo_config(mixup_alpha=0.2, ema_decay=0.99), 10)
     budget = vram_budget(step)

@@ -1,9 +1,12 @@
-"""Operations on a batch on the device: layout, flips, policies' operations with a strength for each sample, erasing."""
+"""The operations of augmentation policies, for many samples at once, each with its own strength.
+
+Images are uint8 (samples, height, width, 3) on any device. Nothing here waits for the device, and everything rounds as
+Pillow does, so that a policy means the same as in timm and torchvision. A sample's result does not depend on the others
+in its batch: sums are sums of integers, and no product is fused with a sum.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,68 +14,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.data.draws import Keys, uniforms
-
-# From the loader's bytes to the model's numbers: mirroring, floats, layout.
-
-Colour = tuple[float, float, float]
-
-IMAGENET_MEAN: Colour = (0.485, 0.456, 0.406)
-IMAGENET_STD: Colour = (0.229, 0.224, 0.225)
-
-
-def to_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """A small array on the device, without waiting for it."""
-    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        # From ordinary memory the driver may wait for the stream before it copies; from page-locked it never does.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def flip(images_nhwc: Tensor, flips: Tensor) -> Tensor:
-    """The images, mirrored left to right where `flips` says so. On bytes: a quarter of the traffic of floats."""
-    return torch.where(flips[:, None, None, None], images_nhwc.flip(2), images_nhwc)
-
-
-def to_float(images_nhwc: Tensor, mean: Colour, std: Colour, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normalised NCHW images in channels_last layout: the bytes keep their order, only their type changes."""
-    shift, scale = _normalisation(mean, std, images_nhwc.device)
-    # In float32 whatever `dtype` is: 123.675 would lose its last digits in half precision. Subtraction and product
-    # stay two steps: fused, the last bit of a pixel would depend on where in the batch it stands (on a CPU).
-    images_nchw = images_nhwc.permute(0, 3, 1, 2).to(torch.float32).sub_(shift).mul_(scale)
-    return images_nchw.to(dtype)
-
-
-@lru_cache(maxsize=16)
-def _normalisation(mean: Colour, std: Colour, device: torch.device) -> tuple[Tensor, Tensor]:
-    # Kept: making them anew would be two copies to the device in every step.
-    shift = torch.tensor(mean, dtype=torch.float64) * 255
-    scale = 1 / (torch.tensor(std, dtype=torch.float64) * 255)
-    shaped = [to_device(values.to(torch.float32).view(1, 3, 1, 1), device) for values in (shift, scale)]
-    return shaped[0], shaped[1]
-
-
-# The operations of augmentation policies, for many samples at once, each with its own strength.
-#
-# Everything takes and gives uint8 (samples, height, width, 3) on any device, never waits for it, and rounds as
-# Pillow does, so that a policy here means what it means in timm and torchvision. A sample's result does not depend
-# on the others in its batch: sums are sums of integers, and no product is fused with a sum.
-
 Floats = NDArray[np.float64]
 Tables = NDArray[np.uint8]
 
 LEVELS = np.arange(256)
-# Pillow cuts off what follows the point. Ours are single-precision numbers: 200 may have become 199.995.
+# Pillow truncates. In single precision 200 may have become 199.995.
 CUT_SLACK = 1 / 64
 
 
-# --- geometry: where in the source each pixel of the result lies, as Pillow's six numbers (a, b, c, d, e, f):
-# x' = a x + b y + c, y' = d x + e y + f, between centres of pixels at 0.5, 1.5, ...
+def to_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
+    """A small array on the device, copied without waiting for it."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        # The driver may wait for the stream before it copies from ordinary memory, never from page-locked memory.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+# --- geometry: where each pixel of the result comes from, as Pillow's six numbers (a, b, c, d, e, f):
+# x' = a x + b y + c, y' = d x + e y + f, with pixel centres at 0.5, 1.5, ...
 
 
 def shear_x_matrices(factors: Floats) -> Floats:
-    """Shift each row by its height times the factor."""
+    """Shift each row by its distance from the top times the factor."""
     return _matrices(len(factors), {1: factors})
 
 
@@ -82,12 +46,12 @@ def shear_y_matrices(factors: Floats) -> Floats:
 
 
 def translate_x_matrices(pixels: Floats) -> Floats:
-    """Fetch each pixel from so far to its right."""
+    """Take each pixel from this far to its right."""
     return _matrices(len(pixels), {2: pixels})
 
 
 def translate_y_matrices(pixels: Floats) -> Floats:
-    """Fetch each pixel from so far below it."""
+    """Take each pixel from this far below it."""
     return _matrices(len(pixels), {5: pixels})
 
 
@@ -103,21 +67,21 @@ def rotate_matrices(degrees: Floats, height: int, width: int) -> Floats:
 
 
 def warp(images_nhwc: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
-    """The images through their matrices (samples, 6), bilinear; what lies outside the source gets `fill` (3,)."""
+    """The images warped by their matrices (samples, 6), bilinear; `fill` (3,) is the colour outside the source."""
     _, height, width, _ = images_nhwc.shape
     a, b, c, d, e, f = (column[:, None, None] for column in matrices.to(torch.float32).unbind(1))
     xs = torch.arange(width, device=images_nhwc.device, dtype=torch.float32)[None, None, :] + 0.5
     ys = torch.arange(height, device=images_nhwc.device, dtype=torch.float32)[None, :, None] + 0.5
-    # In grid_sample's units (-1 and 1 are the borders). What depends on one axis only is put together first: the
-    # whole grid is then one sum of a row and a column.
+    # In grid_sample's units (-1 and 1 are the borders). What depends on one axis is computed first, so that the whole
+    # grid is one sum of a row and a column.
     source_x = (a * xs + c) * (2 / width) - 1 + b * ys * (2 / width)
     source_y = (e * ys + f) * (2 / height) - 1 + d * xs * (2 / height)
     grid = torch.stack([source_x, source_y], dim=-1)
     images_nchw = images_nhwc.permute(0, 3, 1, 2).to(torch.float32)
-    # As in Pillow, a pixel whose centre falls into the source is all source (its outermost half pixel is repeated).
+    # As in Pillow, a pixel whose centre is inside the source is all source (the outermost half pixel is repeated).
     found = torch.nn.functional.grid_sample(images_nchw, grid, "bilinear", "border", align_corners=False)
     inside = (source_x >= -1) & (source_x < 1) & (source_y >= -1) & (source_y < 1)
-    # Source or fill, chosen by arithmetic on bytes, which wrap around: on a CPU `where` takes several times as long.
+    # Source or fill is chosen by arithmetic on bytes, which wrap around: on a CPU `where` takes several times as long.
     colour = fill.view(1, 3, 1, 1)
     warped = (found.add_(CUT_SLACK).to(torch.uint8) - colour).mul_(inside[:, None].to(torch.uint8)).add_(colour)
     return warped.permute(0, 2, 3, 1)
@@ -130,11 +94,11 @@ def _matrices(count: int, columns: dict[int, Floats]) -> Floats:
     return matrices
 
 
-# --- tables: what becomes of each level of each channel. Those that need no look at the image are made on the host.
+# --- tables: the new value of each level of each channel. Those that do not depend on the image are made on the host.
 
 
 def posterize_tables(bits: Floats) -> Tables:
-    """Keep so many of the upper bits; 8 keeps all, 0 leaves black (as Pillow did until it refused 0)."""
+    """Keep this many upper bits; 8 keeps all, 0 gives black (as in Pillow before it refused 0)."""
     masks = 256 - 2 ** (8 - bits.astype(np.int64))
     return (LEVELS[None] & masks[:, None]).astype(np.uint8)
 
@@ -157,7 +121,7 @@ def invert_tables(count: int) -> Tables:
 
 def brightness_tables(factors: Floats) -> Tables:
     """Multiply; 0 is black, 1 changes nothing."""
-    # In single precision, as Pillow does: the cut makes a difference of one level out of the last bit.
+    # In single precision, as in Pillow: truncation turns a difference in the last bit into one level.
     brighter = LEVELS.astype(np.float32)[None] * factors.astype(np.float32)[:, None]
     tables: Tables = np.minimum(brighter, 255).astype(np.uint8)
     return tables
@@ -176,8 +140,8 @@ def autocontrast_tables(images_nhwc: Tensor) -> Tensor:
     """Stretch each channel over all levels."""
     low, high = (bound.to(torch.float64)[..., None] for bound in torch.aminmax(images_nhwc.flatten(1, 2), dim=1))
     levels = torch.arange(256, device=images_nhwc.device, dtype=torch.float64)
-    # Double precision and these very operations give Pillow's level in every case, not in nearly every case:
-    # `255 / tensor` would be 255 times a rounded reciprocal.
+    # Double precision and exactly these operations give Pillow's level in every case: `255 / tensor` would be 255 times
+    # a rounded reciprocal.
     scale = torch.full_like(low, 255.0).div_((high - low).clamp(min=1))
     stretched = (levels * scale + -low * scale).clamp(0, 255)
     return torch.where(high > low, stretched, levels).to(torch.uint8)
@@ -200,18 +164,18 @@ def equalize_tables(images_nhwc: Tensor) -> Tensor:
 
 
 def look_up(images_nhwc: Tensor, tables: Tensor) -> Tensor:
-    """The images through their tables (samples, 3, 256)."""
+    """The images with each level replaced by their tables (samples, 3, 256)."""
     places = _table_places(images_nhwc, torch.int32)
     return tables.reshape(-1).index_select(0, places.reshape(-1)).view(images_nhwc.shape)
 
 
 def _table_places(images_nhwc: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where each pixel's entry stands in a flat (samples, 3, 256) table."""
+    """The index of each pixel's entry in a flat (samples, 3, 256) table."""
     starts = torch.arange(len(images_nhwc) * 3, device=images_nhwc.device, dtype=dtype).mul_(256)
     return images_nhwc.to(dtype).add_(starts.view(-1, 1, 1, 3))
 
 
-# --- blends of the image with a changed one
+# --- blends of an image with a changed one
 
 
 def saturate(images_nhwc: Tensor, factors: Tensor) -> Tensor:
@@ -225,12 +189,12 @@ def saturate(images_nhwc: Tensor, factors: Tensor) -> Tensor:
 def sharpen(images_nhwc: Tensor, factors: Tensor) -> Tensor:
     """Sharpness: 0 is smoothed, 1 changes nothing, more is sharper."""
     if min(images_nhwc.shape[1:3]) < 3:
-        return images_nhwc.clone()  # all border, which Pillow leaves alone
+        return images_nhwc.clone()  # all border, which Pillow does not change
     images = images_nhwc.to(torch.float32)
     middle = images[:, 1:-1, 1:-1]
     rows = (images[:, :-2] + images[:, 1:-1]).add_(images[:, 2:])
     blocks = (rows[:, :, :-2] + rows[:, :, 1:-1]).add_(rows[:, :, 2:])
-    # All nine weigh 1, the middle one 5. Rounded before it is blended; thirteenths never come near a half.
+    # All nine weigh 1, the middle one 5. Rounded before blending; thirteenths are never close to a half.
     smooth = blocks.add_(middle * 4).mul_(1 / 13).add_(0.5).floor_()
     sharper = images_nhwc.clone()
     sharper[:, 1:-1, 1:-1] = _blend(smooth, middle, factors[:, None, None, None])
@@ -244,56 +208,3 @@ def _blend(changed: Tensor, images: Tensor, factors: Tensor) -> Tensor:
 def _grey(images_nhwc: Tensor) -> Tensor:
     red, green, blue = images_nhwc.to(torch.int32).unbind(3)
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
-
-
-# Random erasing: a rectangle of some images becomes grey (zero after normalisation, torchvision's default).
-
-ERASING = 17  # purpose of these draws; see stoker.augment.policies.POLICY
-
-AREA = (0.02, 1 / 3)
-ASPECT = (0.3, 3.3)
-TRIES = 10
-
-
-@dataclass(frozen=True)
-class Erasures:
-    """Which samples of a batch lose a rectangle, and where it lies."""
-
-    samples: NDArray[np.int64]
-    boxes: NDArray[np.int64]
-    """top, left, bottom, right of each; the latter two exclusive."""
-
-
-def draw_erasures(keys: Keys, probability: float, height: int, width: int) -> Erasures:
-    """The rectangles for images of this size: up to ten tries of an area and an aspect, else none, as torchvision."""
-    numbers = uniforms(keys, ERASING, 2 * TRIES + 3)
-    area = height * width * (AREA[0] + (AREA[1] - AREA[0]) * numbers[:, :TRIES])
-    log_low, log_high = np.log(ASPECT)
-    aspect = np.exp(log_low + (log_high - log_low) * numbers[:, TRIES : 2 * TRIES])
-    heights, widths = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
-    fits = (heights < height) & (widths < width)
-    first = fits.argmax(axis=1)
-    every = np.arange(len(keys))
-    down, right, lot = numbers[:, 2 * TRIES :].T
-    tall, wide = heights[every, first], widths[every, first]
-    top, left = np.floor(down * (height - tall + 1)), np.floor(right * (width - wide + 1))
-    boxes = np.stack([top, left, top + tall, left + wide], axis=1).astype(np.int64)
-    samples = np.flatnonzero((lot < probability) & fits.any(axis=1))
-    return Erasures(samples, boxes[samples])
-
-
-def erase(images_nchw: Tensor, erasures: Erasures) -> Tensor:
-    """The same images, in place, with the rectangles set to zero."""
-    if not len(erasures.samples):
-        return images_nchw
-    device = images_nchw.device
-    _, _, height, width = images_nchw.shape
-    # In the order of memory (channels last): selecting whole images is then a plain copy.
-    images_nhwc = images_nchw.permute(0, 2, 3, 1)
-    index, boxes = to_device(erasures.samples, device), to_device(erasures.boxes, device)
-    top, left, bottom, right = (side[:, None] for side in boxes.unbind(1))
-    rows, columns = torch.arange(height, device=device)[None], torch.arange(width, device=device)[None]
-    in_rows, in_columns = (rows >= top) & (rows < bottom), (columns >= left) & (columns < right)
-    erased = (in_rows[:, :, None] & in_columns[:, None, :])[..., None]
-    images_nhwc.index_copy_(0, index, images_nhwc.index_select(0, index).masked_fill_(erased, 0))
-    return images_nchw

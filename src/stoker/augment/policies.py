@@ -1,7 +1,7 @@
 """Augmentation policies: which operations each sample gets, and how strong; then all samples at once.
 
-What is chosen follows from the samples' keys alone and is known on the host. So samples can be grouped by kind of
-operation without asking the device, and each kind runs only over the samples that need it.
+The choice follows from the samples' keys alone and is known on the host. So samples are grouped by kind of operation
+without asking the device, and each kind runs only over the samples that need it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from stoker.augment import operations as ops
 from stoker.augment.operations import Floats, to_device
 from stoker.data.draws import Keys, uniforms
 
-# Purposes of draws (stoker.data.draws has 1 to 15, this package the numbers from 16).
+# Purpose of these draws (stoker.data.draws uses 1 to 15, this package 16 and above).
 POLICY = 16
 
 Level = tuple[int, int, int]
 
 
 class Op(IntEnum):
-    """What can happen to a sample."""
+    """The operations on a sample."""
 
     IDENTITY = 0
     AUTO_CONTRAST = 1
@@ -59,7 +59,7 @@ class Layer:
 
     ops: NDArray[np.int64]
     arguments: Floats
-    """What the operation takes: degrees, a factor, pixels, bits, a threshold; nothing (0) for some."""
+    """The operation's argument: degrees, a factor, pixels, bits, a threshold; 0 if it takes none."""
 
 
 class Policy(Protocol):
@@ -67,22 +67,22 @@ class Policy(Protocol):
 
     @property
     def fill(self) -> Level:
-        """Colour of what comes into view from outside the image."""
+        """The colour outside the image."""
 
     def plan(self, keys: Keys, height: int, width: int) -> list[Layer]:
-        """The operations of the samples with these keys, in their order."""
+        """The operations of the samples with these keys, in order."""
 
 
 @dataclass(frozen=True)
 class RandAugment:
-    """timm's `rand-mX-mstdY-nZ-inc1`: a few operations of about one strength, each carried out half of the time."""
+    """timm's `rand-mX-mstdY-nZ-inc1`: a few operations of about the same strength, each applied half of the time."""
 
     magnitude: float = 7.0
     magnitude_std: float = 0.5
     num_ops: int = 2
     fill: Level = (128, 128, 128)
     probability: float = 0.5
-    """Of each operation to be carried out. timm's recipes leave it at a half, and so were they published."""
+    """Of each operation to be applied. timm's published recipes use a half."""
 
     def plan(self, keys: Keys, height: int, width: int) -> list[Layer]:
         numbers = uniforms(keys, POLICY, 5 * self.num_ops).reshape(len(keys), self.num_ops, 5)
@@ -100,7 +100,7 @@ RANDAUGMENT_OPS = tuple(op for op in Op if op is not Op.IDENTITY)
 
 
 def randaugment_arguments(chosen: NDArray[np.int64], share: Floats, sign: Floats, height: int, width: int) -> Floats:
-    """What each operation takes at this share (0 to 1) of full strength: timm's set that grows with the magnitude."""
+    """Each operation's argument at this share (0 to 1) of full strength: timm's set that grows with the magnitude."""
     factor = np.maximum(0.1, 1 + sign * share * 0.9)
     return _choose(
         chosen,
@@ -123,7 +123,7 @@ def randaugment_arguments(chosen: NDArray[np.int64], share: Floats, sign: Floats
 
 @dataclass(frozen=True)
 class TrivialAugmentWide:
-    """torchvision's TrivialAugmentWide: one operation, of any strength between nothing and very much."""
+    """torchvision's TrivialAugmentWide: one operation of any strength, from none to very strong."""
 
     fill: Level = (0, 0, 0)
 
@@ -139,12 +139,12 @@ TRIVIALAUGMENT_OPS = (
     Op.CONTRAST, Op.SHARPNESS, Op.POSTERIZE, Op.SOLARIZE, Op.AUTO_CONTRAST, Op.EQUALIZE,
 )  # fmt: skip
 TRIVIALAUGMENT_BINS = 31
-# Whole pixels, cut off torchvision's own numbers: in the middle bin these are 15.999…, and so 15.
+# Whole pixels, truncated from torchvision's own numbers: the middle bin is 15.999…, so 15.
 TRIVIALAUGMENT_PIXELS = torch.linspace(0.0, 32.0, TRIVIALAUGMENT_BINS).trunc().double().numpy()
 
 
 def trivialaugment_arguments(chosen: NDArray[np.int64], bins: Floats, sign: Floats) -> Floats:
-    """What each operation takes in these bins (0 to 30) of strength."""
+    """Each operation's argument in these bins (0 to 30) of strength."""
     share = bins / (TRIVIALAUGMENT_BINS - 1)
     pixels = TRIVIALAUGMENT_PIXELS[bins.astype(np.int64)]
     factor = 1 + sign * share * 0.99
@@ -175,7 +175,7 @@ def _choose(chosen: NDArray[np.int64], arguments: dict[Op, Floats]) -> Floats:
 
 
 def apply_policy(policy: Policy, images_nhwc: Tensor, keys: Keys) -> Tensor:
-    """The images (uint8) after the operations that the policy chooses for their keys; the given ones stay."""
+    """The images (uint8) after the operations that the policy chooses for their keys; does not change the input."""
     _, height, width, _ = images_nhwc.shape
     images = images_nhwc.clone()
     for layer in policy.plan(keys, height, width):
@@ -184,19 +184,19 @@ def apply_policy(policy: Policy, images_nhwc: Tensor, keys: Keys) -> Tensor:
 
 
 def apply_layer(layer: Layer, images: Tensor, fill: Level) -> None:
-    """Carries out one operation for each sample, in place: one pass for each kind of operation."""
+    """Applies one operation to each sample, in place: one pass for each kind of operation."""
     kinds: tuple[tuple[tuple[Op, ...], Callable[[Tensor, Layer], Tensor]], ...] = (
         (GEOMETRIC, lambda part, chosen: _warp(part, chosen, fill)),
         (BY_TABLE, _look_up),
         ((Op.COLOR,), lambda part, chosen: ops.saturate(part, _factors(chosen, part))),
         ((Op.SHARPNESS,), lambda part, chosen: ops.sharpen(part, _factors(chosen, part))),
     )
-    for members, carry_out in kinds:
+    for members, apply in kinds:
         samples = np.flatnonzero(np.isin(layer.ops, members))
         if len(samples):
             index = to_device(samples, images.device)
             chosen = Layer(layer.ops[samples], layer.arguments[samples])
-            images[index] = carry_out(images.index_select(0, index), chosen).contiguous()
+            images[index] = apply(images.index_select(0, index), chosen).contiguous()
 
 
 def _warp(images: Tensor, layer: Layer, fill: Level) -> Tensor:

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.commands.options import JsonOption
-from stoker.errors import UsageError, UserError
+from stoker.errors import UsageError
 
 if TYPE_CHECKING:
     from stoker.data.images.pack.packing import PackOptions, PackResult
-
-USUAL_SPLITS = ("train", "val")
 
 
 def register(app: typer.Typer) -> None:
@@ -102,33 +100,14 @@ def _pack_splits(
     fresh: bool,
 ) -> dict[str, PackResult]:
     from stoker.console import progress_bar, say_notes, say_warnings
-    from stoker.data.images.listing import check_folder
     from stoker.data.images.opening import open_index
-    from stoker.data.images.pack.folder import (  # fmt: skip
-        PackFolder,
-        check_options,
-        claim_destination,
-        remove_pack,
-        remove_source_index,
-        source_index_folder,
-    )
+    from stoker.data.images.pack.folder import check_destination, claim_packs, find_splits, source_index_folder
     from stoker.data.images.pack.packing import pack_split
 
-    _check_places(source, destination)
-    splits = [name.strip("/") for name in wanted] if wanted else _existing_splits(source)
-    if leading_out := next((name for name in splits if ".." in name.split("/")), None):
-        raise _usage(f"--split {leading_out} points outside SRC", "--split train")
-    for name in splits:
-        if "://" not in source:
-            check_folder(source, name)
-    packs = [PackFolder(destination.absolute(), name) for name in dict.fromkeys(splits)]
+    check_destination(source, destination)
+    splits = find_splits(source, wanted)
     results: dict[str, PackResult] = {}
-    with claim_destination(destination.absolute()):
-        for pack in packs:
-            if fresh:
-                remove_pack(pack)
-                remove_source_index(destination)
-            check_options(pack, options.as_dict())
+    with claim_packs(destination, splits, options.as_dict(), fresh=fresh) as packs:
         for pack in packs:
             name = pack.split or "."
             notes: list[str] = []
@@ -144,7 +123,6 @@ def _pack_splits(
             if result.skipped:
                 say_warnings([f"{result.skipped} of {len(index)} files are not images: see {pack.skipped}"])
             results[name] = result
-        remove_source_index(destination)
     return results
 
 
@@ -173,39 +151,6 @@ def _check_numbers(workers: int | None, max_bad_fraction: float) -> None:
         raise _usage(f"--workers {workers} must be at least 1", "--workers 1")
     if not 0 <= max_bad_fraction <= 1:
         raise _usage(f"--max-bad-fraction {max_bad_fraction:g} is not in 0..1", "--max-bad-fraction 0.01")
-
-
-def _check_places(source: str, destination: Path) -> None:
-    if ":/" in str(destination):  # Path collapses the two slashes into one
-        raise _usage(f"{destination} is a URL; shards need a local folder", "pack to a folder, then upload it")
-    if "://" in source:
-        return
-    inside, outside = destination.resolve(), Path(source).expanduser().resolve()
-    if inside == outside or outside in inside.parents:
-        raise UserError(
-            "destination-inside-source",
-            f"{destination} is inside {source}",
-            why="the next listing of the source would find the shards among the images",
-            hint=f"stoker pack {source} {source.rstrip('/')}-packed",
-        )
-    if destination.exists() and not destination.is_dir():
-        raise UserError("destination-not-writable", f"{destination} is a file", hint="choose another folder")
-
-
-def _existing_splits(source: str) -> list[str]:
-    """The usual splits that exist, or the source itself ("") if it has none."""
-    from stoker.data.images.listing import check_folder
-
-    if "://" in source:
-        from stoker.data.store.object_store import open_object_store
-
-        found = [
-            name for name in USUAL_SPLITS if any(True for _ in open_object_store(f"{source.rstrip('/')}/{name}").list())
-        ]
-    else:
-        check_folder(source, "")
-        found = [name for name in USUAL_SPLITS if (Path(source).expanduser() / name).is_dir()]
-    return found or [""]
 
 
 def _usage(seen: str, hint: str) -> UsageError:

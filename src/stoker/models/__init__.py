@@ -1,9 +1,9 @@
-"""The networks, and the weights that they start from."""
+"""Networks, and the weights they start from."""
 
 import sys
 
 if "timm" not in sys.modules and "wandb" not in sys.modules:
-    # timm imports wandb for a logger that nobody here uses: two of the eight seconds of a start.
+    # timm imports wandb for a logger that is not used here: two of the eight seconds of a start.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
         import timm.utils  # noqa: F401

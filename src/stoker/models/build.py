@@ -1,4 +1,4 @@
-"""Any network of the timm zoo, made as the config says, or a clear word why not."""
+"""Builds any network of the timm zoo as the config says, or explains why it cannot."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def build_model(
 ) -> nn.Module:
     """The network with random weights, on the CPU.
 
-    `other_sizes` are those that it will see besides `img_size` (validation, progressive resizing). With a seed the
-    weights follow from it alone and torch's generator is left as it was.
+    `other_sizes` are the image sizes it will get besides `img_size` (validation, progressive resizing). With a seed the
+    weights follow from it alone, and torch's generator is not changed.
     """
     _check_name(name)
     variable = any(size != img_size for size in other_sizes)
     arguments = {
         "num_classes": num_classes,
-        # Always said, also where 0: some architectures have a default of their own (Swin drops 10 % of its paths).
+        # Always passed, even 0: some architectures have their own default (Swin drops 10 % of its paths).
         "drop_path_rate": drop_path,
         "drop_rate": dropout,
         "img_size": img_size,
@@ -48,7 +48,7 @@ def build_model(
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         model = _create(name, arguments, seed)
     if drop_path > 0 and not any("DropPath" in type(part).__name__ for part in model.modules()):
-        raise _not_supported(name, "drop_path", drop_path)  # taken by timm and ignored: res2net, hrnet, convmixer
+        raise _not_supported(name, "drop_path", drop_path)  # accepted and ignored by timm: res2net, hrnet, convmixer
     if gradient_checkpointing:
         _checkpoint_gradients(model, name)
     if channels_last:
@@ -58,13 +58,13 @@ def build_model(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers that are trained, or frozen; buffers do not count."""
+    """The number of parameters, trained or frozen, without buffers."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def with_sync_batchnorm(model: nn.Module) -> nn.Module:
     """The model with batch norm statistics over all ranks; for GPUs only, and before optimizer, EMA and DDP."""
-    # timm's conversion and not torch's: that one would lose the activation of timm's joint norm-and-activation layers.
+    # timm's conversion, not torch's, which would lose the activation of timm's joint norm-and-activation layers.
     converted: nn.Module = convert_sync_batchnorm(model)
     return converted
 
@@ -74,7 +74,8 @@ def _check_name(name: str) -> None:
         # timm would fetch the architecture from a hub, or from a folder that names it.
         raise UserError(
             "model-unknown",
-            f"model: {name} is an address, not a name of the timm zoo",
+            f"model: {name} is an address, not the name of a timm architecture",
+            why="nothing is downloaded",
             hint="model=<architecture> weights=<local file>",
         )
     bare = name.partition(".")[0]  # resnet50.a1_in1k: the tag names weights, which are not fetched
@@ -83,16 +84,16 @@ def _check_name(name: str) -> None:
     known = timm.list_models()
     question = did_you_mean(bare, known)
     if question is None and (near := difflib.get_close_matches(bare.lower(), known, n=5, cutoff=0.5)):
-        question = f"near it: {', '.join(near)}"
+        question = f"similar names: {', '.join(near)}"
     raise UserError(
         "model-unknown",
-        f"model: {name} is none of timm's {len(known)}",
+        f"model: {name} is not one of timm's {len(known)} architectures",
         hint=question or "python -c \"import timm; print(timm.list_models('*resnet*'))\"",
     )
 
 
 def _create(name: str, arguments: dict[str, Any], seed: int | None) -> nn.Module:
-    """Tries with every argument; those that say nothing special are left out where this architecture lacks them."""
+    """Builds the network with every argument, without the default ones that this architecture does not take."""
     wanted = dict(arguments)
     while True:
         if seed is not None:
@@ -107,7 +108,7 @@ def _create(name: str, arguments: dict[str, Any], seed: int | None) -> nn.Module
                 raise _not_built(name, str(error) or type(error).__name__) from error
             if argument in _KEY_OF_ARGUMENT and wanted[argument]:
                 raise _not_supported(name, _KEY_OF_ARGUMENT[argument], wanted[argument]) from None
-            # What is left of sizes is tried out by _check_sizes.
+            # Sizes are tried out by _check_sizes.
             del wanted[argument]
 
 
@@ -119,7 +120,7 @@ def _checkpoint_gradients(model: nn.Module, name: str) -> None:
 
 
 def _check_sizes(model: nn.Module, name: str, sizes: list[int]) -> None:
-    """Passes one image of each size through a network that is made for a fixed one; others take any."""
+    """Passes one image of each size through a network that is built for a fixed size; other networks take any."""
     config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     if not config.get("fixed_input_size"):
         return
@@ -134,7 +135,7 @@ def _check_sizes(model: nn.Module, name: str, sizes: list[int]) -> None:
                 raise UserError(
                     "model-refuses-size",
                     f"model: {name} does not take images of {size} px: {_first_line(error)}",
-                    why="its weights belong to positions in the image",
+                    why="its weights are tied to positions in the image",
                     hint=f"img_size={config['input_size'][-1]}, with no other val_img_size or start_img_size",
                 ) from error
     finally:
@@ -147,14 +148,14 @@ def _not_supported(name: str, key: str, value: object) -> UserError:
     return UserError(
         "model-lacks-feature",
         f"{key}: {shown} is not possible with model: {name}",
-        why="this architecture has no such part; the setting would change nothing",
+        why="this architecture does not support it; the setting would have no effect",
         hint=f"{key}={off}",
     )
 
 
 def _not_built(name: str, reason: str) -> UserError:
     return UserError(
-        "model-not-built", f"model: {name} could not be made: {reason}", hint="check model, img_size and num_classes"
+        "model-not-built", f"model: {name} could not be built: {reason}", hint="check model, img_size and num_classes"
     )
 
 

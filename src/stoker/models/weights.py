@@ -1,4 +1,4 @@
-"""Weights from a local file into a model, without running anything that the file contains."""
+"""Loads weights from a local file into a model, without running any code from the file."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from torch import Tensor, nn
 
 from stoker.errors import UserError
 
-# Where trainers put a model's weights, the averaged ones first: those are what they publish.
+# Where training programs save a model's weights; the averaged ones first, because those are published.
 _PARTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# What wrappers put before every name: DDP and torch's averaged model, torch.compile.
+# Prefixes that wrappers add to every name: DDP and torch's averaged model, torch.compile.
 _WRAPPERS = ("module.", "_orig_mod.")
 _NAMED = 5
 
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What was loaded from where."""
+    """What was loaded, and from where."""
 
     path: Path
     file_format: Literal["safetensors", "torch"]
     part: str | None
-    """Entry of the file that held the weights; None where it holds nothing else."""
+    """The entry of the file with the weights; None if the file has nothing else."""
     loaded: int
-    """Tensors that were taken over."""
+    """Number of tensors."""
     skipped: tuple[str, ...]
-    """The classifier's tensors, where the file has another number of classes: they keep their random values."""
+    """The classifier's tensors, if the file has another number of classes: they keep their random values."""
 
 
 def load_weights(model: nn.Module, path: Path | str) -> WeightsReport:
-    """Takes the weights over, all or none; only a classifier of another size is left out, and named."""
+    """Loads all weights or none; only a classifier of another size is skipped, and reported."""
     path = Path(path)
     file_format = _recognise(path)
     content = _read_safetensors(path) if file_format == "safetensors" else _read_torch(path)
@@ -56,7 +56,7 @@ def load_weights(model: nn.Module, path: Path | str) -> WeightsReport:
 
 
 def _recognise(path: Path) -> Literal["safetensors", "torch"]:
-    """The format by the file's first bytes; names lie."""
+    """The format, from the file's first bytes rather than its name."""
     try:
         with path.open("rb") as stream:
             head = stream.read(9)
@@ -70,13 +70,13 @@ def _recognise(path: Path) -> Literal["safetensors", "torch"]:
         raise UserError(
             "weights-old-format",
             f"weights: {path} is a bare pickle, as torch wrote before version 1.6",
-            why="such a file is a program; only zip files of plain tensors and safetensors are read",
+            why="such a file can run code when it is loaded; only safetensors and zip files of plain tensors are read",
             hint="if you trust it, convert it: torch.save(torch.load(old, weights_only=True), new)",
         )
     raise UserError(
         "weights-unknown-format",
         f"weights: {path} is neither safetensors nor a torch checkpoint",
-        hint="was the download complete?",
+        hint="it may be incomplete: download it again",
     )
 
 
@@ -89,32 +89,32 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 def _read_torch(path: Path) -> dict[str, Any]:
     try:
-        with zipfile.ZipFile(path) as archive:  # first of all: the parts that torch.load takes on trust
+        with zipfile.ZipFile(path) as archive:  # before torch.load, which trusts these parts
             if any(name.endswith("/constants.pkl") for name in archive.namelist()):
                 raise _damaged(path, "it is a TorchScript program, not a table of tensors")
             # torch stores without compressing; a compressed entry could grow a thousandfold in memory.
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise _damaged(path, "it is compressed, which torch never does")
-            # torch itself does not look at the checksums, and would train on from flipped bits.
+            # torch does not check the checksums, and would train on with flipped bits.
             if (entry_name := archive.testzip()) is not None:
                 raise _damaged(path, f"the checksum of {entry_name} is wrong")
-        # weights_only: an unpickler that builds tensors and plain containers and calls nothing else. timm's
-        # trainer puts its arguments beside the weights; a Namespace is a bag of values.
+        # weights_only: an unpickler that builds only tensors and plain containers. timm saves its arguments beside the
+        # weights, as a Namespace, which is harmless.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise UserError(
             "weights-not-plain",
-            f"weights: {path} holds more than tensors: {_global_in(error)}",
-            why="loading that would run code from the file; nothing of it was run",
-            hint="where you trust the file, save its state_dict alone: safetensors.torch.save_file(state_dict, new)",
+            f"weights: {path} contains more than tensors: {_global_in(error)}",
+            why="loading it would run code from the file; nothing was run",
+            hint="if you trust the file, save only its state_dict: safetensors.torch.save_file(state_dict, new)",
         ) from None
     except UserError:
         raise
     except Exception as error:  # damaged pickles raise anything: IndexError, AttributeError, TypeError
         raise _damaged(path, error) from None
     if not isinstance(content, Mapping):
-        raise _damaged(path, f"it holds a {type(content).__name__} in place of named tensors")
+        raise _damaged(path, f"it contains a {type(content).__name__} instead of named tensors")
     return dict(content)
 
 
@@ -126,21 +126,21 @@ def _unwrapped(tensors: Mapping[Any, Any], path: Path) -> dict[str, Tensor]:
         raise UserError(
             "weights-missing",
             f"weights: {path} has no named tensors" + (f", but {_listed(wrong)}" if wrong else ""),
-            hint=f"they are looked for at the top of the file and in {', '.join(_PARTS)}",
+            hint=f"they must be at the top level of the file or in {', '.join(_PARTS)}",
         )
-    # Only what stands before every name is a wrapper's; a network may well have a part called `module`.
+    # Only a prefix of every name is a wrapper's; a network may have a part called `module`.
     while prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in found)), None):
         found = {name.removeprefix(prefix): value for name, value in found.items()}
     return found
 
 
 def _other_classifier(model: nn.Module, own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> set[str]:
-    """The names of the classifier's tensors, where they have other shapes in the file."""
+    """The names of the classifier's tensors, if they have other shapes in the file."""
     config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     named = config.get("classifier") or ()
     heads = tuple(f"{head}." for head in ((named,) if isinstance(named, str) else named))
     names = {name for name in own.keys() & found.keys() if name.startswith(heads)} if heads else set()
-    # The first dimension counts the classes; another second one would be another network.
+    # The first dimension is the number of classes; if others differ, it is another network.
     differ = {name for name in names if own[name].shape != found[name].shape}
     if any(own[name].shape[1:] != found[name].shape[1:] for name in differ):
         return set()
@@ -163,9 +163,9 @@ def _check_fit(path: Path, own: Mapping[str, Tensor], found: Mapping[str, Tensor
     if parts:
         raise UserError(
             "weights-do-not-fit",
-            f"weights: {path} is of another model; {'; '.join(parts)}",
-            why="a network that is only partly loaded trains, and is silently worse",
-            hint="set model to the architecture that the file was made with",
+            f"weights: {path} does not fit this model; {'; '.join(parts)}",
+            why="a partly loaded network would train, and be silently worse",
+            hint="set model to the architecture that the file was saved from",
         )
 
 
@@ -175,7 +175,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _global_in(error: UnpicklingError) -> str:
-    """The forbidden name out of torch's long explanation."""
+    """The forbidden name in torch's long explanation."""
     lines = [line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
     return (lines or str(error).splitlines() or ["something else"])[0].strip()[:200]
 
@@ -183,5 +183,7 @@ def _global_in(error: UnpicklingError) -> str:
 def _damaged(path: Path, reason: object) -> UserError:
     line = next(iter(str(reason).splitlines()), type(reason).__name__)
     return UserError(
-        "weights-damaged", f"weights: {path} cannot be read: {line}", hint="was the download complete? get it again"
+        "weights-damaged",
+        f"weights: {path} cannot be read: {line}",
+        hint="it may be incomplete: download it again",
     )

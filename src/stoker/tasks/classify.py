@@ -14,8 +14,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.augment.operations import IMAGENET_MEAN, IMAGENET_STD, Colour, to_device
-from stoker.augment.pipeline import EvalPrepare, TrainAugment, build_train_augment
+from stoker.augment.operations import to_device
+from stoker.augment.pipeline import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Colour,
+    EvalPrepare,
+    TrainAugment,
+    build_train_augment,
+)
 from stoker.config import Config, config_values
 from stoker.data.batch import Batch
 from stoker.data.images.decoding import Decoding

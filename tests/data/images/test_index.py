@@ -412,7 +412,7 @@ def test_read_only_data_has_its_index_in_the_users_cache(open_folder: Path) -> N
 def test_where_nothing_can_be_written_the_index_stays_in_memory_and_says_so(open_folder: Path) -> None:
     for line in open_without_rights(closed_data(open_folder), Path("/nonexistent/cache")):
         assert line[:3] == ["6", "3", "None"]
-        assert "the index cannot be kept" in line[3]
+        assert "the index cannot be saved" in line[3]
         assert "index_dir=FOLDER" in line[3]
 
 
@@ -440,7 +440,7 @@ def test_a_root_that_does_not_exist_names_what_is_near(tmp_path: Path) -> None:
     (tmp_path / "imagenet").mkdir()
     error = refusal(tmp_path / "imagnet" / "full", "train")
     assert error.name == "data-not-found"
-    assert f"{tmp_path} does, and holds imagenet" in (error.why or "")
+    assert f"{tmp_path} exists and contains imagenet" in (error.why or "")
     assert error.hint == "did you mean imagenet?"
 
 
@@ -449,7 +449,7 @@ def test_a_missing_split_lists_what_is_there(tmp_path: Path) -> None:
     make_tree(tmp_path, TREE, "val")
     error = refusal(tmp_path, "train")
     assert error.name == "split-not-found"
-    assert error.why == "it holds training, val"
+    assert error.why == "it contains training, val"
 
 
 def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
@@ -463,7 +463,7 @@ def test_a_flat_folder_of_images_is_told_from_an_empty_one(tmp_path: Path) -> No
     for number in range(3):
         (tmp_path / "val" / f"ILSVRC2012_val_{number}.JPEG").write_text("")
     error = refusal(tmp_path, "val")
-    assert "3 images that no class folder tells the class of" in (error.why or "")
+    assert "3 images outside of class folders" in (error.why or "")
     (tmp_path / "val" / "0.tar").write_text("")
     assert "1 tar file, but not the index.json" in (refusal(tmp_path, "val").why or "")
     assert not (tmp_path / "val" / ".stoker-index").exists(), "a place that was not meant is left as it was"
@@ -472,7 +472,7 @@ def test_a_flat_folder_of_images_is_told_from_an_empty_one(tmp_path: Path) -> No
 def test_class_folders_without_any_image_are_refused(tmp_path: Path) -> None:
     error = refusal(make_tree(tmp_path, {"a": [], "b": ["readme.txt"]}), "train")
     assert error.name == "no-images"
-    assert "2 class folders and not one image" in error.seen
+    assert "2 class folders but no images" in error.seen
 
 
 def test_an_empty_class_keeps_its_number_and_is_named(tmp_path: Path) -> None:

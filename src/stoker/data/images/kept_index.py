@@ -1,9 +1,9 @@
-"""Where an index is kept, so that a million files are listed once, and what it takes for it to still hold.
+"""Where an index is kept, so that a million files are listed only once, and how to tell that it is still valid.
 
 <place>/.stoker-index/      or below index_dir, or below the user's cache folder
-    listing.json            which index is current, and when each folder that it lists had last changed
-    <digest>/               an index that nobody changes any more: a run may have it mapped
-    lock                    held by the one process that lists
+    listing.json            which index is current, and when each listed folder had last changed
+    <digest>/               an index, never changed afterwards: a run may have it mapped
+    lock                    held by the process that lists
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stoker.console import Say
 from stoker.data.images.listing import THREADS, ClassListing, Seen, class_names
 from stoker.data.images.sample_index import IndexUnreadable, SampleIndex, digest_of, load_index, save_index
 from stoker.data.store.stores import is_url
@@ -33,24 +34,24 @@ from stoker.redact import redact_text
 FORMAT = 1
 BESIDE = ".stoker-index"
 _ABANDONED_AFTER_S = 24 * 3600
-# Record locks never conflict within one process: its threads take turns here.
+# Record locks never conflict within one process, so its threads take turns here.
 _one_thread = threading.RLock()
 
 
 @dataclass(frozen=True)
 class KeptIndex:
-    """An index as it was kept, with what it was listed from."""
+    """A saved index, with the state of what was listed."""
 
     index: SampleIndex
     seen: dict[str, Seen]
     """By class."""
     made_ns: int
-    """When it was listed; 0 where that was just now."""
+    """When it was listed; 0 if just now."""
 
 
 def keeping_folders(place: str, index_dir: Path | None) -> list[Path]:
-    """The folders in which the index of a place may be kept, the preferred one first."""
-    # The last part of the place only helps people: the hash of all of it tells the folders apart.
+    """The folders in which the index of a place may be saved, the preferred one first."""
+    # The last part of the place is for people; the hash of all of it makes the name unique.
     word = re.sub(r"[^A-Za-z0-9._-]", "-", place.rstrip("/").rpartition("/")[2])[:40].lstrip(".") or "data"
     name = f"{word}-{hashlib.blake2b(place.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
     if index_dir is not None:
@@ -60,17 +61,17 @@ def keeping_folders(place: str, index_dir: Path | None) -> list[Path]:
 
 
 def not_keepable(place: str, folder: Path, error: OSError) -> UserError:
-    """The refusal where the index has to be kept in a folder, and cannot be."""
+    """The error if an index cannot be saved where it has to be."""
     return UserError(
         "index-not-writable",
-        f"the index of {redact_text(place)} cannot be kept in {folder}: {error.strerror or error}",
-        why="without it every start would ask for all names again",
-        hint="index_dir=/a/folder/you/may/write",
+        f"the index of {redact_text(place)} cannot be saved in {folder}: {error.strerror or error}",
+        why="without it every start would list all files again",
+        hint="set index_dir=FOLDER to a folder you can write to",
     )
 
 
 def read_kept(keep: Path, place: str) -> KeptIndex | None:
-    """What a folder keeps; None where there is nothing, or nothing that this version can use."""
+    """The index in a folder; None if there is none, or none that this version can use."""
     try:
         document = json.loads((keep / "listing.json").read_text())
         if document["format"] != FORMAT or not re.fullmatch("[0-9a-f]+", document["index"]):
@@ -83,7 +84,7 @@ def read_kept(keep: Path, place: str) -> KeptIndex | None:
 
 
 def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing]) -> KeptIndex:
-    """Keeps an index; a reader sees the old one or the new one, whole. Call it within `building`."""
+    """Saves an index; a reader sees either the old or the new one, complete. Call it within `building`."""
     before = _current_name(keep)
     final = keep / digest_of(index)
     try:
@@ -104,10 +105,10 @@ def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing])
 
 
 def changed_classes(place: str, kept: KeptIndex) -> tuple[list[str], set[str]]:
-    """The class folders that there are now, and those of them that must be listed (again).
+    """The current class folders, and those of them that have to be listed (again).
 
-    The split's own folder is compared by its class folders, not by its time: keeping the index in it
-    changes that.
+    The split's own folder is compared by its class folders, not by its time, because saving the index in it changes
+    that.
     """
     now = class_names(place)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -117,10 +118,10 @@ def changed_classes(place: str, kept: KeptIndex) -> tuple[list[str], set[str]]:
 
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
-    """A folder that appears under `final` once the block ends without an error; what stood there goes."""
+    """A folder that replaces `final` once the block ends without an error."""
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
     try:
-        # mkdtemp's folders are closed to others; data and its index are often shared by a team.
+        # mkdtemp makes folders private; data and its index are often shared by a team.
         temporary.chmod(final.parent.stat().st_mode & 0o777)
         yield temporary
         shutil.rmtree(final, ignore_errors=True)
@@ -130,8 +131,8 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def building(keep: Path, say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """The right to write into a keeping folder, which is made; waits while another process has it."""
+def building(keep: Path, say: Say | None = None) -> Iterator[None]:
+    """Creates the folder of an index and locks it for writing; waits while another process has the lock."""
     with _one_thread:
         keep.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(keep / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -142,15 +143,15 @@ def building(keep: Path, say: Callable[[str], None] | None = None) -> Iterator[N
             os.close(descriptor)  # drops the lock
 
 
-def _lock(descriptor: int, keep: Path, say: Callable[[str], None] | None) -> None:
+def _lock(descriptor: int, keep: Path, say: Say | None) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         if say is not None:
-            say(f"another process makes the index in {keep}; waiting for it")
+            say(f"another process is building the index in {keep}; waiting for it")
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
     except OSError:
-        pass  # no locks on this file system: two builders do the work twice, and write the same
+        pass  # no locks on this file system: two processes may both do the work, and write the same
 
 
 def _unchanged(place: str, seen: Seen) -> bool:
@@ -173,7 +174,7 @@ def _current_name(keep: Path) -> str | None:
 
 
 def _remove_old(keep: Path, wanted: set[str | None]) -> None:
-    """The index before this one stays: a run that began with it may still start workers, which map it."""
+    """Removes old indexes, but not the previous one: a run that uses it may still start workers that map it."""
     with suppress(OSError):
         for entry in keep.iterdir():
             is_index = re.fullmatch("[0-9a-f]{32}", entry.name) is not None

@@ -1,4 +1,8 @@
-"""Where a split is and what its class folders hold, as arrays."""
+"""Finds a split, and lists its class folders as arrays, so that no Python object outlives the listing of its class.
+
+Names are handled as the file system's bytes: they sort alike on every machine, and names that are not UTF-8 survive. No
+file is asked for its type or size: over a network each question is a round trip.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import stat
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +21,20 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.console import Advance
 from stoker.data.images.sample_index import SampleIndex, decode_name, encode_name, pack_names
 from stoker.data.store.stores import is_url
 from stoker.errors import UserError, did_you_mean
 
-# Where a split is, and saying so when it is not there.
-
 NAMED_AT_ONCE = 5
+IMAGE_SUFFIXES = (
+    b".jpg", b".jpeg", b".jfif", b".png", b".webp", b".bmp", b".tif", b".tiff", b".gif", b".ppm", b".pgm",
+)  # fmt: skip
+# Requests in flight to a network file system; on a local one they wait for Python's lock, and do no harm.
+THREADS = 16
+# A folder that changed just before it was listed may change again without getting a new time: the coarsest clocks of
+# file systems in use tick every two seconds.
+CLOCK_TICK_NS = 2_000_000_000
 
 
 def split_place(root: str, split: str) -> str:
@@ -32,12 +43,12 @@ def split_place(root: str, split: str) -> str:
         root = unquote(urlsplit(root).path)
     if is_url(root):
         return f"{root.rstrip('/')}/{split}".rstrip("/")
-    # Absolute: a worker may stand in another folder.
+    # Absolute: a worker may have another working directory.
     return os.path.abspath(os.path.join(os.path.expanduser(root), split))  # noqa: PTH100, PTH118, PTH111
 
 
 def check_folder(root: str, split: str) -> None:
-    """Refuses a split that is not there, naming what is."""
+    """Raises UserError if a split does not exist, and says what does."""
     place = split_place(root, split)
     try:
         if stat.S_ISDIR(os.stat(place).st_mode):  # noqa: PTH116 - Path.is_dir hides what went wrong
@@ -53,8 +64,8 @@ def check_folder(root: str, split: str) -> None:
         raise UserError(
             "split-not-found",
             f"{shown(str(base))} has no folder {shown(split)}",
-            why=f"it holds {some(there)}" if there else "it is empty",
-            hint=did_you_mean(split, there) or f"data_root must hold {split}/CLASS/IMAGE.jpg",
+            why=f"it contains {some(there)}" if there else "it is empty",
+            hint=did_you_mean(split, there) or f"data_root must contain {split}/CLASS/IMAGE.jpg",
         )
     existing = base
     while not existing.is_dir() and existing != existing.parent:
@@ -64,17 +75,17 @@ def check_folder(root: str, split: str) -> None:
     raise UserError(
         "data-not-found",
         f"{shown(str(base))} does not exist",
-        why=f"{existing} does, and holds {some(there)}" if there else f"{existing} does, and is empty",
+        why=f"{existing} exists and contains {some(there)}" if there else f"{existing} exists and is empty",
         hint=did_you_mean(missing, there) or "data_root=FOLDER",
     )
 
 
 def not_readable(path: str, error: OSError) -> UserError:
-    """A folder that is there and does not let us in, or broke while it was read."""
+    """The error for a folder that exists and cannot be listed."""
     return UserError(
         "data-not-readable",
         f"{shown(path)} cannot be listed: {error.strerror or error}",
-        why="every sample must be known before the first one is drawn",
+        why="all samples must be listed before training can start",
         hint=f"ls -ld {shlex.quote(path)}" if path.isprintable() else None,
     )
 
@@ -87,13 +98,13 @@ def _entries(folder: Path) -> list[str]:
 
 
 def some(names: list[str]) -> str:
-    """The first few of many names, and how many more there are."""
+    """The first few names, and how many more there are."""
     more = len(names) - NAMED_AT_ONCE
     return ", ".join(map(shown, names[:NAMED_AT_ONCE])) + (f" and {more} more" if more > 0 else "")
 
 
 def shown(name: str) -> str:
-    """A name that a terminal can print, whatever bytes the file system holds."""
+    """A name that a terminal can print, whatever its bytes."""
     return name if name.isprintable() else repr(name)
 
 
@@ -102,31 +113,14 @@ def count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-# What class folders hold: the names of each class as arrays, so that no Python object outlives its class.
-#
-# Names are handled as the bytes that the file system has: they sort alike on every machine, and a name that
-# is no UTF-8 survives. No file is asked for its type or size: over a network each question is a round trip.
-
-Progress = Callable[[int, int | None], None]
-
-IMAGE_SUFFIXES = (
-    b".jpg", b".jpeg", b".jfif", b".png", b".webp", b".bmp", b".tif", b".tiff", b".gif", b".ppm", b".pgm",
-)  # fmt: skip
-# Requests in flight to a network file system; on a local one they wait for the interpreter, and do no harm.
-THREADS = 16
-# A folder that changed just before it was listed may change again under the same time: the coarsest clocks
-# of file systems in use tick every two seconds.
-CLOCK_TICK_NS = 2_000_000_000
-
-
 @dataclass(frozen=True)
 class Seen:
-    """What a class looked like when it was listed."""
+    """The state of a class when it was listed."""
 
     folders: Mapping[str, int | None] = field(default_factory=dict)
-    """When each folder last changed, in ns; None where that was too recent to tell it from the next change."""
+    """When each folder last changed, in ns; None if that was too recent to distinguish it from the next change."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """How many files were passed over, by the end of their names."""
+    """How many files were skipped, by suffix."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ class ClassListing:
 
 
 def class_names(place: str) -> list[str]:
-    """The class folders of a split, sorted; hidden ones do not count."""
+    """The class folders of a split, sorted, without hidden ones."""
     try:
         with os.scandir(encode_name(place)) as entries:
             names = sorted(e.name for e in entries if not e.name.startswith(b".") and e.is_dir())
@@ -153,7 +147,7 @@ def class_names(place: str) -> list[str]:
     return [decode_name(name) for name in names]
 
 
-def list_classes(place: str, names: Sequence[str], progress: Progress | None = None) -> list[ClassListing]:
+def list_classes(place: str, names: Sequence[str], progress: Advance | None = None) -> list[ClassListing]:
     """The listings of these class folders; progress counts folders."""
     listings = []
     with ThreadPoolExecutor(min(THREADS, max(1, len(names)))) as pool:
@@ -169,8 +163,8 @@ def list_classes(place: str, names: Sequence[str], progress: Progress | None = N
 
 
 def list_class(place: str, name: str) -> ClassListing:
-    """Every image below one class folder. Whatever is named like an image counts, a folder too: reading it
-    will fail, and name it."""
+    """Every image below one class folder. Anything named like an image counts, even a folder: reading it will fail and
+    report it."""
     root = encode_name(place)
     names: list[bytes] = []
     folders: dict[str, int | None] = {}
@@ -180,7 +174,7 @@ def list_class(place: str, name: str) -> ClassListing:
         folder, ancestors = waiting.pop()
         path = os.path.join(root, folder)  # noqa: PTH118 - pathlib takes no bytes
         try:
-            # Before the listing: what changes while we list shows as a later time.
+            # Before the listing: a change while we list gives a later time.
             state, now_ns = os.stat(path), time.time_ns()  # noqa: PTH116
             identity = (state.st_dev, state.st_ino)
             if identity in ancestors:
@@ -203,8 +197,8 @@ def list_class(place: str, name: str) -> ClassListing:
     return ClassListing(name, *pack_names(names), None, Seen(folders, left_out))
 
 
-def list_objects(objects: Iterable[tuple[str, int]], progress: Progress | None = None) -> list[ClassListing]:
-    """The same from (path, size) of every object below a split, in whatever order a store tells them."""
+def list_objects(objects: Iterable[tuple[str, int]], progress: Advance | None = None) -> list[ClassListing]:
+    """The same from (path, size) of every object below a split, in any order."""
     found: dict[bytes, tuple[bytearray, array[int], array[int]]] = {}
     left_out: dict[bytes, Counter[str]] = {}
     for count, (path, size) in enumerate(objects, 1):
@@ -225,7 +219,7 @@ def list_objects(objects: Iterable[tuple[str, int]], progress: Progress | None =
 
 
 def class_of_index(index: SampleIndex, name: str, seen: Seen) -> ClassListing:
-    """The listing of a class as an index remembers it."""
+    """The listing of a class according to an index."""
     label = index.classes.index(name)
     first, end = np.searchsorted(index.labels, [label, label + 1])
     start = int(index.name_ends[first - 1]) if first else 0
@@ -236,7 +230,7 @@ def class_of_index(index: SampleIndex, name: str, seen: Seen) -> ClassListing:
 
 
 def index_of_classes(root: str, listings: Sequence[ClassListing]) -> SampleIndex:
-    """One index of all classes, numbered in their order."""
+    """One index of all classes, in this order."""
     counts = np.array([len(listing) for listing in listings], np.int64)
     starts = np.cumsum([0, *(len(listing.name_bytes) for listing in listings)])
     sizes = [listing.sizes for listing in listings if listing.sizes is not None]

@@ -1,4 +1,4 @@
-"""Opening a split: its index from where it is kept or packed, or made by listing the class folders once."""
+"""Opens a split: loads its index from packed shards or from where it is kept, or lists its class folders once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stoker.console import Advance, Say
 from stoker.data.images.kept_index import (
     KeptIndex,
     building,
@@ -27,7 +28,6 @@ from stoker.data.images.kept_index import (
 from stoker.data.images.listing import (
     IMAGE_SUFFIXES,
     ClassListing,
-    Progress,
     Seen,
     check_folder,
     class_names,
@@ -46,14 +46,12 @@ from stoker.errors import UserError
 from stoker.files import write_bytes
 from stoker.redact import redact_text
 
-# The index that `stoker pack` wrote beside its shards, in a folder or at a URL.
-
-# An array of a hundred million samples still fits; above it somebody else's file is called like ours.
+# Enough for an array of a hundred million samples; a larger file is not ours.
 MAX_ARRAY_BYTES = 8_000_000_000
 
 
 def open_packed(place: str, index_dir: Path | None) -> SampleIndex | None:
-    """The index of packed shards; None where a place holds none."""
+    """The index that `stoker pack` wrote beside its shards; None if there is none."""
     if is_url(place):
         return _packed_in_store(place, index_dir)
     folder = Path(place)
@@ -63,13 +61,13 @@ def open_packed(place: str, index_dir: Path | None) -> SampleIndex | None:
         index = load_index(folder)
     except IndexUnreadable:
         if files_directly_in(place)[1] == 0:
-            return None  # somebody else's file among class folders
+            return None  # an unrelated file among class folders
         raise
     return replace(index, root=place) if index.shards else None
 
 
 def files_directly_in(place: str) -> tuple[int, int]:
-    """Images and tar files that lie directly in a folder; 0 where nobody knows."""
+    """The number of images and tar files directly in a folder; 0 for a URL."""
     if is_url(place):
         return 0, 0
     with os.scandir(encode_name(place)) as entries:
@@ -78,7 +76,7 @@ def files_directly_in(place: str) -> tuple[int, int]:
 
 
 def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
-    """The same from a URL: one small request tells whether the copy that we keep is still the right one."""
+    """The same from a URL: one small request tells whether our copy is still current."""
     from stoker.data.store.object_store import ObjectStore
 
     store = ObjectStore(place, max_object_bytes=MAX_ARRAY_BYTES)
@@ -95,7 +93,7 @@ def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
     if (index := _load_if_whole(final)) is None:
         try:
             with building(keep):
-                # While we waited for our turn another process may have fetched it.
+                # Another process may have fetched it while we waited for the lock.
                 index = _load_if_whole(final) or _fetch(store, place, arrays, raw, final)
         except OSError as error:
             raise not_keepable(place, keep, error) from None
@@ -106,7 +104,7 @@ def _fetch(store: Store, place: str, arrays: list[str], raw: bytes, final: Path)
     try:
         with whole_folder(final) as folder:
             for name in arrays:
-                # The last part only: nothing is written outside of the folder.
+                # Only the last part of the name: nothing is written outside the folder.
                 write_bytes(folder / f"{Path(name).name}.npy", bytes(store.read(f"{name}.npy")))
             write_bytes(folder / META, raw)
             index = load_index(folder)
@@ -127,15 +125,10 @@ def _load_if_whole(folder: Path) -> SampleIndex | None:
 def _changing(place: str) -> UserError:
     return UserError(
         "packed-data-incomplete",
-        f"the index at {place} does not fit the arrays beside it",
-        why="it was being written while it was read, or only a part of it was copied there",
+        f"the index at {place} does not match its arrays",
+        why="it was read while it was being written, or only a part of it was copied",
         hint="copy the packed folder again, index.json last",
     )
-
-
-# Opening a split: its index from where it is kept, or made by listing the class folders once.
-
-Say = Callable[[str], None]
 
 
 def open_index(
@@ -143,16 +136,15 @@ def open_index(
     split: str,
     *,
     index_dir: Path | None,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
     rebuild: bool = False,
     say: Say | None = None,
 ) -> SampleIndex:
     """The samples of `root`/`split`, a folder or URL of class folders or of packed shards.
 
-    The first call lists the class folders (`progress` counts folders, objects at a URL) and keeps the index;
-    later ones load it, and list again only the class folders that changed. Objects at a URL are not looked
-    at again unless `rebuild` asks for it. `say` gets what the user should know, which is also kept in
-    `facts["notes"]`. `split=""` opens a root that holds the class folders itself.
+    The first call lists the class folders (`progress` counts folders, or objects at a URL) and keeps the index; later
+    calls load it, and list only the class folders that changed. A URL is listed again only with `rebuild`. `say` gets
+    notes for the user, which are also in `facts["notes"]`. `split=""` opens a root that contains the class folders.
     """
     place = split_place(root, split)
     if not is_url(place):
@@ -168,22 +160,22 @@ def open_index(
 
 
 def check_same_classes(train: SampleIndex, val: SampleIndex) -> None:
-    """Refuses a validation set with classes that training never sees."""
+    """Refuses a validation set with classes that are not in the training set."""
     known = set(train.classes)
     if strangers := [name for name in val.classes if name not in known]:
         raise UserError(
             "classes-differ",
             f"{val.root} has {count(len(strangers), 'class', 'classes')} that {train.root} lacks: {some(strangers)}",
-            why=f"a network that was trained on {count(len(known), 'class', 'classes')} cannot be right about others",
+            why=f"a network trained on {count(len(known), 'class', 'classes')} cannot predict others",
             hint="the class folders of train and val must have the same names",
         )
 
 
 def _open_kept_or_list(
-    place: str, index_dir: Path | None, progress: Progress | None, rebuild: bool, say: Say | None
+    place: str, index_dir: Path | None, progress: Advance | None, rebuild: bool, say: Say | None
 ) -> tuple[KeptIndex, list[str]]:
     if not is_url(place) and not class_names(place):
-        raise _no_class_folders(place)  # before a folder for the index is made in a place that was not meant
+        raise _no_class_folders(place)  # before creating an index folder in the wrong place
     keeps = keeping_folders(place, index_dir)
     before = [read_kept(keep, place) for keep in keeps]
     if not rebuild:
@@ -196,7 +188,7 @@ def _open_kept_or_list(
     for keep, old in zip(keeps, before, strict=True):
         try:
             with building(keep, say):
-                # While we waited for our turn another process may have done the work.
+                # Another process may have done the work while we waited for the lock.
                 kept = read_kept(keep, place)
                 is_new = kept is not None and (old is None or kept.made_ns != old.made_ns)
                 if kept is not None and (is_new or not rebuild) and _still_holds(place, kept):
@@ -213,7 +205,7 @@ def _open_kept_or_list(
         listed, news = _list(place, None if rebuild else next(filter(None, before), None), progress)
     index = _index_of(place, listed)
     kept = KeptIndex(replace(index, digest=digest_of(index)), {one.name: one.seen for one in listed}, 0)
-    news.append(f"the index cannot be kept ({trouble}): the next start lists all files again; index_dir=FOLDER helps")
+    news.append(f"the index cannot be saved ({trouble}), so the next start lists all files again; set index_dir=FOLDER")
     return kept, news
 
 
@@ -224,8 +216,8 @@ def _still_holds(place: str, kept: KeptIndex) -> bool:
     return not changed and tuple(now) == kept.index.classes
 
 
-def _list(place: str, kept: KeptIndex | None, progress: Progress | None) -> tuple[list[ClassListing], list[str]]:
-    """All classes, of which only those are listed that changed since; and what there is to say about it."""
+def _list(place: str, kept: KeptIndex | None, progress: Advance | None) -> tuple[list[ClassListing], list[str]]:
+    """All classes, listing only those that changed, and a note about the changes."""
     if is_url(place):
         from stoker.data.store.object_store import open_object_store
 
@@ -237,7 +229,7 @@ def _list(place: str, kept: KeptIndex | None, progress: Progress | None) -> tupl
     listed = [fresh[name] if name in fresh else class_of_index(kept.index, name, kept.seen[name]) for name in now]
     differing = _differing(kept, fresh) | (set(kept.index.classes) - set(now))
     if not differing:
-        return listed, []  # only too recent to be trusted, or touched
+        return listed, []  # the folders were only touched, or too recent to be sure
     return listed, [
         f"the index of {place} was out of date: {count(len(differing), 'class folder')} changed "
         f"({some(sorted(differing))}) and {'was' if len(differing) == 1 else 'were'} listed again"
@@ -262,8 +254,8 @@ def _index_of(place: str, listed: list[ClassListing]) -> SampleIndex:
     known = ", ".join(suffix.decode() for suffix in IMAGE_SUFFIXES)
     raise UserError(
         "no-images",
-        f"{where} has {count(len(listed), 'class folder')} and not one image in them",
-        why=f"what counts as an image is told by its name: {known}",
+        f"{where} has {count(len(listed), 'class folder')} but no images in them",
+        why=f"images are recognised by their suffix: {known}",
         hint=f"ls '{where}/{shown(listed[0].name)}'",
     )
 
@@ -272,20 +264,25 @@ def _no_class_folders(place: str) -> UserError:
     where = shown(redact_text(place))
     flat, tars = files_directly_in(place)
     if tars:
-        why = f"it holds {count(tars, 'tar file')}, but not the {META} that `stoker pack` writes last"
+        why = f"it contains {count(tars, 'tar file')}, but not the {META} that `stoker pack` writes last"
     elif flat:
-        why = f"it holds {count(flat, 'image')} that no class folder tells the class of"
+        why = f"it contains {count(flat, 'image')} outside of class folders, so their class is unknown"
     else:
-        why = "the class of an image is the folder that it lies in"
-    return UserError("no-class-folders", f"{where} has no class folders", why=why, hint=f"{where}/CLASS/IMAGE.jpg")
+        why = "the class of an image is the name of its folder"
+    return UserError(
+        "no-class-folders",
+        f"{where} has no class folders",
+        why=why,
+        hint=f"the images should be {where}/CLASS/IMAGE.jpg",
+    )
 
 
 def _notes(place: str, kept: KeptIndex) -> Iterator[str]:
-    """What a user should know about the data, whenever it is opened."""
+    """Notes for the user each time the data is opened."""
     index, where = kept.index, shown(redact_text(place))
     if is_url(place) and kept.made_ns:
         made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(kept.made_ns / 1e9))
-        yield f"the index of {where} is of {made}; objects that came later are not in it"
+        yield f"the index of {where} is from {made}; later objects are not in it"
     counts = np.bincount(index.labels, minlength=len(index.classes))
     if empty := [name for name, images in zip(index.classes, counts.tolist(), strict=True) if not images]:
         yield f"{count(len(empty), 'class folder')} of {where} without images: {some(empty)}"
@@ -294,4 +291,4 @@ def _notes(place: str, kept: KeptIndex) -> Iterator[str]:
         left_out.update(seen.left_out)
     if left_out:
         kinds = some([f"{suffix} ({files:,})" for suffix, files in left_out.most_common()])
-        yield f"{count(left_out.total(), 'file')} of {where} not named like an image, left out: {kinds}"
+        yield f"{count(left_out.total(), 'file')} of {where} skipped, without the suffix of an image: {kinds}"

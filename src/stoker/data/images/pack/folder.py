@@ -1,4 +1,13 @@
-"""The folder of a pack: names, owner, and the index put together from the records of its shards."""
+"""The folder of a pack: its names, who may write to it, and the index made from the records of its shards.
+
+DST/.pack/lock                    one `stoker pack` at a time
+DST/.pack/source-index/           the listing of the source; removed when everything is packed
+DST/.pack/train/pack.json         what is packed, and how; written first
+DST/.pack/train/shard-000000.json what a finished shard holds; written after the shard
+DST/train/shard-000000.tar        the shards
+DST/train/index.json, *.npy       the index; written last
+DST/train/skipped.jsonl           files that are not images
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,30 +23,23 @@ from typing import Any
 
 import numpy as np
 
+from stoker.data.images.listing import check_folder
 from stoker.data.images.pack.tar_shards import END, read_record, sample_footprint
 from stoker.data.images.sample_index import META, SampleIndex, save_index
-from stoker.errors import UserError
+from stoker.data.store.stores import is_url
+from stoker.errors import UsageError, UserError
 from stoker.files import write_text
 from stoker.run.lease import Lease, LeaseHeld
 
-# The names of every file of a pack, and whose they are: a pack is taken up again only as the same pack.
-#
-# DST/.pack/lock                    one `stoker pack` at a time
-# DST/.pack/source-index/           the listing of the source; gone when everything is packed
-# DST/.pack/train/pack.json         what is being packed, and how; written first
-# DST/.pack/train/shard-000000.json what a finished shard holds; written after the shard
-# DST/train/shard-000000.tar        the shards
-# DST/train/index.json, *.npy       the index; written last
-# DST/train/skipped.jsonl           what was no image
-
-_BOOKS = ".pack"
+USUAL_SPLITS = ("train", "val")
+_RECORDS = ".pack"
 _SHARD = re.compile(r"\.?shard-\d{6,}\.tar(\.tmp)?")
 _INDEX = re.compile(r"(labels|name_bytes|name_ends|sizes|shard_of|offsets)\.npy")
 
 
 @dataclass(frozen=True)
 class PackFolder:
-    """Where the pack of one split is made; split "" is the destination itself."""
+    """The pack of one split; split "" is the destination itself."""
 
     destination: Path
     split: str
@@ -47,8 +49,8 @@ class PackFolder:
         return self.destination / self.split
 
     @property
-    def books(self) -> Path:
-        return self.destination / _BOOKS / self.split
+    def records(self) -> Path:
+        return self.destination / _RECORDS / self.split
 
     @property
     def skipped(self) -> Path:
@@ -56,7 +58,7 @@ class PackFolder:
 
     @property
     def about(self) -> Path:
-        return self.books / "pack.json"
+        return self.records / "pack.json"
 
     def shard(self, number: int) -> Path:
         return self.folder / f"shard-{number:06d}.tar"
@@ -65,39 +67,99 @@ class PackFolder:
         return self.folder / f".shard-{number:06d}.tar.tmp"
 
     def record(self, number: int) -> Path:
-        return self.books / f"shard-{number:06d}.json"
+        return self.records / f"shard-{number:06d}.json"
 
     def named(self, number: int) -> str:
-        """The shard as messages name it."""
+        """The shard's name in messages."""
         return f"{self.split}/{self.shard(number).name}" if self.split else self.shard(number).name
 
 
 def source_index_folder(destination: Path) -> Path:
-    """Where the listing of the source is kept while it is packed."""
-    return destination / _BOOKS / "source-index"
+    """Where the index of the source is kept while it is packed."""
+    return destination / _RECORDS / "source-index"
+
+
+def check_destination(source: str, destination: Path) -> None:
+    """Refuses a destination that is not a folder, or is inside the source."""
+    if ":/" in str(destination):  # Path collapses the two slashes into one
+        seen = f"{destination} is a URL; shards need a local folder"
+        raise UsageError("usage", seen, hint="pack to a folder, then upload it")
+    if is_url(source):
+        return
+    inside, outside = destination.resolve(), Path(source).expanduser().resolve()
+    if inside == outside or outside in inside.parents:
+        raise UserError(
+            "destination-inside-source",
+            f"{destination} is inside {source}",
+            why="the next listing of the source would find the shards among the images",
+            hint=f"stoker pack {source} {source.rstrip('/')}-packed",
+        )
+    if destination.exists() and not destination.is_dir():
+        raise UserError("destination-not-writable", f"{destination} is a file", hint="choose another folder")
+
+
+def find_splits(source: str, wanted: Sequence[str] | None) -> list[str]:
+    """The wanted splits, checked; by default the usual ones that exist, or the source itself ("") if it has none."""
+    if not wanted:
+        return _usual_splits(source) or [""]
+    splits = list(dict.fromkeys(name.strip("/") for name in wanted))
+    if outside := next((name for name in splits if ".." in name.split("/")), None):
+        raise UsageError("usage", f"--split {outside} points outside SRC", hint="--split train")
+    if not is_url(source):
+        for name in splits:
+            check_folder(source, name)
+    return splits
+
+
+def _usual_splits(source: str) -> list[str]:
+    if is_url(source):
+        from stoker.data.store.object_store import open_object_store
+
+        stores = {name: open_object_store(f"{source.rstrip('/')}/{name}") for name in USUAL_SPLITS}
+        return [name for name, store in stores.items() if any(True for _ in store.list())]
+    check_folder(source, "")
+    return [name for name in USUAL_SPLITS if (Path(source).expanduser() / name).is_dir()]
+
+
+@contextmanager
+def claim_packs(
+    destination: Path, splits: Sequence[str], options: dict[str, Any], *, fresh: bool
+) -> Iterator[list[PackFolder]]:
+    """The folders of these splits, for this process alone; `fresh` removes earlier packs first.
+
+    Refuses folders with files that are not ours, or with a pack made with other options."""
+    packs = [PackFolder(destination.absolute(), split) for split in splits]
+    with claim_destination(destination.absolute()):
+        for pack in packs:
+            if fresh:
+                remove_pack(pack)
+                remove_source_index(destination)
+            check_options(pack, options)
+        yield packs
+        remove_source_index(destination)
 
 
 @contextmanager
 def claim_destination(destination: Path) -> Iterator[None]:
-    """The right to write into the destination, for this process alone; makes the folder."""
-    books = destination / _BOOKS
+    """Creates the destination, and locks it for this process."""
+    records = destination / _RECORDS
     try:
-        books.mkdir(parents=True, exist_ok=True)
+        records.mkdir(parents=True, exist_ok=True)
         if not os.access(destination, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied", str(destination))
-        lease = Lease(books / "lock").acquire()
+        lease = Lease(records / "lock").acquire()
     except LeaseHeld as error:
         raise UserError(
             "pack-busy",
             f"another process is packing into {destination}",
             why=error.seen,
-            hint="wait for it, or name another folder",
+            hint="wait for it to finish, or choose another folder",
         ) from None
     except OSError as error:
         raise UserError(
             "destination-not-writable",
-            f"{destination}: {error.strerror}",
-            why="the shards are written there",
+            f"{destination} cannot be written to: {error.strerror}",
+            why="the shards would be written there",
             hint=f"ls -ld {destination} {destination.parent}",
         ) from None
     try:
@@ -107,30 +169,30 @@ def claim_destination(destination: Path) -> Iterator[None]:
 
 
 def check_options(pack: PackFolder, options: dict[str, Any]) -> None:
-    """Refuses a folder that holds another pack, or files that are not ours."""
+    """Refuses a folder with a pack made with other options, or with files that are not ours."""
     about = read_about(pack)
     if about is None:
         foreign = [path.name for path in (pack.shard(0), pack.folder / META) if path.exists()]
         if foreign:
             raise UserError(
                 "destination-not-empty",
-                f"{pack.folder} holds {foreign[0]}, which this command did not write",
+                f"{pack.folder} contains {foreign[0]}, which stoker pack did not write",
                 why="it would be overwritten",
-                hint="name another folder",
+                hint="choose another folder",
             )
         return
     before = about.get("options")
     if before != options:
         raise UserError(
             "pack-options-differ",
-            f"{pack.folder} was packed with {_spell(before)}; now it is {_spell(options)}",
-            why="one pack cannot hold shards of both kinds",
-            hint="another folder, or --fresh to remove that pack first",
+            f"{pack.folder} was packed with {_spell(before)}; this command has {_spell(options)}",
+            why="a pack cannot mix shards of both kinds",
+            hint="choose another folder, or use --fresh to remove that pack first",
         )
 
 
 def check_source(pack: PackFolder, options: dict[str, Any], fingerprint: str) -> None:
-    """Notes what is being packed; refuses to go on with a pack of another source."""
+    """Records what is being packed; refuses to continue the pack of another source."""
     about = read_about(pack)
     if about is None:
         pack.folder.mkdir(parents=True, exist_ok=True)
@@ -139,14 +201,14 @@ def check_source(pack: PackFolder, options: dict[str, Any], fingerprint: str) ->
     elif about.get("source_fingerprint") != fingerprint:
         raise UserError(
             "pack-source-differs",
-            f"{pack.folder} was packed from other files than the source has now",
-            why="names, sizes or classes have changed, and the shards that are finished do not fit the rest",
-            hint="another folder, or --fresh to remove that pack first",
+            f"{pack.folder} was packed from a source that has changed since",
+            why="names, sizes or classes differ, so the finished shards would not match the rest",
+            hint="choose another folder, or use --fresh to remove that pack first",
         )
 
 
 def read_about(pack: PackFolder) -> dict[str, Any] | None:
-    """What the folder is a pack of; None where it is none."""
+    """What the folder is a pack of; None if it is not a pack."""
     try:
         about = json.loads(pack.about.read_text())
     except (OSError, ValueError):
@@ -155,16 +217,16 @@ def read_about(pack: PackFolder) -> dict[str, Any] | None:
 
 
 def remove_pack(pack: PackFolder) -> None:
-    """Removes what `stoker pack` wrote, and nothing else; without its books nothing is known to be ours."""
+    """Removes what `stoker pack` wrote, and nothing else; without its records nothing is known to be ours."""
     if read_about(pack) is None:
         return
-    # The index first: what is left after a crash in the middle must not look like a whole pack.
+    # The index first: what is left after a crash must not look like a complete pack.
     (pack.folder / META).unlink(missing_ok=True)
     pack.skipped.unlink(missing_ok=True)
     for path in list(pack.folder.iterdir()) if pack.folder.is_dir() else []:
         if _SHARD.fullmatch(path.name) or _INDEX.fullmatch(path.name):
             path.unlink()
-    for path in pack.books.glob("shard-*.json"):
+    for path in pack.records.glob("shard-*.json"):
         path.unlink()
     pack.about.unlink()  # last: until then the rest is known to be ours
     if pack.split:
@@ -173,18 +235,18 @@ def remove_pack(pack: PackFolder) -> None:
 
 
 def remove_temporaries(pack: PackFolder) -> None:
-    """Removes half-written shards; only for who holds the destination."""
+    """Removes unfinished shards; call with the destination locked."""
     for path in pack.folder.glob(".shard-*.tar.tmp"):
         path.unlink(missing_ok=True)
 
 
 def remove_source_index(destination: Path) -> None:
-    """Removes the listing of the source: a cache, which nobody needs in a finished pack."""
+    """Removes the index of the source, which a finished pack does not need."""
     shutil.rmtree(source_index_folder(destination), ignore_errors=True)
 
 
 def finished_bytes(pack: PackFolder, number: int) -> int | None:
-    """Size of a shard that looks finished, by its size alone; None where it must be made."""
+    """Size of a shard that looks finished (only its size is checked); None if it has to be made."""
     record = read_record(pack.record(number))
     try:
         if record is not None and pack.shard(number).stat().st_size == record.bytes:
@@ -195,18 +257,15 @@ def finished_bytes(pack: PackFolder, number: int) -> int | None:
 
 
 def _spell(options: Any) -> str:
-    """Options as they would be typed."""
+    """Options as a user would type them."""
     if not isinstance(options, dict):
         return "unknown options"
     given = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None]
     return " ".join(given)
 
 
-# The index of a finished pack: put together from the records of its shards, and checked against the disk.
-
-
 def write_pack_index(index: SampleIndex, pack: PackFolder, options: dict[str, Any], shards: int) -> SampleIndex:
-    """The index of all shards; samples keep the order, but for skipped ones the numbers, of the source's index."""
+    """The index of all shards; samples are in the order of the source's index, without the skipped ones."""
     shard_of = np.full(len(index), -1, np.int32)
     offsets, sizes = np.zeros(len(index), np.int64), np.zeros(len(index), np.int64)
     facts: list[dict[str, Any]] = []
@@ -215,16 +274,16 @@ def write_pack_index(index: SampleIndex, pack: PackFolder, options: dict[str, An
         record = read_record(pack.record(number))
         assert record is not None, "a shard is finished when its record is written"
         samples = np.array(record.samples, np.int64)
-        assert (shard_of[samples] == -1).all(), "a sample stands in one shard"
+        assert (shard_of[samples] == -1).all(), "a sample is in one shard"
         shard_of[samples], offsets[samples], sizes[samples] = number, record.offsets, record.sizes
         skipped += len(record.skipped)
         facts.append({"name": record.name, "bytes": record.bytes, "samples": len(record.samples), "xxh3": record.xxh3})
     packed = np.flatnonzero(shard_of >= 0)
-    assert len(packed) + skipped == len(index), "every sample is packed or named as skipped"
+    assert len(packed) + skipped == len(index), "every sample is packed or listed as skipped"
     lengths = np.diff(index.name_ends, prepend=0)
     saved = save_index(
         SampleIndex(
-            root=".",  # of this very folder: a pack may be moved, and is the same wherever it is made
+            root=".",  # this folder: a pack may be moved, and is the same wherever it is made
             classes=index.classes,
             labels=np.asarray(index.labels)[packed],
             name_bytes=np.asarray(index.name_bytes)[np.repeat(shard_of >= 0, lengths)],
@@ -247,7 +306,7 @@ def write_pack_index(index: SampleIndex, pack: PackFolder, options: dict[str, An
 
 
 def _check_sums(saved: SampleIndex, pack: PackFolder) -> None:
-    """Whether the index, read back, adds up to the files: a last look before we call it done."""
+    """Checks the index, read back, against the sizes of the files; raises UserError."""
     assert saved.shard_of is not None
     assert saved.offsets is not None
     assert saved.sizes is not None
@@ -262,7 +321,7 @@ def _check_sums(saved: SampleIndex, pack: PackFolder) -> None:
         if sums != (fact["samples"], on_disk) or on_disk != fact["bytes"] or last_end[number] > on_disk:
             raise UserError(
                 "pack-damaged",
-                f"{pack.named(number)} has {on_disk} bytes; its {sums[0]} samples take up {sums[1]}",
+                f"{pack.named(number)} has {on_disk} bytes, but its {sums[0]} samples take up {sums[1]}",
                 why="something changed it while it was being packed",
-                hint="the same command again makes it anew",
+                hint="run the same command again to make it anew",
             )

@@ -1,9 +1,9 @@
 """Packs a split into shards with several processes: the same bytes for any number of them, in any order.
 
-Which samples go into which shard is planned before anything is read, from the sizes of the source's files,
-so every shard can be made by itself. Samples are dealt out in a permuted order: a reader that goes through
-the shards one after the other then sees all classes mixed. The index keeps the numbers of the source, so a
-seed draws the same samples, in the same order, from the pack as from the files it was made of.
+Which samples go into which shard is planned from the sizes of the source's files before anything is read, so every
+shard can be made on its own. Samples are distributed in a permuted order, so that reading the shards one after the
+other mixes all classes. The index keeps the source's order, so that a seed draws the same samples, in the same order,
+from the pack as from the original files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from stoker.console import Advance
 from stoker.data.images.pack.folder import (
     PackFolder,
     check_source,
@@ -39,9 +39,7 @@ from stoker.data.store.stores import StoreDown
 from stoker.errors import UserError
 from stoker.files import write_text
 
-Progress = Callable[[int, int | None], None]
-
-# Part of the format: another value gives other shards.
+# Part of the format: another value gives different shards.
 ORDER_KEY = 20240229
 DEFAULT_SHARD_BYTES = 256_000_000
 STAT_THREADS = 16
@@ -54,11 +52,11 @@ PACKING_SPEEDUP = 1.5
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Everything that decides what the shards hold."""
+    """Everything that determines the content of the shards."""
 
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    """How large a shard may become. For images that are encoded anew it counts the source's bytes, which are
-    known before the work is done: such shards come out smaller."""
+    """The maximum size of a shard. Images that are re-encoded count with the source's bytes, which are known
+    beforehand: their shards turn out smaller."""
     longest: int | None = None
     shortest: int | None = None
     quality: int | None = None
@@ -73,18 +71,18 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class PackResult:
-    """What came of a split."""
+    """The result of packing a split."""
 
     samples: int
     classes: int
     shards: int
     kept_shards: int
-    """Shards that an earlier run had finished."""
+    """Shards finished by an earlier run."""
     bytes: int
     skipped: int
     seconds: float
     images_per_second: float | None
-    """None where nothing was left to do."""
+    """None if nothing was left to do."""
     folder: Path
 
 
@@ -95,13 +93,13 @@ def pack_split(
     *,
     workers: int,
     max_bad_fraction: float,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> PackResult:
-    """Packs every sample of the index, or what an earlier run has left; call it within `claim_destination`."""
+    """Packs every sample of the index, or what an earlier run left; call it within `claim_packs`."""
     began = time.monotonic()
     if len(index) == 0:
         raise UserError(
-            "nothing-to-pack", f"{index.root} holds no images", hint="name a folder of class folders with images"
+            "nothing-to-pack", f"{index.root} has no images", hint="choose a folder with class folders of images"
         )
     sizes = source_sizes(index)
     check_source(pack, options.as_dict(), _fingerprint(index, sizes))
@@ -126,7 +124,7 @@ def pack_split(
 
 
 def plan_shards(sizes: NDArray[np.int64], shard_bytes: int) -> list[ShardTask]:
-    """Which samples go into which shard, and under which keys: each shard is filled up to its size."""
+    """Which samples go into which shard, and under which keys; each shard is filled up to its size."""
     order = permute(np.arange(len(sizes), dtype=np.int64), len(sizes), ORDER_KEY)
     ends = np.cumsum(sample_footprint(sizes[order]))
     tasks: list[ShardTask] = []
@@ -134,7 +132,7 @@ def plan_shards(sizes: NDArray[np.int64], shard_bytes: int) -> list[ShardTask]:
     while first < len(order):
         before = int(ends[first - 1]) if first else 0
         fits = int(np.searchsorted(ends, before + shard_bytes - len(END), side="right"))
-        end = max(first + 1, fits)  # an image that is larger than a shard has one to itself
+        end = max(first + 1, fits)  # an image larger than a shard gets its own
         samples = order[first:end]
         planned_bytes = int(ends[end - 1]) - before + len(END)
         tasks.append(ShardTask(len(tasks), first, samples, sizes[samples], planned_bytes))
@@ -143,7 +141,7 @@ def plan_shards(sizes: NDArray[np.int64], shard_bytes: int) -> list[ShardTask]:
 
 
 def source_sizes(index: SampleIndex) -> NDArray[np.int64]:
-    """Bytes of each sample; 0 for what is no file, which will be named when it cannot be read."""
+    """Bytes of each sample; 0 for what is not a file: it is reported when it is read."""
     if index.sizes is not None:
         return np.asarray(index.sizes, np.int64)
 
@@ -154,7 +152,7 @@ def source_sizes(index: SampleIndex) -> NDArray[np.int64]:
             return 0
         return state.st_size if stat.S_ISREG(state.st_mode) else 0
 
-    assert "://" not in index.root, "the listing of a store tells the sizes"
+    assert "://" not in index.root, "the listing of a store includes sizes"
     with ThreadPoolExecutor(STAT_THREADS) as pool:
         # In slices: a million futures would take a gigabyte.
         parts = [list(pool.map(size_of, range(at, min(at + 65536, len(index))))) for at in range(0, len(index), 65536)]
@@ -162,7 +160,7 @@ def source_sizes(index: SampleIndex) -> NDArray[np.int64]:
 
 
 def _fingerprint(index: SampleIndex, sizes: NDArray[np.int64]) -> str:
-    """The same for the same names, classes and sizes, wherever they lie."""
+    """The same for the same names, classes and sizes, wherever they are stored."""
     content = digest_of(replace(index, sizes=sizes))
     return xxhash.xxh3_128_hexdigest(content.encode())
 
@@ -176,13 +174,13 @@ def _check_space(index: SampleIndex, pack: PackFolder, options: PackOptions, tas
         raise UserError(
             "disk-too-small",
             f"{pack.folder} has {free / 1e9:.1f} GB free; the shards need about {needed / 1e9:.1f} GB",
-            why="it would be full before the pack is complete",
-            hint="another disk, or smaller images: --longest 500 --quality 90",
+            why="the disk would be full before the pack is complete",
+            hint="use another disk, or smaller images: --longest 500 --quality 90",
         )
 
 
 def _make_shards(
-    source: Source, tasks: list[ShardTask], workers: int, max_bad_fraction: float, progress: Progress | None
+    source: Source, tasks: list[ShardTask], workers: int, max_bad_fraction: float, progress: Advance | None
 ) -> list[ShardDone]:
     total = sum(len(task.samples) for task in tasks)
     made: list[ShardDone] = []
@@ -202,7 +200,7 @@ def _make_shards(
                 "pack-failed",
                 f"{source.pack.named(shard.number)} could not be made: {shard.error}",
                 why=f"{len(made)} of {len(tasks)} shards are finished and kept",
-                hint="the same command again continues, once the cause is mended",
+                hint="fix the cause, then run the same command again to continue",
             )
         made.append(shard)
         _check_skipped(source.pack, made, len(tasks), total, max_bad_fraction)
@@ -214,7 +212,7 @@ def _make_shards(
             "pack-worker-died",
             f"the process that made {source.pack.named(error.task.number)} ended with {_ending(error.exit_code)}",
             why=f"the kernel kills processes when memory runs out; {len(made)} of {len(tasks)} shards are kept",
-            hint="the same command again continues; with fewer --workers it needs less memory",
+            hint="run the same command again to continue, with fewer --workers to need less memory",
         ) from None
     finally:
         remove_temporaries(source.pack)
@@ -222,7 +220,7 @@ def _make_shards(
 
 
 def _check_skipped(pack: PackFolder, made: list[ShardDone], shards: int, total: int, allowed: float) -> None:
-    """Stops when it is clear that too many samples are bad; the shards so far stay."""
+    """Raises as soon as too many samples are bad; the shards so far are kept."""
     skipped = sorted((bad for shard in made for bad in shard.skipped), key=lambda bad: bad["sample"])
     if len(made) == shards or len(skipped) > allowed * total:
         write_text(pack.skipped, "".join(json.dumps(bad) + "\n" for bad in skipped))
@@ -234,9 +232,9 @@ def _check_skipped(pack: PackFolder, made: list[ShardDone], shards: int, total: 
     so_far = "" if len(made) == shards else f" in the first {len(made)} of {shards} shards"
     raise UserError(
         "too-many-bad-images",
-        f"{len(skipped)} of {total} files are no images that can be read{so_far}\n" + "\n".join(listed),
-        why=f"--max-bad-fraction allows {allowed:g} of them; all are named in {pack.skipped}",
-        hint="mend these files, or raise --max-bad-fraction to leave them out",
+        f"{len(skipped)} of {total} files cannot be read as images{so_far}\n" + "\n".join(listed),
+        why=f"--max-bad-fraction allows {allowed:g}; all of them are listed in {pack.skipped}",
+        hint="repair these files, or raise --max-bad-fraction to leave them out",
     )
 
 

@@ -35,27 +35,25 @@ from stoker.data.images.sample_index import SampleIndex
 from stoker.data.store.stores import ReadFailure, Store, StoreDown, open_store
 from stoker.files import sync_folder
 
-# An image's bytes as they go into a shard: checked, and on request made smaller and encoded as JPEG.
-
-# For images that had to be made smaller where no quality was asked for: little loss beside the original.
+# For images that are shrunk without a given quality: little loss compared with the original.
 QUALITY_AFTER_RESIZE = 95
 EXTENSIONS = {"jpeg": "jpg", "tiff": "tif"}
-"""Of the kinds that are not called like their files."""
+"""Of kinds whose name is not their extension."""
 
 
 @dataclass(frozen=True)
 class Reencoding:
-    """What is done to each image; nothing, by default."""
+    """How each image is changed; by default it is not."""
 
     longest: int | None = None
     """Pixels of the longer side, at most."""
     shortest: int | None = None
-    """Pixels of the shorter side, at most; of both, only one may be given."""
+    """Pixels of the shorter side, at most; excludes `longest`."""
     quality: int | None = None
-    """JPEG quality of every image; None keeps the bytes of those that need no resize."""
+    """JPEG quality of every image; None keeps the bytes of images that need no resizing."""
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height after the resize: never larger than before."""
+        """Width and height after resizing: never larger than before."""
         limit, side = (self.longest, max(width, height)) if self.longest else (self.shortest, min(width, height))
         if limit is None or side <= limit:
             return width, height
@@ -63,7 +61,7 @@ class Reencoding:
 
 
 class Encoded(NamedTuple):
-    """An image file: its extension, by content, and its bytes."""
+    """An image file: its extension, according to its content, and its bytes."""
 
     extension: str
     data: bytes
@@ -78,32 +76,30 @@ def prepare(data: bytes, how: Reencoding) -> Encoded:
         return Encoded(EXTENSIONS.get(header.kind, header.kind), data)
     pixels = _decode(data, header)
     if size != stored:
-        # Averages over the pixels that fall together: antialiased, for any factor.
+        # INTER_AREA averages: antialiased for any factor.
         pixels = np.asarray(cv2.resize(pixels, size, interpolation=cv2.INTER_AREA), np.uint8)
-    # Upright: the new file has no EXIF that would say how to turn it.
+    # Upright: the new file has no EXIF orientation.
     upright = np.ascontiguousarray(turned(pixels, header.orientation))
     quality = QUALITY_AFTER_RESIZE if how.quality is None else how.quality
     try:
         jpeg = simplejpeg.encode_jpeg(upright, quality=quality, colorspace="RGB", colorsubsampling="420")
-    except ValueError as error:  # a side that is too long for a JPEG
+    except ValueError as error:  # a side is too long for a JPEG
         raise BadImage(f"cannot be encoded: {error}") from None
     return Encoded("jpg", jpeg)
 
 
 def _decode(data: bytes, header: ImageHeader) -> NDArray[np.uint8]:
-    """The whole image as RGB, as it is stored. Always by the same library: a choice would change the bits."""
+    """The whole image as RGB, as it is stored. Always the same library: another one would change the bits."""
     whole = Box(0, 0, header.stored_height, header.stored_width)
     if header.jpeg is not None:
         try:
             return load_decoder("simplejpeg").region(data, header, whole, 1)
         except Refused:
-            pass  # CMYK, or a warning that may mean nothing: Pillow has the last word
+            pass  # CMYK, or a warning that may be harmless: Pillow decides
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about odd palettes
+        warnings.simplefilter("ignore")  # about unusual palettes
         return PILLOW.region(data, header, whole, 1)
 
-
-# Makes one shard of a pack, in a worker process: read, check, encode, write, read back.
 
 # Reads in flight for each process: enough to hide a network's latency, few enough for a hard disk.
 READERS = 8
@@ -114,7 +110,7 @@ SAMPLED = 16
 
 @dataclass(frozen=True)
 class Source:
-    """What every worker needs to know."""
+    """What every worker gets."""
 
     index: SampleIndex
     pack: PackFolder
@@ -134,7 +130,7 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class ShardDone:
-    """What became of it; `error` where it could not be made."""
+    """A finished shard; `error` says why it could not be made."""
 
     number: int
     kept: bool
@@ -145,7 +141,7 @@ class ShardDone:
 
 
 def make_shard(source: Source, task: ShardTask, report: Report) -> ShardDone:
-    """The shard, its record, and nothing else on the disk; a shard that is there and whole is kept."""
+    """Writes the shard and its record; keeps a shard that is already complete."""
     cv2.setNumThreads(1)  # one core for each process
     try:
         record = _kept(source, task)
@@ -161,7 +157,7 @@ def make_shard(source: Source, task: ShardTask, report: Report) -> ShardDone:
 
 
 def sampled_ratio(source: Source, tasks: list[ShardTask]) -> float:
-    """About how many bytes come out for each that goes in, by a few samples; 1 where nothing is encoded."""
+    """Estimated output bytes per input byte, from a few samples; 1 if nothing is re-encoded."""
     if source.reencoding == Reencoding() or not tasks:
         return 1.0
     task = tasks[0]
@@ -206,7 +202,7 @@ def _write(source: Source, task: ShardTask, report: Report) -> ShardRecord:
 
 
 def _kept(source: Source, task: ShardTask) -> ShardRecord | None:
-    """The record of an earlier run's shard, if it is whole and nothing that it left out can be read now."""
+    """The record of an earlier run's shard, if it is complete and none of its skipped samples can be read now."""
     record = read_record(source.pack.record(task.number))
     if record is None or not shard_is_whole(source.pack.shard(task.number), record):
         return None
@@ -231,21 +227,21 @@ def _checked(data: bytes | BadImage) -> bytes:
 def _read_ahead(
     index: SampleIndex, samples: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> Iterator[tuple[int, int, bytes | BadImage]]:
-    """Each sample's number, planned size and bytes, in this order; the next ones are being read meanwhile."""
+    """Each sample's index, planned size and bytes, in this order; the next samples are read in the meantime."""
     coming: deque[tuple[int, int, Future[bytes | BadImage]]] = deque()
     ahead_bytes = 0
     with ThreadPoolExecutor(READERS) as pool:
         try:
             for sample, size in zip(samples.tolist(), sizes.tolist(), strict=True):
                 while coming and (ahead_bytes + size > AHEAD_BYTES or len(coming) >= 4 * READERS):
-                    number, before, future = coming.popleft()
-                    ahead_bytes -= before
-                    yield number, before, future.result()
+                    first, first_size, future = coming.popleft()
+                    ahead_bytes -= first_size
+                    yield first, first_size, future.result()
                 coming.append((sample, size, pool.submit(_read, index, sample)))
                 ahead_bytes += size
             while coming:
-                number, before, future = coming.popleft()
-                yield number, before, future.result()
+                first, first_size, future = coming.popleft()
+                yield first, first_size, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 

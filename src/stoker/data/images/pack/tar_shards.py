@@ -1,8 +1,8 @@
-"""The shard format: plain tar files that any reader of tar or WebDataset understands, bit-identical each time.
+"""The shard format: plain tar files for any tar or WebDataset reader, bit-identical each time.
 
-A sample is two members that share a key: `000000123.jpg`, the image, and `000000123.cls`, its label in
-digits. The key is a number because WebDataset splits names at the first dot. Readers of ours never look at
-the headers: the index says where each image's bytes begin.
+A sample is two members with the same key: `000000123.jpg`, the image, and `000000123.cls`, its label in digits. The key
+is a number because WebDataset splits names at the first dot. Our own reader never looks at the headers: the index says
+where each image's bytes begin.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ RECORD_FORMAT = 1
 
 
 class ShardDamaged(Exception):
-    """A shard that does not hold what its record says."""
+    """A shard does not match its record."""
 
 
 @dataclass
 class ShardRecord:
-    """What a finished shard holds; its sidecar file. Lists have one entry for each sample, in the shard's order."""
+    """The content of a finished shard, also saved as a file. Lists have one entry per sample, in the shard's order."""
 
     name: str
     bytes: int = 0
     xxh3: str = ""
     """Of the whole file."""
     samples: list[int] = field(default_factory=list)
-    """Numbers in the source's index."""
+    """Their indices in the source."""
     keys: list[int] = field(default_factory=list)
     extensions: list[str] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
@@ -48,11 +48,11 @@ class ShardRecord:
     hashes: list[str] = field(default_factory=list)
     """xxh3 of the image's bytes."""
     skipped: list[dict[str, Any]] = field(default_factory=list)
-    """Samples that were planned for this shard and are no images: sample, name, reason."""
+    """Samples of this shard that are not images: sample, name, reason."""
 
 
 class ShardWriter:
-    """Writes samples one after the other, and keeps the record of them."""
+    """Writes samples one after the other, and records them."""
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
         self.record = ShardRecord(name)
@@ -60,7 +60,7 @@ class ShardWriter:
         self._hash = xxhash.xxh3_128()
 
     def add(self, key: int, sample: int, extension: str, data: bytes, label: int) -> None:
-        """One more sample: its image and its label."""
+        """Appends a sample: its image and its label."""
         record = self.record
         record.samples.append(sample)
         record.keys.append(key)
@@ -95,13 +95,13 @@ def member_name(key: int, extension: str) -> str:
 
 
 def sample_footprint(image_bytes: Any) -> Any:
-    """Bytes that a sample takes up in a shard, for a number or an array: two headers, the image and the
-    label, each filled up to whole blocks."""
+    """Bytes that a sample takes up in a shard, for a number or an array: two headers, the image and the label, each
+    padded to whole blocks."""
     return 3 * BLOCK + -(-image_bytes // BLOCK) * BLOCK
 
 
 def header(name: str, size: int) -> bytes:
-    """A ustar header with nothing in it that could differ from run to run: no time, no owner."""
+    """A ustar header without anything that could differ from run to run: no time, no owner."""
     encoded = name.encode("ascii")
     assert len(encoded) <= 100
     assert size < 8**11
@@ -111,7 +111,7 @@ def header(name: str, size: int) -> bytes:
     block[108:116] = block[116:124] = b"0000000\0"
     block[124:136] = b"%011o\0" % size
     block[136:148] = b"00000000000\0"
-    block[148:156] = b" " * 8  # counts as spaces in its own sum
+    block[148:156] = b" " * 8  # the checksum field counts as spaces
     block[156:157] = b"0"
     block[257:265] = b"ustar\x0000"
     block[329:337] = block[337:345] = b"0000000\0"
@@ -120,7 +120,7 @@ def header(name: str, size: int) -> bytes:
 
 
 class Member(NamedTuple):
-    """A member as it was read back."""
+    """A member that was read back."""
 
     name: str
     offset: int
@@ -128,7 +128,7 @@ class Member(NamedTuple):
 
 
 def read_members(stream: IO[bytes]) -> Iterator[Member]:
-    """Every member in the stream, parsed anew and not by what a record says; raises ShardDamaged."""
+    """Every member in the stream, parsed from its headers, not from a record; raises ShardDamaged."""
     offset = 0
     while True:
         block = stream.read(BLOCK)
@@ -143,7 +143,7 @@ def read_members(stream: IO[bytes]) -> Iterator[Member]:
         padded = -(-size // BLOCK) * BLOCK
         data = stream.read(padded)
         if len(data) != padded or any(data[size:]):
-            raise ShardDamaged(f"{name} is cut off or badly padded")
+            raise ShardDamaged(f"{name} is truncated or badly padded")
         yield Member(name, offset + BLOCK, data[:size])
         offset += BLOCK + padded
 
@@ -152,7 +152,7 @@ def verify_shard(path: Path, record: ShardRecord) -> None:
     """Reads the shard back and compares everything with its record; raises ShardDamaged."""
     whole = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as raw:
-        # From the disk, where the kernel lets go of its copy: what was just written is still in memory.
+        # What was just written is still in memory: ask the kernel to drop it, so that the disk is read.
         os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         found = read_members(io.BufferedReader(_HashingReader(raw, whole), 1 << 20))
         for row in zip(
@@ -161,17 +161,17 @@ def verify_shard(path: Path, record: ShardRecord) -> None:
             key, extension, label, offset, size, digest = row
             image, cls = next(found, None), next(found, None)
             if image is None or cls is None:
-                raise ShardDamaged(f"the sample {key} is missing")
+                raise ShardDamaged(f"sample {key} is missing")
             if (image.name, image.offset, len(image.data)) != (member_name(key, extension), offset, size):
-                raise ShardDamaged(f"{image.name} stands where {member_name(key, extension)} should")
+                raise ShardDamaged(f"found {image.name} instead of {member_name(key, extension)}")
             if xxhash.xxh3_64_hexdigest(image.data) != digest:
-                raise ShardDamaged(f"{image.name} has other bytes than were written")
+                raise ShardDamaged(f"the bytes of {image.name} differ from what was written")
             if cls.name != member_name(key, "cls") or cls.data != b"%d" % label:
                 raise ShardDamaged(f"{cls.name} is not the label of {image.name}")
         if next(found, None) is not None:
             raise ShardDamaged("there are more members than were written")
         if raw.tell() != record.bytes or whole.hexdigest() != record.xxh3:
-            raise ShardDamaged("the file as a whole has other bytes than were written")
+            raise ShardDamaged("the file differs from what was written")
 
 
 def shard_is_whole(path: Path, record: ShardRecord) -> bool:
@@ -189,12 +189,12 @@ def shard_is_whole(path: Path, record: ShardRecord) -> bool:
 
 
 def write_record(path: Path, record: ShardRecord) -> None:
-    """The record as a file; it comes after its shard, so a shard without one is unfinished."""
+    """Writes the record; it comes after its shard, so a shard without one is unfinished."""
     write_text(path, json.dumps({"format": RECORD_FORMAT} | asdict(record), ensure_ascii=True) + "\n")
 
 
 def read_record(path: Path) -> ShardRecord | None:
-    """The record in a file; None where there is none that can be used."""
+    """The record in a file; None if there is none, or it cannot be used."""
     try:
         content = json.loads(path.read_text())
         if content.pop("format") != RECORD_FORMAT:
@@ -205,7 +205,7 @@ def read_record(path: Path) -> ShardRecord | None:
 
 
 class _HashingReader(io.RawIOBase):
-    """Hashes what passes through."""
+    """Hashes everything that is read through it."""
 
     def __init__(self, raw: io.FileIO, whole: Any) -> None:
         self._raw, self._whole = raw, whole

@@ -1,4 +1,4 @@
-"""Trains as `stoker train` does, with the flags that people know from other training scripts.
+"""`stoker train` with the flags of other training scripts.
 
 python train.py --config configs/resnet_strikes_back.yaml --devices 4 --wandb_project imagenet-resnet50
 """
@@ -10,18 +10,18 @@ from stoker.cli import main
 
 
 def arguments_for_stoker(arguments: list[str]) -> list[str]:
-    """The same wish in the words of `stoker train`."""
+    """The arguments of `stoker train` that mean the same."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="config file")
-    parser.add_argument("--wandb_project", help="report to this project at Weights & Biases")
-    parser.add_argument("--wandb_name", help="name of the run there")
-    parser.add_argument("--no_wandb", action="store_true", help="do not report there, whatever the config says")
+    parser.add_argument("--wandb_project", help="log to this project at Weights & Biases")
+    parser.add_argument("--wandb_name", help="name of the run at Weights & Biases")
+    parser.add_argument("--no_wandb", action="store_true", help="do not log to Weights & Biases, whatever the config says")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--devices", type=int, help="GPUs on each node")
     parser.add_argument("--num_nodes", type=int)
-    parser.add_argument("--resume", metavar="CKPT", help="go on from this checkpoint")
-    parser.add_argument("--fresh", action="store_true", help="begin anew")
-    parser.add_argument("--force", action="store_true", help="start even where the plan says that it cannot fit")
+    parser.add_argument("--resume", metavar="CKPT", help="resume from this checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="start over")
+    parser.add_argument("--force", action="store_true", help="start even if the plan says that it does not fit")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="config keys to set")
     given = parser.parse_args(arguments)
     words = ["train", given.config, *given.overrides]

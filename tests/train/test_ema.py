@@ -105,15 +105,6 @@ def test_a_resumed_average_has_the_same_bits() -> None:
     assert same(dict(whole.tensors), dict(resumed.tensors))
 
 
-def test_the_average_can_be_written_into_another_model() -> None:
-    model, other = small_model(), small_model()
-    average = WeightAverage(model, 0.5)
-    move(model, 1)
-    average.update()
-    average.copy_to(other)
-    assert same(bits(other), dict(average.tensors))
-
-
 def test_an_average_of_another_model_is_refused_untouched() -> None:
     average = WeightAverage(small_model(5), 0.5)
     before = {name: value.clone() for name, value in average.tensors.items()}

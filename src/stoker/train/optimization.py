@@ -1,4 +1,7 @@
-"""Losses over classes, and optimizers over a model's parameters in an order that checkpoints can rely on."""
+"""Losses over classes, and optimizers over a model's parameters in an order that checkpoints can rely on.
+
+Losses take labels (samples,) or soft targets (samples, classes), and return the mean in float32.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from torch.nn import functional
 from stoker.augment.mixing import soft_targets
 from stoker.config import Config
 
-# Losses over classes, for labels (samples,) and soft targets (samples, classes) alike; the mean, in float32.
-
 Loss = Callable[[Tensor, Tensor], Tensor]
+# Devices with one fused kernel for all parameters; on others torch chooses.
+_FUSED_DEVICES = {"cpu", "cuda"}
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy. `smoothing` is for labels: soft targets were smoothed when they were made."""
-    # Float32 also under autocast: a sum over a thousand classes has no digits to give away.
+    """Cross-entropy. `smoothing` applies to labels only: soft targets are already smoothed."""
+    # Float32 even under autocast: a sum over a thousand classes needs the digits.
     if targets.ndim == 1:
         return functional.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
     return functional.cross_entropy(logits.float(), targets.float())
@@ -29,25 +32,19 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Te
 def binary_cross_entropy(
     logits: Tensor, targets: Tensor, smoothing: float = 0.0, threshold: float | None = None
 ) -> Tensor:
-    """Binary cross-entropy for each class on its own; with a threshold, targets above it count as 1, others as 0."""
+    """Binary cross-entropy over each class separately; with a threshold, targets above it count as 1, others as 0."""
     rows = soft_targets(targets, logits.shape[1], smoothing) if targets.ndim == 1 else targets.float()
     if threshold is not None:
-        # After smoothing, which it cancels; in a mixed sample both classes can so be wholly present.
+        # After smoothing, which it cancels; both classes of a mixed sample can then count as fully present.
         rows = rows.gt(threshold).float()
     return functional.binary_cross_entropy_with_logits(logits.float(), rows)
 
 
 def build_loss(config: Config) -> Loss:
-    """The training loss that the config asks for. Validation takes `cross_entropy`: comparable between recipes."""
+    """The config's training loss. Validation uses `cross_entropy`, which is comparable between recipes."""
     if config.loss == "bce":
         return partial(binary_cross_entropy, smoothing=config.label_smoothing, threshold=config.bce_target_threshold)
     return partial(cross_entropy, smoothing=config.label_smoothing)
-
-
-# Optimizers over a model's parameters, in an order that checkpoints can rely on.
-
-# Where torch has one kernel for all parameters. Elsewhere it picks by itself.
-_FUSED_DEVICES = {"cpu", "cuda"}
 
 
 def build_optimizer(
@@ -61,7 +58,7 @@ def build_optimizer(
     weight_decay: float = 0.0,
     decay_bias_and_norm: bool = True,
 ) -> torch.optim.Optimizer:
-    """The optimizer called `sgd`, `adamw` or `lamb`. The model has to be on its device already."""
+    """The optimizer called `sgd`, `adamw` or `lamb`. The model must already be on its device."""
     groups = parameter_groups(model, weight_decay, decay_bias_and_norm)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_fused(groups))
@@ -70,8 +67,8 @@ def build_optimizer(
     assert name == "lamb", name
     from timm.optim import Lamb
 
-    # timm's LAMB would clip the norm of the whole gradient at 1.0 by itself, unseen by whoever reads the config;
-    # None switches that off, so that `clip_grad_norm`, before the step, is the only clip.
+    # By default timm's LAMB clips the norm of the whole gradient at 1.0, which no config key shows; None disables that,
+    # so that `clip_grad_norm`, before the step, is the only clipping.
     lamb: torch.optim.Optimizer = Lamb(groups, lr=lr, betas=betas, max_grad_norm=None)
     return lamb
 
@@ -79,11 +76,11 @@ def build_optimizer(
 def parameter_groups(model: nn.Module, weight_decay: float, decay_bias_and_norm: bool) -> list[dict[str, Any]]:
     """Always two groups, weights and then biases with norms, each sorted by name; frozen parameters are left out.
 
-    Two also where both decay alike: what a checkpoint holds does not depend on that key. Sorted because the order
-    in which a model registers its layers is its own business, and an optimizer's state knows them by number only.
+    Two groups even if both decay alike, so that a checkpoint does not depend on that key. Sorted because an optimizer's
+    state knows parameters only by number, and models may register their layers in any order.
     """
     trained = sorted((name, value) for name, value in model.named_parameters() if value.requires_grad)
-    # All 1-D parameters are biases or scales (norms, layer scale); a weight has an input and an output.
+    # All 1-D parameters are biases or scales (norms, layer scale); a weight has an input and an output dimension.
     weights = [value for _, value in trained if value.ndim > 1]
     others = [value for _, value in trained if value.ndim <= 1]
     return [

@@ -1,6 +1,6 @@
-"""Shrinks the prefetch while memory falls, before the kernel ends a worker.
+"""Reduces prefetching when memory runs low, before the kernel kills a worker.
 
-Batches are the same whatever is in flight; only how far the loader is ahead of the model changes.
+The batches stay the same; only how far the loader runs ahead of the model changes.
 """
 
 from __future__ import annotations
@@ -9,25 +9,24 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from stoker.console import Say
 from stoker.machine.memory import MemoryState, read_memory
 
 CHECK_EVERY_S = 1.0
-# Before earlyoom, which ends processes where 10 % are left; but a large host is not short of memory with 8 GB left.
+# Before earlyoom, which kills processes at 10 % free memory; but a large host is not short of memory with 8 GB left.
 LOW_SHARE = 0.12
 LOW_AT_MOST_BYTES = 8_000_000_000
-# With half of that left there is no time for steps.
+# With half of that left there is no time to go step by step.
 CRITICAL_PART = 0.5
-# Everybody waiting for memory for a tenth of the time is thrashing. Re-reading a large data set through the page
-# cache stalls as well, where memory is plenty; so it counts only within twice the mark.
+# If all processes wait for memory for a tenth of the time, the host is thrashing. Re-reading a large data set through
+# the page cache stalls as well, with plenty of memory; so stalls only count below twice the low mark.
 STALLED = 0.1
 STALLED_WITHIN = 2.0
-# What is in flight has to be taken before its memory comes back.
+# Batches in flight have to be consumed before their memory is free.
 SETTLE_S = 5.0
-# A peak such as a validation or a neighbour's job is over by then; whoever shrinks a second time has a leak, or is
-# simply too large, and stays small.
+# A peak such as validation or another job on the host is over by then. A run that shrinks a second time has a leak or
+# is too large, and stays small.
 GROW_AFTER_S = 600.0
-
-Say = Callable[[str], None]
 
 
 class Shrinkable(Protocol):
@@ -46,8 +45,8 @@ class Shrinkable(Protocol):
 
 
 class PrefetchGuard:
-    """Call `check(loader)` once a step, with the loader that the step's batch came from: a clock is read, and once a
-    second a few small files."""
+    """Call `check` once per step with the loader of the step's batch: it reads a clock, and once a second a few small
+    files."""
 
     def __init__(
         self,
@@ -68,14 +67,14 @@ class PrefetchGuard:
         self._loader: Shrinkable | None = None
         self._levels: list[int] = []
         self._level = 0
-        """How many steps down; kept from loader to loader."""
+        """Position in `_levels`; kept when the loader changes."""
         self._next_check = -1.0
         self._settled_at = -1.0
         self._calm_since: float | None = None
         self._times_shrunk = 0
 
     def check(self, loader: Shrinkable) -> None:
-        """Looks at memory, at most once a second, and shrinks what the loader holds in flight where it falls."""
+        """Looks at memory, at most once a second, and reduces the loader's batches in flight if it runs low."""
         if loader is not self._loader:
             self._adopt(loader)
         now = self._clock()
@@ -94,7 +93,7 @@ class PrefetchGuard:
             self._maybe_grow(state, now, low)
 
     def _adopt(self, loader: Shrinkable) -> None:
-        """Another size of images, or validation: what was learnt about memory holds for it too."""
+        """Applies the current limit to another loader: another image size, or validation."""
         self._loader = loader
         self._levels = in_flight_levels(loader.workers, loader.most_in_flight)
         if self._level:
@@ -138,14 +137,14 @@ class PrefetchGuard:
 
 
 def is_short(state: MemoryState, low: float) -> bool:
-    """Whether so little is left, or everybody waits for memory so much, that less should be in flight."""
+    """Whether so little memory is left, or processes wait for it so long, that fewer batches should be in flight."""
     if state.available_bytes < low:
         return True
     return state.stalled is not None and state.stalled >= STALLED and state.available_bytes < STALLED_WITHIN * low
 
 
 def in_flight_levels(workers: int, most: int) -> list[int]:
-    """Batches in flight, step by step: the prefetch factor is halved down to one, then the batches down to one."""
+    """Batches in flight, level by level: halves the prefetch factor down to one, then the batches down to one."""
     workers = max(1, workers)
     levels, factor = [most], most // workers
     while factor > 1:

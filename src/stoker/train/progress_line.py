@@ -1,4 +1,4 @@
-"""How training goes, for people: one line in place on a terminal, a line now and then elsewhere, all of it logged."""
+"""Training progress for people: one line in place on a terminal, a line every few seconds elsewhere, and a log file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ from typing import Any, SupportsFloat, TextIO
 from stoker.console import bar_line, metric_text
 from stoker.redact import redact_text
 
-# logs/train_<time>.log: everything that training said, as plain lines with the time before them.
+SHOW_EVERY_S = 0.1
+LINE_EVERY_S = 10.0
+RATE_OVER_S = 60.0
+"""The rate is that of the last minute: a first step that compiled for five minutes would distort it for hours."""
+
+Loss = SupportsFloat | Callable[[], SupportsFloat | None] | None
+Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 
 class TrainLog:
-    """A line is in the file when `write` returns; a disk that takes no more is no reason to stop training."""
+    """logs/train_<time>.log: everything training said, as plain lines with the time in front.
+
+    A line is in the file when `write` returns; a full disk does not stop training.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,22 +59,11 @@ def _new_file(folder: Path) -> tuple[Path, TextIO]:
             number += 1
 
 
-# How training goes, for people: one line in place on a terminal, a line now and then elsewhere, all of it logged.
-
-SHOW_EVERY_S = 0.1
-LINE_EVERY_S = 10.0
-RATE_OVER_S = 60.0
-"""The rate is that of the last minute: a first step that compiled for five minutes would spoil it for hours."""
-
-Loss = SupportsFloat | Callable[[], SupportsFloat | None] | None
-Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-
-
 class TrainProgress:
-    """Call `step` as often as there are steps: it looks at the clock, and at nothing else until something is due.
+    """Call `step` at every step: it only looks at the clock until a line is due.
 
     `loss` and `extra` may be functions; they are called only when a line is made, ten times a second on a
-    terminal. Give it the loss that was last fetched: a tensor on the device would be waited for.
+    terminal. Pass the loss that was last fetched: reading a tensor on the device would wait for it.
     """
 
     def __init__(
@@ -82,8 +80,8 @@ class TrainProgress:
         self._log = log
         self._line_every_s = line_every_s
         self._every_s = show_every_s if self._in_place else line_every_s
-        self._deaf = False
-        # Trackers speak from their own threads.
+        self._stream_gone = False
+        # Trackers call `say` from their own threads.
         self._lock = threading.Lock()
         self._shown = ""
         self._val_acc1: float | None = None
@@ -91,7 +89,7 @@ class TrainProgress:
         self._begin("Epoch", 0, 0)
 
     def epoch_begins(self, epoch: int, steps: int, done: int = 0) -> None:
-        """An epoch of so many steps, of which a resumed run has done some already."""
+        """An epoch of that many steps begins; a resumed run has already done some."""
         self._begin(f"Epoch {epoch}", steps, done)
         self._epoch = epoch
 
@@ -113,7 +111,7 @@ class TrainProgress:
         self._show(now_s, f"Train step {step}  ", metrics)
 
     def validation_begins(self, steps: int) -> None:
-        """So many batches of validation."""
+        """Validation of that many batches begins."""
         self._begin("Validation", steps, 0)
 
     def validation_step(self) -> None:
@@ -124,7 +122,7 @@ class TrainProgress:
             self._show(now_s, "", {})
 
     def epoch_ends(self, metrics: Mapping[str, Any]) -> None:
-        """The epoch's figures as a block; what was not measured is left out."""
+        """Prints the epoch's metrics as a block; what was not measured is left out."""
         measured = {name: value for name, value in metrics.items() if value is not None}
         self._val_acc1 = measured.get("val/acc1", self._val_acc1)
         self._finish_line()
@@ -132,7 +130,7 @@ class TrainProgress:
         self.say("\n".join(["", f"Epoch {self._epoch} metrics:", *lines]))
 
     def say(self, text: str) -> None:
-        """A message above the line that is being updated, and in the log; any thread may call it."""
+        """Prints a message above the progress line, and logs it; any thread may call it."""
         with self._lock:
             shown = self._shown
             self._put(f"\r\x1b[K{text}\n{shown}" if shown else f"{text}\n")
@@ -140,7 +138,7 @@ class TrainProgress:
                 self._log.write(text)
 
     def close(self) -> None:
-        """Leaves the terminal on a line of its own, and the log whole."""
+        """Ends the progress line, and closes the log."""
         self._finish_line()
         if self._log is not None:
             self._log.close()
@@ -175,11 +173,11 @@ class TrainProgress:
             elapsed_s = now_s - self._begun_s
             return (self._done - self._done_before) / elapsed_s if elapsed_s > 0 else None
         marks = self._marks
-        # At least two: with steps of minutes, the last one is all there is to go by.
+        # Keeps at least two: with steps of minutes, the last one is all there is.
         while len(marks) > 1 and now_s - marks[1][0] > RATE_OVER_S:
             marks.popleft()
         then_s, done = marks[0]
-        # One mark a second is plenty for a minute's rate.
+        # One mark per second is enough for a minute's rate.
         if now_s - marks[-1][0] >= 1.0:
             marks.append((now_s, self._done))
         return (self._done - done) / (now_s - then_s) if now_s > then_s else None
@@ -198,14 +196,14 @@ class TrainProgress:
             return 79
 
     def _put(self, text: str) -> None:
-        if self._deaf:
+        if self._stream_gone:
             return
         try:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            # The terminal is gone, or the reader of the pipe: the log goes on, and so does training.
-            self._deaf = True
+            # The terminal or the reader of the pipe is gone: logging and training continue.
+            self._stream_gone = True
 
 
 def _can_show(text: str, stream: TextIO) -> bool:

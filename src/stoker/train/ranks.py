@@ -1,7 +1,7 @@
-"""Which process this is among those that train together, whoever started them.
+"""The ranks: which one this process is, whoever started it, and how they exchange small values.
 
-torchrun says it by RANK, LOCAL_RANK and WORLD_SIZE; SLURM by SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS;
-otherwise this is the only one, or the one that starts the others (stoker.train.launch).
+torchrun sets RANK, LOCAL_RANK and WORLD_SIZE; SLURM sets SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS; without them
+this process is the only one, or the one that starts the others (stoker.train.launch).
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and its fellows."""
+    """This process among those that train together."""
 
     rank: int = 0
     local_rank: int = 0
     world: int = 1
     local_world: int | None = None
-    """Processes on this node, where the launcher says so."""
+    """Processes on this node, if the launcher says."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks and writes for all."""
+        """Whether this process prints and writes for all."""
         return self.rank == 0
 
 
 def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> Ranks | None:
-    """The place that a launcher gave this process; None where none did.
+    """The rank that a launcher gave this process; None without a launcher.
 
-    WORLD_SIZE alone says nothing: some people export it as the number of nodes, and only a launcher also
-    sets LOCAL_RANK.
+    WORLD_SIZE alone means nothing: some people export it as the number of nodes, and only a launcher also sets
+    LOCAL_RANK.
     """
     if all(name in environment for name in _TORCHRUN):
         local = environment.get("LOCAL_WORLD_SIZE", "")
         return replace(_read(environment, _TORCHRUN), local_world=int(local) if local.isdigit() else None)
-    # Inside `sbatch` or `salloc`, but not started by srun, there is no step: one process.
+    # Inside `sbatch` or `salloc` but not started by srun, there is no step: one process.
     if "SLURM_STEP_ID" in environment and all(name in environment for name in _SLURM):
         return _read(environment, _SLURM)
     return None
@@ -56,7 +56,7 @@ def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Ranks:
         rank, local, world = (int(environment[name]) for name in names)
     except ValueError:
         seen = ", ".join(f"{name}={environment[name]}" for name in names)
-        raise UserError("bad-rank", f"{seen} are no numbers", hint="let torchrun or srun set them") from None
+        raise UserError("bad-rank", f"{seen} are not whole numbers", hint="let torchrun or srun set them") from None
     if not 0 <= rank < world:
         raise UserError("bad-rank", f"{names[0]}={rank} is not below {names[2]}={world}")
     return Ranks(rank, local, world)
@@ -64,7 +64,7 @@ def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Ranks:
 
 @contextmanager
 def process_group(ranks: Ranks, backend: str, timeout_s: float) -> Iterator[None]:
-    """Joins the ranks for the block, where there are several."""
+    """Connects the ranks inside the block, if there are several."""
     if ranks.world == 1:
         yield
         return
@@ -81,7 +81,7 @@ def process_group(ranks: Ranks, backend: str, timeout_s: float) -> Iterator[None
         raise UserError(
             "ranks-do-not-meet",
             f"rank {ranks.rank} of {ranks.world} could not join the others at {address}: {str(error).splitlines()[0]}",
-            why="every rank has to reach MASTER_ADDR:MASTER_PORT, and all of them have to be started",
+            why="every rank has to be started, and has to reach MASTER_ADDR:MASTER_PORT",
             hint="check MASTER_ADDR, MASTER_PORT, NODE_RANK and num_nodes on every node",
         ) from None
     try:
@@ -98,13 +98,13 @@ def _rank_lost(ranks: Ranks, error: RuntimeError) -> UserError:
     return UserError(
         "rank-lost",
         f"rank {ranks.rank} lost the others: {str(error).splitlines()[0]}",
-        why="a rank that dies takes the run with it: the others would wait for its gradients",
-        hint="the message of the rank that ended first says why; the same command goes on from the last checkpoint",
+        why="a rank that dies ends the run: the others would wait for its gradients",
+        hint="see the message of the rank that ended first; the same command resumes from the last checkpoint",
     )
 
 
 def from_first(make: Callable[[], T], ranks: Ranks) -> T:
-    """What the first rank makes, on every rank; what it raises, too. Only plain values and CPU tensors."""
+    """What `make` returns or raises on the first rank, on every rank. Only for plain values and CPU tensors."""
     if ranks.world == 1:
         return make()
     import torch.distributed as dist
@@ -124,7 +124,7 @@ def from_first(make: Callable[[], T], ranks: Ranks) -> T:
 
 
 def gather(value: T, ranks: Ranks) -> list[T]:
-    """The values of all ranks, in their order, on every rank: for what is rare, it is slow."""
+    """The values of all ranks in order, on every rank. Slow: only for rare events."""
     if ranks.world == 1:
         return [value]
     import torch.distributed as dist
@@ -135,12 +135,12 @@ def gather(value: T, ranks: Ranks) -> list[T]:
 
 
 def any_rank(flag: bool, ranks: Ranks) -> bool:
-    """Whether the flag is up on any rank. The ranks wait for each other here."""
+    """Whether the flag is set on any rank. The ranks wait for each other here."""
     return agree((flag,), ranks)[0]
 
 
 def agree(flags: tuple[bool, ...], ranks: Ranks) -> tuple[bool, ...]:
-    """For each flag, whether it is up on any rank; one message for all. The ranks wait for each other here."""
+    """For each flag, whether it is set on any rank; one message for all. The ranks wait for each other here."""
     if ranks.world == 1:
         return flags
     import torch

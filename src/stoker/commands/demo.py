@@ -1,8 +1,8 @@
-"""`stoker demo`: the main job on handwritten digits that come along, in a minute or two on a CPU."""
+"""`stoker demo`: trains on handwritten digits that ship with it, in a minute or two on a CPU."""
 
 from __future__ import annotations
 
-import json
+import json as json_format
 import time
 from importlib import resources
 from pathlib import Path
@@ -12,26 +12,49 @@ import typer
 
 from stoker.commands.options import JsonOption, let_threads_sleep
 from stoker.console import say
-from stoker.errors import UserError
+from stoker.errors import EXIT_FINDING, EXIT_OK, UserError
 from stoker.files import cache_folder, write_text
 
 if TYPE_CHECKING:
     from stoker.tasks.demo import DemoResult
 
-
-# The steps of `stoker demo`: the digits, a config, the training, what its clock wrote down.
-
 CONFIG_NAME = "demo.yaml"
 
 
-def run_demo(folder: Path | None, fresh: bool) -> tuple[int, DemoResult]:
-    """Trains, or finds that it was done before; the exit code of the training and what came of it."""
+def register(app: typer.Typer) -> None:
+    app.command(epilog="Example: stoker demo --fresh")(demo)
+
+
+def demo(
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Folder for data and run. [default: stoker/demo in the user's cache folder]"),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train again from the beginning.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Train a small ResNet on 1,797 handwritten digits, and show where the time went.
+
+    Runs the same code as `stoker train`. Exits with 1 if the network does not learn to read 97 % of the digits.
+    """
+    from stoker.console import print_json, print_result
+    from stoker.tasks.demo import demo_text
+
+    code, result = _run_demo((folder or cache_folder() / "demo").absolute(), fresh)
+    if json:
+        print_json(result.as_dict())
+    else:
+        print_result(demo_text(result))
+    return code or (EXIT_OK if result.learned else EXIT_FINDING)
+
+
+def _run_demo(folder: Path, fresh: bool) -> tuple[int, DemoResult]:
+    """Trains unless that is already done; the exit code of the training and the result."""
     began = time.monotonic()
     let_threads_sleep()
-    config = _prepare((folder or cache_folder() / "demo").absolute())
+    config = _prepare(folder)
 
     from stoker.commands.train import train_from_config
-    from stoker.config import load_config
     from stoker.run.folder import RunFolder
     from stoker.tasks.demo import DemoResult, time_spent
 
@@ -44,12 +67,12 @@ def run_demo(folder: Path | None, fresh: bool) -> tuple[int, DemoResult]:
         best_val_acc1=summary["best_val_acc1"],
         epochs=summary["epochs"],
         seconds=time.monotonic() - began,
-        spent=time_spent(run.metrics_file, load_config(config).config.batch_size),
+        spent=time_spent(run),
     )
 
 
 def _prepare(folder: Path) -> Path:
-    """The digits and a config that names them, below `folder`; every later command can take that config."""
+    """Writes the digits and a config that names them below `folder`; any other command can use that config."""
     from stoker.tasks.demo import write_digits
 
     config, digits = folder / CONFIG_NAME, folder / "digits"
@@ -57,46 +80,15 @@ def _prepare(folder: Path) -> Path:
     text = resources.files("stoker").joinpath(CONFIG_NAME).read_text(encoding="utf-8")
     try:
         if not digits.exists():
-            say(f"writing 1,797 handwritten digits as JPEGs below {digits}")
+            say(f"writing 1,797 handwritten digits as JPEGs to {digits}")
         write_digits(digits)
-        # A JSON string is a YAML one, whatever is in the path.
-        write_text(config, text + "".join(f"{key}: {json.dumps(value)}\n" for key, value in places.items()))
+        # A JSON string is also a YAML string, whatever is in the path.
+        write_text(config, text + "".join(f"{key}: {json_format.dumps(value)}\n" for key, value in places.items()))
     except OSError as error:
         raise UserError(
             "demo-folder-not-writable",
             f"{folder} cannot be written: {error.strerror or error}",
             why="the demo keeps its digits and its run there",
-            hint="stoker demo --folder /a/folder/you/may/write",
+            hint="stoker demo --folder /a/writable/folder",
         ) from None
     return config
-
-
-# `stoker demo`: the main job on handwritten digits that come along, in a minute or two on a CPU.
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog="Example: stoker demo --fresh")(demo)
-
-
-def demo(
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Where data and run go. [default: stoker/demo in the user's cache folder]"),
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Train again from the beginning.")] = False,
-    json: JsonOption = False,
-) -> int:
-    """Train a small ResNet on 1,797 handwritten digits, and show where the time went.
-
-    The code is that of `stoker train`. Exits with 1 where the network did not learn to read 97 % of the digits.
-    """
-    from stoker.console import print_json, print_result
-    from stoker.errors import EXIT_FINDING
-    from stoker.tasks.demo import demo_text
-
-    code, result = run_demo(folder, fresh)
-    if json:
-        print_json(result.as_dict())
-    else:
-        print_result(demo_text(result))
-    return code if code else (0 if result.learned else EXIT_FINDING)

@@ -15,7 +15,9 @@ def arguments_for_stoker(arguments: list[str]) -> list[str]:
     parser.add_argument("--config", required=True, help="config file")
     parser.add_argument("--wandb_project", help="log to this project at Weights & Biases")
     parser.add_argument("--wandb_name", help="name of the run at Weights & Biases")
-    parser.add_argument("--no_wandb", action="store_true", help="do not log to Weights & Biases, whatever the config says")
+    parser.add_argument(
+        "--no_wandb", action="store_true", help="never log to Weights & Biases, whatever the config says"
+    )
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--devices", type=int, help="GPUs on each node")
     parser.add_argument("--num_nodes", type=int)

@@ -28,7 +28,7 @@ import torch
 from bench.rounds import interleave, keep, ratio
 from stoker.train.checkpoint.folder import Checkpoints
 from stoker.train.checkpoint.format import flatten, write_checkpoint
-from stoker.train.checkpoint.saver import AsyncSaver, SnapshotBuffer
+from stoker.train.checkpoint.saver import BackgroundWriter, SnapshotBuffer
 
 LARGEST_RATIO = 0.1
 TORCH, TORCH_SAFE, OURS = "torch.save", "torch.save and fsync", "write_checkpoint"
@@ -77,7 +77,7 @@ def main() -> int:
     state = resnet50_state()
     size_bytes = sum(tensor.nbytes for tensor in flatten(state).tensors.values())
     bare_source, bare_target = np.ones(size_bytes, dtype=np.uint8), np.zeros(size_bytes, dtype=np.uint8)
-    saver = AsyncSaver(Checkpoints(folder / "async"))
+    saver = BackgroundWriter(Checkpoints(folder / "async"))
     saver.prepare(state)
     saver.wait()
 

@@ -24,11 +24,11 @@ from tests.support.s3_server import BUCKET, running_s3_server
 from bench.loaders import PROJECT, link_copies
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
-from stoker.config import Config, load_config
+from stoker.config import load_config
 from stoker.doctor.diagnosing import diagnosis_of
 from stoker.doctor.simulation import model_of
 from stoker.doctor.trials import run_trials
-from stoker.machine.host import fit_to_machine, read_machine
+from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 
 COPIES = 5
 SECONDS = 16.0
@@ -55,7 +55,7 @@ SITUATIONS = (
 )
 
 
-def config_of(root: str, work: Path, settings: tuple[str, ...] = ()) -> Config:
+def config_of(root: str, work: Path, settings: tuple[str, ...] = ()) -> HostConfig:
     words = [f"data_root={root}", "task=classify", "batch_size=32", "num_workers=2", "pin_memory=false", *settings,
              f"index_dir={work / 'index'}"]  # fmt: skip
     return fit_to_machine(load_config(None, words).config, read_machine())[0]
@@ -81,7 +81,7 @@ def proxied(situation: Situation, port: int) -> Iterator[str]:
         proxy.wait()
 
 
-def tried(before: Config, after: Config, cure: str) -> dict[str, Any]:
+def tried(before: HostConfig, after: HostConfig, cure: str) -> dict[str, Any]:
     """One prediction, and what came of it."""
     wait_for_quiet(20.0)
     seen = run_trials(before, SECONDS, pace_s=PACE_S, only=("storage", "together"))

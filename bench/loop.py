@@ -13,7 +13,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,13 @@ from bench.rounds import Spread, keep
 from stoker.augment.mixing import soft_targets
 from stoker.config import Config, load_config
 from stoker.data.batch import Batch
+from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import trackers_for
 from stoker.tasks.classify import build_run, open_data
 from stoker.tasks.demo import write_digits
-from stoker.train.loop import Run, train
+from stoker.train.loop import Loader, Run, train
 from stoker.train.observer import RunObserver
 from stoker.train.progress_line import TrainLog, TrainProgress
 from stoker.train.ranks import Ranks
@@ -119,30 +121,34 @@ def synthetic(config: Config, count: int) -> tuple[list[Batch], list[Prepared]]:
     return batches, prepared
 
 
-def our_run(config: Config, folder: Path, batches: list[Batch], prepared: list[Prepared]) -> Run:
+def our_run(config: HostConfig, batches: list[Batch], prepared: list[Prepared]) -> Run:
     """A run as `stoker train` makes it; only its batches come from memory, augmented once and for all."""
     data = open_data(config, lambda _text: None)
-    run = build_run(config, data, Ranks(), torch.device("cpu"), workers=0)
+    run = build_run(config, data, Ranks(), torch.device("cpu"))
     by_identity = {id(batch): ready for batch, ready in zip(batches, prepared, strict=True)}
-    run.prepare = lambda batch, _epoch, _step: by_identity[id(batch)]
-    run.val_loader = None
+    return replace(run, prepare=lambda batch, _epoch, _step: by_identity[id(batch)], val_loader=None)
+
+
+def our_observer(config: Config, folder: Path) -> RunObserver:
+    """The metrics file, trackers and progress line of a run."""
     trackers = trackers_for(config, RunFolder(folder), say=lambda _text: None)
     progress = TrainProgress(TrainLog(folder / "logs"), (folder / "screen").open("w"))
     metrics = MetricsFile(folder / "metrics.jsonl")
-    run.observer = RunObserver(metrics, trackers, progress, log_every=config.log_every, world=1)
-    return run
+    return RunObserver(metrics, trackers, progress, log_every=config.log_every, world=1)
 
 
-def measure(config: Config, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+def _always(loader: Loader) -> Callable[[int], Loader]:
+    return lambda _epoch: loader
+
+
+def measure(config: HostConfig, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
     batches, prepared = synthetic(config, 8)
-    bare, run = BareLoop(config, prepared), our_run(config, folder, batches, prepared)
+    bare, run, observer = BareLoop(config, prepared), our_run(config, batches, prepared), our_observer(config, folder)
     figures: dict[str, list[float]] = {"bare_ms": [], "ours_ms": [], "ratio": [], "ratio of CPU time": []}
     for number in range(rounds + 1):
         turns = TakingTurns(batches, bare, steps)
-        run.train_loader = lambda _epoch, turns=turns: turns  # type: ignore[misc]
-        run.horizon = Horizon(steps_per_epoch=steps, epochs=1)
-        run.progress = Progress()
-        train(run)
+        horizon = Horizon(steps_per_epoch=steps, epochs=1)
+        train(replace(run, train_loader=_always(turns), horizon=horizon, progress=Progress()), observer)
         if number == 0:
             continue  # the first steps pay for allocators and caches
         # Ours ends when the loop asks for the next batch; after the last step it does not: one fewer.
@@ -167,7 +173,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as name:
         folder = Path(name)
         words = [f"data_root={write_digits(folder / 'digits')}", f"runs_dir={folder}", *arguments.overrides]
-        config = load_config(Path(__file__).parents[1] / "configs/demo.yaml", words).config
+        config, _ = fit_to_machine(
+            load_config(Path(__file__).parents[1] / "configs/demo.yaml", [*words, "num_workers=0"]).config,
+            read_machine(),
+        )
         found = measure(config, folder, arguments.rounds, arguments.steps)
     path = keep("loop", found)
     for key in ("ratio", "ratio of CPU time"):

@@ -40,7 +40,7 @@ def test_text_picture_and_gpu(stoker: Run, data: Path, tmp_path: Path) -> None:
     ended = stoker("bench", "data", data / "train", "--gpu", "A100-80", "--workers", "1", "--plot", picture, *QUICK)
     assert ended.code == 0, ended.err
     assert "images/s with 1 worker (" in ended.out
-    assert "a100-80 takes 2,470 images/s: this host feeds" in ended.out
+    assert "a100-80 processes 2,470 images/s: this host can" in ended.out
     assert "NVIDIA DeepLearningExamples" in ended.out
     with Image.open(picture) as image:
         assert image.size[0] > 400

@@ -22,13 +22,13 @@ from stoker.data.loader import ImageLoader
 from stoker.errors import UserError
 from stoker.tasks.image_data import (
     ALONE,
-    Rank,
     choose_decoding,
     open_loader,
     open_samples,
     training_plan,
     validation_plan,
 )
+from stoker.train.ranks import Ranks
 
 SAMPLES = 47  # a prime: nothing divides it
 
@@ -60,14 +60,14 @@ def loader_for(
     data: Path,
     *overrides: str,
     workers: int = 0,
-    rank: Rank = ALONE,
+    ranks: Ranks = ALONE,
     split: str = "train",
     quarantine: Path | None = None,
 ) -> ImageLoader:
     config = config_for(data, *overrides)
     samples = open_samples(config, split)  # type: ignore[arg-type]
     decoding, _ = choose_decoding(config, samples.index)
-    plan = (training_plan if split == "train" else validation_plan)(config, samples, decoding, rank)
+    plan = (training_plan if split == "train" else validation_plan)(config, samples, decoding, ranks)
     return open_loader(config, plan, workers=workers, quarantine_file=quarantine)
 
 
@@ -111,7 +111,9 @@ def test_the_stream_does_not_depend_on_the_workers(
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_stream_does_not_depend_on_the_ranks(data: Path, reference: list[list[Entry]], world: int) -> None:
-    shares = [ledger(loader_for(data, f"batch_size={8 // world}", rank=Rank(r, world)), epoch=3) for r in range(world)]
+    shares = [
+        ledger(loader_for(data, f"batch_size={8 // world}", ranks=Ranks(r, world=world)), epoch=3) for r in range(world)
+    ]
     for step, whole in enumerate(reference):
         together = [None] * len(whole)
         for rank, share in enumerate(shares):
@@ -141,7 +143,9 @@ def test_three_resumes_in_one_epoch_with_other_workers_and_ranks_lose_and_repeat
     ]:
         ends = []
         for rank in range(world):
-            loader = loader_for(data, "batch_size=2", f"loader={engine}", workers=workers, rank=Rank(rank, world))
+            loader = loader_for(
+                data, "batch_size=2", f"loader={engine}", workers=workers, ranks=Ranks(rank, world=world)
+            )
             for taken, batch in enumerate(loader.epoch(1, position), 1):
                 seen += batch.indices.tolist()
                 ends.append(batch.next_position)
@@ -159,7 +163,7 @@ def test_three_resumes_in_one_epoch_with_other_workers_and_ranks_lose_and_repeat
 def test_validation_counts_every_sample_once(data: Path, world: int) -> None:
     seen = []
     for rank in range(world):
-        for batch in ledger(loader_for(data, "batch_size=4", split="val", rank=Rank(rank, world), workers=2)):
+        for batch in ledger(loader_for(data, "batch_size=4", split="val", ranks=Ranks(rank, world=world), workers=2)):
             seen += [entry[0] for entry in batch]
     assert sorted(seen) == list(range(SAMPLES))
 

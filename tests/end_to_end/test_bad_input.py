@@ -44,7 +44,7 @@ def test_one_class_is_nothing_to_learn(train: Any, data: Path) -> None:
             shutil.rmtree(data / split / name)
     done = train()
     assert done.code == 1
-    assert "train has one class, class0" in done.err
+    assert "train has only one class, class0" in done.err
 
 
 def test_a_validation_class_that_training_lacks(train: Any, data: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_data_root_that_does_not_exist_names_the_nearest_that_does(train: Any,
 def test_a_batch_larger_than_the_data(train: Any) -> None:
     done = train("batch_size=64")
     assert done.code == 1
-    assert "24 training images make no batch of 64" in done.err
+    assert "24 training images are fewer than one batch of 64" in done.err
     assert "batch_size=24 or less" in done.err
 
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_another_model_names_what_differs(train: Any) -> None:
     assert done.code == 1
     assert "last.ckpt was made by another model or config" in done.err
     assert "model: test_convnext in the checkpoint, test_convnext2 in this run" in done.err
-    assert "--fresh to start anew" in done.err
+    assert "--fresh to start over" in done.err
 
 
 def test_a_checkpoint_of_other_classes(train: Any, data: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_corrupt_last_checkpoint_falls_back_to_the_one_before(train: Any, tmp_
     done = train(epochs=2)
     assert done.code == 0, done.err
     assert "last.ckpt" in done.err
-    assert "going on from previous.ckpt instead" in done.err
+    assert "resuming from previous.ckpt instead" in done.err
     assert last_state(run)["progress"]["finished"]
     again = metrics(run, "epoch")
     assert [(line["epoch"], line["val/loss"]) for line in again] == [
@@ -150,7 +150,7 @@ def test_a_full_disk_keeps_what_was_saved_and_training_goes_on(train: Any, small
     assert "of disk (checkpoints" in refused.err
     full = train("--force", **keys)
     assert "No space left on device" in full.err
-    assert "training goes on, the next save tries again" in full.err
+    assert "training continues, and the next save tries again" in full.err
     assert "Epoch 0: 100%" in full.err
     assert full.code == 1
     assert "error: end-not-saved" in full.err

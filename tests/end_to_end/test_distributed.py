@@ -204,7 +204,7 @@ def test_memory_that_one_rank_lacks_changes_the_pieces_of_all_and_no_update(
     config = write_config(tmp_path, prime_images, batch_size=8, **SAME)
     ranks = start_ranks(ready, config, before="tests.support.training_faults:little_memory_on_the_second_rank")
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
-    assert ranks[0].err.count("out of device memory: the batch now passes in pieces of") == 1
+    assert ranks[0].err.count("out of device memory: each batch is now computed in pieces of") == 1
     assert last_state(tmp_path / "runs" / "tiny")["progress"]["micro_batch"] == MOST
     assert_equal_within_rounding(tmp_path / "runs" / "tiny", alone)
 
@@ -223,4 +223,4 @@ def test_a_loss_that_is_no_number_on_one_rank_is_skipped_by_all_and_its_samples_
     assert all(line["train/loss"] is not None for line in metrics(run, "epoch"))
     stopped = start_ranks(ready, config, "run_name=stopped", "max_bad_steps=1", before=before)
     assert [rank.wait() for rank in stopped] == [1, 1], stopped[0].err
-    assert "the loss was no finite number 2 steps in a row, up to step 5; last for class" in stopped[0].err
+    assert "the loss was NaN or infinite for 2 steps in a row, up to step 5; last for class" in stopped[0].err

@@ -61,8 +61,7 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
                 os.kill(os.getpid(), wanted["number"])
             return prepare(batch, epoch, step)
 
-        run.prepare = watched
-        return run
+        return replace(run, prepare=watched)
 
     monkeypatch.setattr(training, "build_run", build_and_watch)
 
@@ -168,11 +167,11 @@ def test_signals_end_real_processes_with_their_codes_and_the_same_command_goes_o
         assert run.wait() == code, run.err
         step = last_state(stopped)["progress"]["step"]
         assert f"{word}: saved at step {step}" in run.err
-        assert "the same command goes on from there" in run.err
+        assert "the same command resumes from there" in run.err
         assert step == steps_done(stopped), "no step was lost, and none is told that was not saved"
     rest = ready.run("train", config, "run_name=stopped", cwd=tmp_path)
     assert rest.code == 0, rest.err
-    assert "going on from last.ckpt" in rest.err
+    assert "resuming from last.ckpt" in rest.err
     assert_same_end(stopped, tmp_path / "runs" / "whole")
     before = (stopped / "metrics.jsonl").read_bytes()
     again = ready.run("train", config, "run_name=stopped", "--json", cwd=tmp_path)
@@ -251,7 +250,7 @@ def test_what_changed_since_the_checkpoint_is_said_and_the_course_stays(
     assert "changed since the checkpoint: lr: 0.5 in the checkpoint, 0.25 in this run" in rest.err
     assert "changed since the checkpoint: batch_size: 8 in the checkpoint, 16 in this run" in rest.err
     assert "an epoch now has 3 steps and had 6: the run is at step 4 in the new count" in rest.err
-    assert "going on with the course that the run began with (2 epochs, cosine, 0 of warmup)" in rest.err
+    assert "keeping the schedule that the run began with (2 epochs, cosine, 0 of warmup)" in rest.err
     run = tmp_path / "runs" / "tiny"
     assert [line["epoch"] for line in metrics(run, "epoch")] == [0, 1], (
         "the first epoch's line has survived the new count"

@@ -22,11 +22,10 @@ from stoker.train.checkpoint.format import (
     OPENING,
     TENSORS_HASH,
     CheckpointCorrupt,
-    peek,
     read_checkpoint,
     write_checkpoint,
 )
-from stoker.train.checkpoint.saver import AsyncSaver
+from stoker.train.checkpoint.saver import BackgroundWriter
 from tests.conftest import PROJECT
 from tests.support.training_state import same, training_state
 
@@ -41,7 +40,7 @@ POINTS = {
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
-from stoker.train.checkpoint.saver import AsyncSaver
+from stoker.train.checkpoint.saver import BackgroundWriter
 from stoker.train.checkpoint.folder import Checkpoints
 from tests.support.training_state import training_state
 
@@ -70,7 +69,7 @@ for number, point in enumerate(points):
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, point
 
 def forever():
-    with AsyncSaver(Checkpoints(root / "any")) as saver:
+    with BackgroundWriter(Checkpoints(root / "any")) as saver:
         for step in range(10**9):
             saver.save((old, new)[step % 2], best=(step, 0.1))
 
@@ -140,7 +139,7 @@ def test_a_full_disk_keeps_what_was_there_and_the_next_save_tries_again(small_di
     for failed in (folder.save_last(mega | {"step": 2}), folder.save_best(mega, 1, 0.5)):
         assert isinstance(failed, SaveFailed)
         assert "No space left on device" in failed.why
-    with AsyncSaver(folder) as saver:
+    with BackgroundWriter(folder) as saver:
         saver.save(mega | {"step": 3})
         assert [type(outcome) for outcome in saver.wait()] == [SaveFailed]
         assert sorted(path.name for path in small_disk.iterdir()) == ["last.ckpt", "somebody"]
@@ -181,16 +180,8 @@ def test_a_file_cut_off_or_lengthened_anywhere_is_found(tmp_path: Path, whole: b
             read_checkpoint(path)
     # What a crash of the machine can leave: the right size, and zeros where blocks never reached the disk.
     path.write_bytes(whole[:-20] + bytes(20))
-    with pytest.raises(CheckpointCorrupt, match="hash does not match"):
+    with pytest.raises(CheckpointCorrupt, match="hash mismatch"):
         read_checkpoint(path)
-
-
-def test_peek_refuses_a_damaged_header(tmp_path: Path, whole: bytes) -> None:
-    path = tmp_path / "last.ckpt"
-    for position in range(8 + int.from_bytes(whole[:8], "little")):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x20]) + whole[position + 1 :])
-        with pytest.raises(CheckpointCorrupt):
-            peek(path)
 
 
 class Payload:
@@ -218,9 +209,8 @@ def test_a_huge_or_tiny_header_length_is_refused_without_allocating(tmp_path: Pa
     path = tmp_path / "last.ckpt"
     path.write_bytes(length.to_bytes(8, "little") + OPENING + bytes(100))
     tracemalloc.start()
-    for read in (read_checkpoint, peek):
-        with pytest.raises(CheckpointCorrupt):
-            read(path)
+    with pytest.raises(CheckpointCorrupt):
+        read_checkpoint(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000

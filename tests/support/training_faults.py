@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ BAD_STEPS = range(3, 6)
 def _instrument(change: Any) -> None:
     def build(*arguments: Any, **keys: Any) -> Any:
         run = build_run(*arguments, **keys)
-        change(run)
-        return run
+        return change(run)
 
     training.build_run = build  # type: ignore[assignment]
 
@@ -28,12 +28,13 @@ def _instrument(change: Any) -> None:
 def little_memory_on_the_second_rank() -> None:
     """More than MOST samples at a time run out of memory there."""
 
-    def change(run: Any) -> None:
+    def change(run: Any) -> Any:
         def check(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             if os.environ["RANK"] == "1" and len(inputs[0]) > MOST:
                 raise torch.OutOfMemoryError("planted")
 
-        run.saver.parts.model.register_forward_pre_hook(check)
+        run.model.register_forward_pre_hook(check)
+        return run
 
     _instrument(change)
 
@@ -41,7 +42,7 @@ def little_memory_on_the_second_rank() -> None:
 def bad_images_on_the_second_rank() -> None:
     """Steps BAD_STEPS get images there that are no numbers."""
 
-    def change(run: Any) -> None:
+    def change(run: Any) -> Any:
         prepare = run.prepare
 
         def spoiled(batch: Any, epoch: int, step: int) -> Prepared:
@@ -49,6 +50,6 @@ def bad_images_on_the_second_rank() -> None:
             bad = os.environ["RANK"] == "1" and step in BAD_STEPS
             return prepared._replace(inputs=prepared.inputs * float("nan")) if bad else prepared
 
-        run.prepare = spoiled
+        return replace(run, prepare=spoiled)
 
     _instrument(change)

@@ -1,4 +1,4 @@
-"""One update: in pieces that fit, past losses that are no numbers, the same after a resume."""
+"""One update: in pieces that fit, past losses that are NaN or infinite, the same after a resume."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_batch_that_does_not_fit_passes_in_pieces_with_the_same_update(most: i
     assert step_in_pieces.micro_batch <= most
     halvings = {1: 4, 3: 3, 8: 1, 15: 1}[most]
     assert len(said) == halvings, "said when it happens, and never again"
-    assert all(line.startswith("out of device memory: the batch now passes in pieces of ") for line in said)
+    assert all(line.startswith("out of device memory: each batch is now computed in pieces of ") for line in said)
 
 
 def test_pieces_of_several_accumulated_batches_make_one_update() -> None:
@@ -103,7 +103,7 @@ def test_an_attempt_that_ran_out_of_memory_leaves_no_trace_in_batch_norm() -> No
 
 
 def test_one_sample_that_does_not_fit_ends_the_run_with_a_word() -> None:
-    with pytest.raises(UserError, match="no memory for a piece of 1 samples") as caught:
+    with pytest.raises(UserError, match="not have enough memory for 1 samples") as caught:
         step_for(Hungry(network(), 0))([batch()], 0)
     assert caught.value.name == "out-of-device-memory"
 

@@ -40,7 +40,7 @@ def test_ctrl_c_once_saves_and_twice_leaves_at_once() -> None:
 
 def test_a_save_that_failed_is_not_called_saved() -> None:
     ending = StopRequest().ending(7, interrupted=False, saved=False)
-    assert ending.seen == "another rank's signal: left at step 7, which could not be saved"
+    assert ending.seen == "another rank's signal: stopped at step 7, which could not be saved"
 
 
 def test_nohup_means_that_the_end_of_the_terminal_is_nothing() -> None:

@@ -1,4 +1,4 @@
-"""`stoker export`: a checkpoint's model for other programs."""
+"""`stoker export`: writes a checkpoint's model for other programs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.", show_default=False)],
     to: Annotated[
         Literal["safetensors", "onnx", "torch-export"],
-        typer.Option(help="Weights alone, or a program with them.", show_default=False),
+        typer.Option(help="Only the weights, or a program that contains them.", show_default=False),
     ],
     image: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             readable=False,
-            help="Also compare on this image. [default: the first of the checkpoint's data_root, if it is there]",
+            help="Also compare on this image. [default: the first image in the checkpoint's data_root, if any]",
             show_default=False,
         ),
     ] = None,
@@ -38,16 +38,16 @@ def export(
     """Write a checkpoint's model as safetensors, ONNX or torch.export (.pt2).
 
     The file is loaded again and its output compared with the checkpoint's; it appears only if they agree. It takes
-    normalised images in float32, a batch of any size; names of the classes, mean, std and img_size are in its
-    metadata. ONNX needs `pip install 'stoker[export]'`.
+    normalised float32 images in batches of any size; its metadata holds the class names, mean, std and img_size.
+    ONNX needs `pip install 'stoker[export]'`.
     """
-    from stoker.console import print_json, print_result
+    from stoker.console import print_json, print_result, say
     from stoker.tasks.exporting import check_can_export, export_model
     from stoker.tasks.results import export_text
-    from stoker.train.checkpoint.restore import restore_for_command
+    from stoker.train.checkpoint.restore import restore_model
 
     check_can_export(to, out, force)
-    restored, _ = restore_for_command(checkpoint, set_ or (), raw=raw)
+    restored = restore_model(checkpoint, set_ or (), raw=raw, say=say)
     found = export_model(restored, to, out, force=force, image=image)
     if json:
         print_json(

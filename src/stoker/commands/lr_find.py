@@ -1,4 +1,4 @@
-"""`stoker lr-find`: a learning rate for a config, by a range test that leaves nothing behind."""
+"""`stoker lr-find`: suggests a learning rate for a config by a range test that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def lr_find(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     set_: SetOption = None,
-    lowest: Annotated[float, typer.Option("--min", help="Learning rate to begin with.")] = 1e-6,
-    highest: Annotated[float, typer.Option("--max", help="Learning rate to end with.")] = 10.0,
-    steps: Annotated[int, typer.Option(min=10, help="Steps between them, equal ratios apart.")] = 100,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Where the curve goes; none when not given.")
-    ] = None,
+    lowest: Annotated[float, typer.Option("--min", help="Lowest learning rate, at the first step.")] = 1e-6,
+    highest: Annotated[float, typer.Option("--max", help="Highest learning rate, at the last step.")] = 10.0,
+    steps: Annotated[
+        int, typer.Option(min=10, help="Number of steps; the rate grows by the same factor at each.")
+    ] = 100,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curve into this file.")] = None,
     json: JsonOption = False,
 ) -> int:
-    """Print the learning rate at which the loss falls fastest, as the line to type.
+    """Print the learning rate at which the loss falls fastest, as the KEY=VALUE to type.
 
-    The test trains a model of its own in a process of its own, on the config's data with its augmentation, and
-    ends early where the loss runs away. No run folder, no checkpoint. Exits with 1 where the loss never fell.
+    The test trains a fresh model in a separate process, on the config's data with its augmentation, and ends early
+    if the loss diverges. It writes no run folder and no checkpoint. Exits with 1 if the loss never fell.
     """
     if not 0 < lowest < highest:
-        raise UsageError("usage", f"--min {lowest:g} has to be above 0 and below --max {highest:g}")
+        raise UsageError("usage", f"--min {lowest:g} must be above 0 and below --max {highest:g}")
     if plot is not None and (plot.suffix != ".png" or not plot.absolute().parent.is_dir()):
-        # A slip here must not cost a minute first.
-        raise UsageError("usage", f"--plot {plot} is no PNG file in a folder that exists", hint="--plot lr.png")
+        # Checked before the test, which takes a minute.
+        raise UsageError("usage", f"--plot {plot} is not a .png file in an existing folder", hint="--plot lr.png")
 
-    let_threads_sleep()  # the process of the test inherits it
+    let_threads_sleep()  # inherited by the test's process
     from stoker.console import print_json, print_result, say
     from stoker.tasks.lr_find import find_lr, lr_text, plot_lr
 

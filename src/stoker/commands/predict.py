@@ -1,4 +1,4 @@
-"""`stoker predict`: what a checkpoint takes images for."""
+"""`stoker predict`: classifies images with a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ def predict(
     images: Annotated[
         list[Path],
         typer.Argument(
-            metavar="IMAGE...", readable=False, help="Image files, or folders of them at any depth.", show_default=False
+            metavar="IMAGE...",
+            readable=False,
+            help="Image files, or folders with images at any depth.",
+            show_default=False,
         ),
     ],
     set_: SetOption = None,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="How many classes for each image.")] = 5,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Classes to print for each image.")] = 5,
     raw: RawOption = False,
     json: JsonOption = False,
 ) -> int:
-    """Print the five most probable classes of each image.
+    """Print the most probable classes of each image.
 
-    Images are decoded, resized and cropped as in validation. One that cannot be read is named and left out, and
-    the exit code is 1.
+    Images are decoded, resized and cropped as in validation. An unreadable image is named and skipped, and the exit
+    code is then 1.
     """
     from stoker.console import print_json, print_result, progress_bar, say
     from stoker.tasks.prediction import predict_images
     from stoker.tasks.results import predictions_text
-    from stoker.train.checkpoint.restore import restore_for_command
+    from stoker.train.checkpoint.restore import restore_model
 
-    restored, workers = restore_for_command(checkpoint, set_ or (), raw=raw)
+    restored = restore_model(checkpoint, set_ or (), raw=raw, say=say)
     with progress_bar("predicting", None, unit="images") as advance:
-        found = predict_images(restored, images, top=top, workers=workers, progress=advance)
+        found = predict_images(restored, images, top=top, progress=advance)
     for path, reason in found.bad:
         say(f"bad image: {path}: {reason}")
     if json:

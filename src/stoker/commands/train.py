@@ -1,4 +1,4 @@
-"""`stoker train`: trains what a config describes, or goes on where it stopped."""
+"""`stoker train`: trains the model a config describes, or resumes the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
 from stoker.console import say_notes
-from stoker.errors import EXIT_OK, UserError
+from stoker.errors import EXIT_OK
 
 
 def register(app: typer.Typer) -> None:
@@ -24,15 +24,17 @@ def train(
     overrides: OverridesArgument = None,
     set_: SetOption = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="CKPT", help="Go on from this checkpoint instead of the run's last.")
+        Path | None, typer.Option(metavar="CKPT", help="Resume from this checkpoint instead of the run's last.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; the old checkpoints are set aside.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; the earlier run's files are moved to a folder beside it.")
+    ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start even where the plan says that memory or disk will not last.")
+        bool, typer.Option("--force", help="Start even if the plan says that memory or disk will run out.")
     ] = False,
     json: JsonOption = False,
 ) -> int:
-    """Train. Run the same command again to go on; a finished run says so and does nothing."""
+    """Train a model. The same command resumes a run that was stopped; a finished run is left alone."""
     from stoker.console import print_json
 
     code, summary = train_from_config(config, [*(overrides or ()), *(set_ or ())], resume, fresh, force=force)
@@ -44,50 +46,50 @@ def train(
 def train_from_config(
     path: Path, overrides: Sequence[str], checkpoint: Path | None, fresh: bool, *, force: bool = False
 ) -> tuple[int, dict[str, Any] | None]:
-    """Trains, or starts the processes that do; the exit code, and on the first rank what came of it."""
+    """Trains, or starts the processes that do; returns the exit code and, on the first rank, the run's summary."""
     let_threads_sleep()
-    from stoker.config.reading import load_for_command
+    from stoker.config.reading import check_task, load_for_command
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
-    from stoker.tasks.training import devices_here, set_aside, train_here
+    from stoker.tasks.training import check_devices, set_aside, train_here
     from stoker.train.compute import accelerator_of
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
     from stoker.train.ranks import Ranks, ranks_from_environment
 
     ranks = ranks_from_environment()
-    speaks = ranks is None or ranks.is_first
-    config = load_for_command(path, overrides, None).config
-    if config.task != "classify":
-        raise UserError("task-not-built", f"task: {config.task} cannot be trained yet", hint="task=classify")
-    accelerator_of(config)  # a name that nobody knows is refused before anything starts, on every rank
+    loaded = load_for_command(path, overrides, None).config
+    check_task(loaded, "trained")
+    accelerator_of(loaded)  # refuses an unknown name before anything starts, on every rank
     machine = read_machine()
-    config, notes = fit_to_machine(config, machine)
-    if speaks:
+    config, notes = fit_to_machine(loaded, machine)
+    if ranks is None or ranks.is_first:
         say_notes(notes)
-    devices = devices_here(config, machine)
+    check_devices(config, machine)
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):
-        # Once on each node, before anything is started: the processes of our own launcher come after it.
-        refuse_what_cannot_fit(config.model_copy(update={"devices": devices}), path, machine, force=force)
-    if ranks is None and devices * config.num_nodes > 1:
-        return launch(["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv, devices, config.num_nodes), None
+        # Once on each node, before any process is started: those of our own launcher come later.
+        refuse_what_cannot_fit(config, path, machine, force=force)
+    if ranks is None and config.devices * config.num_nodes > 1:
+        command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
+        return launch(command, config.devices, config.num_nodes), None
     ranks = ranks or Ranks()
     folder = run_folder_for(config, path)
     with ExitStack() as stack:
         progress = None
         if ranks.is_first:
-            aside: list[Path] = []
+            aside: list[Path | None] = []
             stack.enter_context(
-                open_run(config, path, entered=(lambda found: aside.extend(set_aside(found))) if fresh else None)
+                open_run(config, path, entered=(lambda found: aside.append(set_aside(found))) if fresh else None)
             )
-            if aside and checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
-                checkpoint = aside[0] / folder.checkpoints.name / checkpoint.name  # it was set aside as well
+            if any(aside) and checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
+                assert aside[0] is not None
+                checkpoint = aside[0] / folder.checkpoints.name / checkpoint.name  # moved there with the rest
             progress = TrainProgress(TrainLog(folder.logs))
             stack.callback(progress.close)
         return EXIT_OK, train_here(config, folder, ranks, machine, checkpoint, progress, stack)
 
 
 def _is_program() -> bool:
-    """Whether this is `stoker` itself, and not a script of another name that calls it."""
+    """Whether this process is `stoker` itself, and not a script that calls it."""
     return Path(sys.argv[0]).name in ("stoker", "__main__.py")

@@ -18,7 +18,7 @@ from stoker.config.pairs import RULES
 from stoker.config.schema import ALIASES, SECTION_NAMES, Config, describe_type, key_names
 from stoker.config.yaml_file import YamlFile, parse_value, read_yaml_file
 from stoker.console import say_warnings
-from stoker.errors import ConfigError, Problem, did_you_mean
+from stoker.errors import ConfigError, Problem, UserError, did_you_mean
 
 
 def say_validation_error(error: ValidationError) -> dict[str, str]:
@@ -132,6 +132,12 @@ def load_for_command(path: Path | None, overrides: Sequence[str] | None, set_opt
     remember_config(resolved.config)
     say_warnings(resolved.warnings)
     return resolved
+
+
+def check_task(config: Config, what: str) -> None:
+    """Refuses a task that is not built yet; `what` completes 'cannot be ...'."""
+    if config.task != "classify":
+        raise UserError("task-not-built", f"task: {config.task} cannot be {what} yet", hint="task=classify")
 
 
 def remember_config(config: Config) -> None:

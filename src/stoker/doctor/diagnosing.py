@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.clock.observed import Observed
-from stoker.config import Config
 from stoker.console import say, say_notes
 from stoker.doctor.checks.case import Case
 from stoker.doctor.checks.verdict import judge
@@ -20,6 +19,7 @@ from stoker.doctor.records import Confirmation, Diagnosis
 from stoker.doctor.what_if import WORTH_SAYING, what_if
 from stoker.errors import UsageError
 from stoker.machine.datasheets import load_datasheet
+from stoker.machine.host import HostConfig
 from stoker.plan.planning import Wanted, plan_config
 
 # From an observation to a diagnosis: what the checks say, with what each change would bring.
@@ -188,7 +188,7 @@ def _of_config(
     return replace(diagnosis, confirmation=confirmation)
 
 
-def _tried(config: Config, seconds: float, pace_s: float | None, only: Sequence[str] | None = None) -> Observed:
+def _tried(config: HostConfig, seconds: float, pace_s: float | None, only: Sequence[str] | None = None) -> Observed:
     from stoker.console import progress_bar
     from stoker.doctor.trials import SHARES, run_trials
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch
 from stoker.clock.file import HEADER, clock_header, interval_record
 from stoker.clock.reading import NEWEST
 from stoker.clock.steps import Interval, StepClock
-from stoker.config import Config
 from stoker.data.store.stores import open_store
 from stoker.machine.accelerators import device_busy_share, measure_transfer
-from stoker.machine.host import HostWatch
+from stoker.machine.host import HostConfig, HostWatch
 from stoker.machine.loader_speed import (
     ENDLESS,
     Replay,
@@ -25,46 +23,47 @@ from stoker.machine.loader_speed import (
     Stopwatch,
     batches_to_replay,
     consume_at_pace,
-    measure_loader,
-    repeated,
 )
 from stoker.machine.storage import describe_storage, measure_local_disk, measure_storage
 from stoker.tasks.classify import build_run, open_data
-from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.image_data import choose_decoding, measure_speed, open_loader, open_samples, training_plan
 from stoker.train.loop import Run, train
 from stoker.train.observer import Silence, loader_shape, run_header
 from stoker.train.ranks import Ranks
+from stoker.train.schedule import Progress
 
 LOCAL_SHARE = 0.2
 """Share of the storage trial's time for writing to a local disk and reading it back, if the data is remote."""
 
 TrialJob = dict[str, Any]
-"""`seconds`, `workers`, `cpus`, `pace_s` (None: the real model)."""
+"""`seconds`, `cpus`, `pace_s` (None: the real model)."""
 TrialResult = dict[str, Any]
 Header = dict[str, Any]
 
 
-def build_trial(config: Config, job: TrialJob) -> tuple[Run, Header]:
+def build_trial(config: HostConfig, job: TrialJob) -> tuple[Run, Header]:
     """A run as `stoker train` builds it on one device, without validation, and the header of its clock."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(job["cpus"])
     data = replace(open_data(config, lambda _text: None), val=None)
-    run = build_run(config, data, Ranks(), device, workers=job["workers"])
-    run.clock = StepClock(device, keep=NEWEST)
-    # The last epoch has full-size images, where they grow; with a rate of zero the loss cannot diverge.
-    run.progress.epoch = config.epochs - 1
-    run.horizon = replace(run.horizon, epochs=ENDLESS)
-    run.peak_lr = 0.0
-    return run, run_header(config, data.train, run, workers=job["workers"], cpus=job["cpus"])
+    run = build_run(config, data, Ranks(), device)
+    run = replace(
+        run,
+        clock=StepClock(device, keep=NEWEST),
+        # The last epoch has full-size images, where they grow; with a rate of zero the loss cannot diverge.
+        progress=Progress(epoch=config.epochs - 1),
+        horizon=replace(run.horizon, epochs=ENDLESS),
+        peak_lr=0.0,
+    )
+    return run, run_header(config, data.train, run, cpus=job["cpus"])
 
 
 def train_for(run: Run, seconds: float, tell: ReportSeconds) -> Interval:
     """The steps of about `seconds`, after a warm-up."""
     watch = Stopwatch(run.clock, seconds, tell)
-    run.observer = _Until(watch)
     with suppress(_TimeIsUp):
-        train(run)
+        train(run, _Until(watch))
     return watch.interval()
 
 
@@ -84,26 +83,26 @@ class _Until(Silence):
 
 
 def feed_at_pace(
-    config: Config, job: TrialJob, tell: ReportSeconds
+    config: HostConfig, job: TrialJob, tell: ReportSeconds
 ) -> tuple[Interval, Header, Callable[[Sequence[int]], list[str]]]:
     """The loader with a consumer that takes a batch every `pace_s` seconds and uses no core."""
     samples = open_samples(config, "train")
     decoding, _ = choose_decoding(config, samples.index)
     plan = training_plan(config, samples, decoding)
-    loader = open_loader(config, plan, workers=job["workers"])
+    loader = open_loader(config, plan, workers=config.num_workers)
     try:
         clock = StepClock(keep=NEWEST)
         interval = consume_at_pace(loader, config.epochs - 1, job["pace_s"], job["seconds"], clock, tell)
     finally:
         loader.close()
     header = clock_header(
-        loader_shape(config, len(samples), job["workers"]), cpus=job["cpus"], world=1,
+        loader_shape(config, len(samples), config.num_workers), cpus=job["cpus"], world=1,
         torch_version=torch.__version__, device="paced", storage=describe_storage(samples),
     )  # fmt: skip
     return interval, header, lambda numbers: [samples.index.name(number) for number in numbers]
 
 
-def storage_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialResult:  # noqa: ARG001 - it keeps to its time
+def storage_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> TrialResult:  # noqa: ARG001 - it keeps to its time
     """Latency and throughput of the storage that the data is on."""
     samples = open_samples(config, "train")
     missing: list[str] = []
@@ -116,26 +115,22 @@ def storage_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialRe
     return {"storage": asdict(facts), "missing": missing}
 
 
-def loader_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialResult:  # noqa: ARG001
+def loader_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> TrialResult:  # noqa: ARG001
     """The loader with a consumer that takes no time."""
     samples = open_samples(config, "train")
     decoding, _ = choose_decoding(config, samples.index)
-    workers, seconds = job["workers"], job["seconds"]
-    # Long enough that no epoch ends within the measurement, however fast the loader is.
-    wanted = max(config.batch_size * (workers + 4) * 3, int(seconds * 20_000 * max(1, workers)))
-    plan = training_plan(config, repeated(samples, wanted), decoding)
-    speed = measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
+    speed = measure_speed(config, samples, decoding, workers=config.num_workers, seconds=job["seconds"])
     return {"images_per_second": speed.images_per_second, "first_batch_s": speed.first_batch_s}
 
 
-def ceiling_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialResult:
+def ceiling_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> TrialResult:
     """The real model and step on batches that are already in memory, and the copy to the device."""
     run, _ = build_trial(config, job)
     last = config.epochs - 1
     batches = batches_to_replay(run.train_loader(last).epoch(last))
     run.close()  # workers that wait for nothing would still be asked
-    run.train_loader = lambda _epoch: Replay(batches)
-    run.guard_memory = lambda _loader: None  # nothing is made ahead that could be held back
+    # No memory guard: nothing is made ahead that could be held back.
+    run = replace(run, train_loader=lambda _epoch: Replay(batches), guard_memory=lambda _loader: None)
     interval = train_for(run, job["seconds"], tell)
     accelerator = measure_transfer(run.device, batches[0].images.nbytes, 1.0, batches[0].images.is_pinned())
     if accelerator is not None:
@@ -147,7 +142,7 @@ def ceiling_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialRe
     }
 
 
-def together_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialResult:
+def together_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> TrialResult:
     """The loader and its consumer together: the real step, or a paced consumer."""
     watch = HostWatch()
 
@@ -172,7 +167,7 @@ def together_trial(config: Config, job: TrialJob, tell: ReportSeconds) -> TrialR
     return {"lines": [{"kind": "event", "event": HEADER, **header}, line]}
 
 
-TRIALS: dict[str, Callable[[Config, TrialJob, ReportSeconds], TrialResult]] = {
+TRIALS: dict[str, Callable[[HostConfig, TrialJob, ReportSeconds], TrialResult]] = {
     "storage": storage_trial,
     "loader": loader_trial,
     "ceiling": ceiling_trial,

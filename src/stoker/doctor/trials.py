@@ -10,9 +10,10 @@ from typing import Any
 from stoker.child import ChildDied, ChildTooSlow, Parent, call
 from stoker.clock.observed import AcceleratorFacts, Observed, StorageFacts
 from stoker.clock.reading import known_facts, observed_from
-from stoker.config import Config, config_values
+from stoker.config import config_values
+from stoker.config.reading import check_task
 from stoker.errors import UserError
-from stoker.machine.host import read_machine
+from stoker.machine.host import HostConfig, read_machine
 from stoker.tasks.image_data import choose_decoding, open_samples
 
 DEFAULT_SECONDS = 60.0
@@ -31,7 +32,7 @@ TrialProgress = Callable[[str, float, float], None]
 
 
 def run_trials(
-    config: Config,
+    config: HostConfig,
     seconds: float = DEFAULT_SECONDS,
     *,
     pace_s: float | None = None,
@@ -45,15 +46,13 @@ def run_trials(
     run, which share the time. A trial that fails is listed in `missing`; an error about the config or the data is
     raised, if possible before the first trial.
     """
-    if config.task != "classify":
-        raise UserError("task-not-built", f"task: {config.task} cannot be tried yet", hint="task=classify")
+    check_task(config, "tried")
     progress("opening the data", 0.0, seconds)
     # Listed and calibrated once, here: the trials find what was remembered.
     choose_decoding(config, open_samples(config, "train", say=say).index)
     machine = read_machine()
-    workers = config.num_workers if isinstance(config.num_workers, int) else machine.cpus
     alone = config.model_copy(update=ALONE)
-    job = {"config": config_values(alone), "workers": workers, "cpus": machine.cpus, "pace_s": pace_s}
+    job = {"config": config_values(alone), "cpus": machine.cpus, "pace_s": pace_s}
     found: dict[str, dict[str, Any]] = {}
     missing = _left_out(config, pace_s)
     before = 0.0
@@ -98,22 +97,24 @@ def _run_trial(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
     # Imported here: only the child needs torch and the training loop.
     from stoker.doctor.trial_process import TRIALS
 
-    return TRIALS[job["trial"]](Config.model_validate(job["config"]), job, parent.send)
+    return TRIALS[job["trial"]](HostConfig.model_validate(job["config"]), job, parent.send)
 
 
-def _left_out(config: Config, pace_s: float | None) -> list[str]:
+def _left_out(config: HostConfig, pace_s: float | None) -> list[str]:
     found = []
     if pace_s is not None:
         found.append(f"the model: replaced by a consumer of {config.batch_size / pace_s:,.0f} images/s")
     if config.compile_model and pace_s is None:
         found.append("torch.compile: the trials ran without it, so the real ceiling is higher")
-    ranks = (config.devices if isinstance(config.devices, int) else 1) * config.num_nodes
+    ranks = config.devices * config.num_nodes
     if ranks > 1:
         found.append(f"{ranks} ranks: the trials ran one, which had the storage and all cores to itself")
     return found
 
 
-def _observed(config: Config, found: dict[str, dict[str, Any]], missing: list[str], pace_s: float | None) -> Observed:
+def _observed(
+    config: HostConfig, found: dict[str, dict[str, Any]], missing: list[str], pace_s: float | None
+) -> Observed:
     together = found.get("together")
     if together is None:
         seen = Observed(source="trial", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0)

@@ -50,7 +50,15 @@ def read_machine() -> Machine:
     )
 
 
-def fit_to_machine(config: Config, machine: Machine) -> tuple[Config, list[str]]:
+class HostConfig(Config):
+    """A config resolved for one machine: the numbers of workers and devices are known, and it asks for nothing that
+    the machine lacks."""
+
+    num_workers: int
+    devices: int
+
+
+def fit_to_machine(config: Config, machine: Machine) -> tuple[HostConfig, list[str]]:
     """The config with what this machine cannot do replaced by the nearest that works, and a note for each change.
 
     A config that asks for 16-bit precision is valid, just not here: a note, not a config error.
@@ -65,15 +73,10 @@ def fit_to_machine(config: Config, machine: Machine) -> tuple[Config, list[str]]
         if config.sync_batchnorm:
             changes["sync_batchnorm"] = False
             notes.append("sync_batchnorm: true needs GPUs; each process keeps its own statistics on this machine")
-        if config.devices == "auto":
-            changes["devices"] = 1
-    elif machine.accelerators is not None and config.devices == "auto":
-        changes["devices"] = machine.accelerators
-    if config.num_workers == "auto":
-        devices = changes.get("devices", config.devices)
-        ranks = devices if isinstance(devices, int) else 1
-        changes["num_workers"] = max(1, machine.cpus // ranks)
-    return config.model_copy(update=changes), notes
+    devices = config.devices if isinstance(config.devices, int) else max(1, machine.accelerators or 1)
+    workers = config.num_workers if isinstance(config.num_workers, int) else max(1, machine.cpus // devices)
+    changes |= {"devices": devices, "num_workers": workers}
+    return HostConfig.model_construct(config.model_fields_set, **dict(config) | changes), notes
 
 
 def usable_cpus(cgroup_root: Path = CGROUP_ROOT) -> int:

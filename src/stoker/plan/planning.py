@@ -5,22 +5,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stoker.config import Config, config_values, load_config
 from stoker.config.fields import parse_bytes
-from stoker.config.reading import load_for_command
+from stoker.config.reading import check_task, load_for_command
 from stoker.config.reference import write_scalar
 from stoker.console import progress_bar, say_notes
-from stoker.errors import StokerError, UsageError, UserError
+from stoker.errors import StokerError, UsageError
 from stoker.files import write_text
 from stoker.machine.accelerators import measure_cpu
 from stoker.machine.datasheets import Datasheet, datasheet_for_device, load_datasheet
 from stoker.machine.host import Machine, fit_to_machine, read_machine, usable_cpus
 from stoker.machine.loader_memory import STATED, measure_loader_memory
-from stoker.machine.loader_speed import measure_loader, repeated
 from stoker.machine.memory import used_by_others_bytes
 from stoker.plan.budget import Hardware, Job, Measured, StepNeeds, check_counts, make_plan, trace_needs
 from stoker.plan.records import Plan
@@ -29,7 +27,7 @@ from stoker.plan.timing import read_storage
 from stoker.plan.vram import VramSearch
 from stoker.run.folder import run_folder_for
 from stoker.tasks.classify import traceable_step
-from stoker.tasks.image_data import choose_decoding, data_facts, open_loader, open_samples, training_plan
+from stoker.tasks.image_data import choose_decoding, data_facts, measure_speed, open_samples
 from stoker.train.step import TraceableStep
 
 # How many images a core makes in a second, measured on a config's own data.
@@ -48,8 +46,7 @@ def images_per_core_second(config: Config) -> float | None:
     small = config.model_copy(update={"batch_size": min(config.batch_size, MOST_BATCH), "pin_memory": False})
     decoding, _ = choose_decoding(small, samples.index)
     workers = usable_cpus()
-    plan = training_plan(small, repeated(samples, int(TRIAL_S * 20_000 * workers)), decoding)
-    speed = measure_loader(partial(open_loader, small, plan, workers=workers), workers, TRIAL_S)
+    speed = measure_speed(small, samples, decoding, workers=workers, seconds=TRIAL_S)
     return speed.images_per_second / workers
 
 
@@ -94,8 +91,7 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
     config = load_for_command(path, overrides, None).config
     in_file = config_values(load_config(path, []).config) if overrides else config_values(config)
     overridden = {key: value for key, value in config_values(config).items() if value != in_file[key]}
-    if config.task != "classify":
-        raise UserError("task-not-built", f"task: {config.task} cannot be planned yet", hint="task=classify")
+    check_task(config, "planned")
     hardware = hardware_for(config, path, wanted, read_machine())
     config, notes = fit_to_machine(
         config,

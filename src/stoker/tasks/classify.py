@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,57 +22,54 @@ from stoker.augment.pipeline import (
     TrainAugment,
     build_train_augment,
 )
+from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
+from stoker.console import Advance, Say
 from stoker.data.batch import Batch
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.opening import check_same_classes
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import ImageLoader
 from stoker.errors import UserError
+from stoker.machine.host import HostConfig
 from stoker.models.build import build_model, count_parameters, with_sync_batchnorm
 from stoker.models.weights import load_weights
-from stoker.tasks.image_data import Rank, choose_decoding, open_loader, open_samples, training_plan, validation_plan
-from stoker.train.checkpoint.saver import Parts, Saver
-from stoker.train.compute import Precision, compile_or_fall_back, set_matmul_precision
+from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
+from stoker.train.compute import Compiled, Precision, set_matmul_precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator
 from stoker.train.launch import StopRequest
 from stoker.train.loop import Run
-from stoker.train.observer import Observer, Silence
 from stoker.train.optimization import build_loss, build_optimizer, cross_entropy
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import Horizon, Progress, default_resize_epochs, image_size, scaled_lr
 from stoker.train.step import Prepared, TraceableStep, TrainStep
 
-# Image classification: from a config to a run that the loop can train.
-
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Data:
-    """The samples of a run, and how they are decoded."""
+    """The samples of a run, and their decoder."""
 
     train: SampleSet
     val: SampleSet | None
     decoding: Decoding
 
 
-def open_data(config: Config, say: Say, progress: Callable[[int, int | None], None] | None = None) -> Data:
-    """Training and validation samples; validation may be missing, then there is none."""
+def open_data(config: Config, say: Say, progress: Advance | None = None) -> Data:
+    """Training and validation samples; data without a validation split has none."""
     train = open_samples(config, "train", progress=progress, say=say)
     if len(train.classes) < 2:
         raise UserError(
             "one-class",
-            f"{config.data_root}/train has one class, {train.classes[0]}",
-            why="there is nothing to tell apart",
+            f"{config.data_root}/train has only one class, {train.classes[0]}",
+            why="classification needs at least two",
         )
     try:
         val = open_samples(config, "val", classes=train.classes, progress=progress, say=say)
         check_same_classes(train.index, val.index)
     except UserError as error:
-        if error.name not in ("split-not-found",):
+        if error.name != "split-not-found":
             raise
         say(f"no validation: {error.seen}")
         val = None
@@ -86,58 +82,48 @@ def open_data(config: Config, say: Say, progress: Callable[[int, int | None], No
 
 
 def build_run(
-    config: Config,
+    config: HostConfig,
     data: Data,
     ranks: Ranks,
     device: torch.device,
     *,
-    workers: int,
     quarantine_file: Path | None = None,
-    observer: Observer | None = None,
     say: Say = lambda _text: None,
 ) -> Run:
-    """Everything but a checkpoint: model, optimizer, loaders, augmentation. The same on every rank."""
+    """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
+    rank. `resume` moves it to where a checkpoint was saved."""
     set_matmul_precision(config.matmul_precision)
     num_classes = config.num_classes or len(data.train.classes)
-    model = build_classifier(config, num_classes, device, ranks, say)
+    model = build_network(config, num_classes, device, ranks, say)
     total_batch = config.batch_size * ranks.world * config.gradient_accumulation
     peak_lr = scaled_lr(config.lr, total_batch, config.lr_reference_batch, config.scale_lr)
-    optimizer = build_optimizer(
-        model, config.optimizer, peak_lr, momentum=config.momentum, nesterov=config.nesterov, betas=config.betas,
-        weight_decay=config.weight_decay, decay_bias_and_norm=config.decay_bias_and_norm,
-    )  # fmt: skip
+    optimizer = optimizer_for(config, model, peak_lr)
     ema = WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None
-    computing = _for_computing(config, model, ranks, device, say)
-    precision = Precision(config.precision, device)
     step = TrainStep(
-        computing, optimizer, build_loss(config), precision, ranks, micro_batch=config.batch_size,
+        _for_computing(config, model, ranks, device, say), optimizer, build_loss(config),
+        Precision(config.precision, device), ranks, micro_batch=config.batch_size,
         clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=say,
     )  # fmt: skip
-    place = Rank(ranks.rank, ranks.world)
-    loaders = _Loaders(config, data, place, workers, quarantine_file)
+    loaders = _Loaders(config, data, ranks, quarantine_file)
     horizon = _horizon(config, loaders.of_epoch(0).steps())
-    parts = Parts(model, step, ema, horizon, config_values(config), data.train.classes)
-    saver = Saver(parts, None, config.checkpoint_every_steps, config.checkpoint_every)
-    step.before_update = saver.wait_for_copy
     mean, std = colours_of(model)
     augment = build_train_augment(config, num_classes, mean=mean, std=std)
     return Run(
-        model=computing, ema=ema, step=step, total_batch=total_batch,
+        model=model, ema=ema, step=step, total_batch=total_batch,
         prepare=partial(_prepare, augment, device),
         prepare_val=partial(_prepare_val, EvalPrepare(mean, std), device),
         train_loader=loaders.of_epoch, val_loader=loaders.validation(),
-        val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr, accumulation=config.gradient_accumulation,
-        max_bad_steps=config.max_bad_steps, ranks=ranks, device=device, observer=observer or Silence(),
-        saver=saver, progress=Progress(),
-        train_metrics=Accumulator(device), stop=StopRequest(), close=loaders.close,
+        val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr,
+        accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
+        progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
+        close=loaders.close, config=config_values(config), classes=data.train.classes,
         name_samples=lambda samples: [data.train.index.name(sample) for sample in samples],
         guard_memory=PrefetchGuard(say).check,
     )  # fmt: skip
 
 
 def describe_run(config: Config, run: Run, data: Data) -> str:
-    """What is about to be trained, in the few lines that people check before they go home."""
-    model = run.saver.parts.model
+    """What is about to be trained, in a few lines that people check before they go home."""
     total = config.batch_size * run.ranks.world * config.gradient_accumulation
     scaled = f" = {config.lr:g} x {total} / {config.lr_reference_batch}" if config.scale_lr else " (not scaled)"
     parts = [f"{config.batch_size}", f"{run.ranks.world} ranks" if run.ranks.world > 1 else ""]
@@ -145,7 +131,7 @@ def describe_run(config: Config, run: Run, data: Data) -> str:
     val = "no validation" if data.val is None else f"{len(data.val):,} validation images"
     return "\n".join(
         [
-            f"{config.model}: {count_parameters(model):,} parameters, {len(data.train.classes)} classes",
+            f"{config.model}: {count_parameters(run.model):,} parameters, {len(data.train.classes)} classes",
             f"{len(data.train):,} training images, {val}, decoded by {data.decoding.decoder}",
             f"total batch {total} ({' x '.join(part for part in parts if part)}), "
             f"{run.horizon.steps_per_epoch:,} steps an epoch, {run.horizon.epochs} epochs",
@@ -156,13 +142,12 @@ def describe_run(config: Config, run: Run, data: Data) -> str:
 
 
 class _Loaders:
-    """The loaders of a run; progressive resizing makes a new one when the images change their size."""
+    """The loaders of a run; progressive resizing opens a new one when the image size changes."""
 
-    def __init__(self, config: Config, data: Data, rank: Rank, workers: int, quarantine_file: Path | None) -> None:
+    def __init__(self, config: HostConfig, data: Data, ranks: Ranks, quarantine_file: Path | None) -> None:
         self._config = config
         self._data = data
-        self._rank = rank
-        self._workers = workers
+        self._ranks = ranks
         self._quarantine_file = quarantine_file
         self._open: ImageLoader | None = None
         self._size: int | None = None
@@ -176,18 +161,19 @@ class _Loaders:
             if self._open is not None:
                 self._open.close()
             sized = config.model_copy(update={"img_size": size})
-            plan = training_plan(sized, self._data.train, self._data.decoding, self._rank)
+            plan = training_plan(sized, self._data.train, self._data.decoding, self._ranks)
             if plan.steps.count() // config.gradient_accumulation < 1:
                 raise _too_few(config, len(self._data.train), plan.steps.total_batch * config.gradient_accumulation)
-            self._open = open_loader(sized, plan, workers=self._workers, quarantine_file=self._quarantine_file)
+            self._open = open_loader(sized, plan, workers=config.num_workers, quarantine_file=self._quarantine_file)
             self._size = size
         return self._open
 
     def validation(self) -> ImageLoader | None:
         if self._data.val is None:
             return None
-        plan = validation_plan(self._config, self._data.val, self._data.decoding, self._rank)
-        self._val = open_loader(self._config, plan, workers=self._workers, quarantine_file=self._quarantine_file)
+        config = self._config
+        plan = validation_plan(config, self._data.val, self._data.decoding, self._ranks)
+        self._val = open_loader(config, plan, workers=config.num_workers, quarantine_file=self._quarantine_file)
         return self._val
 
     def close(self) -> None:
@@ -199,14 +185,14 @@ class _Loaders:
 def _too_few(config: Config, samples: int, total: int) -> UserError:
     return UserError(
         "batch-larger-than-data",
-        f"{samples} training images make no batch of {total}",
-        why="the last partial batch of an epoch is dropped, so every epoch would be empty",
+        f"{samples} training images are fewer than one batch of {total}",
+        why="the last, partial batch of an epoch is dropped, so every epoch would be empty",
         hint=f"batch_size={max(1, samples // max(1, total // config.batch_size))} or less",
     )
 
 
-def build_classifier(config: Config, num_classes: int, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
-    """The network that a config describes, on its device."""
+def build_network(config: Config, num_classes: int, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
+    """The network that the config describes, on its device."""
     sizes = [size for size in (config.val_img_size, config.start_img_size) if size is not None]
     model = build_model(
         config.model, num_classes, img_size=config.img_size, other_sizes=sizes, drop_path=config.drop_path,
@@ -221,12 +207,20 @@ def build_classifier(config: Config, num_classes: int, device: torch.device, ran
     return model.to(device)
 
 
+def optimizer_for(config: Config, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer that the config describes; the model has to be on its device already."""
+    return build_optimizer(
+        model, config.optimizer, lr, momentum=config.momentum, nesterov=config.nesterov, betas=config.betas,
+        weight_decay=config.weight_decay, decay_bias_and_norm=config.decay_bias_and_norm,
+    )  # fmt: skip
+
+
 def _for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch.device, say: Say) -> nn.Module:
-    """The model as the step calls it: wrapped for several ranks, compiled."""
-    computing = compile_or_fall_back(model, config.compile_mode, say) if config.compile_model else model
+    """The model as the step calls it: compiled, and wrapped for several ranks."""
+    computing = Compiled(model, config.compile_mode, say) if config.compile_model else model
     if ranks.world > 1:
         ids = [device.index] if device.type == "cuda" else None
-        # Batch norm's statistics are made equal before each validation; sending them each step would only cost time.
+        # Batch norm's statistics are shared before each validation; sending them at each step would only cost time.
         known = inspect.signature(DistributedDataParallel).parameters
         every_step = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.15
         keys: dict[str, Any] = {every_step: False}
@@ -244,7 +238,7 @@ def _horizon(config: Config, batches: int) -> Horizon:
 
 
 def colours_of(model: nn.Module) -> tuple[Colour, Colour]:
-    """Mean and deviation that the network's published weights were made with; ImageNet's for any other."""
+    """Mean and deviation of the colours that the network's published weights were trained with, else ImageNet's."""
     known = getattr(model, "pretrained_cfg", None) or {}
     mean, std = known.get("mean"), known.get("std")
     if mean is None or std is None or len(mean) != 3 or len(std) != 3:
@@ -264,25 +258,22 @@ def _prepare_val(prepare: EvalPrepare, device: torch.device, batch: Batch) -> Pr
     return Prepared(prepare(batch.images.to(device, non_blocking=True)), labels, labels, mixed=False)
 
 
-# A classification step described for a plan: the real one, without data.
-
-
 def traceable_step(config: Config, num_classes: int) -> TraceableStep:
-    """The step that `build_run` would train with, described for a plan; nothing of the data is opened.
+    """The step that `build_run` would train with, for a plan to trace; does not open the data.
 
-    The heaviest batch stands for all: where mixup is on, every one is mixed. Policies and erasing are left out: they
-    work on bytes, or on a few samples, and are over before the model's activations begin.
+    It takes the heaviest batch: with mixup, a mixed one. Policies and erasing are left out: they work on bytes, or on
+    a few samples, and are done before the model's activations begin.
     """
-    fresh = config.model_copy(update={"weights": None})  # what the weights are does not change their size
+    fresh = config.model_copy(update={"weights": None})  # their values do not change their size
 
     def build() -> nn.Module:
-        # The default device is meta while a step is traced: nothing is allocated.
-        return build_classifier(fresh, num_classes, torch.get_default_device(), Ranks(), lambda _text: None)
+        # While a step is traced, the default device is meta: nothing is allocated.
+        return build_network(fresh, num_classes, torch.get_default_device(), Ranks(), lambda _text: None)
 
     always = {"mix_probability": 1.0, "mix_switch_probability": 0.0 if config.mixup_alpha > 0 else 1.0}
     plain = {"auto_augment": "none", "random_erasing": 0.0}
     augment = build_train_augment(config.model_copy(update=always | plain), num_classes)
-    # Kept by `to_float` for the life of the process: made here, so that no fake tensor is.
+    # `to_float` keeps tensors for the life of the process: made here, so that it does not keep fake ones.
     augment(torch.zeros(2, 2, 2, 3, dtype=torch.uint8), np.zeros(2, np.int64), *_no_draws(2), 0, 0)
 
     def make_batch(batch: int) -> Prepared:
@@ -294,10 +285,7 @@ def traceable_step(config: Config, num_classes: int) -> TraceableStep:
     checkpointing = config.model_copy(update={"gradient_checkpointing": True})
     return TraceableStep(
         build_model=build,
-        build_optimizer=partial(
-            build_optimizer, name=config.optimizer, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov,
-            betas=config.betas, weight_decay=config.weight_decay, decay_bias_and_norm=config.decay_bias_and_norm,
-        ),
+        build_optimizer=partial(optimizer_for, config, lr=config.lr),
         loss=build_loss(config),
         make_batch=make_batch,
         batch_size=config.batch_size,
@@ -306,9 +294,9 @@ def traceable_step(config: Config, num_classes: int) -> TraceableStep:
         accumulation=config.gradient_accumulation,
         clip_grad_norm=config.clip_grad_norm,
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, num_classes),
-    )  # fmt: skip
+    )
 
 
 def _no_draws(batch: int) -> tuple[Any, Any]:
-    """Flips and keys of a batch whose contents do not matter."""
+    """Flips and keys for a batch whose content does not matter."""
     return np.zeros(batch, np.bool_), np.zeros(batch, np.uint64)

@@ -1,10 +1,9 @@
-"""`stoker bench data`: the measurements in order, what they found, as text and as a picture."""
+"""`stoker bench data`: how fast the loader is by number of workers; the result as text and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,27 +13,34 @@ from stoker.console import format_table, progress_bar, say, say_notes
 from stoker.data.loader import choose_engine
 from stoker.machine.datasheets import published_rate
 from stoker.machine.host import fit_to_machine, read_machine
-from stoker.machine.loader_speed import decode_limit, measure_loader, repeated
-from stoker.tasks.image_data import choose_decoding, files_for_measuring, open_loader, open_samples, training_plan
+from stoker.machine.loader_speed import decode_limit
+from stoker.tasks.image_data import choose_decoding, files_for_measuring, measure_speed, open_samples
 
-# What `stoker bench data` found.
+CONFIG_ENDINGS = (".yaml", ".yml")
+FOLDER_BATCH_SIZE = 64
+BAR = 40
+_THREAD_PARTS = (
+    ("on_cpu", "on a core"),
+    ("run_queue", "waiting for a core"),
+    ("blocked", "blocked on storage or locks"),
+)
 
 
 @dataclass(frozen=True)
 class WorkerRate:
-    """The loader's speed with one number of workers, and a consumer that takes no time."""
+    """The loader's speed with this number of workers and a consumer that takes no time."""
 
     workers: int
     images_per_second: float
     first_batch_s: float
-    """Until the first batch was there, workers started."""
+    """Until the first batch, including the start of the workers."""
     seconds_per_image: dict[str, float | None]
-    """By stage (fetch, decode, augment, collate), and of the whole: on-CPU, run-queue, blocked."""
+    """By stage (fetch, decode, augment, collate), and in total: on-CPU, run-queue, blocked."""
 
 
 @dataclass(frozen=True)
 class DataBench:
-    """What `stoker bench data` found."""
+    """The result of `stoker bench data`."""
 
     source: str
     samples: int
@@ -43,10 +49,10 @@ class DataBench:
     engine: str
     decoder: str
     decoder_us: dict[str, float] | None
-    """What the calibration measured for each decoder; None where none was needed."""
+    """Calibrated time of each decoder; None if no calibration was needed."""
     rates: tuple[WorkerRate, ...]
     decode_limit_images_per_second: float | None
-    """Whole-image decoding by bare libjpeg-turbo with as many threads as the fastest rate had workers."""
+    """Whole images decoded by libjpeg-turbo alone, with as many threads as the fastest rate has workers."""
     gpu: str | None = None
     gpu_images_per_second: float | None = None
     gpu_source: str | None = None
@@ -57,7 +63,7 @@ class DataBench:
 
     @property
     def share_of_gpu(self) -> float | None:
-        """How much of the accelerator's appetite this host satisfies."""
+        """This host's images/s as a share of what the accelerator can process."""
         if self.gpu_images_per_second is None:
             return None
         return self.best.images_per_second / self.gpu_images_per_second
@@ -85,20 +91,16 @@ class DataBench:
         }
 
 
-# The measurements behind `stoker bench data`, in order.
-
-CONFIG_ENDINGS = (".yaml", ".yml")
-FOLDER_BATCH_SIZE = 64
-
-
 def bench_data(
     source: str, overrides: Sequence[str], worker_counts: Sequence[int], seconds: float, gpu: str | None
 ) -> DataBench:
     """Measures the loader of a config or folder with each number of workers."""
-    rate = published_rate(gpu) if gpu is not None else None  # a slip here must not cost a minute first
-    config, split = _config_of(source, overrides)
+    rate = (
+        published_rate(gpu) if gpu is not None else None
+    )  # raises on a typo before the measurements, which take a minute
+    loaded, split = _config_of(source, overrides)
     machine = read_machine()
-    config, notes = fit_to_machine(config, machine)
+    config, notes = fit_to_machine(loaded, machine)
     say_notes(notes)
     with progress_bar("listing", None) as advance:
         samples = open_samples(config, split, progress=advance)
@@ -109,10 +111,7 @@ def bench_data(
     rates = []
     with progress_bar("measuring", len(counts) + 1) as advance:
         for number, workers in enumerate(counts):
-            # Long enough that no epoch ends within the measurement, whatever the speed.
-            wanted = max(config.batch_size * (workers + 4) * 3, int(seconds * 20_000 * max(1, workers)))
-            plan = training_plan(config, repeated(samples, wanted), decoding)
-            speed = measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
+            speed = measure_speed(config, samples, decoding, workers=workers, seconds=seconds)
             rates.append(WorkerRate(workers, speed.images_per_second, speed.first_batch_s, speed.cost.per_image()))
             advance(number + 1, len(counts) + 1)
         best = max(rates, key=lambda rate: rate.images_per_second)
@@ -149,13 +148,8 @@ def _counts_up_to(cpus: int) -> list[int]:
     return counts if counts[-1] == cpus else [*counts, cpus]
 
 
-# What `stoker bench data` found, as text and as a picture.
-
-BAR = 40
-
-
 def bench_data_text(report: DataBench) -> str:
-    """One line to remember, a table by workers, a bar of where the time of an image goes."""
+    """The best rate, a table by workers, and bars of where the time for an image goes."""
     best = report.best
     engine = "threads" if report.engine == "thread" else "processes"
     lines = [
@@ -177,7 +171,7 @@ def bench_data_text(report: DataBench) -> str:
         lines += [
             "",
             f"whole-image decoding alone: {limit:,.0f} images/s; the loader reaches "
-            f"{best.images_per_second / limit:.2f}x of it (it decodes only what the crops need)",
+            f"{best.images_per_second / limit:.2f}x that (it decodes only what the crops need)",
         ]
     if report.share_of_gpu is not None and report.gpu_images_per_second is not None:
         lines += ["", _gpu_line(report, report.share_of_gpu, report.gpu_images_per_second)]
@@ -185,7 +179,7 @@ def bench_data_text(report: DataBench) -> str:
 
 
 def plot_bench_data(report: DataBench, path: Path) -> None:
-    """A picture: images/s by workers, with the decoding limit and the accelerator's appetite as lines."""
+    """Draws images/s by workers, with the decoding limit and the accelerator's rate as lines."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,17 +218,10 @@ def _stage_lines(report: DataBench) -> list[str]:
             lines.append(f"  {name:<8} {seconds * 1e6:7.0f} us  {share:4.0%}  {'#' * round(BAR * share)}")
     if times["on_cpu"] is not None:
         shares = [f"{label} {(times[key] or 0.0) / wall:.0%}" for key, label in _THREAD_PARTS] if wall else []
-        lines.append("  of it: " + ", ".join(shares))
+        lines.append("  of that: " + ", ".join(shares))
     return lines
 
 
-_THREAD_PARTS = (
-    ("on_cpu", "on a core"),
-    ("run_queue", "waiting for a core"),
-    ("blocked", "blocked on storage or locks"),
-)
-
-
 def _gpu_line(report: DataBench, share: float, wanted: float) -> str:
-    verdict = "this host feeds it" if share >= 1 else f"this host feeds {share:.0%} of it"
-    return f"{report.gpu} takes {wanted:,.0f} images/s: {verdict}\n  ({report.gpu_source})"
+    answer = "this host can feed it" if share >= 1 else f"this host can supply {share:.0%} of that"
+    return f"{report.gpu} processes {wanted:,.0f} images/s: {answer}\n  ({report.gpu_source})"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stoker.clock.costs import STAGES
-from stoker.clock.file import read_observed
+from stoker.clock.reading import read_observed
 from stoker.errors import UserError
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import read_metrics

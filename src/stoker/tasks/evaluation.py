@@ -1,10 +1,10 @@
-"""A checkpoint's verdict on every image of a split, each counted once; ImageNet's other labels."""
+"""`stoker eval`: classifies every image of a split once; also by ImageNet's other labels (ImageNet-V2, ReaL)."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
 from stoker.config import Config
+from stoker.console import Advance, Say
 from stoker.data.images.listing import count, shown, some, split_place
 from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import SampleIndex, SampleSet
@@ -22,13 +23,12 @@ from stoker.data.loader import ImageLoader
 from stoker.data.store.stores import is_url
 from stoker.errors import ConfigError, UserError, did_you_mean
 from stoker.tasks.image_data import choose_decoding, open_loader, validation_plan
-from stoker.tasks.prediction import judge_of
+from stoker.tasks.prediction import classifier_of
 from stoker.tasks.results import Evaluation, RealScore, finite_or_none, percent
 from stoker.train.checkpoint.restore import Restored
 from stoker.train.evaluate import TOP
 
-# Other labels for ImageNet's 1,000 classes: those of ImageNet-V2's folders, and the reassessed ('ReaL') ones.
-
+Split = Literal["val", "train"]
 CLASSES = 1000
 _WORDNET_ID = re.compile(r"n\d{8}")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -47,21 +47,21 @@ def are_class_numbers(folders: Sequence[str]) -> bool:
 
 
 def read_real_labels(path: Path, classes: Sequence[str]) -> list[list[int]]:
-    """The classes of each validation image in their order; an empty list where nobody could tell."""
+    """The ReaL classes of each validation image, in order; an empty list for an image without any."""
     if not is_imagenet(classes):
         raise UserError(
             "real-labels-need-imagenet",
-            f"{path} numbers ImageNet's {CLASSES} classes, and the checkpoint has {len(classes)} others",
-            why="its numbers would mean other classes",
+            f"{path} numbers ImageNet's {CLASSES} classes, but the checkpoint has {len(classes)} others",
+            why="the numbers would stand for the wrong classes",
         )
     try:
         labels = json.loads(path.read_text())
     except OSError as error:
         raise UserError("real-labels-unreadable", f"{path}: {error.strerror}", hint="--real-labels real.json") from None
     except (ValueError, RecursionError):
-        raise _not_real(path, "it is no JSON") from None
+        raise _not_real(path, "it is not JSON") from None
     if not isinstance(labels, list) or not labels:
-        raise _not_real(path, "it is no list")
+        raise _not_real(path, "it is not a list")
     for number, entry in enumerate(labels, 1):
         if not isinstance(entry, list) or not all(type(label) is int and 0 <= label < CLASSES for label in entry):
             raise _not_real(path, f"entry {number} is {str(entry)[:60]}")
@@ -69,18 +69,18 @@ def read_real_labels(path: Path, classes: Sequence[str]) -> list[list[int]]:
 
 
 def image_numbers(index: SampleIndex, samples: NDArray[np.int64], labels: Sequence[Any], path: Path) -> list[int]:
-    """Which entry of the ReaL labels belongs to each sample, by the number in its name."""
+    """The position of each sample's ReaL labels in the list, by the number in its name."""
     numbers = []
     for sample in samples.tolist():
         name = index.name(sample)
         match = _VAL_NAME.search(name)
         number = int(match[1]) if match else 0
         if not 1 <= number <= len(labels):
-            seen = f"{path} has entries 1 to {len(labels):,}" if match else "its name holds no number of an image"
+            seen = f"{path} has entries 1 to {len(labels):,}" if match else "its name has no image number"
             raise UserError(
                 "real-labels-other-images",
                 f"{name} has no ReaL label: {seen}",
-                why="ReaL labels are of ImageNet's validation images, by the numbers in their names",
+                why="ReaL labels belong to ImageNet's validation images, by the numbers in their names",
                 hint="file names like ILSVRC2012_val_00000293.JPEG",
             )
         numbers.append(number - 1)
@@ -88,7 +88,7 @@ def image_numbers(index: SampleIndex, samples: NDArray[np.int64], labels: Sequen
 
 
 def real_score(best: NDArray[np.int64], entries: Sequence[Sequence[int]]) -> RealScore:
-    """The share of first choices that are among the image's labels; images without any do not count."""
+    """How often the best class is among the image's labels; images without labels do not count."""
     judged = [guess in labels for guess, labels in zip(best[:, 0].tolist(), entries, strict=True) if labels]
     return RealScore(percent(np.array(judged, bool)), len(judged), len(entries) - len(judged))
 
@@ -97,23 +97,16 @@ def _not_real(path: Path, what: str) -> UserError:
     return UserError(
         "real-labels-wrong",
         f"{path} does not hold ReaL labels: {what}",
-        why=f"they are one JSON list, with a list of classes (0 to {CLASSES - 1}) for each validation image",
-        hint="real.json of github.com/google-research/reassessed-imagenet",
+        why=f"the file must be a JSON list with a list of classes (0 to {CLASSES - 1}) for each validation image",
+        hint="real.json from github.com/google-research/reassessed-imagenet",
     )
 
 
-# A checkpoint's verdict on every image of a split, each counted once.
-
-Say = Callable[[str], None]
-Progress = Callable[[int, int | None], None]
-Split = Literal["val", "train"]
-
-
-def open_labelled(restored: Restored, split: Split, say: Say, progress: Progress | None = None) -> SampleSet:
-    """The images of a split, with the checkpoint's classes as their labels, matched by name."""
+def open_labelled(restored: Restored, split: Split, say: Say, progress: Advance | None = None) -> SampleSet:
+    """The images of a split, labelled with the checkpoint's classes, which are matched by name."""
     config, classes = restored.config, restored.classes
     if config.data_root is None:
-        raise ConfigError("the checkpoint names no data_root", name="no-data", hint="stoker eval CKPT DATA_ROOT")
+        raise ConfigError("the checkpoint has no data_root", name="no-data", hint="stoker eval CKPT DATA_ROOT")
     index_dir = Path(config.index_dir) if config.index_dir else None
     index = open_index(
         config.data_root, _folder_of(config.data_root, split), index_dir=index_dir, progress=progress, say=say
@@ -130,26 +123,25 @@ def evaluate_checkpoint(
     restored: Restored,
     samples: SampleSet,
     *,
-    workers: int,
     real_labels: Path | None = None,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> Evaluation:
-    """Judges every image; those that cannot be read are left out and named."""
+    """Classifies every image; unreadable ones are left out and listed."""
     config = restored.config
-    # Before the long work: a slip in the file's name must not cost an hour.
+    # Before the long work: a typo in the file's name must not cost an hour.
     real = None if real_labels is None else read_real_labels(real_labels, restored.classes)
     everyone = samples.indices(np.arange(len(samples)))
     if real is not None and real_labels is not None:
         image_numbers(samples.index, everyone, real, real_labels)
     decoding, _ = choose_decoding(config, samples.index)
-    loader = open_loader(config, validation_plan(config, samples, decoding), workers=workers)
+    loader = open_loader(config, validation_plan(config, samples, decoding), workers=config.num_workers)
     try:
-        labels, best, losses, judged = _judge_all(restored, loader, len(samples), progress)
+        labels, best, losses, classified = _classify_all(restored, loader, len(samples), progress)
     finally:
         loader.close()
     score = None
     if real is not None and real_labels is not None:
-        entries = [real[number] for number in image_numbers(samples.index, judged, real, real_labels)]
+        entries = [real[number] for number in image_numbers(samples.index, classified, real, real_labels)]
         score = real_score(best, entries)
     return Evaluation(
         checkpoint=str(restored.path),
@@ -167,34 +159,34 @@ def evaluate_checkpoint(
     )
 
 
-def _judge_all(
-    restored: Restored, loader: ImageLoader, total: int, progress: Progress | None
+def _classify_all(
+    restored: Restored, loader: ImageLoader, total: int, progress: Advance | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Labels, best classes, losses and sample numbers of all images that could be read."""
-    judge = judge_of(restored)
+    """Labels, best classes, losses and sample indices of all readable images."""
+    classifier = classifier_of(restored)
     top = min(TOP, len(restored.classes))
-    # With a sample set of nothing there is no batch, and still an answer.
+    # Without samples there is no batch, but still an answer.
     none = np.zeros(0, np.int64)
-    labels, best, losses, judged = [none], [none.reshape(0, top)], [np.zeros(0)], [none]
+    labels, best, losses, classified = [none], [none.reshape(0, top)], [np.zeros(0)], [none]
     done = 0
     for batch in loader.epoch(0):
-        # In a bad image's place stands another one, which must not count twice.
+        # A bad image is replaced by another one, which must not count twice.
         whole = ~np.isin(batch.indices, [bad.index for bad in batch.bad])
-        logits = judge.logits(batch.images)
-        loss = cross_entropy(logits, torch.from_numpy(batch.labels).to(judge.device), reduction="none")
-        # Waits for the device; the workers go on meanwhile.
+        logits = classifier.logits(batch.images)
+        loss = cross_entropy(logits, torch.from_numpy(batch.labels).to(classifier.device), reduction="none")
+        # Waits for the device; the workers continue meanwhile.
         best.append(logits.topk(top, dim=1).indices.cpu().numpy()[whole])
         losses.append(loss.double().cpu().numpy()[whole])
         labels.append(batch.labels[whole])
-        judged.append(batch.indices[whole])
+        classified.append(batch.indices[whole])
         done += len(batch)
         if progress is not None:
             progress(done, total)
-    return np.concatenate(labels), np.concatenate(best), np.concatenate(losses), np.concatenate(judged)
+    return np.concatenate(labels), np.concatenate(best), np.concatenate(losses), np.concatenate(classified)
 
 
 def _folder_of(root: str, split: Split) -> str:
-    """The split's folder, or the root itself where it is the split: no train or val in it."""
+    """The split's folder, or the root itself if it has neither train nor val in it."""
     if is_url(root):
         return split
     here = Path(split_place(root, ""))
@@ -202,21 +194,21 @@ def _folder_of(root: str, split: Split) -> str:
 
 
 def _class_numbers(index: SampleIndex, classes: tuple[str, ...], config: Config, say: Say) -> np.ndarray:
-    """The checkpoint's number of each class of the data; -1 for one that takes no part."""
+    """The checkpoint's class number for each class of the data; -1 for one that is left out."""
     number_of = {name: number for number, name in enumerate(classes)}
     if is_imagenet(classes) and are_class_numbers(index.classes):
-        say("class folders are named by number, as ImageNet-V2's: taken as numbers of the sorted ImageNet classes")
+        say("class folders are numbered, as in ImageNet-V2: read as positions in the sorted list of ImageNet classes")
         number_of = {str(number): number for number in range(len(classes))}
-    strangers = [name for name in index.classes if name not in number_of]
-    if len(strangers) == len(index.classes) or (strangers and config.subset_classes is None):
+    unknown = [name for name in index.classes if name not in number_of]
+    if len(unknown) == len(index.classes) or (unknown and config.subset_classes is None):
         raise UserError(
             "classes-differ",
-            f"{shown(index.root)} has {count(len(strangers), 'class', 'classes')} "
-            f"that the checkpoint was not trained on: {some(strangers)}",
+            f"{shown(index.root)} has {count(len(unknown), 'class', 'classes')} "
+            f"that the checkpoint was not trained on: {some(unknown)}",
             why=f"it knows {count(len(classes), 'class', 'classes')}: {some(list(classes))}",
-            hint=did_you_mean(strangers[0], classes)
-            or (None if len(strangers) == len(index.classes) else f"subset_classes={len(classes)} leaves them out"),
+            hint=did_you_mean(unknown[0], classes)
+            or (None if len(unknown) == len(index.classes) else f"subset_classes={len(classes)} leaves them out"),
         )
-    if strangers:
-        say(f"{count(len(strangers), 'class', 'classes')} that the checkpoint was not trained on, left out")
+    if unknown:
+        say(f"{count(len(unknown), 'class', 'classes')} that the checkpoint was not trained on: left out")
     return np.array([number_of.get(name, -1) for name in index.classes], np.int32)

@@ -1,4 +1,4 @@
-"""A checkpoint's model as a file for other programs, which appears only once its output was checked."""
+"""`stoker export`: a checkpoint's model as a file for other programs, which appears only once its output is checked."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ from stoker.errors import UserError
 from stoker.files import sync_folder
 from stoker.models.weights import load_weights
 from stoker.tasks.classify import colours_of
-from stoker.tasks.prediction import images_below, judge_of, load_image
+from stoker.tasks.prediction import classifier_of, images_below, load_image
 from stoker.tasks.results import Difference
 from stoker.train.checkpoint.restore import Restored
-
-# The formats of `stoker export`: how each is written, and loaded again to be checked.
 
 Metadata = Mapping[str, object]
 Runner = Callable[[Tensor], Tensor]
 # protobuf's limit is 2 GiB; the graph needs some room besides the weights.
 LARGEST_ONNX_WEIGHTS = 1_900_000_000
 METADATA_FILE = "metadata.json"
+CPU = torch.device("cpu")
+# Other kernels sum in another order: 1e-6 of the largest logit is usual. A wrong layer differs by far more.
+RELATIVE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one format is written and read."""
+    """How a format is written, and loaded again to be checked."""
 
     write: Callable[[nn.Module, Path, Tensor, Metadata], None]
     """model, path, example batch, metadata."""
     load: Callable[[Path, nn.Module], tuple[Runner, str]]
-    """The file as a function, and by what it was loaded; the model is for its architecture, and may be changed."""
+    """The file as a function, and what loaded it; the model gives the architecture, and may be changed."""
     packages: tuple[str, ...] = ()
 
     def check_packages(self) -> None:
-        """Refuses to begin where a package is missing."""
+        """Raises if a package is missing."""
         missing = []
         for name in self.packages:
             try:
@@ -59,20 +60,20 @@ class Format:
         if missing:
             raise UserError(
                 "package-missing",
-                f"this format needs {' and '.join(missing)}, not installed here",
+                f"this format needs {' and '.join(missing)}, which is not installed",
                 hint="pip install 'stoker[export]'",
             )
 
 
 def _write_safetensors(model: nn.Module, path: Path, _example: Tensor, metadata: Metadata) -> None:
-    # Copies: the format refuses tensors that share memory.
+    # Copied, because the format refuses tensors that share memory.
     tensors = {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
     save_file(tensors, path, metadata={"format": "pt", **texts})
 
 
 def _load_safetensors(path: Path, model: nn.Module) -> tuple[Runner, str]:
-    # What the file does not fill stays no number, and is noticed.
+    # What the file does not fill stays NaN, and is noticed.
     with torch.no_grad():
         for value in model.state_dict().values():
             if value.is_floating_point():
@@ -159,13 +160,6 @@ FORMATS = {
 }
 
 
-# A checkpoint's model as a file for other programs, which appears only once its output was checked.
-
-CPU = torch.device("cpu")
-# Other kernels add up in another order: 1e-6 of the largest logit is usual. A wrong layer is off by far more.
-RELATIVE_TOLERANCE = 1e-4
-
-
 @dataclass(frozen=True)
 class Exported:
     """A file that was loaded again, and whose output is the checkpoint's."""
@@ -177,20 +171,20 @@ class Exported:
 
 
 def export_model(restored: Restored, to: str, out: Path, *, force: bool, image: Path | None = None) -> Exported:
-    """Writes the model in a format of FORMATS; takes normalised images (batch of any size, 3, size, size)."""
+    """Writes the model in one of FORMATS; the file takes normalised images (batch of any size, 3, size, size)."""
     check_can_export(to, out, force)
     chosen = FORMATS[to]
     model = copy.deepcopy(restored.model).to(CPU, memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     inputs = _inputs(restored, image)
-    judge = restored.model.to(CPU)
+    original = restored.model.to(CPU)
     with torch.inference_mode():
-        wanted = [judge(images) for images in inputs.values()]
+        wanted = [original(images) for images in inputs.values()]
     with _appearing(out) as unchecked:
-        with _foreign("written as", restored, to):
-            # Two images: torch takes a batch of one for a constant.
+        with _naming_the_model("written as", restored, to):
+            # Two images: torch would treat a batch size of one as a constant.
             example = torch.randn(2, 3, restored.size, restored.size)
             chosen.write(model, unchecked, example, metadata_of(restored))
-        with _foreign("loaded again from", restored, to):
+        with _naming_the_model("loaded again from", restored, to):
             run, checked_with = chosen.load(unchecked, copy.deepcopy(restored.model))
             found = [
                 _difference(what, run, images, logits)
@@ -201,14 +195,14 @@ def export_model(restored: Restored, to: str, out: Path, *, force: bool, image: 
                 "export-differs",
                 f"{restored.config.model} as {to}: {wrong[0].what} differs by {wrong[0].max_abs:.3g} from the "
                 f"checkpoint's output; {wrong[0].tolerance:.2g} is allowed",
-                why=f"the file would answer something else than the model; it was removed (run by {checked_with})",
-                hint=None if to == "safetensors" else "--to safetensors keeps the weights as they are",
+                why=f"the file would give other answers than the checkpoint, so it was removed (run by {checked_with})",
+                hint=None if to == "safetensors" else "--to safetensors writes the weights unchanged",
             )
     return Exported(out, out.stat().st_size, checked_with, tuple(found))
 
 
 def metadata_of(restored: Restored) -> dict[str, object]:
-    """What a program has to know to use the model."""
+    """What a program needs to know to use the model."""
     config = restored.config
     mean, std = colours_of(restored.model)
     return {
@@ -228,19 +222,19 @@ def metadata_of(restored: Restored) -> dict[str, object]:
 
 
 def _inputs(restored: Restored, image: Path | None) -> dict[str, Tensor]:
-    """What is compared: random images, one and several, and a real one where there is one."""
+    """What is compared: random images, several and one, and a real image if there is one."""
     size = restored.size
     generator = torch.Generator().manual_seed(0)
     inputs = {f"random batch of {count}": torch.randn(count, 3, size, size, generator=generator) for count in (3, 1)}
     real = _real_image(restored, image)
     if real is not None:
         path, pixels = real
-        inputs[path.name] = judge_of(restored, CPU).prepare(pixels)
+        inputs[path.name] = classifier_of(restored, CPU).prepare(pixels)
     return inputs
 
 
 def _real_image(restored: Restored, image: Path | None) -> tuple[Path, Tensor] | None:
-    """The image that was named, or the first readable one of the data that the model was trained on."""
+    """The given image, or the first readable one of the data that the model was trained on."""
     root = restored.config.data_root
     candidates: Iterator[Path] = iter(())
     if image is not None:
@@ -257,8 +251,8 @@ def _real_image(restored: Restored, image: Path | None) -> tuple[Path, Tensor] |
 
 
 @contextmanager
-def _foreign(what: str, restored: Restored, to: str) -> Iterator[None]:
-    """Says which architecture a format does not take; what torch or ONNX cannot do raises nearly anything."""
+def _naming_the_model(what: str, restored: Restored, to: str) -> Iterator[None]:
+    """Turns any error of torch or ONNX, which may be of any type, into one that names the architecture and format."""
     try:
         yield
     except (OSError, UserError):
@@ -268,7 +262,7 @@ def _foreign(what: str, restored: Restored, to: str) -> Iterator[None]:
         raise UserError(
             "export-failed",
             f"{restored.config.model} cannot be {what} {to}: {type(error).__name__}: {line[:300]}",
-            why="not every architecture can be traced with a batch of any size",
+            why="not every architecture can be exported with a variable batch size",
             hint=None if to == "safetensors" else "--to safetensors works with every architecture",
         ) from error
 
@@ -281,7 +275,7 @@ def _difference(what: str, run: Callable[[Tensor], Tensor], images: Tensor, want
 
 
 def check_can_export(to: str, out: Path, force: bool) -> None:
-    """Refuses what cannot end well, before any long work."""
+    """Raises if the export cannot succeed, before any long work."""
     FORMATS[to].check_packages()
     if out.is_dir():
         raise UserError("out-is-folder", f"{out} is a folder", hint=f"{out}/model.onnx, or another file name")
@@ -291,11 +285,11 @@ def check_can_export(to: str, out: Path, force: bool) -> None:
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """A path to write to; what is there moves to `out` once the block ends well, and is removed otherwise."""
+    """A path to write to; the file moves to `out` if the block succeeds, and is removed otherwise."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".stoker-export-", dir=out.parent) as folder:
-            # torch asks for its own suffix whatever the user likes.
+            # torch insists on a suffix.
             unchecked = Path(folder) / f"model{out.suffix if out.suffix else '.bin'}"
             yield unchecked
             unchecked.replace(out)

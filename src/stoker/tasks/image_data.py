@@ -1,15 +1,16 @@
-"""The images of a classification: from a config to samples, a loader, and what a plan needs to know of them."""
+"""The images of a classification: from a config to the samples of a split, a loader over them, and facts for a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from stoker.config import Config
+from stoker.console import Advance, Say
 from stoker.data.engines.making import BatchPlan
 from stoker.data.images.calibration import CalibrationResult
 from stoker.data.images.crops import CentreCrop, CropRange, RandomCrop, View
@@ -21,23 +22,19 @@ from stoker.data.loader import ImageLoader, LoaderOptions
 from stoker.data.order import Order, Steps
 from stoker.data.store.stores import ReadFailure, open_store
 from stoker.errors import ConfigError, StokerError
-
-# The images of a classification: from a config to the samples of a split and a loader over them.
+from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
+from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
-Progress = Callable[[int, int | None], None]
 CALIBRATION_FILES = 48
-
-
-@dataclass(frozen=True)
-class Rank:
-    """This process among those that train together."""
-
-    rank: int = 0
-    world: int = 1
-
-
-ALONE = Rank()
+IMAGENET_SAMPLES = 1_281_167
+IMAGENET_CLASSES = 1000
+# MLPerf Storage's figure for an ImageNet file.
+IMAGENET_SAMPLE_BYTES = 114_660.0
+MOST_FILES_SIZED = 200
+# More than any host decodes in a second with one worker.
+MOST_IMAGES_PER_WORKER_SECOND = 20_000
+ALONE = Ranks()
 
 
 def open_samples(
@@ -45,10 +42,10 @@ def open_samples(
     split: Split | Literal[""],
     *,
     classes: tuple[str, ...] | None = None,
-    progress: Progress | None = None,
-    say: Callable[[str], None] | None = None,
+    progress: Advance | None = None,
+    say: Say | None = None,
 ) -> SampleSet:
-    """The samples of a split that the config chooses; validation passes the classes that training chose."""
+    """The samples of a split that the config selects; for validation, pass the classes of training."""
     if config.data_root is None:
         raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
     index_dir = Path(config.index_dir) if config.index_dir else None
@@ -63,7 +60,7 @@ def open_samples(
 
 
 def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> dict[str, Any] | None:
-    """Which classes and how many images a subset took, for `subset.json`; None where everything takes part."""
+    """Which classes and how many images a subset holds, for `subset.json`; None if the config selects no subset."""
     keys = (config.subset_classes, config.subset_train_per_class, config.subset_val_per_class)
     if all(key is None for key in keys):
         return None
@@ -78,7 +75,7 @@ def _as_subset(samples: SampleSet, seed: int) -> Subset:
 
 
 def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:
-    """The decoder that the config names, or the fastest on the data's own files."""
+    """The decoder named in the config, or the fastest one on the data's own files, with its measurements."""
     return choose_decoder(
         config.decoder,
         lambda: files_for_measuring(config, index),
@@ -87,8 +84,8 @@ def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, Calib
     )
 
 
-def training_plan(config: Config, samples: SampleSet, decoding: Decoding, rank: Rank = ALONE) -> BatchPlan:
-    """What the training batches hold."""
+def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
+    """What the training batches of this rank hold."""
     view = RandomCrop(
         size=config.img_size,
         bounds=CropRange(config.crop_scale, config.crop_aspect),
@@ -97,28 +94,28 @@ def training_plan(config: Config, samples: SampleSet, decoding: Decoding, rank: 
         interpolation=config.interpolation,
     )
     order = Order(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
-    steps = Steps(len(samples), config.batch_size, rank.world, rank.rank, drop_last=True)
+    steps = Steps(len(samples), config.batch_size, ranks.world, ranks.rank, drop_last=True)
     return BatchPlan(samples, order, steps, view, config.seed, config.horizontal_flip)
 
 
-def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, rank: Rank = ALONE) -> BatchPlan:
-    """What the validation batches hold: every sample once, in order, nothing random."""
+def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
+    """What the validation batches of this rank hold: every sample once, in order, nothing random."""
     view: View = validation_view(config, decoding)
     batch = config.val_batch_size or config.batch_size
     order = Order(len(samples), config.seed, shuffle=False)
-    steps = Steps(len(samples), batch, rank.world, rank.rank, drop_last=False)
+    steps = Steps(len(samples), batch, ranks.world, ranks.rank, drop_last=False)
     return BatchPlan(samples, order, steps, view, config.seed, horizontal_flip=0.0)
 
 
 def validation_view(config: Config, decoding: Decoding) -> CentreCrop:
-    """How a validation image becomes a square."""
+    """How a validation image is resized and cropped."""
     size = config.val_img_size or config.img_size
     # As torchvision and timm compute it: the crop keeps `crop_ratio` of the resized shorter side.
     return CentreCrop(size, int(np.floor(size / config.crop_ratio)), decoding, config.interpolation)
 
 
 def open_loader(config: Config, plan: BatchPlan, *, workers: int, quarantine_file: Path | None = None) -> ImageLoader:
-    """A loader over a plan, with the config's keys for how batches are made."""
+    """A loader over a plan, with the config's settings for how batches are made."""
     options = LoaderOptions(
         engine=config.loader,
         workers=workers,
@@ -136,8 +133,19 @@ def open_loader(config: Config, plan: BatchPlan, *, workers: int, quarantine_fil
     return ImageLoader(plan, options)
 
 
+def measure_speed(
+    config: Config, samples: SampleSet, decoding: Decoding, *, workers: int, seconds: float
+) -> LoaderSpeed:
+    """How fast the loader makes training batches of these samples for a consumer that takes no time."""
+    # Long enough that no epoch ends within the measurement, however fast the host.
+    least = config.batch_size * (workers + 4) * 3
+    wanted = max(least, int(seconds * MOST_IMAGES_PER_WORKER_SECOND * max(1, workers)))
+    plan = training_plan(config, repeated(samples, wanted), decoding)
+    return measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
+
+
 def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
-    """Files spread over the index, for measuring on what the user really has."""
+    """The contents of files spread over the index, to measure on the user's own data."""
     store = open_store(index.root, max_object_bytes=config.max_image_bytes)
     files = []
     for sample in np.linspace(0, len(index) - 1, min(CALIBRATION_FILES, len(index))).astype(int):
@@ -146,27 +154,18 @@ def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
             whole = index.shard_of is None
             files.append(bytes(store.read(location.path, location.offset, location.size, whole=whole)))
         except ReadFailure:
-            continue  # named when its turn comes
+            continue  # reported when training reads it
     return files
-
-
-# What a plan needs to know of the data: from its index, or stated where the data is not at hand.
-
-IMAGENET_SAMPLES = 1_281_167
-IMAGENET_CLASSES = 1000
-# MLPerf Storage's figure for an ImageNet file.
-IMAGENET_SAMPLE_BYTES = 114_660.0
-FILES_LOOKED_AT = 200
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a plan needs to know of the data."""
+    """What a plan needs to know about the data."""
 
     num_classes: int
     samples: int | None = None
     sample_bytes: float | None = None
-    """Of one image as it is stored, on average."""
+    """Mean size of a stored image."""
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -174,12 +173,10 @@ class DataFacts:
         return None if self.samples is None or self.sample_bytes is None else self.samples * self.sample_bytes
 
 
-def data_facts(
-    config: Config, samples: int | None, progress: Callable[[int, int | None], None] | None = None
-) -> DataFacts:
-    """Counts the data of the config where it can be reached from here; `samples` overrides its number.
+def data_facts(config: Config, samples: int | None, progress: Advance | None = None) -> DataFacts:
+    """Counts the config's data if it can be reached from here; `samples` overrides the count.
 
-    A plan is often made far from the data: what cannot be reached is taken for ImageNet, and that is said.
+    A plan is often made far from the data: data out of reach is assumed to be ImageNet, and the plan says so.
     """
     try:
         found = None if config.data_root is None else open_samples(config, "train", progress=progress)
@@ -188,15 +185,13 @@ def data_facts(
         found, reason = None, error.seen
     if found is not None:
         stored = _mean_bytes(found)
-        said = (
-            () if stored is not None else ("an image of 114,660 bytes (MLPerf Storage); the data's own is not known",)
-        )
+        assumed = () if stored is not None else ("114,660 bytes per image (MLPerf Storage); the real size is unknown",)
         classes = config.num_classes or len(found.classes)
-        return DataFacts(classes, samples or len(found), stored or IMAGENET_SAMPLE_BYTES, said)
-    return _stated(config, samples, reason)
+        return DataFacts(classes, samples or len(found), stored or IMAGENET_SAMPLE_BYTES, assumed)
+    return _assumed(config, samples, reason)
 
 
-def _stated(config: Config, samples: int | None, reason: str) -> DataFacts:
+def _assumed(config: Config, samples: int | None, reason: str) -> DataFacts:
     classes = config.num_classes or config.subset_classes or IMAGENET_CLASSES
     count = samples
     if count is None:
@@ -205,22 +200,22 @@ def _stated(config: Config, samples: int | None, reason: str) -> DataFacts:
             count = IMAGENET_SAMPLES * config.subset_classes // IMAGENET_CLASSES
         if config.subset_train_per_class is not None:
             count = min(count, classes * config.subset_train_per_class)
-    said = f"data: {count:,} images of 114,660 bytes in {classes} classes, as ImageNet has them ({reason})"
-    return DataFacts(classes, count, IMAGENET_SAMPLE_BYTES, (said,))
+    assumed = f"data: {count:,} images of 114,660 bytes in {classes} classes, as in ImageNet ({reason})"
+    return DataFacts(classes, count, IMAGENET_SAMPLE_BYTES, (assumed,))
 
 
 def _mean_bytes(samples: SampleSet) -> float | None:
-    """Of all where the index knows, else of some files spread over it."""
+    """Over all images if the index knows their sizes, else over some files spread over it."""
     index, members = samples.index, np.arange(len(samples), dtype=np.int64)
     if index.sizes is not None:
         return float(index.sizes[samples.indices(members)].mean()) if len(members) else None
     if "://" in index.root:
         return None
-    looked_at = members[:: max(1, len(members) // FILES_LOOKED_AT)]
+    chosen = members[:: max(1, len(members) // MOST_FILES_SIZED)]
     sizes = []
-    for number in samples.indices(looked_at):
+    for number in samples.indices(chosen):
         try:
             sizes.append((Path(index.root) / index.location(int(number)).path).stat().st_size)
         except OSError:
-            continue  # named when its turn comes
+            continue  # reported when training reads it
     return float(np.mean(sizes)) if sizes else None

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from stoker.child import ChildDied, Parent, call
-from stoker.config import Config, config_values
-from stoker.config.reading import load_for_command
+from stoker.config import config_values
+from stoker.config.reading import check_task, load_for_command
 from stoker.console import progress_bar, say, say_notes
 from stoker.errors import UserError
-from stoker.machine.host import fit_to_machine, read_machine
+from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.train.lr_range import LrCurve, LrSuggestion, growing_rates, measure_range, smooth, suggest
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -57,12 +57,10 @@ class LrFound:
 def find_lr(path: Path, overrides: Sequence[str], lowest: float, highest: float, steps: int) -> LrFound:
     """The curve of a config and the suggestion from it; the config is checked before a process is started."""
     config = load_for_command(path, overrides, None).config
-    if config.task != "classify":
-        raise UserError("task-not-built", f"task: {config.task} cannot be trained yet", hint="task=classify")
+    check_task(config, "trained")
     machine = read_machine()
     fitted, notes = fit_to_machine(config, machine)
     say_notes(notes)
-    ranks = (fitted.devices if isinstance(fitted.devices, int) else 1) * fitted.num_nodes
     alone, lrs = fitted.model_copy(update=ALONE), growing_rates(lowest, highest, steps)
     try:
         with progress_bar("range test", len(lrs), unit="steps") as advance:
@@ -85,7 +83,7 @@ def find_lr(path: Path, overrides: Sequence[str], lowest: float, highest: float,
         total_batch=config.batch_size * config.gradient_accumulation,
         reference_batch=config.lr_reference_batch if config.scale_lr else None,
         config_lr=config.lr,
-        ranks=ranks,
+        ranks=fitted.devices * fitted.num_nodes,
     )
 
 
@@ -96,13 +94,12 @@ def _measure(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
     from stoker.tasks.classify import build_run, open_data
     from stoker.train.ranks import Ranks
 
-    config = Config.model_validate(job["config"])
+    config = HostConfig.model_validate(job["config"])
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(job["cpus"])
-    workers = config.num_workers if isinstance(config.num_workers, int) else job["cpus"]
     data = replace(open_data(config, parent.send), val=None)
-    run = build_run(config, data, Ranks(), device, workers=workers, say=parent.send)
+    run = build_run(config, data, Ranks(), device, say=parent.send)
     try:
         return asdict(measure_range(run, job["lrs"], lambda done, total: parent.send([done, total])))
     finally:

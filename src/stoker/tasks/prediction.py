@@ -1,9 +1,9 @@
-"""Images from anywhere, classified by a checkpoint: no classes, no index, no split."""
+"""A checkpoint's model at work, and `stoker predict`: images from anywhere, without index or split."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +15,23 @@ from torch import Tensor, nn
 
 from stoker.augment.pipeline import EvalPrepare
 from stoker.config import Config
+from stoker.console import Advance
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.headers import BadImage
 from stoker.data.images.listing import IMAGE_SUFFIXES, shown
 from stoker.tasks.classify import colours_of
 from stoker.tasks.image_data import validation_view
-from stoker.tasks.results import Guess, Prediction
+from stoker.tasks.results import Guess, ImagePrediction
 from stoker.train.checkpoint.restore import Restored
 from stoker.train.compute import Precision, set_matmul_precision
 
-# A restored model at work: bytes of images in, logits out.
+LARGEST_BATCH = 32
+_SUFFIXES = tuple(os.fsdecode(suffix) for suffix in IMAGE_SUFFIXES)
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A model on its device, judging as validation during training does."""
+class Classifier:
+    """A model on its device, classifying images exactly as validation does."""
 
     model: nn.Module
     device: torch.device
@@ -38,50 +40,43 @@ class Judge:
 
     @torch.inference_mode()
     def logits(self, images_nhwc: Tensor) -> Tensor:
-        """The scores (images, outputs) in float32, on the device, of bytes (images, height, width, 3)."""
+        """The scores (images, outputs) in float32, on the device, for bytes (images, height, width, 3)."""
         inputs = self.prepare(images_nhwc.to(self.device, non_blocking=True))
         with self.precision.autocast():
             logits: Tensor = self.model(inputs)
         return logits.float()
 
 
-def judge_of(restored: Restored, device: torch.device | None = None) -> Judge:
-    """The restored model on the GPU where there is one, in the config's precision."""
+def classifier_of(restored: Restored, device: torch.device | None = None) -> Classifier:
+    """The restored model on the GPU if there is one, in the config's precision."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     set_matmul_precision(restored.config.matmul_precision)
     mean, std = colours_of(restored.model)
-    return Judge(
+    return Classifier(
         restored.model.to(device), device, EvalPrepare(mean, std), Precision(restored.config.precision, device)
     )
 
 
-# Images from anywhere, judged by a checkpoint: no classes, no index, no split.
-
-Progress = Callable[[int, int | None], None]
-LARGEST_BATCH = 32
-_SUFFIXES = tuple(os.fsdecode(suffix) for suffix in IMAGE_SUFFIXES)
-
-
 @dataclass(frozen=True)
-class Predictions:
-    """What came of the images that were named."""
+class ImagePredictions:
+    """The predictions for all readable images, and the unreadable ones."""
 
-    images: tuple[Prediction, ...]
+    images: tuple[ImagePrediction, ...]
     bad: tuple[tuple[str, str], ...]
     """Path and reason of each image that could not be read."""
 
 
 def predict_images(
-    restored: Restored, paths: Sequence[Path], *, top: int, workers: int, progress: Progress | None = None
-) -> Predictions:
-    """The most probable classes of each image, in the order of the paths; folders stand for the images below them."""
+    restored: Restored, paths: Sequence[Path], *, top: int, progress: Advance | None = None
+) -> ImagePredictions:
+    """The most probable classes of each image, in the order of the paths; a folder stands for all images below it."""
     bad: list[tuple[str, str]] = []
     files = list(_files_of(paths, bad))
-    judge = judge_of(restored)
+    classifier = classifier_of(restored)
     names = tuple(map(shown, restored.classes))
     count = min(top, len(names))
-    found: list[Prediction] = []
-    with ThreadPoolExecutor(max(1, workers)) as pool:
+    found: list[ImagePrediction] = []
+    with ThreadPoolExecutor(max(1, restored.config.num_workers)) as pool:
         for start in range(0, len(files), LARGEST_BATCH):
             part = files[start : start + LARGEST_BATCH]
             good: list[tuple[Path, NDArray[np.uint8]]] = []
@@ -91,16 +86,16 @@ def predict_images(
                 else:
                     good.append((path, image))
             if good:
-                logits = judge.logits(torch.from_numpy(np.stack([image for _, image in good])))
-                # A network that was trained with `bce` judges each class by itself: its scores add up to anything.
+                logits = classifier.logits(torch.from_numpy(np.stack([image for _, image in good])))
+                # A network trained with `bce` scores each class on its own: the scores need not add up to one.
                 scores = logits.sigmoid() if restored.config.loss == "bce" else logits.softmax(dim=1)
                 values, classes = (part.tolist() for part in scores.topk(count, dim=1))
                 for (path, _), row, numbers in zip(good, values, classes, strict=True):
                     guesses = tuple(Guess(names[number], value) for number, value in zip(numbers, row, strict=True))
-                    found.append(Prediction(shown(str(path)), guesses))
+                    found.append(ImagePrediction(shown(str(path)), guesses))
             if progress is not None:
                 progress(start + len(part), len(files))
-    return Predictions(tuple(found), tuple(bad))
+    return ImagePredictions(tuple(found), tuple(bad))
 
 
 def load_image(path: Path, config: Config) -> NDArray[np.uint8]:
@@ -114,7 +109,7 @@ def load_image(path: Path, config: Config) -> NDArray[np.uint8]:
         data = path.read_bytes()
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from None
-    # At full scale every decoder gives Pillow's pixels, and Pillow reads every kind.
+    # At full scale every decoder gives Pillow's pixels, and Pillow reads every format.
     view = validation_view(config, Decoding("pillow", config.max_image_pixels))
     out = np.empty((view.size, view.size, 3), np.uint8)
     view.decode(data, None, 0, out)
@@ -122,7 +117,7 @@ def load_image(path: Path, config: Config) -> NDArray[np.uint8]:
 
 
 def images_below(folder: Path) -> Iterator[Path]:
-    """Every file below a folder that is named like an image, sorted within each folder; hidden ones do not count."""
+    """Every file below a folder that is named like an image, sorted within each folder, without hidden ones."""
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):

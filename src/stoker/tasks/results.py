@@ -1,4 +1,4 @@
-"""What a trained model got right and wrong: records, as text and as a picture."""
+"""The results of `stoker eval`, `predict` and `export`: records, their text, and the confusion matrix as a picture."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 from stoker.console import format_table
 from stoker.data.images.listing import count
 
-# What a trained model got right and wrong, class by class: plain records, for printing and for programs.
-
 MOST_CONFUSED = 10
+MOST_WORST_CLASSES = 10
+MOST_UNREADABLE = 20
+# With more classes their names would overlap in the picture.
+MOST_NAMED_CLASSES = 60
 
 
 class ClassScore(NamedTuple):
-    """How one class fared."""
+    """The accuracy of one class."""
 
     name: str
     images: int
@@ -30,7 +32,7 @@ class ClassScore(NamedTuple):
 
 
 class Confusion(NamedTuple):
-    """Images of one class that were taken for another."""
+    """Images of one class that were classified as another."""
 
     name: str
     taken_for: str
@@ -41,17 +43,17 @@ class Confusion(NamedTuple):
 
 @dataclass(frozen=True)
 class RealScore:
-    """Accuracy by the reassessed labels of ImageNet's validation images, of which one image may have several."""
+    """Accuracy by the reassessed (ReaL) labels of ImageNet's validation images; an image may have several."""
 
     acc1: float | None
     images: int
     left_out: int
-    """Images to which nobody could give a label."""
+    """Images without a ReaL label."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A checkpoint's verdicts on every image of a split, each counted once."""
+    """How a checkpoint classified every image of a split, each counted once."""
 
     checkpoint: str
     model: str
@@ -66,7 +68,7 @@ class Evaluation:
     best: NDArray[np.int64]
     """(images, up to 5) classes with the highest scores, the highest first."""
     loss: float | None
-    """Mean cross-entropy; None without images, or where it is no number."""
+    """Mean cross-entropy; None without images, or if it is NaN or infinite."""
     unreadable: tuple[tuple[str, str], ...] = ()
     """Name and reason of each image that was left out."""
     real: RealScore | None = None
@@ -112,12 +114,12 @@ class Evaluation:
         ]
 
     def matrix(self) -> NDArray[np.int64]:
-        """How many images of each class (row) were taken for each class (column)."""
+        """How many images of each class (row) were classified as each class (column)."""
         size = len(self.classes)
         return np.bincount(self.labels * size + self.best[:, 0], minlength=size * size).reshape(size, size)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as `--json` prints it."""
+        """The document that `--json` prints."""
         return {
             "checkpoint": self.checkpoint,
             "model": self.model,
@@ -138,15 +140,15 @@ class Evaluation:
 
 
 class Guess(NamedTuple):
-    """A class and how probable the model holds it to be."""
+    """A class and its probability by the model."""
 
     name: str
     probability: float
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What the model takes an image for, the most probable class first."""
+class ImagePrediction:
+    """The most probable classes of an image, the most probable first."""
 
     path: str
     guesses: tuple[Guess, ...]
@@ -154,7 +156,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an exported model's output is from the checkpoint's own."""
+    """How much an exported model's output differs from the checkpoint's."""
 
     what: str
     """The images, in words."""
@@ -163,16 +165,16 @@ class Difference:
 
     @property
     def is_too_large(self) -> bool:
-        return not self.max_abs <= self.tolerance  # also where it is no number
+        return not self.max_abs <= self.tolerance  # also if it is NaN
 
 
 def percent(hits: NDArray[np.bool_]) -> float | None:
-    """The share of hits; None of nothing."""
+    """Hits in percent; None without images."""
     return 100 * int(hits.sum()) / len(hits) if len(hits) else None
 
 
 def finite_or_none(value: float) -> float | None:
-    """A number that JSON can hold, or None."""
+    """The number, or None if JSON cannot hold it."""
     return value if math.isfinite(value) else None
 
 
@@ -180,16 +182,8 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
     return {"class": record.pop("name"), **record}
 
 
-# What `stoker eval`, `predict` and `export` found, as text and as a picture.
-
-WORST = 10
-NAMED = 20
-# With more classes their names would cover each other.
-MOST_NAMED_CLASSES = 60
-
-
 def evaluation_text(found: Evaluation, *, all_classes: bool = False) -> str:
-    """Scores, the worst classes (or all), the most confused pairs."""
+    """Scores, the worst classes or all of them, and the pairs that were confused most."""
     weights = "averaged weights" if found.averaged else "raw weights"
     parts = [
         f"{found.model} after {count(found.epoch, 'epoch')} ({count(found.step, 'step')}), {weights}\n"
@@ -200,10 +194,10 @@ def evaluation_text(found: Evaluation, *, all_classes: bool = False) -> str:
     if found.real is not None:
         parts.append(
             f"ReaL top-1 {_percent(found.real.acc1)} of {found.real.images:,} images; "
-            f"{found.real.left_out:,} without a label left out"
+            f"{found.real.left_out:,} without a label were left out"
         )
     scores = found.per_class()
-    shown = scores if all_classes else scores[:WORST]
+    shown = scores if all_classes else scores[:MOST_WORST_CLASSES]
     title = f"{len(shown)} worst of {len(scores)} classes" if len(shown) < len(scores) else "classes, worst first"
     rows = [(score.name, f"{score.images:,}", f"{score.acc1:.2f}", f"{score.acc5:.2f}") for score in shown]
     parts.append(f"{title}\n{format_table(rows, ('class', 'images', 'top-1 %', 'top-5 %'))}")
@@ -212,20 +206,20 @@ def evaluation_text(found: Evaluation, *, all_classes: bool = False) -> str:
         for pair in found.confused()
     ]
     if pairs:
-        parts.append(f"most confused\n{format_table(pairs, ('class', 'taken for', 'images', '%'))}")
+        parts.append(f"most confused\n{format_table(pairs, ('class', 'predicted as', 'images', '%'))}")
     if found.unreadable:
-        lines = [f"  {name}: {reason}" for name, reason in found.unreadable[:NAMED]]
+        lines = [f"  {name}: {reason}" for name, reason in found.unreadable[:MOST_UNREADABLE]]
         more = len(found.unreadable) - len(lines)
         lines += [f"  and {more:,} more"] if more > 0 else []
-        parts.append("\n".join([f"{len(found.unreadable):,} unreadable, left out:", *lines]))
+        parts.append("\n".join([f"{len(found.unreadable):,} unreadable images were left out:", *lines]))
     return "\n\n".join(parts)
 
 
 def plot_confusion(found: Evaluation, path: Path) -> None:
-    """The confusion matrix as a PNG: each row is a class, its shares add up to one."""
+    """Draws the confusion matrix into a PNG file; each row is a class, and its shares add up to one."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no screen is needed, and none is opened
+    matplotlib.use("Agg")  # needs no screen
     from matplotlib import pyplot
 
     matrix = found.matrix()
@@ -234,8 +228,8 @@ def plot_confusion(found: Evaluation, path: Path) -> None:
     side = min(14.0, max(5.0, 0.35 * len(found.classes)))
     figure, axes = pyplot.subplots(figsize=(side + 1, side), dpi=120)
     drawn = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    axes.set_xlabel("taken for")
-    axes.set_ylabel("class")
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
     axes.set_title(f"{found.model}: top-1 {_percent(found.acc1)} of {found.images:,} images")
     if len(found.classes) <= MOST_NAMED_CLASSES:
         axes.set_xticks(range(len(found.classes)), found.classes, rotation=90)
@@ -247,7 +241,7 @@ def plot_confusion(found: Evaluation, path: Path) -> None:
     pyplot.close(figure)
 
 
-def predictions_text(predictions: Sequence[Prediction]) -> str:
+def predictions_text(predictions: Sequence[ImagePrediction]) -> str:
     """Each image with its most probable classes below it."""
     return "\n\n".join(
         "\n".join([one.path, *(f"  {guess.probability:7.2%}  {guess.name}" for guess in one.guesses)])
@@ -256,7 +250,7 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
 
 
 def export_text(path: Path, size_bytes: int, checked_with: str, differences: Sequence[Difference]) -> str:
-    """What was written, and how far its output is from the checkpoint's."""
+    """What was written, and how much its output differs from the checkpoint's."""
     lines = [f"{path}: {size_bytes / 1e6:,.1f} MB, loaded again with {checked_with}"]
     lines += [
         f"  {one.what}: largest difference {one.max_abs:.2g} (allowed {one.tolerance:.2g})" for one in differences

@@ -1,4 +1,4 @@
-"""Validation: every sample counted exactly once, for any number of ranks and any batch."""
+"""Loss and accuracy over many batches and all ranks, and validation, which counts every sample exactly once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.errors import UserError
 from stoker.train.launch import LeaveValidation
+from stoker.train.observer import Observer
 from stoker.train.ranks import Ranks, any_rank
 from stoker.train.step import Prepared
 
 if TYPE_CHECKING:
     from stoker.train.loop import Loader, Run
 
-
-# Loss and accuracy over many batches and all ranks: sums stay on the device until they are asked for.
-
 TOP = 5
+ASK_EVERY = 8
+"""Batches between two times that several ranks ask each other whether to leave: they wait for each other there."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Means over every sample that was added, on all ranks; None where there was none."""
+    """Means over all samples on all ranks; None without samples."""
 
     loss: float | None
     acc1: float | None
@@ -36,7 +36,7 @@ class Scores:
     samples: int
     """Samples behind `loss`."""
     judged: int
-    """Samples behind the accuracies: fewer where batches were mixed, and have no one label."""
+    """Samples behind the accuracies: fewer if batches were mixed, which have no single label."""
 
 
 class Accumulator:
@@ -47,9 +47,9 @@ class Accumulator:
         # Counts up to 2^53 are exact in float64, so one tensor, and one message, carries sums and counts.
         precise = torch.float32 if device.type == "mps" else torch.float64
         self._loss = torch.zeros((), dtype=precise, device=device)
-        # How often the label stood at each place from the top.
+        # How often the label was at each place from the top.
         self._hits = torch.zeros(TOP, dtype=torch.int64, device=device)
-        # Shapes are known on the host: counting needs no device.
+        # Shapes are known on the host: counting does not involve the device.
         self._samples = 0
         self._judged = 0
 
@@ -59,20 +59,19 @@ class Accumulator:
         self.add_hits(logits, labels)
 
     def add_loss(self, loss: Tensor, samples: int) -> None:
-        """Adds the mean loss over so many samples; alone, for batches whose labels were mixed."""
-        if samples:  # the mean over nothing is no number
+        """Adds the mean loss over that many samples; on its own for batches whose labels were mixed."""
+        if samples:  # the mean over nothing is NaN
             self._loss += loss.detach().to(self._loss.dtype) * samples
             self._samples += samples
 
     def add_hits(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds whose labels were among the highest scores."""
+        """Adds how often the label was among the highest scores."""
         best = logits.detach().topk(min(TOP, logits.shape[1]), dim=1).indices
         self._hits[: best.shape[1]] += (best == labels[:, None]).sum(0)
         self._judged += len(labels)
 
     def total(self) -> dict[str, float]:
-        """The sums over all ranks, for a checkpoint. Every rank has to call it: they wait for the device and each
-        other."""
+        """The sums over all ranks, for a checkpoint. Every rank has to call it: waits for the device and the others."""
         counts = torch.tensor([self._samples, self._judged], dtype=self._loss.dtype, device=self._loss.device)
         hits = torch.stack((self._hits[0], self._hits.sum())).to(self._loss.dtype)
         sums = torch.cat((self._loss[None], hits, counts))
@@ -80,13 +79,17 @@ class Accumulator:
             dist.all_reduce(sums)
         return dict(zip(("loss", "hits1", "hits5", "samples", "judged"), sums.tolist(), strict=True))
 
-    def restore(self, total: dict[str, float] | None) -> None:
-        """Goes on from saved sums; they belong to one rank, the others begin with nothing."""
-        if total is None:
-            return
+    def reset(self) -> None:
+        """Begins again with nothing."""
+        self._loss.zero_()
+        self._hits.zero_()
+        self._samples = self._judged = 0
+
+    def restore(self, total: dict[str, float]) -> None:
+        """Continues from saved sums; only one rank may, since they are those of all ranks."""
         self._loss.fill_(total["loss"])
         self._hits[0] = int(total["hits1"])
-        self._hits[1] = int(total["hits5"]) - int(total["hits1"])  # where exactly is no longer known, nor asked
+        self._hits[1] = int(total["hits5"]) - int(total["hits1"])  # the exact place is no longer known, and not needed
         self._samples, self._judged = int(total["samples"]), int(total["judged"])
 
     def result(self) -> Scores:
@@ -101,28 +104,22 @@ class Accumulator:
         )
 
 
-# Validation: every sample counted exactly once, for any number of ranks and any batch.
-
-ASK_EVERY = 8
-"""Batches between two times that several ranks ask each other whether to leave: they wait for each other there."""
-
-
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Loader, run: Run) -> dict[str, float]:
+def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
     """`val/loss`, `val/acc1` and `val/acc5` over all ranks' samples; raises LeaveValidation when asked to leave."""
-    model = model.module if isinstance(model, DistributedDataParallel) else model
+    model = run.step.model.module if isinstance(run.step.model, DistributedDataParallel) else run.step.model
     share_buffers(model, run.ranks)
     was_training = model.training
     model.eval()
     sums = Accumulator(run.device)
-    run.observer.validation_begins(loader.steps())
+    observer.validation_begins(loader.steps())
     most: int | None = None
     try:
         for number, batch in enumerate(loader.epoch(0)):
-            # Fewer samples than ranks may be left at the end; then some ranks get an empty batch.
+            # The last batch may have fewer samples than there are ranks: some ranks then get an empty one.
             if len(batch):
                 most = _score(model, run.prepare_val(batch), run, sums, most)
-            run.observer.validation_step()
+            observer.validation_step()
             run.guard_memory(loader)
             # All ranks have the same number of batches, so they ask at the same ones.
             if (run.ranks.world == 1 or number % ASK_EVERY == 0) and any_rank(run.stop.wanted, run.ranks):
@@ -133,7 +130,7 @@ def evaluate(model: nn.Module, loader: Loader, run: Run) -> dict[str, float]:
 
 
 def _score(model: nn.Module, batch: Prepared, run: Run, sums: Accumulator, most: int | None) -> int | None:
-    """Adds a batch, in pieces of `most` samples; where memory runs out, in ever smaller ones, which are returned."""
+    """Adds a batch in pieces of `most` samples, halved whenever memory runs out; returns the size that fits."""
     done = 0
     while done < len(batch.labels):
         piece = slice(done, None if most is None else done + most)
@@ -145,7 +142,7 @@ def _score(model: nn.Module, batch: Prepared, run: Run, sums: Accumulator, most:
             sums.add(logits, batch.labels[piece], loss)
             done += len(logits)
         except torch.OutOfMemoryError:
-            out_of_memory = True  # only noted: in here the traceback still holds the tensors
+            out_of_memory = True  # handled below: in here the traceback still holds the tensors
         if out_of_memory:
             most = _smaller(most or len(batch.labels), run)
     return most
@@ -154,25 +151,25 @@ def _score(model: nn.Module, batch: Prepared, run: Run, sums: Accumulator, most:
 def _smaller(size: int, run: Run) -> int:
     if size == 1:
         raise UserError(
-            "out-of-device-memory", "the device has no memory to validate one sample", hint="val_img_size= smaller"
+            "out-of-device-memory",
+            "the device does not have enough memory to validate one sample",
+            hint="val_img_size= lower",
         )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     size = -(-size // 2)
-    run.step.say(f"out of device memory: validation now passes in pieces of {size} samples")
+    run.step.say(f"out of device memory: validation now runs in pieces of {size} samples")
     return size
 
 
 def share_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Gives every rank the first one's batch norm statistics: they must judge with the same model."""
+    """Gives every rank the first rank's batch norm statistics, so that all validate the same model."""
     if ranks.world > 1:
-        import torch.distributed as dist
-
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
 
 
 def named_scores(split: str, scores: Scores) -> dict[str, float]:
-    """The scores under the names that everybody looks for; what was not measured is absent."""
+    """The scores as `val/loss`, `val/acc1`, ...; what was not measured is left out."""
     named = {"loss": scores.loss, "acc1": scores.acc1, "acc5": scores.acc5}
     return {f"{split}/{name}": value for name, value in named.items() if value is not None}

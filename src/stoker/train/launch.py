@@ -1,4 +1,8 @@
-"""Starts one process for each device of this node, ends with them, and turns signals into 'save and leave'."""
+"""Starts one process per device of this node and waits for them; turns signals into a request to save and leave.
+
+Each process runs the same command again with the variables that torchrun would set: one program runs alone, under this
+launcher, under torchrun and under srun.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,24 @@ from typing import Any
 
 from stoker.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, Interrupted, Preempted, StokerError, UserError
 
-# Signals that mean 'save and leave': they set a flag, and the loop looks at it after each step.
-
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-"""A scheduler's notice, or a terminal that went away."""
+"""A scheduler's notice, or a terminal that was closed."""
+SIGNALS = (*PREEMPTING, signal.SIGINT)
+GRACE_S = 120.0
+"""How long the others may take to save after one process ended: the notice that a spot machine gets."""
+POLL_S = 0.1
+LAUNCHED = "STOKER_LAUNCHED"
+_PR_SET_PDEATHSIG = 1
+# Loaded here: after a fork beside other threads, the dynamic loader's lock may be held by a thread that is gone.
+_LIBC = ctypes.CDLL(None)
 
 
 class LeaveValidation(Exception):
-    """Somebody asked to leave while the model was being judged: the epoch's end comes after the resume."""
+    """A signal arrived during validation: the resumed run validates and ends the epoch."""
 
 
 class StopRequest:
-    """Whether somebody asked this process to leave, and how."""
+    """Whether a signal asked this process to leave, and which; the loop looks at it after each step."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -41,60 +51,52 @@ class StopRequest:
         return self.signal == signal.SIGINT
 
     def ending(self, step: int, *, interrupted: bool, saved: bool) -> StokerError:
-        """How the run ends, after the checkpoint was written: pre-empted, or interrupted by Ctrl-C."""
-        # Where another rank was asked, this one has no signal of its own: it leaves in the same way.
+        """The error that ends the run once its checkpoint is written: pre-empted, or interrupted by Ctrl-C."""
+        # If the signal reached another rank, this one has none of its own; it leaves in the same way.
         name = "Ctrl-C" if interrupted else self.signal.name if self.signal is not None else "another rank's signal"
-        seen = f"{name}: saved at step {step}" if saved else f"{name}: left at step {step}, which could not be saved"
-        hint = "the same command goes on from there" if saved else "the same command goes on from the save before"
+        seen = f"{name}: saved at step {step}" if saved else f"{name}: stopped at step {step}, which could not be saved"
+        hint = "the same command resumes from there" if saved else "the same command resumes from the save before"
         if interrupted:
             return Interrupted("interrupted", seen, hint=hint)
         return Preempted("preempted", seen, hint=hint)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes the signals for the block. A second Ctrl-C interrupts at once."""
+        """Notes signals inside the block. A second Ctrl-C interrupts at once."""
 
         def note(number: int, _frame: FrameType | None) -> None:
             if number == signal.SIGINT and self.interrupted:
                 raise KeyboardInterrupt
             self.signal = signal.Signals(number)
 
-        before: dict[int, Any] = {}
-        for number in (*PREEMPTING, signal.SIGINT):
-            # nohup has the terminal's end ignored, and means it.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, note)
-        try:
+        with _handling(note):
             yield
-        finally:
-            for taken, handler in before.items():
-                signal.signal(taken, handler)
 
 
-# Starts one process for each device of this node, and ends with them.
-#
-# The same command is run again in each process, with the variables that torchrun would set; so one program
-# runs alone, under this launcher, under torchrun and under srun.
-
-GRACE_S = 120.0
-"""How long the others may take to save after one of them ended: the notice that a spot machine gets."""
-POLL_S = 0.1
-LAUNCHED = "STOKER_LAUNCHED"
-_PR_SET_PDEATHSIG = 1
-_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
-# Opened here: after a fork beside other threads, the loader's lock may be held by nobody who still lives.
-_LIBC = ctypes.CDLL(None)
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles SIGNALS with this function inside the block."""
+    before: dict[int, Any] = {}
+    for number in SIGNALS:
+        # Under nohup SIGHUP is ignored, and must stay so.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for taken, earlier in before.items():
+            signal.signal(taken, earlier)
 
 
 def launch(command: Sequence[str], devices: int, nodes: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Runs the command once for each device; the exit code of the first that failed, or 0."""
+    """Runs the command once per device; returns the exit code of the first process that failed, or 0."""
     node = _node_rank(nodes, environment)
     address = environment.get("MASTER_ADDR")
     if nodes > 1 and not address:
         raise UserError(
             "no-master-address",
             f"num_nodes is {nodes}, but MASTER_ADDR is not set",
-            why="the nodes meet at that address",
+            why="the nodes connect to each other at that address",
             hint="MASTER_ADDR=<first node> MASTER_PORT=12355 NODE_RANK=<0, 1, ...> on every node",
         )
     port = environment.get("MASTER_PORT") or str(12355 if nodes > 1 else _free_port())
@@ -110,7 +112,7 @@ def launch(command: Sequence[str], devices: int, nodes: int, environment: Mappin
                 "MASTER_PORT": port,
                 LAUNCHED: "1",
             }
-            # A group of their own: Ctrl-C then reaches them once, through us, and not twice, which means 'at once'.
+            # In their own process group, so that Ctrl-C reaches them once, through us: twice means 'at once'.
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *command], env=own, process_group=0, preexec_fn=_die_with(os.getpid())
@@ -125,27 +127,22 @@ def launch(command: Sequence[str], devices: int, nodes: int, environment: Mappin
 
 
 def launched_here() -> bool:
-    """Whether this process was started by `launch`, and not by torchrun or srun."""
+    """Whether `launch` started this process, and not torchrun or srun."""
     return LAUNCHED in os.environ
 
 
 def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Passes signals on, waits for all; when one fails the others are asked to leave, then made to."""
+    """Forwards signals and waits for all; if one fails, asks the others to leave, and kills them after GRACE_S."""
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    before: dict[int, Any] = {}
-    for number in _PASSED_ON:
-        # nohup has the terminal's end ignored, and means it.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, pass_on)
-    try:
-        failed_at: float | None = None
-        first_code = EXIT_OK
-        # Every one is asked each time: the first that lives must not hide one that died.
+    failed_at: float | None = None
+    first_code = EXIT_OK
+    with _handling(pass_on):
+        # Polls all of them each time: a living first one must not hide another that died.
         while None in (states := [process.poll() for process in processes]):
             codes = [code for code in states if code not in (None, EXIT_OK)]
             if codes and failed_at is None:
@@ -159,10 +156,7 @@ def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
             time.sleep(POLL_S)
         codes = [process.returncode for process in processes if process.returncode != EXIT_OK]
         first_code = first_code or (codes[0] if codes else EXIT_OK)
-    finally:
-        for taken, handler in before.items():
-            signal.signal(taken, handler)
-    # A process that a signal ended has a negative code; a shell would say 128 + number.
+    # A process ended by a signal has a negative code; shells report 128 + its number.
     return first_code if first_code >= 0 else 128 - first_code
 
 
@@ -172,7 +166,7 @@ def _node_rank(nodes: int, environment: Mapping[str, str]) -> int:
         raise UserError(
             "no-node-rank",
             f"NODE_RANK is {text or 'not set'}, with num_nodes: {nodes}",
-            why="each node has to know which one it is",
+            why="each node has to know its own number",
             hint=f"NODE_RANK=0 on the first node, up to {nodes - 1} on the last",
         )
     return int(text)
@@ -186,11 +180,11 @@ def _free_port() -> int:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """To be called in a new process: no orphan outlives a launcher that was killed."""
+    """For a new process: makes the kernel kill it when its launcher dies."""
 
     def ask_the_kernel() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(1)  # it was killed before we could ask
+            os._exit(1)  # the launcher died before we could ask
 
     return ask_the_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NoReturn, Protocol
 
@@ -19,13 +19,11 @@ from stoker.train.checkpoint.saver import Saver
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator, evaluate, named_scores
 from stoker.train.launch import LeaveValidation, StopRequest
-from stoker.train.observer import Observer
+from stoker.train.observer import Observer, Silence
 from stoker.train.optimization import set_lr
 from stoker.train.ranks import Ranks, agree, any_rank, gather
 from stoker.train.schedule import Horizon, Progress, learning_rate
 from stoker.train.step import Prepared, StepResult, TrainStep
-
-# The loop: epochs, steps, validation, checkpoints. Images and volumes differ in their task, never here.
 
 NAMED_SAMPLES = 10
 
@@ -38,11 +36,12 @@ class Loader(Protocol):
     def steps(self, start: int = 0) -> int: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """Everything that a run consists of, put together by its task."""
+    """Everything that is trained and trained with, as its task builds it; a variation is made with `replace`."""
 
     model: nn.Module
+    """The bare model, as checkpoints hold it; `step.model` is compiled and wrapped for several ranks."""
     ema: WeightAverage | None
     step: TrainStep
     prepare: Callable[[Batch, int, int], Prepared]
@@ -60,53 +59,53 @@ class Run:
     max_bad_steps: int
     ranks: Ranks
     device: torch.device
-    observer: Observer
-    saver: Saver
     progress: Progress
     train_metrics: Accumulator
     stop: StopRequest
+    clock: StepClock
     close: Callable[[], None]
-    """Ends workers."""
-    name_samples: Callable[[Sequence[int]], list[str]] = lambda samples: [str(sample) for sample in samples]
-    """What people know samples by, from their numbers in the index."""
-    guard_memory: Callable[[Any], None] = lambda _loader: None
-    """Called with the loader of each batch: where memory falls, it has the loader hold fewer batches."""
-    clock: StepClock = field(init=False)
+    """Ends the loaders' workers."""
+    config: dict[str, Any]
+    """Every config key with its value, as checkpoints hold it."""
+    classes: tuple[str, ...]
+    """What the model's outputs stand for, in order."""
+    name_samples: Callable[[Sequence[int]], list[str]]
+    """The names of samples, from their indices in the data set."""
+    guard_memory: Callable[[Any], None]
+    """Called with the loader of each batch: if memory runs low, makes the loader hold fewer batches."""
 
-    def __post_init__(self) -> None:
-        self.clock = StepClock(self.device)
 
-
-def train(run: Run) -> Progress:
-    """Trains from where the run stands to its end; where `run.stop` asks to leave, raises after a checkpoint."""
+def train(run: Run, observer: Observer | None = None, saver: Saver | None = None) -> Progress:
+    """Trains from the run's progress to its end; if `run.stop` asks to leave, saves a checkpoint and raises."""
+    observer, saver = observer or Silence(), saver or Saver(run, checkpoints=None)
     progress = run.progress
     while progress.epoch < run.horizon.epochs:
         began = time.monotonic()
-        clock = _train_epoch(run)
+        _train_epoch(run, observer, saver)
         metrics: dict[str, Any] = dict(named_scores("train", run.train_metrics.result()))
         metrics["train/lr"] = learning_rate(max(0, progress.step - 1), run.horizon, run.peak_lr)
         if run.val_loader is not None:
             try:
-                run.saver.wait_for_copy()  # the average and the weights change places
-                with clock.validating(), run.ema.swapped() if run.ema is not None else nullcontext():
-                    metrics |= evaluate(run.model, run.val_loader, run)
+                saver.wait_for_copy()  # the average and the weights change places
+                with run.clock.validating(), run.ema.swapped() if run.ema is not None else nullcontext():
+                    metrics |= evaluate(run, run.val_loader, observer)
             except LeaveValidation:
-                _leave(run)
-        metrics |= {"seconds": time.monotonic() - began, "clock": clock}
-        run.observer.epoch_ends(progress.step, progress.epoch, metrics)
-        _close_epoch(run, metrics)
+                _leave(run, saver)
+        metrics |= {"seconds": time.monotonic() - began, "clock": run.clock}
+        observer.epoch_ends(progress.step, progress.epoch, metrics)
+        _close_epoch(run, saver, metrics.get("val/acc1"))
         if not progress.finished and any_rank(run.stop.wanted, run.ranks):
-            _leave(run)
+            _leave(run, saver)
     return progress
 
 
-def _train_epoch(run: Run) -> StepClock:
-    """The steps of an epoch that are left."""
+def _train_epoch(run: Run, observer: Observer, saver: Saver) -> None:
+    """The remaining steps of an epoch."""
     progress, clock = run.progress, run.clock
     loader = run.train_loader(progress.epoch)
     steps = loader.steps(progress.position) // run.accumulation
-    run.observer.epoch_begins(progress.epoch, run.horizon.steps_per_epoch, run.horizon.steps_per_epoch - steps)
-    run.model.train()
+    observer.epoch_begins(progress.epoch, run.horizon.steps_per_epoch, run.horizon.steps_per_epoch - steps)
+    run.step.model.train()
     batches = loader.epoch(progress.epoch, progress.position)
     clock.epoch_begins()
     for _ in range(steps):
@@ -118,53 +117,52 @@ def _train_epoch(run: Run) -> StepClock:
             moved = _on_device(group, run.device)
         with clock.computing():
             prepared = [run.prepare(batch, progress.epoch, progress.step) for batch in moved]
-            result = run.step(prepared, progress.step)
+            result = run.step(prepared, progress.step, before_update=saver.wait_for_copy)
             if not result.skipped:
                 _count(run, result, sum(len(batch) for batch in group))
         progress.position, progress.step = group[-1].next_position, progress.step + 1
         progress.micro_batch = run.step.micro_batch
         clock.step_ends(group)
         run.guard_memory(loader)
-        _judge(run, result, group)
-        run.observer.step(progress.step, progress.epoch, {"train/loss": result.loss, "train/lr": lr, "clock": clock})
+        _check_loss(run, observer, result, group)
+        observer.step(progress.step, progress.epoch, {"train/loss": result.loss, "train/lr": lr, "clock": clock})
         del moved, prepared, result  # else the next step computes beside the inputs and logits of this one
-        stopping, due = agree((run.stop.wanted, run.saver.is_due(progress.step)), run.ranks)
+        stopping, due = agree((run.stop.wanted, saver.is_due()), run.ranks)
         if stopping:
-            _leave(run)
-        run.saver.get_ready(progress)
+            _leave(run, saver)
+        saver.get_ready()
         if due:
             with clock.saving():
-                run.saver.save(progress, run.train_metrics.total())
-    return clock
+                saver.save(run.train_metrics.total())
 
 
 def _on_device(group: list[Batch], device: torch.device) -> list[Batch]:
-    """The batches with their images on the way to the device; `group` keeps the memory that they are copied from."""
+    """The batches with their images on the way to the device; `group` keeps the memory they are copied from."""
     if device.type == "cpu":
         return group
     return [replace(batch, images=batch.images.to(device, non_blocking=True)) for batch in group]
 
 
 def _count(run: Run, result: StepResult, samples: int) -> None:
-    """An update that was made counts: for the average of the weights, and for the epoch's figures."""
+    """Counts an update that was made: in the average of the weights, and in the epoch's metrics."""
     if run.ema is not None:
         run.ema.update()
     run.train_metrics.add_loss(result.loss, samples)
     for logits, chunk in result.outputs:
-        if not chunk.mixed:  # a mixed image has no one label to be right about
+        if not chunk.mixed:  # a mixed image has no single correct label
             run.train_metrics.add_hits(logits, chunk.labels)
 
 
-def _leave(run: Run) -> NoReturn:
+def _leave(run: Run, saver: Saver) -> NoReturn:
     """Saves, and raises the ending that all ranks agree on."""
     (interrupted,) = agree((run.stop.interrupted,), run.ranks)
-    saved = run.saver.save(run.progress, run.train_metrics.total(), now=True)
+    saved = saver.save(run.train_metrics.total(), now=True)
     # Together: a launcher that sees one rank leave may give the others little time.
     any_rank(True, run.ranks)
     raise run.stop.ending(run.progress.step, interrupted=interrupted, saved=saved)
 
 
-def _judge(run: Run, result: StepResult, group: list[Batch]) -> None:
+def _check_loss(run: Run, observer: Observer, result: StepResult, group: list[Batch]) -> None:
     """Counts skipped steps; too many in a row end the run with the names of the samples."""
     progress = run.progress
     if not result.skipped:
@@ -172,36 +170,36 @@ def _judge(run: Run, result: StepResult, group: list[Batch]) -> None:
         return
     progress.bad_steps += 1
     here = run.name_samples([int(index) for batch in group for index in batch.indices])
-    told = gather((result.bad_here, here), run.ranks)
-    # Where every loss was a number, and only the gradient was not, it may have been anybody.
-    samples = [name for bad, names in told if bad for name in names] or [name for _, names in told for name in names]
-    run.observer.event("bad_step", progress.step, {"samples": samples, "in_a_row": progress.bad_steps})
+    gathered = gather((result.bad_here, here), run.ranks)
+    # If every loss was finite and only the gradient was not, any rank's samples may be the cause.
+    samples = [name for bad, names in gathered if bad for name in names]
+    samples = samples or [name for _, names in gathered for name in names]
+    observer.event("bad_step", progress.step, {"samples": samples, "in_a_row": progress.bad_steps})
     if progress.bad_steps > run.max_bad_steps:
         more = f" and {len(samples) - NAMED_SAMPLES} more" if len(samples) > NAMED_SAMPLES else ""
         raise UserError(
             "loss-is-no-number",
-            f"the loss was no finite number {progress.bad_steps} steps in a row, up to step {progress.step}; "
+            f"the loss was NaN or infinite for {progress.bad_steps} steps in a row, up to step {progress.step}; "
             f"last for {', '.join(samples[:NAMED_SAMPLES])}{more}",
-            why="skipping more of them would only train on nothing",
-            hint="lr= lower, clip_grad_norm=1.0, or precision=bf16-mixed; all samples are in metrics.jsonl",
+            why="every one of these steps was skipped, so the model no longer learns",
+            hint="lr= lower, clip_grad_norm=1.0, or precision=bf16-mixed; metrics.jsonl lists all samples",
         )
 
 
-def _close_epoch(run: Run, metrics: dict[str, Any]) -> None:
-    progress = run.progress
-    score, epoch = metrics.get("val/acc1"), progress.epoch
+def _close_epoch(run: Run, saver: Saver, acc1: float | None) -> None:
+    progress, epoch = run.progress, run.progress.epoch
     progress.epoch, progress.position = epoch + 1, 0
     progress.finished = progress.epoch >= run.horizon.epochs
-    run.train_metrics = Accumulator(run.device)
-    if score is not None:
-        progress.best = score if progress.best is None else max(progress.best, score)
-    best = None if score is None else (epoch, score)
+    run.train_metrics.reset()
+    if acc1 is not None:
+        progress.best = acc1 if progress.best is None else max(progress.best, acc1)
+    best = None if acc1 is None else (epoch, acc1)
     with run.clock.saving():
-        saved = run.saver.save(progress, run.train_metrics.total(), best=best, now=progress.finished)
+        saved = saver.save(run.train_metrics.total(), best=best, now=progress.finished)
     if progress.finished and not saved:
         raise UserError(
             "end-not-saved",
-            f"the run is at its end, step {progress.step}, and its last checkpoint could not be saved",
+            f"training ended at step {progress.step}, but its last checkpoint could not be saved",
             why="the weights of the last steps are lost with this process",
-            hint="make room, and run the same command again: it repeats what came after the save before",
+            hint="free some disk space and run the same command again: it repeats the steps since the last save",
         )

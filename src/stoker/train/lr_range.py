@@ -1,48 +1,50 @@
-"""The learning rate range test: a few steps with a rate that grows, and what the loss does (Smith, 2015)."""
+"""The learning rate range test (Smith, 2015): steps with a growing rate, and the rate that their losses suggest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING
+
+from stoker.console import Advance
 
 if TYPE_CHECKING:
     from stoker.data.batch import Batch
     from stoker.train.loop import Run
 
 DIVERGED = 4.0
-"""Times the best smoothed loss so far: the test ends there, as in fastai's."""
+"""The test ends at this multiple of the best smoothed loss, as in fastai."""
 MEMORY = 0.9
-"""Of the running mean that decides when to stop: it must not look ahead."""
+"""Decay of the running mean that decides when to stop; unlike the smoothing, it cannot look ahead."""
 SMOOTHING = 0.03
 """Standard deviation of the curve's smoothing, as a share of all steps."""
 LEAST_DESCENT = 0.03
-"""Share of the first loss that has to be won somewhere; less is noise."""
+"""The loss has to fall by this share of its first value; less is noise."""
 
 
 @dataclass(frozen=True)
 class LrCurve:
-    """What the losses were; both lists have the same length."""
+    """The loss at each rate; both lists have the same length."""
 
     lrs: list[float]
-    """What the optimizer used, after all scaling."""
+    """As the optimizer used them, after all scaling."""
     losses: list[float | None]
-    """None: no finite number."""
+    """None: NaN or infinite."""
     diverged_at: float | None
-    """The rate at which the loss ran away; None where it did not."""
+    """The rate at which the loss diverged; None if it did not."""
 
 
 @dataclass(frozen=True)
 class LrSuggestion:
-    """Two opinions about a curve, as rates of the optimizer."""
+    """Two suggestions from one curve, as rates of the optimizer."""
 
     steepest: float
     """Where the smoothed loss falls fastest."""
     tenth_of_lowest: float
-    """A tenth of the rate at the lowest smoothed loss."""
     lowest: float
+    """The rate at the lowest smoothed loss."""
 
 
 def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:
@@ -52,13 +54,13 @@ def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:
     return [lowest * (highest / lowest) ** (number / (steps - 1)) for number in range(steps)]
 
 
-def measure_range(run: Run, lrs: Sequence[float], progress: Callable[[int, int | None], None]) -> LrCurve:
-    """Trains the run's model one step with each rate, until the loss runs away. The model is spoilt afterwards."""
-    from stoker.train.optimization import set_lr
+def measure_range(run: Run, lrs: Sequence[float], progress: Advance) -> LrCurve:
+    """Trains the run's model one step with each rate, until the loss diverges. The model is of no use afterwards."""
+    from stoker.train.optimization import set_lr  # imports torch, which the rest does not need
 
     losses: list[float | None] = []
     running, best, diverged = RunningMean(), math.inf, False
-    run.model.train()
+    run.step.model.train()
     groups = _groups(run)
     for number, (lr, (epoch, group)) in enumerate(zip(lrs, groups, strict=False)):
         set_lr(run.step.optimizer, lr)
@@ -76,7 +78,7 @@ def measure_range(run: Run, lrs: Sequence[float], progress: Callable[[int, int |
 
 
 def suggest(curve: LrCurve) -> LrSuggestion | None:
-    """The rates to try; None where the loss never fell."""
+    """The rates to try; None if the loss never fell."""
     points = [(lr, loss) for lr, loss in zip(curve.lrs, curve.losses, strict=True) if loss is not None]
     if len(points) < 5:
         return None
@@ -85,14 +87,14 @@ def suggest(curve: LrCurve) -> LrSuggestion | None:
     lowest = min(range(len(smoothed)), key=lambda at: smoothed[at])
     if lowest < 2 or smoothed[lowest] > smoothed[0] * (1 - LEAST_DESCENT):
         return None
-    # The rates are evenly spaced in their logarithm: differences of neighbours are slopes. Only on the way down.
+    # The rates are evenly spaced on a log scale, so differences of neighbours are slopes. Only before the minimum.
     slopes = {at: smoothed[at + 1] - smoothed[at - 1] for at in range(1, lowest)}
     steepest = min(slopes, key=lambda at: slopes[at])
     return LrSuggestion(rates[steepest], rates[lowest] / 10, rates[lowest])
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """The curve with its noise averaged away; looks to both sides, so that nothing moves towards higher rates."""
+    """The curve without its noise; averages on both sides, so that nothing shifts towards higher rates."""
     deviation = max(1.0, SMOOTHING * len(losses))
     reach = math.ceil(3 * deviation)
     weights = {offset: math.exp(-0.5 * (offset / deviation) ** 2) for offset in range(-reach, reach + 1)}
@@ -104,7 +106,7 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 class RunningMean:
-    """A mean that forgets, without the pull towards zero of its first values."""
+    """An exponential moving mean, corrected for its start at zero."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -117,7 +119,7 @@ class RunningMean:
 
 
 def _groups(run: Run) -> Iterator[tuple[int, list[Batch]]]:
-    """The batches of one update after the other, for as many epochs as it takes."""
+    """The batches of each update, over as many epochs as needed."""
     for epoch in count():
         loader = run.train_loader(epoch)
         batches = loader.epoch(epoch)

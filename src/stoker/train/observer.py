@@ -1,4 +1,4 @@
-"""What the loop tells to whoever listens: metrics file, trackers, progress line, the clock's file."""
+"""What the loop reports, and where it goes: metrics file, trackers, progress line, the clock's file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from stoker.clock.observed import AcceleratorFacts, LoaderShape
 from stoker.config import Config
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
+from stoker.machine.host import HostConfig
 from stoker.machine.storage import describe_storage
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import Trackers
@@ -22,16 +23,13 @@ if TYPE_CHECKING:
     from stoker.train.loop import Run
 
 
-# What the loop tells to whoever listens: progress, trackers, the clock's file. The loop prints nothing.
-
-
 class Observer(Protocol):
-    """Listens to a run; nothing that it does may delay a step."""
+    """Gets the reports of a run, which prints nothing itself; must not delay a step."""
 
     def epoch_begins(self, epoch: int, steps: int, done: int) -> None: ...
 
     def step(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
-        """After each step; values may be device tensors, read only when they are shown."""
+        """After each step; values may be tensors on the device, to be read only when they are shown."""
 
     def validation_begins(self, steps: int) -> None: ...
 
@@ -40,11 +38,14 @@ class Observer(Protocol):
     def epoch_ends(self, step: int, epoch: int, metrics: dict[str, float]) -> None: ...
 
     def event(self, name: str, step: int, details: dict[str, Any]) -> None:
-        """Something happened that is no metric: resumed, saved, a bad step, memory ran out."""
+        """Something other than a metric: resumed, a checkpoint, a bad step."""
+
+    def sync(self) -> None:
+        """Called before a checkpoint is written, in the writer's thread: what it relies on must be on the disk."""
 
 
 class Silence:
-    """Listens to nothing: for ranks that do not speak, and for measuring."""
+    """Ignores all reports: for ranks other than the first, and for measuring."""
 
     def epoch_begins(self, epoch: int, steps: int, done: int) -> None: ...
 
@@ -58,12 +59,11 @@ class Silence:
 
     def event(self, name: str, step: int, details: dict[str, Any]) -> None: ...
 
-
-# How the training loader of a config is set up, as the checks want to know it.
+    def sync(self) -> None: ...
 
 
 def loader_shape(config: Config, samples: int, workers: int, world: int = 1) -> LoaderShape:
-    """The shape of one rank's loader; `samples` are those of all ranks."""
+    """How one rank's training loader is set up; `samples` counts those of all ranks."""
     engine = choose_engine(config.loader, workers)
     processes = engine == "process" and workers > 0
     start = "forkserver" if config.worker_start == "auto" else config.worker_start
@@ -72,7 +72,7 @@ def loader_shape(config: Config, samples: int, workers: int, world: int = 1) -> 
         prefetch=(config.prefetch_factor or DEFAULT_PREFETCH) if workers else None,
         engine=engine if workers else "main",
         start_method=start if processes else None,
-        # Threads are kept from epoch to epoch in any case.
+        # Threads are always kept from epoch to epoch.
         persistent=config.persistent_workers if processes else None,
         pin_memory=config.pin_memory,
         batch_size=config.batch_size,
@@ -81,40 +81,29 @@ def loader_shape(config: Config, samples: int, workers: int, world: int = 1) -> 
     )
 
 
-# What a run writes at the head of its clock's file: how its loader, device and storage are set up.
-
-
-def run_header(config: Config, samples: SampleSet, run: Run, *, workers: int, cpus: int) -> dict[str, Any]:
-    """The header of a run that is about to train."""
+def run_header(config: HostConfig, samples: SampleSet, run: Run, *, cpus: int) -> dict[str, Any]:
+    """The first line of a run's clock file: how its loader, device and storage are set up."""
     return clock_header(
-        loader_shape(config, len(samples), workers, run.ranks.world),
+        loader_shape(config, len(samples), config.num_workers, run.ranks.world),
         cpus=cpus,
         world=run.ranks.world,
         torch_version=torch.__version__,
         device=run.device.type,
-        accelerator=name_accelerator(run.device),
+        accelerator=_accelerator_facts(run.device),
         storage=describe_storage(samples),
-        convolves_3d=convolves_3d(run.model),
+        convolves_3d=any(isinstance(module, nn.Conv3d) for module in run.model.modules()),
     )
 
 
-def convolves_3d(model: nn.Module) -> bool:
-    """Whether the network convolves volumes."""
-    return any(isinstance(module, nn.Conv3d) for module in model.modules())
-
-
-def name_accelerator(device: torch.device) -> AcceleratorFacts | None:
-    """What the device calls itself; None on a CPU."""
+def _accelerator_facts(device: torch.device) -> AcceleratorFacts | None:
+    """Name and number of the devices; None on a CPU."""
     if device.type != "cuda":
         return None
     return AcceleratorFacts(name=torch.cuda.get_device_name(device), count=torch.cuda.device_count())
 
 
-# Listens to a run and tells everybody: the metrics file, the trackers, the progress line.
-
-
 class RunObserver:
-    """What the first rank passes to the loop."""
+    """The first rank's observer: passes every report on to the files, the trackers and the progress line."""
 
     def __init__(
         self,
@@ -141,10 +130,10 @@ class RunObserver:
 
     def step(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
         clock = metrics["clock"]
-        # By the step's number alone: a resumed run has the lines of one that never stopped.
+        # By the step's number alone: a resumed run has the same lines as one that never stopped.
         due = step == 1 or step % self._log_every == 0
         if due or self._loss is None:
-            # The one place where the loss is fetched from the device: every `log_every` steps.
+            # The only place that fetches the loss from the device, every `log_every` steps.
             self._loss = float(metrics["train/loss"])
         if due:
             costs = {f"batch/{name}_s": value for name, value in clock.cost.per_image().items()}
@@ -174,16 +163,15 @@ class RunObserver:
         if name == "bad_step":
             samples = details["samples"]
             self._progress.say(
-                f"warning: step {step} was skipped, its loss is no finite number; metrics.jsonl names its "
-                f"{len(samples)} samples, {samples[0]} the first"
+                f"warning: step {step} was skipped: its loss is NaN or infinite; metrics.jsonl lists its "
+                f"{len(samples)} samples, the first is {samples[0]}"
             )
 
-    def say(self, text: str) -> None:
-        """A line for people, kept in the log."""
-        self._progress.say(text)
+    def sync(self) -> None:
+        self._metrics.sync()
 
     def close(self) -> None:
-        # Trackers first: what they have to say at the end belongs into the log.
+        # Trackers first: their last messages belong in the log.
         self._trackers.close()
         self._progress.close()
         self._metrics.close()

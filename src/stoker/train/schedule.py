@@ -1,25 +1,26 @@
-"""Learning rate and image size as pure functions of the step: nothing to save but the horizon, nothing to drift."""
+"""Learning rate and image size as pure functions of the step, so that a checkpoint only needs the horizon; and the
+progress of a run as integers."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
-
-# The learning rate as a pure function of the optimizer step: nothing to save but the horizon, nothing to drift.
+from dataclasses import dataclass
+from typing import Literal
 
 # torchvision's second recipe for ResNet-50 (its issue 3995): SGD with 0.5 for a total batch of 1024, 80.86 %.
 PUBLISHED_SGD_LR = 0.5
 PUBLISHED_SGD_BATCH = 1024
 FAR_ABOVE_PUBLISHED = 2.0
+# Share of a run with growing images if `resize_epochs` is not given.
+GROWING_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Horizon:
-    """The course of the learning rate over a whole run.
+    """The schedule of the learning rate over a whole run.
 
-    It is saved in checkpoints (`dataclasses.asdict`, and `Horizon(**record)` back): a resumed run keeps its course
-    whatever its flags say.
+    Checkpoints hold it (`dataclasses.asdict`, and `Horizon(**record)` back): a resumed run keeps its schedule, whatever
+    its config says.
     """
 
     steps_per_epoch: int
@@ -27,14 +28,14 @@ class Horizon:
     epochs: int
     warmup_epochs: int = 0
     warmup_start: float = 0.01
-    """Share of the peak with which the warmup begins."""
+    """Share of the peak at which the warmup begins."""
     min_lr: float = 0.0
     """Where the cosine ends."""
     scheduler: Literal["cosine", "step", "constant"] = "cosine"
     update: Literal["step", "epoch"] = "step"
-    """Whether the rate moves with every step, or stays for a whole epoch."""
+    """Whether the rate changes at every step, or only at the start of an epoch."""
     step_epochs: int = 30
-    """With `step`: epochs between two reductions, counted from the start of the run and not of the warmup's end."""
+    """With `step`: epochs between two reductions, counted from the start of the run, not from the end of the warmup."""
     step_factor: float = 0.1
 
     def __post_init__(self) -> None:
@@ -48,7 +49,7 @@ class Horizon:
 
 
 def learning_rate(step: int, horizon: Horizon, peak_lr: float) -> float:
-    """The learning rate of optimizer step `step`, counted from 0; after the end it stays where it ended."""
+    """The learning rate of optimizer step `step`, counted from 0; after the end, that of the last step."""
     step = min(max(step, 0), horizon.total_steps - 1)
     epoch = step // horizon.steps_per_epoch
     if epoch < horizon.warmup_epochs:
@@ -58,21 +59,21 @@ def learning_rate(step: int, horizon: Horizon, peak_lr: float) -> float:
         return peak_lr
     if horizon.scheduler == "step":
         return float(peak_lr * horizon.step_factor ** (epoch // horizon.step_epochs))
-    # A peak that was scaled down for a small batch may lie below min_lr; the cosine then has nowhere to fall.
+    # A peak scaled down for a small batch may be below min_lr; the rate then stays constant.
     end = min(horizon.min_lr, peak_lr)
     return end + (peak_lr - end) * (1 + math.cos(math.pi * _cosine_progress(step, epoch, horizon))) / 2
 
 
 def _warmup(time: float, horizon: Horizon, peak_lr: float) -> float:
-    # The first warmup epoch begins with the smallest share and the last one with the peak: one interval fewer
-    # than epochs. A single epoch has none; there the ramp takes that epoch (with `epoch`: all of it is the start).
+    # The first warmup epoch begins at the smallest share and the last one at the peak: one interval fewer than epochs.
+    # With a single epoch the ramp takes that epoch (with update `epoch`, all of it has the smallest share).
     intervals = max(horizon.warmup_epochs - 1, 1)
     share = horizon.warmup_start + (1 - horizon.warmup_start) * min(time / intervals, 1.0)
     return peak_lr * share
 
 
 def _cosine_progress(step: int, epoch: int, horizon: Horizon) -> float:
-    """0 where the cosine begins, 1 in the last epoch or, where the rate moves with every step, in the last step."""
+    """0 where the cosine begins, 1 in the last epoch or, if the rate changes at every step, in the last step."""
     if horizon.update == "epoch":
         done, length = epoch - horizon.warmup_epochs, horizon.epochs - 1 - horizon.warmup_epochs
     else:
@@ -82,12 +83,12 @@ def _cosine_progress(step: int, epoch: int, horizon: Horizon) -> float:
 
 
 def scaled_lr(lr: float, total_batch: int, reference_batch: int, scale: bool) -> float:
-    """The peak learning rate for a total batch (all ranks, accumulation included)."""
+    """The peak learning rate for a total batch (over all ranks and accumulation)."""
     return lr * total_batch / reference_batch if scale else lr
 
 
 def lr_warning(optimizer: str, peak_lr: float, total_batch: int) -> str | None:
-    """A sentence where SGD's learning rate for this total batch is far above the published recipe, else None."""
+    """A warning if SGD's learning rate for this total batch is far above the published recipe, else None."""
     published = PUBLISHED_SGD_LR * total_batch / PUBLISHED_SGD_BATCH
     ratio = peak_lr / published
     if optimizer != "sgd" or ratio <= FAR_ABOVE_PUBLISHED:
@@ -99,57 +100,48 @@ def lr_warning(optimizer: str, peak_lr: float, total_batch: int) -> str | None:
     )
 
 
-# Progressive resizing: small images first, the full size for the rest of the run.
-
-# Where `resize_epochs` is not given.
-SHARE_OF_RUN = 0.8
-
-
 def image_size(epoch: int, start: int | None, final: int, epochs_until: int, multiple: int = 32) -> int:
     """The side of the training images in an epoch: `start` in epoch 0, `final` from epoch `epochs_until` on.
 
-    Between them it grows linearly, rounded to multiples of `multiple`: every size costs a compilation, and strides
-    of a network like to divide it. `start` and `final` are taken as they are.
+    In between it grows linearly, rounded to multiples of `multiple`: every size costs a compilation, and a network's
+    strides should divide it. `start` and `final` are used as given.
     """
     assert epochs_until >= 1
     assert multiple >= 1
     if start is None or epoch >= epochs_until:
         return final
     assert start <= final
-    # In whole numbers: the same on every machine. x / epochs_until is the size; halves are rounded up.
+    # In integers, so that it is the same on every machine. x / epochs_until is the size; halves are rounded up.
     x = start * epochs_until + (final - start) * max(epoch, 0)
     rounded = (2 * x + multiple * epochs_until) // (2 * multiple * epochs_until) * multiple
     return min(max(rounded, start), final) if epoch > 0 else start
 
 
 def default_resize_epochs(epochs: int) -> int:
-    """Epochs until the full size where the config does not say."""
-    return max(1, round(SHARE_OF_RUN * epochs))
+    """Epochs until the full size if the config does not say."""
+    return max(1, round(GROWING_SHARE * epochs))
 
 
 def all_sizes(start: int | None, final: int, epochs_until: int, multiple: int = 32) -> list[int]:
-    """Every size of a run, smallest first: what the model and the memory have to bear."""
+    """Every image size of a run, smallest first."""
     return sorted({image_size(epoch, start, final, epochs_until, multiple) for epoch in range(epochs_until + 1)})
 
 
 @dataclass
 class Progress:
-    """Where a run stands, between two steps."""
+    """Where a run is, between two steps."""
 
     epoch: int = 0
     position: int = 0
     """Samples of this epoch that have been trained on, over all ranks."""
     step: int = 0
-    """Updates since the beginning, skipped ones included: the learning rate is a function of it."""
+    """Updates since the beginning, including skipped ones: the learning rate is a function of it."""
     bad_steps: int = 0
     """Skipped steps in a row."""
     micro_batch: int | None = None
-    """What fits into memory, once that was found out."""
+    """How many samples fit into the device's memory at a time; None until the first step."""
     best: float | None = None
     """Best `val/acc1` so far."""
     finished: bool = False
     origin: str | None = None
-    """The checkpoint of `--resume` that the run began from, as `identity` names it."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    """The checkpoint of `--resume` that the run began from: path, size and modification time."""

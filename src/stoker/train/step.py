@@ -1,4 +1,4 @@
-"""One update of the weights from a group of batches; survives a lack of memory and a loss that is not finite."""
+"""One update of the weights from a group of batches; survives a lack of memory and a loss that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stoker.console import Say
 from stoker.data.draws import mix_numbers
 from stoker.errors import UserError
 from stoker.train.compute import Precision
 from stoker.train.ranks import Ranks, any_rank
 
-# One update of the weights from a group of batches; survives a lack of memory and a loss that is no number.
-
-# Until every shape has been through once, a lack of memory on one rank has to be found before the ranks
-# wait for each other's gradients: the first steps add them up by hand.
+# Until every shape has been used once, a rank that runs out of memory has to be noticed before the ranks wait for each
+# other's gradients: the first steps average them by hand.
 GUARDED_STEPS = 2
 
 
 class Prepared(NamedTuple):
-    """A batch as the model takes it."""
+    """A batch on the device, as the model takes it."""
 
     inputs: Tensor
     targets: Tensor
@@ -34,19 +33,19 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one update gave; tensors stay on the device."""
+    """What one step computed; tensors stay on the device."""
 
     loss: Tensor
     outputs: list[tuple[Tensor, Prepared]]
-    """Logits of each micro-batch with what they were made of."""
+    """The logits of each micro-batch, and the micro-batch."""
     skipped: bool
-    """The loss or the gradient was no number, on some rank: the weights were left as they are."""
+    """The loss or the gradient was NaN or infinite on some rank: the weights were not changed."""
     bad_here: bool = False
-    """Whether it was this rank's loss."""
+    """Whether this rank's loss was the cause."""
 
 
 class TrainStep:
-    """Forward, backward and update, in micro-batches that fit into memory."""
+    """Forward, backward and update, in micro-batches that fit into the device's memory."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class TrainStep:
         micro_batch: int,
         clip_grad_norm: float | None,
         seed: int,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -71,37 +70,33 @@ class TrainStep:
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._seed = seed
         self.say = say
-        self.before_update: Callable[[], None] = _nothing
-        """Called when the gradients are there and the weights are about to change."""
         self._guarded = GUARDED_STEPS
         self._buffers = list(model.buffers())
         self._kept_buffers = [buffer.detach().clone() for buffer in self._buffers]
 
-    def __call__(self, batches: Sequence[Prepared], step: int) -> StepResult:
-        """Updates the weights from all these batches together."""
+    def __call__(
+        self, batches: Sequence[Prepared], step: int, *, before_update: Callable[[], None] = lambda: None
+    ) -> StepResult:
+        """Updates the weights from all these batches together; `before_update` is called just before they change."""
         _copy(self._buffers, self._kept_buffers)
         while True:
-            # A function of the step and not of what ran before: dropout is the same after a resume.
+            # A function of the step, not of what ran before: dropout is the same after a resume.
             self._seed_generators(mix_numbers(mix_numbers(self._seed, step), self.ranks.rank) >> 1)
             attempt, out_of_memory = None, False
             try:
                 attempt = self._gradients(batches)
             except torch.OutOfMemoryError:
-                # Only noted: in here the traceback still holds the tensors that took the memory.
+                # Handled below: in here the traceback still holds the tensors that take the memory.
                 out_of_memory = True
             guarded = self._guarded > 0 or self.ranks.world == 1
             if guarded and any_rank(out_of_memory, self.ranks):
                 attempt = None
-                self._take_back()
+                self._restore_buffers()
                 self._halve()
                 continue
             if out_of_memory or attempt is None:
                 raise self._memory_error()
-            return self._update(*attempt)
-
-    def expect_new_shapes(self) -> None:
-        """To be called when the images change their size: memory may run out again."""
-        self._guarded = GUARDED_STEPS
+            return self._update(*attempt, before_update)
 
     def _seed_generators(self, seed: int) -> None:
         # Not torch.manual_seed: without a GPU in use it took 365 us where this takes 2.
@@ -126,7 +121,9 @@ class TrainStep:
         assert loss_sum is not None
         return loss_sum, outputs
 
-    def _update(self, loss: Tensor, outputs: list[tuple[Tensor, Prepared]]) -> StepResult:
+    def _update(
+        self, loss: Tensor, outputs: list[tuple[Tensor, Prepared]], before_update: Callable[[], None]
+    ) -> StepResult:
         if self._guarded:
             self._guarded -= 1
             self._average_gradients()
@@ -136,22 +133,22 @@ class TrainStep:
         watched = loss
         if self._clip is not None:
             norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
-            # An overflow of float16 now and then is the scaler's business, and no reason to skip here.
+            # The scaler handles an occasional float16 overflow; it is no reason to skip here.
             watched = loss if scaler.is_enabled() else norm
         skipped = any_rank(not bool(torch.isfinite(watched)), self.ranks)  # waits for the device
-        self.before_update()
+        before_update()
         if not skipped:
             scaler.step(self.optimizer)
         else:
-            self._take_back()
+            self._restore_buffers()
             if scaler.is_enabled() and self._clip is None:
-                scaler.unscale_(self.optimizer)  # counts the infinities, without which there is no update
+                scaler.unscale_(self.optimizer)  # counts the infinities; scaler.update needs the count
         if scaler.is_enabled():
             scaler.update()
         return StepResult(loss, outputs, skipped, skipped and not bool(torch.isfinite(loss)))
 
-    def _take_back(self) -> None:
-        """Batch norm has already seen what the weights will not: one infinity would stay in its averages for good."""
+    def _restore_buffers(self) -> None:
+        """Restores batch norm's buffers, which the forward pass changed: an infinity would stay in them for good."""
         _copy(self._kept_buffers, self._buffers)
 
     def _average_gradients(self) -> None:
@@ -177,20 +174,16 @@ class TrainStep:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.say(
-            f"out of device memory: the batch now passes in pieces of {self.micro_batch} samples; "
-            "the update stays that of the whole batch (batch norm sees the pieces)"
+            f"out of device memory: each batch is now computed in pieces of {self.micro_batch} samples; "
+            "the update is still that of the whole batch (batch norm sees the pieces)"
         )
 
     def _memory_error(self) -> UserError:
         return UserError(
             "out-of-device-memory",
-            f"the device has no memory for a piece of {self.micro_batch} samples",
-            hint="img_size= smaller, gradient_checkpointing=true, or a smaller model",
+            f"the device does not have enough memory for {self.micro_batch} samples at a time",
+            hint="img_size= lower, gradient_checkpointing=true, or a smaller model",
         )
-
-
-def _nothing() -> None:
-    """Where nobody copies the weights."""
 
 
 @torch.no_grad()
@@ -206,19 +199,16 @@ def _chunks(batches: Sequence[Prepared], size: int) -> Iterator[Prepared]:
             yield Prepared(batch.inputs[piece], batch.targets[piece], batch.labels[piece], batch.mixed)
 
 
-# A training step described well enough to be traced: what it is made of, never a tensor.
-
-
 @dataclass(frozen=True)
 class TraceableStep:
-    """Everything a step needs, as functions that are called only when it is traced, on a device without memory."""
+    """A training step to be traced by a plan: functions that are called only then, on a device without memory."""
 
     build_model: Callable[[], nn.Module]
-    """On the CPU, in its final memory format; nothing moves it afterwards."""
+    """On the default device, in its final memory format."""
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     loss: Callable[[Any, Tensor], Tensor]
     make_batch: Callable[[int], Prepared]
-    """A batch of so many samples, from the bytes that arrive on the device to what the model takes."""
+    """A batch of that many samples, including the augmentation on the device."""
     batch_size: int
     precision: str = "32"
     """32, 16-mixed or bf16-mixed."""
@@ -226,7 +216,7 @@ class TraceableStep:
     accumulation: int = 1
     clip_grad_norm: float | None = None
     checkpointed: TraceableStep | None = None
-    """The same step with gradient checkpointing; None where it already checkpoints, or the model has none."""
+    """The same step with gradient checkpointing; None if it already checkpoints, or the model cannot."""
 
 
 def plain_batch(
@@ -237,10 +227,10 @@ def plain_batch(
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Callable[[int], Prepared]:
-    """A `make_batch` for data that arrives as the model takes it: no augmentation on the device.
+    """A `make_batch` for data that needs no augmentation on the device.
 
-    `sample` is the shape of one input, (3, 224, 224) or (1, 128, 128, 128); `target` that of one target of class
-    numbers, () for one label a sample. With `num_classes` targets are soft: a float for each class.
+    `sample` is the shape of one input, (3, 224, 224) or (1, 128, 128, 128); `target` that of its class numbers, () for
+    one label per sample. With `num_classes` targets are soft: a float for each class.
     """
 
     def make(batch: int) -> Prepared:

@@ -1,4 +1,18 @@
-"""One checkpoint in one file: a training state as safetensors, hashed, without pickle."""
+"""One checkpoint in one file: a training state as safetensors and JSON, hashed, without pickle.
+
+    8 bytes    length of the header
+    header     JSON: our metadata (format, two hashes, the state as JSON text), then name, type, shape and offsets
+               of every tensor
+    tensors    one after the other
+
+Any safetensors reader opens the file. The library itself neither writes nor reads it here: it cannot hash the bytes
+in the pass that moves them, nor fill in a hash afterwards, and its memory map would turn a disk error into SIGBUS.
+
+The hash in the header covers the header; the tensors' hash, which is part of the header, covers the rest.
+
+In the state's text, an object whose first key starts with `$` stands for what JSON lacks: `$tensor`, `$array` (numpy),
+`$tuple`, `$dict` (keys that are not text), `$float` (nan, inf), `$bytes`.
+"""
 
 from __future__ import annotations
 
@@ -21,45 +35,113 @@ import xxhash
 from stoker.errors import UserError
 from stoker.files import atomic_file
 
-# A training state as one JSON text and a table of named tensors, and back.
-#
-# What JSON lacks is marked by an object with one key that starts with `$`:
-# `$tensor`, `$array` (numpy), `$tuple`, `$dict` (keys that are not text), `$float` (nan, inf), `$bytes`.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+FORMAT = "stoker checkpoint 1"
+NO_HASH = "0" * 32
+OPENING = f'{{"__metadata__":{{"format":"{FORMAT}","header_xxh3_128":"'.encode()
+BETWEEN = b'","tensors_xxh3_128":"'
+HEADER_HASH = slice(8 + len(OPENING), 8 + len(OPENING) + 32)
+TENSORS_HASH = slice(HEADER_HASH.stop + len(BETWEEN), HEADER_HASH.stop + len(BETWEEN) + 32)
+# safetensors' own limit; the header of ResNet-50 with optimizer and EMA takes 0.1 MB.
+LARGEST_HEADER = 100_000_000
+MOST_DIMENSIONS = 64
+
+Stop = Callable[[str], None]
+"""Called at named points of a save; tests kill the process there."""
+TensorTable = dict[str, tuple[torch.dtype, tuple[int, ...], int]]
+"""Type, shape and bytes by name, in the order of the file."""
+
+
+def no_stop(point: str) -> None:
+    """The `Stop` of every real save."""
+
+
+class CheckpointCorrupt(UserError):
+    """A checkpoint whose content cannot be trusted; names the file and what is wrong with it."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(
+            "checkpoint-corrupt",
+            f"{path} {what}",
+            why="none of it was loaded: a wrong weight would spoil the run unnoticed",
+            hint="delete the file; the same command then resumes from the checkpoint before it",
+        )
+        self.path = path
 
 
 @dataclass(frozen=True)
 class FlatState:
-    """A state taken apart; equal to it until one of its tensors changes."""
+    """A state taken apart without copying: later changes to its tensors show here too."""
 
     text: str
-    """The tree as JSON, with names where tensors stood."""
+    """The tree as JSON, with names in place of tensors."""
     tensors: dict[str, torch.Tensor]
-    """Every tensor once, also where it stood in the tree twice (tied weights)."""
+    """Every tensor once, even if the tree holds it twice (tied weights)."""
 
 
 def flatten(state: Mapping[Any, Any] | FlatState) -> FlatState:
-    """The state as text and tensors, without copying any; a mapping of another kind comes back as a dict."""
+    """The state as text and tensors; mappings of any kind are read back as dicts."""
     if isinstance(state, FlatState):
         return state
-    taking = _Taking()
-    tree = taking.encode(state, "")
-    return FlatState(json.dumps(tree, separators=(",", ":"), allow_nan=False), taking.tensors)
+    flattening = _Flattening()
+    tree = flattening.encode(state, "")
+    return FlatState(json.dumps(tree, separators=(",", ":"), allow_nan=False), flattening.tensors)
 
 
 def rebuild(text: str, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """The state that was flattened; tensors that were one are one again. Raises ValueError where it makes no sense."""
+    """The state that was flattened; tied tensors are one tensor again. Raises ValueError if the text makes no sense."""
     state = _decode(json.loads(text), tensors)
     if not isinstance(state, dict):
-        raise ValueError("the state is no dict")
+        raise ValueError("the state is not a dict")
     return state
 
 
-def plain_part(text: str) -> dict[Any, Any]:
-    """The same tree with None where a tensor stood."""
-    return rebuild(text, _Absent())
+def write_checkpoint(
+    path: Path,
+    state: Mapping[Any, Any] | FlatState,
+    *,
+    stop: Stop = no_stop,
+    before_rename: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes the whole state to `path`, or leaves the old file untouched."""
+    flat = flatten(state)
+    stop("before temp")
+    with atomic_file(path, "wb") as stream:
+        _write_to(stream, flat, stop)
+        before_rename()
+        stop("before rename")
+    stop("after rename")
 
 
-# Both are asked for every tensor of every save, while the loop stands still; a model has few shapes.
+def read_checkpoint(path: Path) -> dict[Any, Any]:
+    """The state as it was saved, every bit checked, its tensors on the CPU."""
+    with _opened(path) as stream:
+        text, table, tensors_hash = _read_header(stream, path)
+        tensors = {}
+        digest = xxhash.xxh3_128()
+        for name, (dtype, shape, size) in table.items():
+            data = _memory_for(size, path)
+            view = memoryview(data.numpy())  # type: ignore[arg-type]
+            if stream.readinto(view) != size:  # type: ignore[attr-defined]
+                raise CheckpointCorrupt(path, f"ends within {name}")
+            digest.update(view)
+            with _checking_content(path):
+                tensors[name] = data.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        if digest.hexdigest() != tensors_hash:
+            raise CheckpointCorrupt(path, "holds tensors that differ from what was saved (hash mismatch)")
+    with _checking_content(path):
+        return rebuild(text, tensors)
+
+
+# Both are called for every tensor of every save while the loop waits; a model has few distinct shapes.
 @lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a tensor of this shape in plain (C) order, as torch gives them."""
@@ -73,7 +155,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements fill one stretch of memory without holes or overlaps, in whatever order."""
+    """Whether the elements fill one stretch of memory without holes or overlaps, in any order."""
     expected = 1
     for stride, size in sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] != 1):
         if stride != expected:
@@ -82,21 +164,8 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-class _Absent(Mapping[str, Any]):
-    """Stands for every tensor when only the rest is wanted."""
-
-    def __getitem__(self, name: str) -> None:
-        return None
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
-class _Taking:
-    """One walk over a state."""
+class _Flattening:
+    """One walk over a state, collecting its tensors."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -108,7 +177,7 @@ class _Taking:
         if value is None or isinstance(value, bool | int | str):
             return value
         if isinstance(value, float):
-            # repr, which json uses, gives back the same bits for every finite float.
+            # json writes repr, which gives back the same bits for every finite float.
             return value if math.isfinite(value) else {"$float": repr(float(value))}
         if isinstance(value, Mapping):
             return self._encode_mapping(value, path)
@@ -131,11 +200,13 @@ class _Taking:
 
     def _encode_tensor(self, tensor: torch.Tensor, path: str) -> Any:
         if tensor.layout != torch.strided:
-            raise TypeError(f"{path.lstrip('.')} is a tensor of layout {tensor.layout}: only dense ones can be saved")
+            raise TypeError(
+                f"{path.lstrip('.')} is a tensor of layout {tensor.layout}: only dense tensors can be saved"
+            )
         shape, strides = tensor.shape, tensor.stride()
         if strides == contiguous_strides(shape) or not is_dense(shape, strides):
             return {"$tensor": self._name_of(tensor, path)}
-        # channels_last must come back as channels_last: the kernels that it selects round differently.
+        # channels_last must be restored as channels_last: the kernels it selects round differently.
         return {"$tensor": self._name_of(tensor, path), "strides": list(strides)}
 
     def _name_of(self, tensor: torch.Tensor, path: str) -> str:
@@ -144,7 +215,7 @@ class _Taking:
             return self._known[place]
         name = wanted = path.lstrip(".") or "state"
         number = 1
-        # {"a.b": x} and {"a": {"b": y}} lead to the same path; the format keeps one name for itself.
+        # {"a.b": x} and {"a": {"b": y}} have the same path; and safetensors reserves one name.
         while name in self.tensors or name == "__metadata__":
             number += 1
             name = f"{wanted}~{number}"
@@ -161,115 +232,49 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     mark = next(iter(value), "")
     if not mark.startswith("$"):
         return {key: _decode(item, tensors) for key, item in value.items()}
-    if mark not in _READERS:
-        raise ValueError(f"unknown mark {mark}")
-    return _READERS[mark](value, tensors)
+    content = value[mark]
+    match mark:
+        case "$tensor":
+            return _with_strides(tensors[content], value.get("strides"))
+        case "$array":
+            return tensors[content].numpy().reshape(value["shape"])
+        case "$tuple":
+            return tuple(_decode(item, tensors) for item in content)
+        case "$dict":
+            return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
+        case "$float":
+            return float(content)
+        case "$bytes":
+            return base64.b64decode(content, validate=True)
+    raise ValueError(f"unknown mark {mark}")
 
 
-def _tensor(mark: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    tensor, strides = tensors[mark["$tensor"]], mark.get("strides")
-    if tensor is None or strides is None or tensor.stride() == tuple(strides):
+def _with_strides(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
+    if strides is None or tensor.stride() == tuple(strides):
         return tensor
     if not is_dense(tensor.shape, tuple(strides)):
         raise ValueError(f"impossible strides {strides}")
-    # The storage is swapped and not the object: every place that shares this tensor sees the same one.
-    ordered = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    # Swaps the storage and keeps the object, so that tied tensors stay one object.
+    ordered = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
     return tensor.set_(ordered.untyped_storage(), 0, ordered.shape, ordered.stride())
 
 
-def _array(mark: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    tensor = tensors[mark["$array"]]
-    return None if tensor is None else tensor.cpu().numpy().reshape(mark["shape"])
-
-
-_READERS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
-    "$tensor": _tensor,
-    "$array": _array,
-    "$tuple": lambda mark, tensors: tuple(_decode(item, tensors) for item in mark["$tuple"]),
-    "$dict": lambda mark, tensors: {_decode(key, tensors): _decode(item, tensors) for key, item in mark["$dict"]},
-    "$float": lambda mark, _: float(mark["$float"]),
-    "$bytes": lambda mark, _: base64.b64decode(mark["$bytes"], validate=True),
-}
-
-
-# One checkpoint in one file: safetensors, hashed, without pickle.
-#
-#     8 bytes    length of the header
-#     header     JSON: our metadata (format, two hashes, the state as JSON text), then name, type, shape and place
-#                of every tensor
-#     tensors    one after the other
-#
-# Any reader of safetensors opens it. The header's hash covers the header, and the tensors' hash, which stands in the
-# header, covers the rest: `peek` is sure of what it says without reading the tensors.
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-FORMAT = "stoker checkpoint 1"
-NO_HASH = "0" * 32
-OPENING = f'{{"__metadata__":{{"format":"{FORMAT}","header_xxh3_128":"'.encode()
-BETWEEN = b'","tensors_xxh3_128":"'
-HEADER_HASH = slice(8 + len(OPENING), 8 + len(OPENING) + 32)
-TENSORS_HASH = slice(HEADER_HASH.stop + len(BETWEEN), HEADER_HASH.stop + len(BETWEEN) + 32)
-# safetensors' own limit; a header of ResNet-50 with optimizer and EMA has 0.1 MB.
-LARGEST_HEADER = 100_000_000
-MOST_DIMENSIONS = 64
-
-Stop = Callable[[str], None]
-"""Called at named points of a save; tests end the process there."""
-
-
-def no_stop(point: str) -> None:
-    """The `Stop` of every real save."""
-
-
-class CheckpointCorrupt(UserError):
-    """A checkpoint whose content cannot be trusted: names the file and what is wrong with it."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        super().__init__(
-            "checkpoint-corrupt",
-            f"{path} {what}",
-            why="nothing of it was used: a wrong weight would spoil the run without a sign",
-            hint="remove the file, and the same command goes on from the checkpoint before it",
-        )
-        self.path = path
-        self.what = what
-
-
-def write_checkpoint(path: Path, state: Mapping[Any, Any] | FlatState, *, stop: Stop = no_stop) -> int:
-    """The whole state under `path`, or the old file untouched; returns the size in bytes."""
-    flat = flatten(state)
-    stop("before temp")
-    with atomic_file(path, "wb") as stream:
-        size = write_to(stream, flat, stop=stop)
-        stop("before rename")
-    stop("after rename")
-    return size
-
-
-def write_to(stream: BinaryIO, flat: FlatState, *, stop: Stop = no_stop) -> int:
-    """Writes a state to an empty file and waits until the disk has it; returns the size in bytes."""
+def _write_to(stream: BinaryIO, flat: FlatState, stop: Stop) -> None:
+    """Writes a state to an empty file and waits until it is on the disk."""
     header, names = _header_of(flat)
     total = sum(tensor.nbytes for tensor in flat.tensors.values())
     stream.write(header)
-    digest, written, half_told = xxhash.xxh3_128(), 0, False
+    digest, written, past_half = xxhash.xxh3_128(), 0, False
     for name in names:
         data = _bytes_of(flat.tensors[name])
         digest.update(data)
         stream.write(data)
         written += len(data)
-        if written * 2 >= total and not half_told:
-            half_told = True
+        if written * 2 >= total and not past_half:
+            past_half = True
             stream.flush()
             stop("half of temp")
-    # One pass over the tensors: the hashes are filled in when they are known.
+    # One pass over the tensors: the hashes are filled in once they are known.
     header[TENSORS_HASH] = digest.hexdigest().encode()
     header[HEADER_HASH] = xxhash.xxh3_128(header).hexdigest().encode()
     stream.seek(0)
@@ -277,55 +282,14 @@ def write_to(stream: BinaryIO, flat: FlatState, *, stop: Stop = no_stop) -> int:
     stream.flush()
     os.fsync(stream.fileno())
     stop("after temp")
-    return len(header) + total
-
-
-def read_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[Any, Any]:
-    """The state as it was saved, every bit checked.
-
-    Random number states belong on the CPU, and `load_state_dict` moves the rest: mostly "cpu" is right.
-    """
-    with _opened(path) as stream:
-        header = _read_header(stream, path)
-        tensors = {}
-        digest = xxhash.xxh3_128()
-        for name, (dtype, shape, size) in header.tensors.items():
-            data = _memory_for(size, path)
-            view = memoryview(data.numpy())  # type: ignore[arg-type]
-            if stream.readinto(view) != size:  # type: ignore[attr-defined]
-                raise CheckpointCorrupt(path, f"ends within {name}")
-            digest.update(view)
-            with _made_by_us(path):
-                tensors[name] = data.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-        if digest.hexdigest() != header.tensors_hash:
-            raise CheckpointCorrupt(path, "holds tensors that differ from what was saved (their hash does not match)")
-    moved = {name: tensor.to(map_location) for name, tensor in tensors.items()}
-    with _made_by_us(path):
-        return rebuild(header.text, moved)
-
-
-def peek(path: Path) -> dict[Any, Any]:
-    """The state without its tensors (None stands for each): config, progress, metrics, without reading weights."""
-    with _opened(path) as stream:
-        header = _read_header(stream, path)
-    with _made_by_us(path):
-        return plain_part(header.text)
-
-
-@dataclass(frozen=True)
-class _Header:
-    text: str
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
-    """Type, shape and bytes by name, in the order of the file."""
-    tensors_hash: str
 
 
 def _header_of(flat: FlatState) -> tuple[bytearray, list[str]]:
-    """Length and header without the hashes, and the names in the order in which their tensors must follow."""
+    """Length and header, its hashes still zero, and the names in the order in which the tensors must follow."""
     for name, tensor in flat.tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name} has type {tensor.dtype}, which the format cannot hold")
-    # Wide types first: each tensor is aligned then, and the format allows no gaps.
+            raise TypeError(f"{name} has type {tensor.dtype}, which safetensors cannot hold")
+    # Wide types first, so that every tensor is aligned: the format allows no gaps.
     names = sorted(flat.tensors, key=lambda name: -flat.tensors[name].element_size())
     metadata = {"format": FORMAT, "header_xxh3_128": NO_HASH, "tensors_xxh3_128": NO_HASH, "state": flat.text}
     document: dict[str, Any] = {"__metadata__": metadata}
@@ -345,8 +309,8 @@ def _header_of(flat: FlatState) -> tuple[bytearray, list[str]]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    # numpy puts channels_last in order, and not torch: in the thread that writes, that would start a second team of
-    # threads beside the loop's. As whole numbers, because numpy does not know bfloat16.
+    # numpy reorders channels_last, not torch: in the writer thread, torch would start a second team of threads beside
+    # the loop's. As whole numbers, because numpy does not know bfloat16.
     whole_numbers = tensor.detach().cpu().view(WHOLE_NUMBERS[tensor.element_size()]).numpy()
     return memoryview(np.ascontiguousarray(whole_numbers).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
@@ -355,12 +319,12 @@ def _memory_for(size: int, path: Path) -> torch.Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8)
     except RuntimeError as error:
-        raise UserError("checkpoint-unreadable", f"{path} holds a tensor of {size} bytes: too much memory") from error
+        raise UserError("checkpoint-unreadable", f"{path}: no memory for a tensor of {size:,} bytes") from error
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The file, with what the disk says in a user's words."""
+    """The open file; what goes wrong with the disk is raised as an error for users."""
     try:
         with path.open("rb") as stream:
             yield stream
@@ -371,61 +335,63 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _made_by_us(path: Path) -> Iterator[None]:
-    """Hashes that fit around content that makes no sense: somebody else made the file."""
+def _checking_content(path: Path) -> Iterator[None]:
+    """For content that makes no sense although the hashes match: not written by stoker, or forged."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
         raise CheckpointCorrupt(path, f"makes no sense: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _read_header(stream: BinaryIO, path: Path) -> _Header:
+def _read_header(stream: BinaryIO, path: Path) -> tuple[str, TensorTable, str]:
+    """The state's text, the table of tensors and their hash; leaves the stream at the first tensor."""
     size = os.fstat(stream.fileno()).st_size
     start = stream.read(8 + len(OPENING))
     if start[8:] != OPENING:
         raise CheckpointCorrupt(path, _what_else(start, size))
     length = int.from_bytes(start[:8], "little")
-    # Before anything is allocated: the length is whatever the file says.
+    # Checked before anything is allocated: the length is whatever the file says.
     if not TENSORS_HASH.stop - 8 < length <= min(size - 8, LARGEST_HEADER):
-        raise CheckpointCorrupt(path, f"announces a header of {length} bytes and has {size} bytes in all")
+        raise CheckpointCorrupt(path, f"says its header has {length} bytes; the file has {size}")
     raw = bytearray(start + stream.read(8 + length - len(start)))
     if len(raw) != 8 + length:
         raise CheckpointCorrupt(path, "ends within its header")
-    said = raw[HEADER_HASH].decode("ascii", "replace")
+    expected = raw[HEADER_HASH].decode("ascii", "replace")
     raw[HEADER_HASH] = NO_HASH.encode()
-    if xxhash.xxh3_128(raw).hexdigest() != said:
-        raise CheckpointCorrupt(path, "holds a header that differs from what was saved (its hash does not match)")
-    with _made_by_us(path):
+    if xxhash.xxh3_128(raw).hexdigest() != expected:
+        raise CheckpointCorrupt(path, "holds a header that differs from what was saved (hash mismatch)")
+    with _checking_content(path):
         document = json.loads(raw[8:])
         metadata = document.pop("__metadata__")
         text, tensors_hash = metadata["state"], metadata["tensors_xxh3_128"]
-        tensors, end = _checked_table(document)
+        table, end = _checked_table(document)
     if 8 + length + end != size:
         raise CheckpointCorrupt(path, f"has {size} bytes and must have {8 + length + end}")
-    return _Header(text, tensors, tensors_hash)
+    return text, table, tensors_hash
 
 
-def _checked_table(document: dict[str, Any]) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], int]], int]:
-    """The tensors in the order of the file, and where the last one ends; ValueError for a table that lies."""
-    tensors, position = {}, 0
+def _checked_table(document: dict[str, Any]) -> tuple[TensorTable, int]:
+    """The table of tensors, and where the last one ends; ValueError if it contradicts itself."""
+    table: TensorTable = {}
+    position = 0
     for name, entry in sorted(document.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if len(shape) > MOST_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, end)):
             raise ValueError(f"{name} has an impossible shape")
         if start != position or end - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} is not where it must be")
-        tensors[name] = (dtype, tuple(shape), end - start)
+            raise ValueError(f"{name} is not at the offset it must have")
+        table[name] = (dtype, tuple(shape), end - start)
         position = end
-    return tensors, position
+    return table, position
 
 
 def _what_else(start: bytes, size: int) -> str:
     if size == 0:
         return "is empty"
     if start.startswith(b"PK"):
-        return "is a zip file, as torch.save writes it: it can carry code, and is not opened"
+        return "is a zip file, as torch.save writes it: it could run code, so it is not opened"
     if start.startswith(b"\x80"):
-        return "is a pickle: it can carry code, and is not opened"
+        return "is a pickle: it could run code, so it is not opened"
     if len(start) < 8 + len(OPENING) and start[8:] == OPENING[: len(start) - 8]:
         return f"ends after {size} bytes"
-    return "is no checkpoint of this version of stoker"
+    return "is not a checkpoint of this version of stoker"

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from stoker.data.engines.buffers import BufferPool, SharedSlots
-from stoker.data.images.decoding import choose_decoder
+from stoker.data.images.calibration import choose_decoder
 from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import all_samples
 from stoker.data.loader import Engine, ImageLoader, LoaderOptions

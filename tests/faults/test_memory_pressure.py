@@ -26,7 +26,7 @@ group, guarded, engine, folder = Path(sys.argv[1]), sys.argv[2] == "guarded", sy
 
 def main():
     (group / "cgroup.procs").write_text(str(os.getpid()))
-    from stoker.data.images.decoding import choose_decoder
+    from stoker.data.images.calibration import choose_decoder
     from stoker.data.images.opening import open_index
     from stoker.data.images.sample_index import all_samples
     from stoker.data.loader import ImageLoader, LoaderOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.images.decoding import choose_decoder
+from stoker.data.images.calibration import choose_decoder
 from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import all_samples
 from stoker.data.loader import ImageLoader, LoaderOptions

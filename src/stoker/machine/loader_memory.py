@@ -178,7 +178,7 @@ def run_loaders(job: dict[str, Any], _parent: Parent) -> dict[str, Any]:
     # Imported here: whoever only reads remembered figures needs none of this.
     import torch
 
-    from stoker.data.images.decoding import choose_decoder
+    from stoker.data.images.calibration import choose_decoder
     from stoker.data.images.opening import open_index
     from stoker.data.images.sample_index import all_samples
     from stoker.data.loader import LoaderOptions

@@ -12,9 +12,9 @@ import numpy as np
 from stoker.config import Config
 from stoker.console import Advance, Say
 from stoker.data.engines.making import BatchPlan
-from stoker.data.images.calibration import CalibrationResult
+from stoker.data.images.calibration import CalibrationResult, choose_decoder
 from stoker.data.images.crops import CentreCrop, CropRange, RandomCrop, View
-from stoker.data.images.decoding import Decoding, choose_decoder
+from stoker.data.images.decoding import Decoding
 from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
 from stoker.data.images.subset import Subset, choose_subset, subset_record

@@ -11,9 +11,9 @@ import pytest
 
 from stoker.child import Parent
 from stoker.data.images import calibration
-from stoker.data.images.calibration import CalibrationResult, choose_fastest, measure
+from stoker.data.images.calibration import CalibrationResult, choose_decoder, choose_fastest, measure
 from stoker.data.images.decoders import available_decoders
-from stoker.data.images.decoding import Decoding, choose_decoder
+from stoker.data.images.decoding import Decoding
 from tests.conftest import PROJECT
 from tests.support import decoder_trials as trials
 from tests.support import images

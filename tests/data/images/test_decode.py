@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from stoker.data.images.calibration import choose_decoder
 from stoker.data.images.decoders import DECODERS, available_decoders
-from stoker.data.images.decoding import Decoding, choose_decoder, stored_box, turned
+from stoker.data.images.decoding import Decoding, stored_box, turned
 from stoker.data.images.headers import BadImage, Box
 from stoker.errors import UserError
 from tests.support import images

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -16,8 +16,10 @@ import numpy as np
 from stoker.child import ChildDied, ChildFailed, ChildTooSlow, Parent, call
 from stoker.data.draws import sample_keys
 from stoker.data.images.crops import CropRange, draw_crops
-from stoker.data.images.decoding import Decoding
+from stoker.data.images.decoders import available_decoders
+from stoker.data.images.decoding import MAX_PIXELS, Decoding
 from stoker.data.images.headers import BadImage, Box, ImageHeader
+from stoker.errors import UserError
 from stoker.files import remember
 from stoker.run.environment import describe_host
 
@@ -42,6 +44,24 @@ class CalibrationResult:
     """Per image on one core, for each decoder that decoded all files; empty if nothing was measured."""
     remembered: bool
     """Whether the figures were measured by an earlier run."""
+
+
+def choose_decoder(
+    wanted: str, sample_files: Callable[[], list[bytes]], size: int, *, max_pixels: int = MAX_PIXELS
+) -> tuple[Decoding, CalibrationResult | None]:
+    """The decoder of that name; for 'auto' the fastest on these files at this crop size, with the measurements."""
+    available = list(available_decoders())
+    if wanted == "auto":
+        result = choose_fastest(available, sample_files(), size, max_pixels)
+        return Decoding(result.choice, max_pixels), result
+    if wanted not in available:
+        raise UserError(
+            "decoder-missing",
+            f"decoder: {wanted} is not installed, or does not work on this machine",
+            why=f"available decoders: {', '.join(available)}",
+            hint="decoder=auto picks the fastest of these",
+        )
+    return Decoding(wanted, max_pixels), None
 
 
 def choose_fastest(available: Sequence[str], files: Sequence[bytes], size: int, max_pixels: int) -> CalibrationResult:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from stoker.data.images.decoders import PILLOW, Refused, available_decoders, load_decoder
+from stoker.data.images.decoders import PILLOW, Refused, load_decoder
 from stoker.data.images.headers import Box, Bytes, ImageHeader, read_header
-from stoker.errors import UserError
-
-if TYPE_CHECKING:
-    from stoker.data.images.calibration import CalibrationResult
 
 Interpolation = Literal["bilinear", "bicubic"]
 Slot = NDArray[np.uint8]
@@ -91,26 +86,6 @@ class Decoding:
             except Refused:
                 pass
         return PILLOW.region(data, header, box, scale)
-
-
-def choose_decoder(
-    wanted: str, sample_files: Callable[[], list[bytes]], size: int, *, max_pixels: int = MAX_PIXELS
-) -> tuple[Decoding, CalibrationResult | None]:
-    """The decoder of that name; for 'auto' the fastest on these files at this crop size, with the measurements."""
-    available = list(available_decoders())
-    if wanted == "auto":
-        from stoker.data.images import calibration  # imported here because it measures this module
-
-        result = calibration.choose_fastest(available, sample_files(), size, max_pixels)
-        return Decoding(result.choice, max_pixels), result
-    if wanted not in available:
-        raise UserError(
-            "decoder-missing",
-            f"decoder: {wanted} is not installed, or does not work on this machine",
-            why=f"available decoders: {', '.join(available)}",
-            hint="decoder=auto picks the fastest of these",
-        )
-    return Decoding(wanted, max_pixels), None
 
 
 def _has_end(data: Bytes) -> bool:

@@ -56,7 +56,7 @@ def test_two_runs_go_into_a_page_of_their_own(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_run_without_a_clock_says_what_its_page_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(write_run(tmp_path / "run", clock=False))]) == 0
-    assert "clock.jsonl has no steps yet" in capsys.readouterr().err
+    assert "clock.jsonl has no steps:" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

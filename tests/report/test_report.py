@@ -102,7 +102,7 @@ def test_a_run_without_a_clock_says_what_is_missing(tmp_path: Path) -> None:
     run = read(write_run(tmp_path / "run", clock=False))
     assert (run["parts"], run["timeline"], run["verdict"], run["split"]) == ({}, {}, None, False)
     assert run["epochs"]["images_per_second"] == [pytest.approx(640)] * 3
-    assert [text for text in run["missing"] if "clock.jsonl has no steps yet" in text]
+    assert [text for text in run["missing"] if "clock.jsonl has no steps:" in text]
 
 
 def test_what_is_broken_is_passed_over_and_counted(tmp_path: Path) -> None:

@@ -9,27 +9,25 @@ import typer
 
 from stoker.commands.options import JsonOption
 
-RunArgument = Annotated[
-    Path,
-    # Not checked here: our own error names the runs that exist.
-    typer.Argument(
-        metavar="RUN",
-        readable=False,
-        help="Run folder, its name under runs/, or the folder of stoker.watch().",
-        show_default=False,
-    ),
-]
-
 
 def register(app: typer.Typer) -> None:
     app.command(epilog="Example: stoker report runs/rsb_a3 --open")(report)
 
 
 def report(
-    run: RunArgument,
+    run: Annotated[
+        Path,
+        # Not checked here: our own error names the runs that exist.
+        typer.Argument(
+            metavar="RUN",
+            readable=False,
+            help="Run folder, its name under runs/, or the folder of stoker.watch().",
+            show_default=False,
+        ),
+    ],
     run2: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN2]", readable=False, help="A second run to compare with.", show_default=False),
+        typer.Argument(metavar="RUN2", readable=False, help="A second run to compare with.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,

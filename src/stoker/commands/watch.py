@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stoker.commands.options import JsonOption
-from stoker.commands.report import RunArgument
 
 
 def register(app: typer.Typer) -> None:
@@ -15,7 +15,10 @@ def register(app: typer.Typer) -> None:
 
 
 def watch(
-    run: RunArgument,
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", readable=False, help="Run folder, or its name under runs/.", show_default=False),
+    ],
     once: Annotated[bool, typer.Option("--once", help="Show the current state once and exit.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Serve a live page on this machine; prints its URL.")] = False,
     port: Annotated[int, typer.Option(help="With --web: port on 127.0.0.1; 0 picks a free one.", min=0, max=65535)] = 0,

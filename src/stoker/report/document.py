@@ -140,12 +140,12 @@ class RunReader:
     def _missing(self, steps: Sequence[Record]) -> list[str]:
         found = []
         if not self._metrics.exists:
-            found.append("metrics.jsonl does not exist: the run has not written anything yet.")
+            found.append("metrics.jsonl does not exist: the run has not written anything.")
         elif not steps:
-            found.append("metrics.jsonl has no steps yet.")
+            found.append("metrics.jsonl has no steps.")
         if not self._clock.records.intervals:
             found.append(
-                "clock.jsonl has no steps yet: where their time goes, what the workers do and the verdict are missing."
+                "clock.jsonl has no steps: where their time goes, what the workers do and a verdict are missing."
             )
         elif self._no_verdict is not None:
             found.append(clip(f"verdict: {self._no_verdict}"))

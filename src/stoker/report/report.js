@@ -7,6 +7,8 @@ const has = (columns, name) => columns && columns[name] && columns[name].some(kn
 const heading = (id, text, ...more) => [el("h2", { id: `${id}-title` }, text), ...more];
 const soft = (...children) => el("p", { class: "soft" }, ...children);
 const card = (...children) => el("div", { class: "card" }, ...children);
+/* A key such as num_workers at the start of a sentence keeps its spelling. */
+const capital = (text) => /^[a-z]+\s/.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
 const value = (item) => item === null || item === undefined ? "null" : Array.isArray(item) ? `[${item.map(value).join(", ")}]` : String(item);
 
 function table(header, rows, numbers = []) {
@@ -20,8 +22,8 @@ const named = (runs, run) => runs.length > 1 ? [el("h3", null, run.label)] : [];
 /* The verdict as a headline, and the text after its colon as the paragraph below. */
 function headline(run) {
   const line = sentence(run), colon = line.indexOf(": ");
-  if (colon < 0 || colon > 90) return [line, null];
-  return [`${line[0].toUpperCase()}${line.slice(1, colon)}.`, line.slice(colon + 2)];
+  if (colon < 0 || colon > 90) return [capital(line), null];
+  return [`${capital(line.slice(0, colon))}.`, capital(line.slice(colon + 2))];
 }
 function sentence(run) {
   if (run.verdict && run.verdict.line) return run.verdict.line;
@@ -78,9 +80,9 @@ const sections = {
 
   findings: (doc) => [...heading("findings", "What to do"), ...doc.runs.map((run) => {
     const list = run.findings.length ? el("ol", { class: "findings" }, run.findings.map((finding) => el("li", { class: "card" },
-      el("div", null, el("div", { class: "what" }, finding.message), finding.fix && el("code", { class: "fix" }, finding.fix), el("span", { class: "id mono" }, finding.id)),
+      el("div", null, el("div", { class: "what" }, capital(finding.message)), finding.fix && el("code", { class: "fix" }, finding.fix), el("span", { class: "id mono" }, finding.id)),
       finding.speedup && el("div", { class: "gain" }, `${digits(finding.speedup.expected, 3)}×`, el("small", null, `${digits(finding.speedup.low, 3)}–${digits(finding.speedup.high, 3)}`)))))
-      : soft(run.verdict ? "The checks found nothing to change." : "No verdict yet: the checks need the step times that a run records in clock.jsonl.");
+      : soft(run.verdict ? "The checks found nothing to change." : "No verdict: the checks need the step times that a run records in clock.jsonl.");
     return doc.runs.length > 1 ? el("div", null, el("p", null, el("strong", null, run.label)), list) : list;
   })],
 
@@ -181,7 +183,7 @@ const sections = {
 };
 
 function perRun(doc, id, title, make) {
-  const made = doc.runs.map((run) => [run, make(run)]).filter(([, content]) => content);
+  const made = doc.runs.map((run) => [run, make(run)]).filter(([, content]) => Array.isArray(content) ? content.some(Boolean) : content);
   return made.length ? [...heading(id, title), ...made.map(([run, content]) => card(...named(doc.runs, run), content))] : null;
 }
 function curves(doc, part, x, names) {

@@ -160,7 +160,7 @@ def _memory(columns: dict[str, Any]) -> str:
         "process_bytes": "process",
         "device_bytes": "device",
         "shm_used_bytes": "shared",
-        "available_bytes": "free",
+        "available_bytes": "available",
     }
     newest = {name: next((v for v in reversed(columns.get(name, [])) if v is not None), None) for name in names}
     return "   ".join(f"{names[name]} {value / 1e9:.2f} GB" for name, value in newest.items() if value is not None)

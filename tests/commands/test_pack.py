@@ -235,7 +235,7 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 def workers_of(pid: int) -> list[int]:
     """The processes that encode, without Python's own helper."""
-    return [child for child in children_of(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in children_of(pid) if b"make_shards" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("how", ["kill -9", "Ctrl-C", "kill -9 a worker"])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,7 +91,6 @@ def measure_loader_memory(
     *,
     images: Path | None = None,
     decoder: str = "auto",
-    modules: Sequence[str] = (),
     measure: bool = True,
     remember: bool = True,
 ) -> LoaderMemory:
@@ -99,8 +98,7 @@ def measure_loader_memory(
 
     With `measure=False` it returns at once, with the figures of an earlier call or else STATED.
 
-    `images` is a folder of class folders; None generates some. `modules` are imported first: whatever else the
-    process that loads has imported.
+    `images` is a folder of class folders; None generates some.
     """
 
     def measure_now() -> dict[str, Any] | None:
@@ -109,14 +107,14 @@ def measure_loader_memory(
         few, more = (FEW_WORKERS, PREFETCH, BATCH), (MORE_WORKERS, PREFETCH, BATCH)
         try:
             with (
-                start_trial("thread", [more], images=images, decoder=decoder, modules=modules) as threads,
-                start_trial("process", [few, more], images=images, decoder=decoder, modules=modules) as processes,
+                start_trial("thread", [more], images=images, decoder=decoder) as threads,
+                start_trial("process", [few, more], images=images, decoder=decoder) as processes,
             ):
                 return asdict(parts_of(trial_of(threads), trial_of(processes)))
         except LoaderMemoryUnknown:
             return None
 
-    key = _key(images, decoder, modules)
+    key = _key(images, decoder)
     found = remember_figures(CACHE_FILE, key, measure_now, _usable) if remember else measure_now()
     return STATED if found is None else LoaderMemory(**found)
 
@@ -128,12 +126,11 @@ def start_trial(
     size: int = SIZE,
     images: Path | None = None,
     decoder: str = "auto",
-    modules: Sequence[str] = (),
 ) -> Child:
     """Starts a process that runs a loader for each (workers, prefetch, batch)."""
     job = {
         "engine": engine, "cells": list(cells), "size": size, "images": None if images is None else str(images),
-        "decoder": decoder, "modules": list(modules),
+        "decoder": decoder,
     }  # fmt: skip
     try:
         return Child(run_loaders, job, timeout_s=TRIAL_TIMEOUT_S)
@@ -185,8 +182,6 @@ def run_loaders(job: dict[str, Any], _parent: Parent) -> dict[str, Any]:
     from stoker.machine.loader_speed import repeated
 
     torch.set_num_threads(1)
-    for module in job["modules"]:
-        import_module(module)
     with tempfile.TemporaryDirectory(prefix="stoker-memory-") as name:
         images = job["images"] or generate_images(Path(name) / "images")
         samples = all_samples(open_index(str(images), "", index_dir=Path(name) / "index"))
@@ -261,12 +256,12 @@ def generate_images(folder: Path, shape: tuple[int, int, int] = GENERATED_SHAPE)
     return folder
 
 
-def _key(images: Path | None, decoder: str, modules: Sequence[str]) -> str:
+def _key(images: Path | None, decoder: str) -> str:
     versions = []
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
-    what = [f"format {FORMAT}", platform.platform(), platform.python_version(), *versions, decoder, *modules]
+    what = [f"format {FORMAT}", platform.platform(), platform.python_version(), *versions, decoder]
     return ", ".join([*what, "generated" if images is None else str(images)])
 
 

@@ -39,8 +39,6 @@ TORCH_WORKER_BYTES = 245_000_000
 # A validation loader takes the same again where workers persist, and the page cache wants as much to be of any use.
 RISKY_TIMES = 3
 
-# What a training process has imported besides the loader, for `measure_loader_memory(modules=...)`.
-TRAINING_MODULES = ("timm", "stoker.train.loop")
 
 Verdict = Literal["safe", "risky", "refused"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import stat
 import time
@@ -22,6 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from stoker.child import ChildDied, share_out
 from stoker.console import Advance
 from stoker.data.images.pack.folder import (
     PackFolder,
@@ -30,12 +32,10 @@ from stoker.data.images.pack.folder import (
     remove_temporaries,
     write_pack_index,
 )
-from stoker.data.images.pack.shard import Reencoding, ShardDone, ShardTask, Source, make_shard, sampled_ratio
+from stoker.data.images.pack.shard import Reencoding, ShardDone, ShardTask, Source, make_shards, sampled_ratio
 from stoker.data.images.pack.tar_shards import END, sample_footprint
-from stoker.data.images.pack.worker_processes import WorkerDied, run_in_processes
 from stoker.data.images.sample_index import SampleIndex, digest_of
 from stoker.data.order import permute
-from stoker.data.store.stores import StoreDown
 from stoker.errors import UserError
 from stoker.files import write_text
 
@@ -192,9 +192,8 @@ def _make_shards(
         if progress is not None:
             progress(done, total)
 
-    def on_result(shard: ShardDone) -> None:
-        if isinstance(shard.error, StoreDown):
-            raise shard.error
+    def on_answer(answer: dict[str, Any]) -> None:
+        shard = ShardDone(**answer)
         if shard.error is not None:
             raise UserError(
                 "pack-failed",
@@ -206,11 +205,19 @@ def _make_shards(
         _check_skipped(source.pack, made, len(tasks), total, max_bad_fraction)
 
     try:
-        run_in_processes(make_shard, source, tasks, workers=workers, on_report=on_report, on_result=on_result)
-    except WorkerDied as error:
+        share_out(
+            make_shards,
+            # Pickled: the index knows how to be mapped from its folder in another process instead of being copied.
+            pickle.dumps(source),
+            [task.as_message() for task in tasks],
+            workers=workers,
+            on_message=on_report,
+            on_answer=on_answer,
+        )
+    except ChildDied as died:
         raise UserError(
             "pack-worker-died",
-            f"the process that made {source.pack.named(error.task.number)} ended with {_ending(error.exit_code)}",
+            f"the process that made {source.pack.named(died.task['number'])} {died.how}",
             why=f"the kernel kills processes when memory runs out; {len(made)} of {len(tasks)} shards are kept",
             hint="run the same command again to continue, with fewer --workers to need less memory",
         ) from None
@@ -236,7 +243,3 @@ def _check_skipped(pack: PackFolder, made: list[ShardDone], shards: int, total: 
         why=f"--max-bad-fraction allows {allowed:g}; all of them are listed in {pack.skipped}",
         hint="repair these files, or raise --max-bad-fraction to leave them out",
     )
-
-
-def _ending(exit_code: int | None) -> str:
-    return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
+from stoker.child import Parent
 from stoker.data.images.decoders import PILLOW, Refused, load_decoder
 from stoker.data.images.decoding import MAX_PIXELS, turned
 from stoker.data.images.headers import BadImage, Box, ImageHeader, read_header
@@ -30,9 +32,8 @@ from stoker.data.images.pack.tar_shards import (
     verify_shard,
     write_record,
 )
-from stoker.data.images.pack.worker_processes import Report
 from stoker.data.images.sample_index import SampleIndex
-from stoker.data.store.stores import ReadFailure, Store, StoreDown, open_store
+from stoker.data.store.stores import ReadFailure, Store, open_store
 from stoker.files import sync_folder
 
 # For images that are shrunk without a given quality: little loss compared with the original.
@@ -107,6 +108,9 @@ AHEAD_BYTES = 32_000_000
 REPORT_EVERY_S = 0.2
 SAMPLED = 16
 
+Report = Callable[[int], None]
+"""Takes the number of images done since the last report."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -127,17 +131,34 @@ class ShardTask:
     sizes: NDArray[np.int64]
     planned_bytes: int
 
+    def as_message(self) -> dict[str, Any]:
+        """The task as it travels to a worker process."""
+        return vars(self) | {"samples": self.samples.tobytes(), "sizes": self.sizes.tobytes()}
+
+    @classmethod
+    def of_message(cls, parts: dict[str, Any]) -> ShardTask:
+        arrays = {name: np.frombuffer(parts[name], np.int64) for name in ("samples", "sizes")}
+        return cls(**parts | arrays)
+
 
 @dataclass(frozen=True)
 class ShardDone:
-    """A finished shard; `error` says why it could not be made."""
+    """What became of a task."""
 
     number: int
     kept: bool
     images: int
     bytes: int
     skipped: list[dict[str, Any]]
-    error: str | StoreDown | None = None
+    error: str | None = None
+    """Why the shard could not be made."""
+
+
+def make_shards(pickled_source: bytes, parent: Parent) -> None:
+    """A worker's loop: makes one shard after the other, reporting images as they are done."""
+    source: Source = pickle.loads(pickled_source)  # noqa: S301 - from our own parent process, over a private socket
+    for message in parent.messages():
+        parent.answer(asdict(make_shard(source, ShardTask.of_message(message), parent.send)))
 
 
 def make_shard(source: Source, task: ShardTask, report: Report) -> ShardDone:
@@ -151,8 +172,6 @@ def make_shard(source: Source, task: ShardTask, report: Report) -> ShardDone:
         record = _write(source, task, report)
     except (OSError, ShardDamaged) as error:
         return ShardDone(task.number, False, 0, 0, [], error=str(error))
-    except StoreDown as error:
-        return ShardDone(task.number, False, 0, 0, [], error=error)
     return ShardDone(task.number, False, len(record.samples), record.bytes, record.skipped)
 
 

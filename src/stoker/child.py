@@ -33,21 +33,21 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from stoker import errors
 from stoker.errors import ConfigError, Problem, StokerError
 
 GRACE_S = 3.0
 """How long a child may take to close its files and workers before it is killed."""
-LAST_LINES = 20
+STDERR_BYTES = 4096
+"""How much of a child's stderr is kept for `ChildDied`."""
 # Not `-m stoker.child`: that would load this module twice, and once more in every worker that the child spawns.
 # -P: a folder named wandb or torch in the working directory must not hide the package.
 _COMMAND = (sys.executable, "-P", "-c", "from stoker.child import _serve; _serve()")
@@ -157,16 +157,16 @@ class Child:
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._finished = False
-        self._last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
+        self._stderr = b""
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [*_COMMAND, name, str(theirs.fileno()), str(os.getpid()), str(grace_s)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, bufsize=0,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         # In a thread: a full pipe would block the child while we wait for its messages.
-        self._listener = threading.Thread(target=_keep_last, args=(self._process.stderr, self._last_lines), daemon=True)
+        self._listener = threading.Thread(target=self._keep_stderr, name="child-stderr", daemon=True)
         self._listener.start()
         try:
             self.send(argument)
@@ -185,7 +185,7 @@ class Child:
             _send(self._channel, "message", message)
         except TimeoutError:
             raise ChildTooSlow(f"no result after {self._timeout_s:g} s") from None
-        except ConnectionError:
+        except OSError:
             raise self._death() from None
 
     def finish(self) -> None:
@@ -201,7 +201,7 @@ class Child:
             kind, value = _receive(self._channel)
         except TimeoutError:
             raise ChildTooSlow(f"no result after {self._timeout_s:g} s") from None
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             raise self._death() from None
         self._finished = kind in ("result", "error", "bug")
         if kind == "error":
@@ -219,7 +219,7 @@ class Child:
             on_message(value)
 
     def end(self, *, at_once: bool = False) -> None:
-        """Ends the process and all below it: in order if it was not done yet, by force after the grace period."""
+        """Ends the process and all below it: in order within the grace period, or by force. Safe from any thread."""
         try:
             if not at_once and self._grace_s:
                 if not self._finished:
@@ -242,8 +242,13 @@ class Child:
         except subprocess.TimeoutExpired:
             self.end(at_once=True)
         self._listener.join(1.0)
-        lines = [line.decode(errors="replace").rstrip() for line in self._last_lines.copy()]
-        return ChildDied(self._process.wait(), lines, self.task)
+        return ChildDied(self._process.wait(), self._stderr.decode(errors="replace").splitlines(), self.task)
+
+    def _keep_stderr(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            while data := stream.read(65_536):
+                self._stderr = (self._stderr + data)[-STDERR_BYTES:]
 
     def __enter__(self) -> Self:
         return self
@@ -252,11 +257,6 @@ class Child:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
-
-
-def _keep_last(stream: IO[bytes], lines: deque[bytes]) -> None:
-    with stream:
-        lines.extend(stream)
 
 
 # In the child.

@@ -1,112 +1,92 @@
-"""Weights & Biases, in a process of its own that is fed through a pipe.
+"""Weights & Biases, in a child process.
 
-Not in a thread: its import takes seconds of Python's one lock, its own exit hooks wait for the network, and a
-process can be ended where a thread cannot.
+Not in a thread: importing wandb holds Python's lock for seconds, its exit hooks wait for the network, and a process can
+be killed where a thread cannot.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import string
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from stoker.child import Child, ChildDied, ChildFailed
 from stoker.config import Config, config_values
+from stoker.errors import StokerError
 from stoker.files import write_text
 from stoker.redact import redact
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import metrics_of
-from stoker.run.wandb_process import kill_tree
+from stoker.run.wandb_process import GRACE_S, report_to_wandb
 
 
 class WandbTracker:
-    """Online where there is a key and a network, offline otherwise; the same run after a resume."""
+    """Online if there is a key and a network, offline otherwise; a resumed run keeps its id."""
 
     name = "W&B"
 
     def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
         self._say = say
-        self._hello = {
+        self._about = {
             "id": run_id(folder.wandb_id_file),
             "project": config.wandb_project,
             "name": config.wandb_name or folder.root.name,
             "folder": str(folder.root.resolve()),
             "config": redact(config_values(config)),
         }
-        self._process: subprocess.Popen[bytes] | None = None
-        self._listener: threading.Thread | None = None
-        self._failure: str | None = None
+        self._child: Child | None = None
+        self._listener = threading.Thread(target=self._listen, name="W&B's notes", daemon=True)
+        self._failure: Exception | None = None
         self._kept_in: str | None = None
         self._abandoned = False
 
     def open(self) -> None:
-        # -P: a folder named wandb lies in many a working folder, and is not the package.
-        # A session of its own: Ctrl-C is for the training, which then closes its trackers in order.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "stoker.run.wandb_process"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        self._listener = threading.Thread(target=self._listen, name="W&B's notes", daemon=True)
+        self._child = Child(report_to_wandb, self._about, grace_s=GRACE_S)
         self._listener.start()
-        self._send(self._hello)
         if self._abandoned:
-            self._kill()
+            self._child.end(at_once=True)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        self._send({"step": record["step"], "epoch": record["epoch"], **metrics_of(record)})
+        assert self._child is not None
+        try:
+            self._child.send({"step": record["step"], "epoch": record["epoch"], **metrics_of(record)})
+        except ChildDied as died:
+            self._listener.join(1.0)
+            raise self._failure or died from None
 
     def close(self) -> None:
-        assert self._process is not None
-        assert self._listener is not None
-        # Said, not only closed: a forked worker may hold the pipe open as well.
-        self._send({"end": True})
-        self._process.wait()
-        self._listener.join(1.0)
+        assert self._child is not None
+        self._child.finish()
+        self._listener.join()
+        self._child.end()
         if self._failure is not None:
-            raise RuntimeError(self._failure)
+            raise self._failure
 
     def abandon(self) -> str | None:
         self._abandoned = True
-        self._kill()
+        if self._child is not None:
+            self._child.end(at_once=True)
         return f"to send the rest: wandb sync {self._kept_in}" if self._kept_in else None
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            if self._listener is not None:
-                self._listener.join(1.0)
-            raise RuntimeError(self._failure or "its process has ended") from None
-
     def _listen(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with suppress(ValueError):
-                message = json.loads(line)
-                if "note" in message:
-                    self._say(f"{self.name}: {message['note']}")
-                self._kept_in = message.get("folder", self._kept_in)
-                self._failure = message.get("failed", self._failure)
+        assert self._child is not None
+        try:
+            self._child.wait(self._hear)
+        except (StokerError, ChildFailed) as error:
+            self._failure = error
 
-    def _kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            kill_tree(self._process.pid)
-            self._process.wait()
+    def _hear(self, message: dict[str, str]) -> None:
+        self._kept_in = message["folder"]
+        self._say(f"{self.name}: {message['note']}")
 
 
 def run_id(file: Path) -> str:
-    """The run's id at W&B: the one it was given first, so that a resumed run goes on under it."""
+    """The run's id at W&B, which a resumed run keeps."""
     with suppress(FileNotFoundError):
         known = file.read_text(encoding="utf-8").strip()
         if known:

@@ -13,7 +13,10 @@ WITHOUT_DATA = (
     "roofline",
 )  # fmt: skip
 WITH_DATA = ("decode", "interpreter_lock", "loaders", "memory", "object_store", "paced", "loader_memory", "cures")
-BY_HAND = {"known_scripts": "checkouts of timm and torchvision: python -m bench.known_scripts --help"}
+BY_HAND = {
+    "known_scripts": "checkouts of timm and torchvision: python -m bench.known_scripts --help",
+    "revisions": "two checkouts of stoker: python -m bench.revisions --help",
+}
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Revision:
 
 def compare(pair: tuple[Revision, Revision], measure: Callable[[Revision], float], rounds: int) -> dict[str, Any]:
     """One figure of both, in turns, and the ratio new / old of each round."""
-    return told(interleave({revision.name: (lambda r=revision: measure(r)) for revision in pair}, rounds))
+    return told(interleave({revision.name: partial(measure, revision) for revision in pair}, rounds))
 
 
 def told(spreads: dict[str, Spread]) -> dict[str, Any]:

@@ -228,6 +228,17 @@ def test_an_error_in_a_worker_arrives_with_its_traceback() -> None:
         share([1, 99])
 
 
+def fail_before_the_first_task(_argument: Any, _parent: Parent) -> None:
+    raise UserError("no-decoder", "there is none")
+
+
+def test_a_worker_that_fails_before_its_first_task_says_why() -> None:
+    with pytest.raises(UserError, match="there is none"):
+        share_out(
+            fail_before_the_first_task, None, [b"x" * 1_000_000] * 3, workers=2, on_message=print, on_answer=print
+        )
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_no_worker_is_left_when_the_caller_stops(error: type[BaseException]) -> None:
     pids: list[int] = []

@@ -10,8 +10,8 @@
 finish. `share_out` runs several of them, each working on one task at a time.
 
 Each child is a fresh interpreter, not a fork: torch's threads, CUDA and obstore do not survive a fork. Arguments,
-messages and results are plain data: what JSON can hold, plus bytes. Nothing is unpickled, since a child may have run a
-crashing decoder on somebody else's files.
+messages and results are plain data: what JSON can hold, plus bytes. Nothing from a child is unpickled: it may have run
+a faulty decoder on untrusted files.
 
 A child leads a session of its own, so Ctrl-C reaches only the parent, which then ends the child. Its stdout goes
 nowhere, its last lines on stderr become part of `ChildDied`, and it ends itself and everything below it when its
@@ -119,8 +119,7 @@ def share_out(
             # No grace: a worker has nothing to close, and must not write any more once its parent is gone.
             child = stack.enter_context(Child(function, argument, grace_s=0.0))
             ready.register(child, selectors.EVENT_READ)
-            child.task = waiting.pop()
-            child.send(child.task)
+            child.give(waiting.pop())
         while ready.get_map():
             for key, _ in ready.select():
                 assert isinstance(key.fileobj, Child)
@@ -132,8 +131,7 @@ def share_out(
                 assert kind == "answer"
                 on_answer(value)
                 if waiting:
-                    child.task = waiting.pop()
-                    child.send(child.task)
+                    child.give(waiting.pop())
                 else:
                     ready.unregister(child)
 
@@ -181,12 +179,18 @@ class Child:
     def send(self, message: Any) -> None:
         """Hands over a message; waits while the child is slow to read, raises ChildDied when it is gone."""
         try:
-            self._wait_at_most_until_the_deadline()
+            self._keep_to_deadline()
             _send(self._channel, "message", message)
         except TimeoutError:
             raise ChildTooSlow(f"no result after {self._timeout_s:g} s") from None
         except OSError:
             raise self._death() from None
+
+    def give(self, task: Any) -> None:
+        """Hands over a task, which ChildDied will name."""
+        self.task = task
+        with suppress(ChildDied):  # `receive` tells why
+            self.send(task)
 
     def finish(self) -> None:
         """Ends the child's loop over `parent.messages()`; `wait` for its result afterwards."""
@@ -197,7 +201,7 @@ class Child:
     def receive(self) -> tuple[str, Any]:
         """The next ("message" | "answer" | "result", value) from the child; raises as `call` does."""
         try:
-            self._wait_at_most_until_the_deadline()
+            self._keep_to_deadline()
             kind, value = _receive(self._channel)
         except TimeoutError:
             raise ChildTooSlow(f"no result after {self._timeout_s:g} s") from None
@@ -231,7 +235,7 @@ class Child:
             self._process.wait()
             self._channel.close()
 
-    def _wait_at_most_until_the_deadline(self) -> None:
+    def _keep_to_deadline(self) -> None:
         if self._deadline is not None:
             self._channel.settimeout(max(0.001, self._deadline - time.monotonic()))
 
@@ -340,7 +344,7 @@ def _kill_all(leader: int, *, running: bool) -> None:
             with suppress(OSError):
                 below += [int(child) for child in children.read_text().split()]
     for process in below[1:]:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
     with suppress(ProcessLookupError, PermissionError):  # last: the leader may be this process
         os.killpg(leader, signal.SIGKILL)

@@ -1,0 +1,61 @@
+"""Figures that are measured once and remembered in the user's cache folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.files import cache_folder, remember
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+def not_again() -> int:
+    raise AssertionError("measured again")
+
+
+def test_the_cache_folder_is_where_the_user_wants_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder() == home / ".cache" / "stoker"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "elsewhere"))
+    assert cache_folder() == home / "elsewhere" / "stoker"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_folder() == home / ".cache" / "stoker"
+
+
+def test_each_key_is_measured_once() -> None:
+    assert remember("speed.json", "cpu a", lambda: 1, is_number) == 1
+    assert remember("speed.json", "cpu b", lambda: 2, is_number) == 2
+    assert remember("speed.json", "cpu a", not_again, is_number) == 1
+    assert remember("speed.json", "cpu b", not_again, is_number) == 2
+
+
+def test_what_is_not_usable_is_neither_stored_nor_returned_from_the_file() -> None:
+    assert remember("speed.json", "cpu", lambda: None, is_number) is None
+    assert not cache_folder().exists()
+    remember("speed.json", "cpu", lambda: "fast", lambda _value: True)
+    assert remember("speed.json", "cpu", lambda: 3, is_number) == 3
+    assert remember("speed.json", "cpu", not_again, is_number) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe"])
+def test_a_damaged_file_is_replaced(content: bytes) -> None:
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "speed.json").write_bytes(content)
+    assert remember("speed.json", "cpu", lambda: 4, is_number) == 4
+    assert remember("speed.json", "cpu", not_again, is_number) == 4
+
+
+def test_a_home_that_cannot_be_written_to_is_no_error(home: Path) -> None:
+    (home / ".cache").write_text("in the way")
+    assert remember("speed.json", "cpu", lambda: 5, is_number) == 5

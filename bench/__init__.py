@@ -1,1 +1,1 @@
-"""Programs that measure: ratios from one run, rounds interleaved, the spread shown."""
+"""Benchmarks: ratios measured within one run, in interleaved rounds, with their spread."""

@@ -1,9 +1,9 @@
-"""What the attached doctor adds to a step: the same script, with and without the clock, step by step in turns.
+"""The overhead of the attached doctor: the same script with and without the timers, alternating step by step.
 
-Batches are made in the training process (num_workers=0), so that all of the cost falls on the step; with workers most
-of it would be theirs. Images are JPEGs decoded by Pillow and augmented by torchvision: every kind of clock is in use.
-'Without' is torch, Pillow, torchvision and `open` as they were, put back before each such step; what is measured is
-the CPU time of the thread, which holds still where others use the same cores, and the wall time beside it.
+Batches are made in the training process (num_workers=0) so that the step pays the whole cost; with workers, most of it
+would fall on them. Images are JPEGs decoded by Pillow and augmented by torchvision, which uses every kind of timer.
+For a step 'without', the original functions of torch, Pillow, torchvision and `open` are put back first. We compare the
+thread's CPU time, which stays stable when other programs use the same cores, and report wall time next to it.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from bench.rounds import Spread, keep
 from stoker.doctor.attach.inside.start import start
 
 LARGEST_RATIO = 1.02
-"""At 20 ms steps."""
+"""For 20 ms steps."""
 PICTURE_SIDE = 256
 
 
 class Case(NamedTuple):
-    """A script: how many images a batch has, and for how long its step computes besides."""
+    """A script: its batch size and the length of its step."""
 
     batch_size: int
     step_ms: float
 
 
-# The computing fills up what the images leave of the step.
+# Computing fills whatever part of the step loading the images leaves.
 CASES = {"20 ms steps": Case(4, 20.0), "2 ms steps": Case(1, 2.0)}
 
 
 class Patches:
-    """Everything that the clock has replaced, to be put back and in again."""
+    """Switches every function that the timers replaced between the original and the timed version."""
 
     def __init__(self, hooks: dict[int, Any], hooks_before: set[int]) -> None:
         fetch = torch.utils.data._utils.fetch
-        # The making of an iterator keeps its clock: once an epoch, and an iterator without a name is not watched.
+        # Creating an iterator stays timed: it happens once per epoch, and an iterator without a name is not watched.
         owners: list[tuple[Any, str]] = [
             (fetch._MapDatasetFetcher, "fetch"), (dataloader._BaseDataLoaderIter, "__next__"),
             (PIL.Image, "open"), (PIL.ImageFile.ImageFile, "load"), (transforms.Compose, "__call__"),
@@ -82,7 +82,7 @@ class Patches:
 
 
 def write_pictures(folder: Path, count: int) -> None:
-    """The same picture many times: which of them a step gets makes no difference."""
+    """The same picture many times, so it does not matter which one a step gets."""
     coarse = np.random.default_rng(0).integers(0, 256, (PICTURE_SIDE // 8, PICTURE_SIDE // 8, 3), np.uint8)
     picture = PIL.Image.fromarray(coarse).resize((PICTURE_SIDE, PICTURE_SIDE))
     (folder / "class").mkdir()
@@ -127,13 +127,13 @@ def measure(case: Case, folder: Path, patches: Patches, rounds: int, pairs: int)
         cpu: dict[str, list[float]] = {"with": [], "without": []}
         wall: dict[str, list[float]] = {"with": [], "without": []}
         for pair in range(pairs):
-            # Which of the two comes first changes from pair to pair.
+            # The order alternates from pair to pair.
             for name, switch in turns if pair % 2 == 0 else turns[::-1]:
                 switch()
                 step_wall, step_cpu = step(compute_s)
                 wall[name].append(step_wall)
                 cpu[name].append(step_cpu)
-        # Of single steps the median: one that was interrupted says nothing about the clock.
+        # The median over single steps: an interrupted step says nothing about the timers.
         cpu_ratios.append(statistics.median(cpu["with"]) / statistics.median(cpu["without"]))
         wall_ratios.append(statistics.median(wall["with"]) / statistics.median(wall["without"]))
         plain_ms.append(statistics.median(cpu["without"]) * 1000)
@@ -150,7 +150,7 @@ def measure(case: Case, folder: Path, patches: Patches, rounds: int, pairs: int)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps in a round")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps per round")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
@@ -166,10 +166,10 @@ def main() -> int:
             name: measure(case, pictures, patches, options.rounds, options.pairs) for name, case in CASES.items()
         }
         left = sorted(path.name.split("-")[0] for path in records.iterdir())
-        assert "steps" in left and "fetch" in left, f"the clock did not run: {left}"  # noqa: PT018
+        assert "steps" in left and "fetch" in left, f"the timers did not run: {left}"  # noqa: PT018
     keep("attach_overhead", measured)
     ratio = measured["20 ms steps"]["cpu_time_with_over_without"]["median"]
-    sys.stdout.write(f"20 ms steps: {(ratio - 1) * 100:.2f} % more (at most {(LARGEST_RATIO - 1) * 100:.0f} %)\n")
+    sys.stdout.write(f"20 ms steps: {(ratio - 1) * 100:.2f} % slower (limit {(LARGEST_RATIO - 1) * 100:.0f} %)\n")
     return 0 if ratio <= LARGEST_RATIO else 1
 
 

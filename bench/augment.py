@@ -1,7 +1,7 @@
-"""What a batch costs between the loader's bytes and the model's numbers, beside timm's RandAugment on Pillow images.
+"""The time from the loader's bytes to the model's input, compared with timm's RandAugment on Pillow images.
 
-Per batch of 64 images of 224 px on the CPU, all in one process with the same number of threads; on a GPU the same
-code runs beside the loader instead of taking its cores. The limit: one pass over the bytes (clone).
+Per batch of 64 images of 224 px on the CPU, all in one process with the same number of threads; on a GPU the same code
+does not compete with the loader for cores. The lower bound is one pass over the bytes (clone).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def some_images(count: int, size: int) -> torch.Tensor:
 
 
 class Parts:
-    """The contenders, each of which takes one batch and returns its milliseconds; the keys change with every batch."""
+    """The contenders; each processes one batch, with new keys, and returns milliseconds."""
 
     def __init__(self, batch: int, size: int) -> None:
         self.batch, self.size, self.step = batch, size, 0
@@ -73,7 +73,7 @@ class Parts:
 
 
 def milliseconds(run: Callable[[], object], batches: int = 3) -> float:
-    """The mean over a few batches: which operations a batch gets makes it cheaper or dearer."""
+    """The mean over a few batches, because the operations drawn for a batch change its cost."""
     start = time.perf_counter()
     for _ in range(batches):
         run()
@@ -85,12 +85,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--threads", type=int, default=1, help="of torch; Pillow has one")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; Pillow uses one")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     contenders = Parts(arguments.batch, arguments.size).contenders()
     for run in contenders.values():
-        run()  # allocators and caches
+        run()  # warms up allocators and caches
     times = interleave(contenders, arguments.rounds)
     policy = ratio(times["RandAugment"], times[PILLOW])
     path = keep(
@@ -106,8 +106,8 @@ def main() -> int:
     )
     for name, spread in times.items():
         print(f"{name:<28} {spread.median:8.1f} ms  ({min(spread.values):.1f}-{max(spread.values):.1f})")
-    print(f"RandAugment beside timm's: {policy.median:.2f}x  ({min(policy.values):.2f}-{max(policy.values):.2f})")
-    print(f"kept in {path}")
+    print(f"RandAugment relative to timm's: {policy.median:.2f}x  ({min(policy.values):.2f}-{max(policy.values):.2f})")
+    print(f"wrote {path}")
     return 0
 
 

@@ -1,12 +1,12 @@
-"""How long a checkpoint stops the loop: torch.save beside our write and our snapshot, for ResNet-50, SGD and EMA.
+"""How long a checkpoint pauses the loop: torch.save compared with our write and snapshot, for ResNet-50, SGD and EMA.
 
-The loop's pause is what it pays at once, and what it waits for before its next update: the gradients of a step take
-STEP_S here, spent asleep as a CPU does that waits for a GPU. ResNet-50 with a batch of 256 takes four times that on an
-A10G. Beside it, what a copy of everything at once takes.
+The pause is the time until `save` returns plus the wait before the next update. Computing the gradients in between
+takes STEP_S here, spent asleep like a CPU waiting for a GPU; ResNet-50 with a batch of 256 takes four times as long on
+an A10G. The time of a snapshot that copies everything at once is listed too.
 
-torch.save leaves its file in the page cache, our write waits for the disk: torch.save with fsync is what equals it.
-The limit of a snapshot is the memory: beside it runs one copy of as many bytes in one piece, for which the C library
-uses stores that bypass the cache; it does not for pieces of a tensor's size, which makes them half as fast.
+torch.save leaves its file in the page cache while our write waits for the disk, so the fair comparison is torch.save
+with fsync. A snapshot is limited by memory bandwidth, so we also time one contiguous copy of the same number of bytes.
+For that the C library uses stores that bypass the cache; for tensor-sized pieces it does not, which halves the speed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FRESH, BARE = "snapshot, fresh buffer", "one copy of as many bytes"
 
 
 def resnet50_state() -> dict[str, Any]:
-    """What a run saves after its first step: 25.6 million parameters, as many momenta, as many averages."""
+    """The state of a run after its first step: 25.6 million parameters, and the momentum and average of each."""
     model = timm.create_model("resnet50").to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
@@ -71,7 +71,7 @@ def torch_save_and_fsync(state: dict[str, Any], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--folder", type=Path, help="where to write; the system's temporary folder when not given")
+    parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     state = resnet50_state()
@@ -93,7 +93,7 @@ def main() -> int:
 
     def snapshot() -> float:
         pause_s = saver.save(state).pause_s
-        saver.wait()  # The disk's part is not the loop's; it must not disturb the next contender either.
+        saver.wait()  # Disk time is not part of the pause, and must not disturb the next contender.
         return pause_s
 
     times = interleave(
@@ -125,7 +125,7 @@ def main() -> int:
     for name, spread in ratios.items():
         seen = f"({min(spread.values):.3f}-{max(spread.values):.3f})"
         print(f"{name:<26} {times[name].median * 1000:7.1f} ms  {spread.median:6.3f}x  {seen}")
-    print(f"kept in {path}")
+    print(f"wrote {path}")
     return 0 if ratios[PAUSE].median < LARGEST_RATIO else 1
 
 

@@ -1,8 +1,8 @@
-"""What the always-on clock costs: CPU time of a step and of the making of a batch, with the clock and with none.
+"""The cost of the always-on clock: CPU time per step and per batch made, with and without the clock.
 
-Steps and batches in which nothing happens but what the clock does, so that a difference of microseconds shows; what
-runs with the clock and what runs without take turns. The cost is then set against a step of 20 ms. The clock's file
-is written as in a run, a line every 50 steps.
+Steps and batches are empty apart from the clock's work, so that a difference of microseconds is visible, and runs with
+and without the clock alternate. The cost is then given as a share of a 20 ms step. The clock's file is written as in a
+real run, one line every 50 steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS_OF_AN_EPOCH = 5004
 
 
 class NoClock:
-    """Stands where the clock does, and looks at nothing."""
+    """Has the clock's interface but measures nothing."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -50,7 +50,7 @@ class NoClock:
 
 
 class NoBatchClock:
-    """The same for the making of a batch."""
+    """Has the batch clock's interface but measures nothing."""
 
     def __init__(self) -> None:
         self.cost = BatchCost()
@@ -63,14 +63,14 @@ class NoBatchClock:
 
 @dataclass
 class Sides:
-    """A loop and a maker of batches, as far as they talk to their clocks."""
+    """A loop and a batch maker, reduced to their calls to the clock."""
 
     steps: int
     batches: int
     batch_size: int
 
     def loop(self, clock: Any, file: ClockFile | None) -> float:
-        """CPU seconds of a step in which nothing happens but what the clock does."""
+        """CPU seconds of a step that does nothing but call the clock."""
         batch = self._batch(BatchClock())
         clock.epoch_begins()
         began = time.thread_time()
@@ -87,7 +87,7 @@ class Sides:
         return (time.thread_time() - began) / self.steps
 
     def making(self, kind: type[BatchClock] | type[NoBatchClock]) -> float:
-        """CPU seconds that making a batch spends on its clock (stoker.data.engines.making), and nothing else."""
+        """CPU seconds that making one batch spends on its clock (stoker.data.engines.making)."""
         began = time.thread_time()
         for _ in range(self.batches):
             clock = kind()
@@ -97,7 +97,7 @@ class Sides:
         return (time.thread_time() - began) / self.batches
 
     def samples(self) -> float:
-        """CPU seconds of timing each sample of a batch, which the maker does with any clock."""
+        """CPU seconds for timing each sample of a batch, which the maker does with either clock."""
         cost = BatchCost(slowest_s=1e9)
         began = time.thread_time()
         for _ in range(self.batches):
@@ -131,8 +131,8 @@ def open_file(folder: Path) -> ClockFile:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=2000, help="of each loop, in a round")
-    parser.add_argument("--batches", type=int, default=2000, help="of each maker, in a round")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of each loop per round")
+    parser.add_argument("--batches", type=int, default=2000, help="batches of each maker per round")
     parser.add_argument("--batch-size", type=int, default=256)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as name:
@@ -170,8 +170,8 @@ def main() -> int:
             "bytes of an epoch of 5,004 steps": round(line_bytes * (STEPS_OF_AN_EPOCH // LOG_EVERY + 1)),
         },
     )
-    print(f"a step: {loop.median * 1e6:.1f} us in the loop, {batch.median * 1e6:.1f} us in the worker")
-    print(f"{share.median:.2%} of a step of {STEP_S * 1e3:.0f} ms; {line_bytes:.0f} bytes a line; kept in {path}")
+    print(f"per step: {loop.median * 1e6:.1f} us in the loop, {batch.median * 1e6:.1f} us in the worker")
+    print(f"{share.median:.2%} of a {STEP_S * 1e3:.0f} ms step; {line_bytes:.0f} bytes per line; wrote {path}")
     return 0 if share.median <= LARGEST_SHARE else 1
 
 

@@ -1,9 +1,9 @@
-"""What staging and packing bring: predicted from trials without them, and then measured.
+"""The speed-up from staging and packing: predicted from trials without them, then measured.
 
-Staging: samples on a real S3 server behind a proxy that answers late or delivers slowly, then the same files on the
-local disk. Packing: the original files, then shards of 500 px, both local. The consumer takes next to no time, so that
-what is cured is all that limits. Server and proxy run on the same cores as the loader, and are taken for programs that
-would go on: of staging a little too little is promised, by the share of the cores that they use.
+Staging: samples on a real S3 server behind a proxy with high latency or low bandwidth, then the same files on the local
+disk. Packing: the original files, then shards of 500 px, both local. The consumer takes almost no time, so that the
+loader is the only bottleneck. Server and proxy run on the same cores as the loader, and the prediction assumes that
+they would keep running: it underestimates the gain from staging by the share of the cores that they use.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 COPIES = 5
 SECONDS = 16.0
 PACE_S = 0.002
-"""Of a batch of 32: 16,000 images/s."""
+"""Per batch of 32: 16,000 images/s."""
 LARGEST_ERROR = 0.25
 
 
 @dataclass(frozen=True)
 class Situation:
-    """A store that is slow in one way."""
+    """A data set that is slow to load for one reason."""
 
     name: str
     cure: str
@@ -63,7 +63,7 @@ def config_of(root: str, work: Path, settings: tuple[str, ...] = ()) -> HostConf
 
 @contextmanager
 def proxied(situation: Situation, port: int) -> Iterator[str]:
-    """The address of the server as this situation sees it."""
+    """The URL of a proxy to the server, with the latency and bandwidth of this situation."""
     numbers = [
         port,
         situation.latency_ms,
@@ -82,7 +82,7 @@ def proxied(situation: Situation, port: int) -> Iterator[str]:
 
 
 def tried(before: HostConfig, after: HostConfig, cure: str) -> dict[str, Any]:
-    """One prediction, and what came of it."""
+    """One prediction and the speed-up measured afterwards."""
     wait_for_quiet(20.0)
     seen = run_trials(before, SECONDS, pace_s=PACE_S, only=("storage", "together"))
     prediction = next(one for one in diagnosis_of(seen).predictions if one.id == cure)
@@ -129,7 +129,7 @@ def main() -> int:
         "median_error": errors[len(errors) // 2], "worst_error": errors[-1],
         "inside_the_80_percent_interval": sum(row["inside"] for row in rows) / len(rows), "rows": rows,
     }  # fmt: skip
-    print(f"kept in {keep('cures', document)}")
+    print(f"wrote {keep('cures', document)}")
     return 0 if document["median_error"] <= LARGEST_ERROR else 1
 
 

@@ -1,5 +1,8 @@
-"""Microseconds for a random crop of 224 pixels on one core, by each decoder, beside a bare whole decode by
-simplejpeg (libjpeg-turbo) of the same files: as they are, and with the longest side at 500 pixels, quality 90."""
+"""Microseconds per random 224 px crop on one core, for each decoder, compared with a bare decode of the whole image.
+
+The bare decode is simplejpeg (libjpeg-turbo) on the same files: the originals, and re-encoded with the longest side at
+500 px, quality 90.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ Measure = Callable[[], float]
 
 
 def read_jpegs(folder: Path, count: int) -> list[bytes]:
-    """Up to `count` JPEGs that simplejpeg decodes strictly, spread over the folder."""
+    """Up to `count` JPEGs from across the folder that simplejpeg decodes in strict mode."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
     found = []
     for path in paths[:: max(1, len(paths) // count)]:
@@ -44,7 +47,7 @@ def read_jpegs(folder: Path, count: int) -> list[bytes]:
 
 
 def smaller(data: bytes) -> bytes:
-    """The image with its longest side at 500 pixels, as a pack would hold it."""
+    """The image with its longest side at 500 px, as `stoker pack` would store it."""
     with Image.open(io.BytesIO(data)) as opened:
         image = opened.convert("RGB")
     image.thumbnail((LONGEST_SIDE, LONGEST_SIDE), Image.Resampling.LANCZOS)
@@ -54,7 +57,7 @@ def smaller(data: bytes) -> bytes:
 
 
 def contenders(files: list[bytes]) -> dict[str, Measure]:
-    """By name, what returns the mean microseconds for one of these files."""
+    """Measurements by name; each returns the mean microseconds per file."""
     draws = draw_crops(sample_keys(0, 0, np.arange(len(files)), np.zeros(len(files), np.int64)), CropRange())
     batch = np.empty((len(files), SIZE, SIZE, 3), np.uint8)
     found: dict[str, Measure] = {LIMIT: _timed(len(files), lambda n: simplejpeg.decode_jpeg(files[n], "RGB"))}
@@ -77,7 +80,7 @@ def contenders(files: list[bytes]) -> dict[str, Measure]:
 
 def _timed(count: int, work: Callable[[int], object]) -> Measure:
     def measure() -> float:
-        start = time.process_time()  # of this process alone: neighbours on the same cores count for less
+        start = time.process_time()  # CPU time, which neighbours on the same cores disturb less than wall time
         for number in range(count):
             work(number)
         return (time.process_time() - start) / count * 1e6
@@ -99,7 +102,7 @@ def main() -> int:
     for title, files in sets.items():
         measures = contenders(files)
         for measure in measures.values():
-            measure()  # the first time pays for loading and for memory
+            measure()  # the first call loads libraries and allocates memory
         times: dict[str, Spread] = interleave(measures, options.rounds)
         speeds = {name: ratio(times[LIMIT], spread) for name, spread in times.items()}
         document[title] = {
@@ -111,7 +114,7 @@ def main() -> int:
         for name, spread in speeds.items():
             low, high = min(spread.values), max(spread.values)
             print(f"  {name:<32} {times[name].median:7.0f} µs  {spread.median:5.2f}x  ({low:.2f}-{high:.2f})")
-    print(f"kept in {keep('decode', document)}")
+    print(f"wrote {keep('decode', document)}")
     return 0
 
 

@@ -1,5 +1,7 @@
-"""What an index of a million images costs: bytes an entry, start from where it is kept, and listing a real tree;
-beside the Python list of (path, label) that torchvision's ImageFolder makes at every start."""
+"""The cost of an index of a million images: bytes per entry, startup from the saved index, and listing a real tree.
+
+Compared with the Python list of (path, label) that torchvision's ImageFolder builds at every start.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from stoker.data.images.sample_index import SampleIndex, pack_names
 
 MOST_BYTES_AN_ENTRY = 100
 MOST_START_S = 1.0
-# As in ImageNet: 1,000 classes, names of thirty bytes.
+# As in ImageNet: 1,000 classes, names of 30 bytes.
 CLASSES = 1000
 
 
@@ -35,8 +37,7 @@ def file_name(label: int, number: int) -> str:
 
 
 def keep_made_up_index(root: Path, index_dir: Path, entries: int) -> SampleIndex:
-    """Keeps an index as the listing of ImageNet would give it, over real class folders without the files:
-    a start looks at the folders only."""
+    """Saves an index like ImageNet's over empty class folders: startup looks at the folders, not at the files."""
     listings = []
     for label in range(CLASSES):
         name = class_name(label)
@@ -52,7 +53,7 @@ def keep_made_up_index(root: Path, index_dir: Path, entries: int) -> SampleIndex
 
 
 def python_list(entries: int) -> list[tuple[str, int]]:
-    """The same as ImageFolder holds it."""
+    """The same entries as ImageFolder stores them."""
     return [
         (f"/data/train/{class_name(label)}/{file_name(label, number)}", label)
         for label in range(CLASSES)
@@ -61,7 +62,7 @@ def python_list(entries: int) -> list[tuple[str, int]]:
 
 
 def bytes_held(make: Callable[[], Any]) -> int:
-    """What is held in memory, once it is made, by what `make` returns."""
+    """Bytes of memory held by the object that `make` returns."""
     gc.collect()
     tracemalloc.start()
     made = make()
@@ -79,7 +80,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def make_tree(root: Path, files: int) -> None:
-    """A real tree of empty files; folders old enough to be trusted."""
+    """A real tree of empty files, in folders old enough for their modification time to be trusted."""
     for label in range(CLASSES):
         folder = root / "train" / class_name(label)
         folder.mkdir(parents=True)
@@ -95,7 +96,7 @@ def image_folder(root: Path) -> Any:
 
 
 def open_kept(which: str, folder: Path, entries: int, rebuild: bool = False) -> None:
-    """A start: finds the index, asks every class folder whether it changed, looks at all labels and a name."""
+    """Startup: finds the saved index, checks every class folder for changes, reads all labels and one name."""
     index = open_index(str(folder / which), "train", index_dir=folder / "kept", rebuild=rebuild)
     assert len(index) == entries
     assert index.name(entries - 1).endswith(file_name(CLASSES - 1, entries // CLASSES - 1))
@@ -104,15 +105,15 @@ def open_kept(which: str, folder: Path, entries: int, rebuild: bool = False) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--entries", type=int, default=1_000_000, help="of the made-up index")
-    parser.add_argument("--files", type=int, default=50_000, help="of the real tree")
+    parser.add_argument("--entries", type=int, default=1_000_000, help="entries of the made-up index")
+    parser.add_argument("--files", type=int, default=50_000, help="files in the real tree")
     arguments = parser.parse_args()
     entries, files = (number // CLASSES * CLASSES for number in (arguments.entries, arguments.files))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         index = keep_made_up_index(folder / "million", folder / "kept", entries)
         assert index.folder is not None
-        # Mapped files are no allocations; counted as if every page of them were in memory.
+        # Mapped files are not allocations; counted as if every page were in memory.
         of_index = sum(file.stat().st_size for file in index.folder.iterdir())
         of_list = bytes_held(lambda: python_list(entries))
         make_tree(folder / "tree", files)
@@ -145,11 +146,11 @@ def main() -> int:
         },
     )
     for held, value in bytes_an_entry.items():
-        print(f"{held:<36} {value:7.1f} bytes an entry")
-    print(f"{'start of ' + format(entries, ','):<36} {start_s.median:7.4f} s")
+        print(f"{held:<36} {value:7.1f} bytes per entry")
+    print(f"{'startup, entries: ' + format(entries, ','):<36} {start_s.median:7.4f} s")
     for compared, spread in ratios.items():
         print(f"{compared:<36} {spread.median:7.1f}x ({min(spread.values):.1f}-{max(spread.values):.1f})")
-    print(f"kept in {path}")
+    print(f"wrote {path}")
     is_small, is_quick = bytes_an_entry["index"] <= MOST_BYTES_AN_ENTRY, start_s.median < MOST_START_S
     return 0 if is_small and is_quick else 1
 

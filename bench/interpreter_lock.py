@@ -1,6 +1,6 @@
-"""How long a loader thread holds Python's lock for an image: the rest of the time others may run.
+"""The share of an image's time in which a loader thread holds the GIL, so that no other thread can run.
 
-Its inverse is the number of threads above which they wait in line for the lock; above that, processes.
+Its inverse is the number of threads beyond which they queue for the GIL, and processes are the better choice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("images", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    # simplejpeg for the decoder: like turbojpeg's, its one long call runs without the lock, and it is easy to time.
+    # simplejpeg as the decoder: like turbojpeg, it decodes in one long call without the GIL, and it is easy to time.
     overrides = [f"data_root={arguments.images}", "batch_size=64", "pin_memory=false", "decoder=simplejpeg"]
     config = load_config(None, overrides).config
     samples = open_samples(config, "")
@@ -50,15 +50,15 @@ def main() -> int:
         for batch in loader.epoch(epoch):
             images += len(batch)
         total = time.thread_time() - start
-        if epoch:  # the first one warms caches
+        if epoch:  # the first epoch warms the caches
             shares.append(1 - released[0] / total)
             held_us.append((total - released[0]) / images * 1e6)
     share = Spread(tuple(shares))
     held = Spread(tuple(held_us)).as_dict()
     document = {"share_held": share.as_dict(), "held_us_per_image": held, "threads_at_most": 1 / share.median}
     path = keep("interpreter_lock", document)
-    print(f"held for {share.median:.0%} of an image's time: at most {1 / share.median:.1f} threads run side by side")
-    print(f"kept in {path}")
+    print(f"GIL held for {share.median:.0%} of an image's time: at most {1 / share.median:.1f} threads run in parallel")
+    print(f"wrote {path}")
     return 0
 
 

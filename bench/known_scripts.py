@@ -1,8 +1,9 @@
-"""Training scripts that others wrote and many use, as they stand, with the doctor attached to them.
+"""The doctor attached to widely used training scripts, unmodified.
 
 `python -m bench.known_scripts --timm TIMM/train.py --torchvision VISION/references/classification/train.py`, from a
-checkout of each. Every script runs alone and attached, on pictures that take long to decode with one worker, and on
-small ones with a network that takes long: its exit code and its losses must stay the same, and the verdict be right.
+checkout of each. Every script runs alone and attached: once on large pictures with a single worker, so that decoding is
+the bottleneck, and once on small pictures with a larger network. Exit code and losses must not change, and the verdict
+must be right.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ CLASSES = 8
 
 @dataclass(frozen=True)
 class Situation:
-    """Data and settings that make one part the slowest."""
+    """Data and settings with a known bottleneck."""
 
     name: str
     side: int
     workers: int
     crop: int
     networks: dict[str, str]
-    """By script."""
+    """Network by script."""
     verdict: str
 
 
@@ -49,7 +50,7 @@ SITUATIONS = (
 
 
 def write_pictures(folder: Path, side: int) -> None:
-    """Class folders of pictures that differ."""
+    """Class folders of random pictures."""
     rng = np.random.default_rng(0)
     for split, count in PICTURES.items():
         for number in range(count):
@@ -82,7 +83,7 @@ COMMANDS = {"timm": timm_command, "torchvision": torchvision_command}
 
 
 def losses(name: str, out: Path) -> list[str] | None:
-    """What the training came to, where the script can be seeded and writes it down."""
+    """The losses of a run; None if the script cannot be seeded or does not write them to a file."""
     if name != "timm":
         return None
     with (out / "x" / "summary.csv").open() as file:
@@ -101,10 +102,10 @@ def run(command: list[str], attached: bool) -> tuple[int, dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in COMMANDS:
-        parser.add_argument(f"--{name}", type=Path, help="its train.py, in a checkout")
+        parser.add_argument(f"--{name}", type=Path, help="train.py in a checkout")
     scripts = {name: path for name, path in vars(parser.parse_args()).items() if path is not None}
     if not scripts:
-        parser.error("no script was named")
+        parser.error("pass at least one script")
     rows = []
     with tempfile.TemporaryDirectory(prefix="stoker-scripts-") as folder_name:
         for number, situation in enumerate(SITUATIONS):
@@ -121,7 +122,7 @@ def main() -> int:
                              "losses_are_the_same": same, "truth": situation.verdict, "verdict": verdict,
                              "wait_share": document.get("wait_share"), "right": right})  # fmt: skip
                 print(json.dumps(rows[-1]), flush=True)
-    print(f"kept in {keep('known_scripts', {'rows': rows})}")
+    print(f"wrote {keep('known_scripts', {'rows': rows})}")
     return 0 if all(row["right"] for row in rows) else 1
 
 

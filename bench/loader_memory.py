@@ -1,4 +1,4 @@
-"""Memory of the loader's process tree: predicted from one calibration, against the peak of fresh processes."""
+"""Memory of the loader's process tree: predicted from one calibration, compared with the peak in fresh processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main() -> int:
     summary = {"median_error": statistics.median(errors), "worst_error": max(errors)}
     path = keep("loader_memory", {**summary, "calibration": asdict(memory), "size": SIZE, "cells": rows})
     print(f"median error {100 * summary['median_error']:.1f} %, worst {100 * summary['worst_error']:.1f} %")
-    print(f"kept in {path}")
+    print(f"wrote {path}")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Loaders side by side: images a second from the same files, two workers on two cores, in one run.
+"""Loaders compared in one run: images/s from the same files, with two workers on two cores.
 
-The limit is what bare libjpeg-turbo decodes whole. torch, timm, WebDataset, LitData and DALI hand over
-normalised floats, as their users have it; FFCV and we hand over bytes and leave the rest to the device;
-`torch bytes` shows what that alone would bring.
+The upper bound is bare libjpeg-turbo decoding whole images. torch, timm, WebDataset, LitData and DALI return
+normalised floats, as they are normally used; FFCV and stoker return bytes and leave the rest to the device.
+`torch bytes` shows how much of the difference that alone explains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.peers.environments import python_of
 from bench.rounds import Spread, interleave, keep, ratio
 
 PROJECT = Path(__file__).parents[1]
-# 400 images make an epoch of six batches, in which starting one is most of it; linked eightfold it is fifty.
+# 400 images are an epoch of six batches, most of which is start-up; linked eight times, they are fifty batches.
 COPIES = 8
 
 
@@ -77,7 +77,7 @@ class Running:
     def _line(self) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            # Some peers print on stdout themselves; a number or 'ready' is ours.
+            # Some peers print to stdout themselves; only a number or 'ready' comes from our code.
             if line.strip() == "ready" or line.strip().replace(".", "", 1).replace("e", "", 1).isdigit():
                 return line
         raise EOFError
@@ -121,11 +121,11 @@ def report(spreads: dict[str, Spread], folder: str, workers: int) -> None:
         ratios = [ratio(spread, spreads[base]) for base in bases]
         cells = "".join(f"{f'{r.median:.2f} ({min(r.values):.2f}-{max(r.values):.2f})':>26}" for r in ratios)
         print(f"{name:<34}{spread.median:>10,.0f}{cells}")
-    print(f"kept in {path}")
+    print(f"wrote {path}")
 
 
 def link_copies(source: Path, target: Path, copies: int) -> Path:
-    """The same files several times over, as hard links where possible: an epoch long enough to measure."""
+    """Copies the files once and hard-links them several times, for an epoch long enough to measure."""
     visible = (path for path in source.glob("[!.]*/*") if path.is_file() and not path.name.startswith("."))
     for path in sorted(visible):
         folder = target / path.parent.name
@@ -138,7 +138,7 @@ def link_copies(source: Path, target: Path, copies: int) -> Path:
 
 
 def pack(images: Path, target: Path) -> Path:
-    """Our shards at the settings of FFCV's file: longest side 500 px, everything re-encoded at quality 90."""
+    """Packs shards with the settings of the FFCV file: longest side 500 px, everything re-encoded at quality 90."""
     command = [sys.executable, "-m", "stoker", "pack", str(images), str(target), "--longest", "500", "--quality", "90"]
     subprocess.run(command, check=True, stdout=sys.stderr, cwd=PROJECT)
     found = [path.parent for path in target.rglob("index.json") if ".index" not in path.parts]
@@ -146,7 +146,7 @@ def pack(images: Path, target: Path) -> Path:
 
 
 def unpack(shards: Path, target: Path) -> Path:
-    """The packed images as files, for the bare decoder."""
+    """Extracts the packed images to files, for the bare decoder."""
     import tarfile
 
     target.mkdir(exist_ok=True)
@@ -197,7 +197,7 @@ def _start(
     else:
         process.kill()
         tail = log.read_text().strip().splitlines()[-3:]
-        sys.stderr.write(f"{contender.name}: skipped, it did not start\n  " + "\n  ".join(tail) + "\n")
+        sys.stderr.write(f"{contender.name}: skipped, did not start\n  " + "\n  ".join(tail) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What our loop adds to a bare torch loop: the same model, the same batches in memory, the same SGD, on one CPU thread.
+"""The overhead of our loop over a bare torch loop: same model, same batches in memory, same SGD, on one CPU thread.
 
-The two take turns step by step: our loop asks its loader for a batch, and the loader makes the bare loop's step
-before it hands one out. So whatever disturbs the machine disturbs both, and the ratio of a round holds still; that of
-the CPU time holds still even where others use the same cores.
-Ours runs with its clock, metrics file, progress line, accuracy and checks for bad losses; without checkpoints.
+The two alternate step by step: when our loop asks its loader for a batch, the loader first runs a step of the bare
+loop. A disturbance therefore hits both, and the ratio per round is stable; the ratio of CPU times is stable even when
+other programs use the same cores.
+Our loop runs with its clock, metrics file, progress line, accuracy and checks for bad losses, but without checkpoints.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Moment(NamedTuple):
 
 
 class BareLoop:
-    """What a page of torch does in a step, and nothing else; it sees neither accuracy nor a loss that is no number."""
+    """A minimal torch training step, with no accuracy and no check for NaN losses."""
 
     def __init__(self, config: Config, prepared: list[Prepared]) -> None:
         torch.manual_seed(0)
@@ -82,9 +82,9 @@ class BareLoop:
 
 
 class TakingTurns:
-    """A loader of batches in memory that makes a bare step before each; the time between two of them is ours."""
+    """A loader of in-memory batches that runs a bare step before each one; the time between two is our loop's step."""
 
-    # What the guard against a lack of memory asks a loader about.
+    # Attributes that the prefetch guard reads from a loader.
     workers, most_in_flight, batch_bytes = 2, 4, 1
 
     def __init__(self, batches: list[Batch], bare: BareLoop, count: int) -> None:
@@ -93,7 +93,7 @@ class TakingTurns:
         self.ours_took: list[Moment] = []
 
     def limit_prefetch(self, batches: int) -> None:
-        """Nothing is made ahead."""
+        """Does nothing: no batch is made ahead."""
 
     def steps(self, start: int = 0) -> int:  # noqa: ARG002 - the loop's protocol
         return self.count
@@ -107,7 +107,7 @@ class TakingTurns:
 
 
 def synthetic(config: Config, count: int) -> tuple[list[Batch], list[Prepared]]:
-    """Random batches, as the loader gives them and as the model takes them."""
+    """Random batches, both as the loader yields them and prepared for the model."""
     random, size = np.random.default_rng(0), config.batch_size
     batches, prepared = [], []
     for step in range(count):
@@ -122,7 +122,7 @@ def synthetic(config: Config, count: int) -> tuple[list[Batch], list[Prepared]]:
 
 
 def our_run(config: HostConfig, batches: list[Batch], prepared: list[Prepared]) -> Run:
-    """A run as `stoker train` makes it; only its batches come from memory, augmented once and for all."""
+    """A run as `stoker train` builds it, except that its batches come from memory, already augmented."""
     data = open_data(config, lambda _text: None)
     run = build_run(config, data, Ranks(), torch.device("cpu"))
     by_identity = {id(batch): ready for batch, ready in zip(batches, prepared, strict=True)}
@@ -150,8 +150,8 @@ def measure(config: HostConfig, folder: Path, rounds: int, steps: int) -> dict[s
         horizon = Horizon(steps_per_epoch=steps, epochs=1)
         train(replace(run, train_loader=_always(turns), horizon=horizon, progress=Progress()), observer)
         if number == 0:
-            continue  # the first steps pay for allocators and caches
-        # Ours ends when the loop asks for the next batch; after the last step it does not: one fewer.
+            continue  # the first steps warm up allocators and caches
+        # Our step ends when the loop asks for the next batch, which it does not after the last step: one fewer.
         pairs = list(zip(turns.ours_took, turns.bare_took, strict=False))
         figures["bare_ms"].append(statistics.median(bare.wall for _, bare in pairs) * 1e3)
         figures["ours_ms"].append(statistics.median(ours.wall for ours, _ in pairs) * 1e3)
@@ -166,8 +166,8 @@ def measure(config: HostConfig, folder: Path, rounds: int, steps: int) -> dict[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=60, help="of each, in a round")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="on top of configs/demo.yaml")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each loop per round")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings to change in configs/demo.yaml")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as name:
@@ -182,7 +182,7 @@ def main() -> int:
     for key in ("ratio", "ratio of CPU time"):
         spread = found[key]
         print(f"{key}: {spread['median']:.4f}x ({spread['min']:.4f}-{spread['max']:.4f})")
-    print(f"steps of {found['bare_ms']['median']:.1f} ms; kept in {path}")
+    print(f"steps of {found['bare_ms']['median']:.1f} ms; wrote {path}")
     return 0 if found["ratio"]["median"] <= LARGEST_RATIO else 1
 
 

@@ -1,6 +1,6 @@
-"""Memory of the whole process tree while a loader runs: flat over twenty epochs? and beside torch's.
+"""Memory of a loader's process tree: whether it stays flat over twenty epochs, and how it compares with torch's.
 
-PSS counts a page that several processes share once, so that forked workers are not counted twice.
+PSS counts a page shared by several processes once, so that forked workers are not counted twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTENDERS = {
 
 
 def tree_pss(root: int) -> int:
-    """Bytes of a process and all its descendants."""
+    """PSS of a process and all its descendants, in bytes."""
     total, waiting = 0, [root]
     while waiting:
         pid = waiting.pop()
@@ -35,12 +35,12 @@ def tree_pss(root: int) -> int:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 waiting += [int(child) for child in (task / "children").read_text().split()]
         except (OSError, StopIteration):
-            continue  # it ended while we looked
+            continue  # the process ended in the meantime
     return total
 
 
 def measure(module: str, overrides: str, images: Path, work: Path, epochs: int) -> list[int]:
-    """Peak PSS within each epoch's worth of time."""
+    """Peak PSS of each epoch, in bytes."""
     environment = os.environ | {"PYTHONPATH": str(PROJECT), "STOKER_OVERRIDES": overrides, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"bench.peers.{module}", str(images), str(work / module), "--workers", "2"]
     process = subprocess.Popen(
@@ -69,7 +69,7 @@ def measure(module: str, overrides: str, images: Path, work: Path, epochs: int) 
             ended.set()
             watcher.join()
             peaks.append(peak[0])
-            seconds = count / rate  # the next one is a whole epoch
+            seconds = count / rate  # from now on a whole epoch at a time
             sys.stderr.write(f"{module} {overrides}: {peak[0] / 1e6:.0f} MB\n")
     finally:
         process.kill()
@@ -77,7 +77,7 @@ def measure(module: str, overrides: str, images: Path, work: Path, epochs: int) 
 
 
 def slope(values: list[int]) -> float:
-    """Bytes an epoch, by least squares over all but the first two epochs, in which buffers are made."""
+    """Growth in bytes per epoch, by least squares over all but the first two epochs, which allocate buffers."""
     settled = values[2:]
     return statistics.linear_regression(range(len(settled)), settled).slope
 
@@ -100,8 +100,8 @@ def main() -> int:
     path = keep("memory", {"workers": 2, "prefetch_factor": 2, "batch": 64, "contenders": found})
     for contender, figures in found.items():
         peak, rise = figures["peak_pss_bytes"], figures["slope_bytes_per_epoch"]
-        print(f"{contender:<20} peak {peak / 1e6:7.0f} MB   {rise / 1e6:+.2f} MB an epoch")  # type: ignore[operator]
-    print(f"kept in {path}")
+        print(f"{contender:<20} peak {peak / 1e6:7.0f} MB   {rise / 1e6:+.2f} MB per epoch")  # type: ignore[operator]
+    print(f"wrote {path}")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""A cold epoch from a real S3 server 50 ms away, beside the same epoch from the local disk.
+"""A cold epoch from a real S3 server with 50 ms latency, compared with the same epoch from the local disk.
 
-Server and proxy run on the same cores as the loader and take more of them for each image than decoding does. So
-besides the plain rates there is a paced consumer, which takes a batch when an accelerator would and uses no core:
-there only latency can make a difference. The limit is stated as what the cores allow with server and proxy on them.
+Server and proxy run on the same cores as the loader and use more CPU per image than decoding does. So in addition to
+the plain rates we measure a paced consumer, which takes a batch when an accelerator would and uses no core: there, only
+latency can make a difference. The upper bound is the rate that the cores allow with server and proxy on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, 
 LATENCY_MS = 50
 COPIES = 3
 WORKERS = 2
-# A third of what two cores decode when nothing else runs: room for server and proxy.
+# A third of what two otherwise idle cores decode, which leaves room for server and proxy.
 PACE_IMAGES_PER_S = 250.0
 
 
@@ -39,7 +39,7 @@ def loader_over(root: str, split: str, work: Path) -> ImageLoader:
 
 
 def epoch_rate(loader: ImageLoader, epoch: int, pace: float | None = None) -> float:
-    """Images a second over a whole epoch, its start included."""
+    """Images/s over a whole epoch, including its start."""
     start = time.perf_counter()
     images = 0
     for batch in loader.epoch(epoch):
@@ -50,7 +50,7 @@ def epoch_rate(loader: ImageLoader, epoch: int, pace: float | None = None) -> fl
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and its children."""
+    """CPU seconds of a process and its descendants."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -145,8 +145,8 @@ def report(found: dict[str, object], helpers: list[int]) -> None:
     )
     for name, spread in [*spreads.items(), *ratios.items()]:
         print(f"{name:<28}{spread.median:>9.2f}  ({min(spread.values):.2f}-{max(spread.values):.2f})")
-    print(f"two cores allow {allowed:,.0f} images/s with server and proxy on them ({cpu * 1000:.2f} ms an image)")
-    print(f"kept in {path}")
+    print(f"two cores allow {allowed:,.0f} images/s with server and proxy on them ({cpu * 1000:.2f} ms per image)")
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

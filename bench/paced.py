@@ -1,6 +1,7 @@
-"""The real loader behind a consumer that takes a batch every so often and uses no CPU, as a GPU would.
+"""The real loader feeding a consumer that takes batches at a fixed pace and uses no CPU, as a GPU would.
 
-A slow consumer must be fed in time, a fast one as fast as the loader can: images/s within 3 % of the smaller of both.
+A slow consumer must never wait, and a fast one must get all that the loader can deliver: images/s must be within 3 %
+of the slower of the two.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from stoker.machine.loader_speed import repeated
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
 
 SMALLEST_SHARE = 0.97
-# The consumer's appetite as a share of what the loader alone gives.
+# The consumer's pace relative to the throughput of the loader alone.
 SLOW, FAST = 0.6, 1.5
 WARM_UP_BATCHES = 8
 
@@ -33,13 +34,13 @@ def open_real_loader(images: Path, work: Path, workers: int, batch: int, size: i
     config = load_config(None, words).config
     samples = open_samples(config, "")
     decoding, _ = choose_decoding(config, samples.index)
-    # One long epoch: what happens between epochs is not measured here.
+    # One long epoch: the pause between epochs is not measured here.
     plan = training_plan(config, repeated(samples, 200_000), decoding)
     return open_loader(config, plan, workers=workers)
 
 
 def consume(loader: ImageLoader, epoch: int, seconds: float, every_s: float) -> float:
-    """Images a second that a consumer gets which is busy for `every_s` after it took a batch."""
+    """Images/s received by a consumer that is busy for `every_s` after each batch."""
     batches: Iterator[Batch] = loader.epoch(epoch)
     for _ in itertools.islice(batches, WARM_UP_BATCHES):
         pass
@@ -48,8 +49,8 @@ def consume(loader: ImageLoader, epoch: int, seconds: float, every_s: float) -> 
     for batch in batches:
         images += len(batch)
         now = time.perf_counter()
-        # It begins when it is free and the batch is there. A sleep that lasted too long is made up for: that is the
-        # clock's fault, not the loader's.
+        # The consumer starts once it is free and has the batch. A sleep that overran is made up for: that is not the
+        # loader's fault.
         free = max(free, now - every_s) + every_s if every_s else now
         if free > now:
             time.sleep(free - now)
@@ -103,7 +104,7 @@ def main() -> int:
     for pace, share in shares.items():
         seen = f"({min(share.values):.3f}-{max(share.values):.3f})"
         print(f"{pace} consumer, a batch every {every[pace] * 1e3:.0f} ms: {share.median:.3f} {seen}")
-    print(f"kept in {path}")
+    print(f"wrote {path}")
     return 0 if all(share.median >= SMALLEST_SHARE for share in shares.values()) else 1
 
 

@@ -1,4 +1,4 @@
-"""Waits for a moment in which nobody else uses the cores: what is measured then is ours."""
+"""Waits until the cores are idle, so that a measurement is not disturbed by other programs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LOOK_S = 0.5
 
 
 def busy_seconds() -> float:
-    """CPU seconds of all cores since the machine started, by anybody, other guests of the host included."""
+    """CPU seconds used on all cores since boot, by every program, including time stolen by other guests of the host."""
     with Path("/proc/stat").open() as file:
         user, nice, system, _idle, _io, irq, soft, steal, *_ = map(int, file.readline().split()[1:])
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_for_quiet(patience_s: float) -> float:
-    """Returns when others use next to nothing, or after so long; the cores that they used last."""
+    """Waits until almost no core is in use, at most `patience_s`; returns how many cores were in use at the end."""
     end = time.monotonic() + patience_s
     while True:
         before = busy_seconds()

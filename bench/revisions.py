@@ -1,8 +1,8 @@
-"""Two revisions of stoker in one run: did a change that should not touch speed or results touch them?
+"""Two revisions of stoker in one run: did a refactoring change speed or results?
 
-Takes two checkouts and runs each revision's own benchmarks in turns: images/s of the loader (threads, processes,
-packed), the training loop beside a bare torch loop, the pause of a checkpoint, `stoker --help`. It also trains the demo
-with both, and compares every loss and the final weights bit by bit. Ratios are new / old, round by round.
+Takes two checkouts and alternates between their own benchmarks: images/s of the loader (threads, processes, packed),
+the training loop relative to a bare torch loop, the pause for a checkpoint, and `stoker --help`. It also trains the
+demo with both and compares every loss and the final weights bit by bit. Ratios are new / old, round by round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.loaders import COPIES, Running, link_copies, pack
 from bench.rounds import Spread, interleave, keep, ratio
 from bench.startup import time_of
 
-# The decoder is fixed: chosen by measurement, it might differ between the two.
+# The decoder is fixed: if each revision chose by measurement, they might choose differently.
 LOADERS = {"threads": "loader=thread decoder=turbojpeg", "processes": "loader=process decoder=turbojpeg"}
 
 
@@ -49,7 +49,7 @@ class Revision:
         done = subprocess.run(
             [sys.executable, *arguments], cwd=self.folder, env=self.environment, capture_output=True, text=True
         )
-        # A benchmark exits with 1 if it misses its own target; its figures count all the same.
+        # A benchmark exits with 1 if it misses its own target; its figures are still valid.
         if done.returncode not in (0, 1):
             raise SystemExit(f"{self.name}: {' '.join(arguments)} failed\n{done.stderr[-2000:]}")
         return done.stdout
@@ -79,17 +79,17 @@ class Revision:
         return [record[key] for record in records for key in ("train/loss", "val/loss", "val/acc1") if key in record]
 
     def weights(self, work: Path) -> bytes:
-        """The demo's final weights, as a safetensors file that the revision exports itself."""
+        """The demo's final weights, as the revision itself exports them to safetensors."""
         [checkpoint] = (self.folder / "demo" / "runs").glob("*/checkpoints/last.ckpt")
         target = work / f"{self.name}.safetensors"
         self.run("-m", "stoker", "export", str(checkpoint), str(target), "--to", "safetensors")
         data = target.read_bytes()
-        header = int.from_bytes(data[:8], "little")  # metadata, which names the version; the tensors follow it
+        header = int.from_bytes(data[:8], "little")  # skips the metadata, which contains the version
         return data[8 + header :]
 
 
 def compare(pair: tuple[Revision, Revision], measure: Callable[[Revision], float], rounds: int) -> dict[str, Any]:
-    """One figure of both, in turns, and the ratio new / old of each round."""
+    """One figure for both revisions, in interleaved rounds, with the ratio new / old of each round."""
     return told(interleave({revision.name: partial(measure, revision) for revision in pair}, rounds))
 
 
@@ -114,9 +114,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="checkout of the older revision")
     parser.add_argument("new", type=Path, help="checkout of the newer revision")
-    parser.add_argument("--images", type=Path, help="folder of class folders with real images, for the loaders")
+    parser.add_argument("--images", type=Path, help="class folders of real images; if not given, loaders are skipped")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a loader, in a round")
+    parser.add_argument("--seconds", type=float, default=4.0, help="how long each loader runs per round")
     parser.add_argument("--keep", default="revisions", help="folder under results/")
     arguments = parser.parse_args()
     rounds = arguments.rounds
@@ -156,7 +156,7 @@ def main() -> int:
     for key, figure in figures.items():
         old, new, spread = figure["old"]["median"], figure["new"]["median"], figure["ratio"]
         print(f"{key:<44} {old:10.4g} {new:10.4g}  {spread['median']:.3f}x ({spread['min']:.3f}-{spread['max']:.3f})")
-    print(f"kept in {path}")
+    print(f"wrote {path}")
     return 0 if all(found["demo"].values()) else 1
 
 

@@ -1,7 +1,7 @@
-"""Predicted images a second beside published ones: the roofline of a traced step, for every figure that we found.
+"""Predicted images/s compared with published figures: the roofline of a traced step, for every figure we found.
 
-One set of constants for all rows (stoker.plan.roofline). Networks are those of this timm; where the publisher ran
-something else (other kernels, an older torch, a pipeline in front), the row says so and stays in the table.
+All rows use the same constants (stoker.plan.roofline) and the networks of the installed timm. Where the publisher ran
+something different (other kernels, an older torch, an input pipeline), the row says so and stays in the table.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Row:
     source: str
     gpus: int = 1
     fused: bool = False
-    """The publisher's kernels fuse norms with what follows: counted as compiled."""
+    """The publisher's kernels fuse norms with the next operation, so the row counts as compiled."""
     required: bool = False
-    """One of those that the accuracy of the time is held to."""
+    """The benchmark fails if this row is off by more than LARGEST_ERROR."""
     note: str = ""
 
 
@@ -79,7 +79,7 @@ NOTES = {"vit_tiny_patch16_224": "attention was not fused in torch 1.12"}
 
 
 def published_rows() -> list[Row]:
-    """Every figure, the ones that are required first."""
+    """Every figure, the required ones first."""
     rows = [
         Row("resnet50", 256, 224, "16-mixed", True, "a100-80", 2470, DLE, required=True),
         Row("resnet50", 256, 224, "16-mixed", True, "v100-16", 1200, DLE, required=True),
@@ -127,7 +127,7 @@ def published_rows() -> list[Row]:
 
 @cache
 def traced(model: str, batch: int, size: int, precision: str, channels_last: bool) -> Trace:
-    """The step of a publisher: SGD with momentum, cross-entropy."""
+    """The trace of the published step: SGD with momentum, cross-entropy."""
     volumes = model == "dynunet3d"
     layout = torch.contiguous_format
     if channels_last:
@@ -164,7 +164,7 @@ def nnunet() -> nn.Module:
 
 
 def predict(row: Row) -> dict[str, Any]:
-    """A line of the table."""
+    """One row of the results table."""
     trace = traced(row.model, row.batch, row.size, row.precision, row.channels_last)
     took = step_seconds(
         trace.ops, load_datasheet(row.gpu), channels_last=row.channels_last, compiled=row.fused,
@@ -182,7 +182,7 @@ def predict(row: Row) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="models whose name contains this; nothing is kept then")
+    parser.add_argument("--only", default="", help="only models whose name contains this; writes no results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lines = []
@@ -204,7 +204,7 @@ def main() -> int:
     print(f"{within} of {len(lines)} within {LARGEST_ERROR:.0%}; median error {statistics.median(errors):.1%}")
     if not arguments.only:
         found = {"within_25_percent": within, "of": len(lines), "median_error": round(statistics.median(errors), 4)}
-        print(f"kept in {keep('roofline', found | {'rows': lines})}")
+        print(f"wrote {keep('roofline', found | {'rows': lines})}")
     return 1 if missed else 0
 
 

@@ -1,4 +1,4 @@
-"""Interleaved rounds: each contender once a round, so that a noisy neighbour disturbs all of them alike."""
+"""Interleaved rounds: every contender runs once per round, so that a noisy neighbour affects all of them equally."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoker.files import write_text
 from stoker.run.environment import describe_environment
 
 RESULTS = Path(__file__).parents[1] / "results"
-# Of the packages only those that a figure could depend on are kept with it.
+# Packages whose version could affect a figure; results record only these.
 TELLING_PACKAGES = (
     "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "opencv-python-headless",
     "nvidia-nvimgcodec-cu13", "obstore", "webdataset", "litdata", "ffcv", "nvidia-dali-cuda130", "typer", "pydantic",
@@ -23,7 +23,7 @@ TELLING_PACKAGES = (
 
 @dataclass(frozen=True)
 class Spread:
-    """What several rounds of one measurement gave."""
+    """The values of one measurement over several rounds."""
 
     values: tuple[float, ...]
 
@@ -41,7 +41,7 @@ class Spread:
 
 
 def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
-    """Runs every contender once a round, in turns; what each returns is its value of that round."""
+    """Runs every contender once per round; its return value is its figure for that round."""
     values: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, measure in contenders.items():
@@ -51,12 +51,12 @@ def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int) -> di
 
 
 def ratio(numerator: Spread, denominator: Spread) -> Spread:
-    """Round by round, so that what disturbed a whole round cancels out."""
+    """The ratio round by round, so that a disturbance that lasted a whole round cancels out."""
     return Spread(tuple(a / b for a, b in zip(numerator.values, denominator.values, strict=True)))
 
 
 def keep(name: str, document: dict[str, Any]) -> Path:
-    """Writes the evidence under results/, with what it was measured on."""
+    """Writes the figures under results/, with a description of the machine and software; returns the file's path."""
     environment = describe_environment()
     kept = {
         "python": environment["python"],

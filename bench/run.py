@@ -1,4 +1,4 @@
-"""`make bench`: runs the benchmarks by name, or all of them."""
+"""`make bench`: runs the named benchmarks, or all of them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ BY_HAND = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(WITHOUT_DATA + WITH_DATA)}; all when not given")
+    parser.add_argument("names", nargs="*", help=f"any of {', '.join(WITHOUT_DATA + WITH_DATA)} (default: all)")
     parser.add_argument("--data", type=Path, help="folder of class folders with real images")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - {*WITHOUT_DATA, *WITH_DATA}
     if unknown:
-        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}")
+        parser.error(f"unknown benchmark: {', '.join(sorted(unknown))}")
     code = 0
     for name in arguments.names or (*WITHOUT_DATA, *WITH_DATA):
         if name in WITH_DATA and arguments.data is None:
-            print(f"{name}: skipped, it needs real images (make bench DATA=folder)")
+            print(f"{name}: skipped, needs real images (make bench DATA=folder)")
             continue
         data = [str(arguments.data.resolve())] if name in WITH_DATA else []
         print(f"== {name}", flush=True)
         code |= subprocess.run([sys.executable, "-m", f"bench.{name}", *data], cwd=PROJECT).returncode
     for name, needs in BY_HAND.items():
         if not arguments.names:
-            print(f"{name}: skipped, it needs {needs}")
+            print(f"{name}: skipped, needs {needs}")
     return code
 
 

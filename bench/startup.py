@@ -1,4 +1,4 @@
-"""How long `stoker --help` takes beside `python -c pass`; the limit is Python's own start."""
+"""Startup time of `stoker --help` relative to `python -c pass`, which no Python program can beat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_RATIO = 10.0
 
 
 def time_of(*command: str, env: dict[str, str] | None = None) -> float:
-    """The best of three: the others were disturbed."""
+    """Seconds of the fastest of three runs, the one least disturbed by other programs."""
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -45,7 +45,7 @@ def main() -> int:
     )
     for name, spread in ratios.items():
         print(f"{name:<20} {spread.median:5.2f}x  ({min(spread.values):.2f}-{max(spread.values):.2f})")
-    print(f"kept in {path}")
+    print(f"wrote {path}")
     return 0 if ratios["stoker --help"].median < LARGEST_RATIO else 1
 
 

@@ -1,7 +1,7 @@
-"""Whether the doctor is right: scripts with one known fault each, run for seconds, and what it says about them.
+"""The doctor's accuracy: its verdicts on scripts with one known fault each, run for a few seconds.
 
-Over a plain torch script, Lightning, Hugging Face's Trainer and accelerate, all unmodified and attached to, and our own
-loader. A case that other programs disturbed (they took cores) is run again.
+Covers a plain torch script, Lightning, Hugging Face's Trainer and accelerate, all attached to unmodified, and our own
+loader. A case is repeated if other programs took the cores while it ran.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.verdict_cases.cases import CASES, Case, Script
 
 FOLDER = Path(__file__).parent / "verdict_cases"
 ENVIRONMENTS: dict[Script, str] = {"transformers": "huggingface", "accelerate": "huggingface"}
-"""Of the scripts that are not in the one of their own name."""
+"""Environments of the scripts that do not have one of the same name."""
 RIGHT = 0.95
 TRIES = 3
 DISTURBED = "cores-are-taken"
@@ -39,7 +39,7 @@ PERIOD_US = 100_000
 
 
 def write_pictures(folder: Path) -> None:
-    """Class folders of JPEGs; in another one a huge picture among them."""
+    """Two data sets of class folders with JPEGs: `plain`, and `huge`, with a few pictures far larger than the rest."""
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(0, 255, (SIDE // 4, SIDE // 4, 3), dtype=np.uint8)).resize((SIDE, SIDE))
     huge = noise.resize((HUGE_SIDE, HUGE_SIDE))
@@ -55,7 +55,7 @@ def write_pictures(folder: Path) -> None:
 
 @contextlib.contextmanager
 def served(case: Case) -> Iterator[str | None]:
-    """The address of the case's server, where it has one."""
+    """The URL of the case's server, or None if it has no server."""
     if case.server is None:
         yield None
         return
@@ -70,7 +70,7 @@ def served(case: Case) -> Iterator[str | None]:
 
 @contextlib.contextmanager
 def limited(case: Case) -> Iterator[list[str]]:
-    """What to put before a command so that it has the case's cores, quota and shared memory."""
+    """The command prefix that applies the case's cores, quota and shared memory."""
     before = ["taskset", "-c", case.cpus]
     if case.shm_mb is not None:
         mount = f'mount -t tmpfs -o size={case.shm_mb}m tmpfs /dev/shm && exec "$@"'
@@ -93,7 +93,7 @@ def limited(case: Case) -> Iterator[list[str]]:
 
 
 def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
-    """The doctor's document about a case."""
+    """The doctor's JSON document for a case."""
     with served(case) as url, limited(case) as before:
         if case.script == "own":
             root = folder / ("huge" if "data_root=HUGE" in case.settings else "plain")
@@ -127,7 +127,7 @@ def is_right(case: Case, document: dict[str, Any]) -> bool:
 
 
 def confusion(rows: list[dict[str, Any]]) -> str:
-    """Truth by verdict, counted."""
+    """The confusion matrix as text: truth by verdict."""
     pairs = Counter((row["truth"], row["verdict"]) for row in rows)
     truths, verdicts = (sorted({pair[place] for pair in pairs}) for place in (0, 1))
     width = max(map(len, truths))
@@ -144,12 +144,12 @@ def _right(rows: list[dict[str, Any]]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="cases with this in their name")
-    parser.add_argument("--held-out", action="store_true", help="only those that no threshold was set on")
+    parser.add_argument("--only", help="only cases whose name contains this")
+    parser.add_argument("--held-out", action="store_true", help="only the cases that no threshold was tuned on")
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet machine, each time")
-    parser.add_argument("--nice", type=int, default=0, help="of the cases; below 0 where other programs run (root)")
-    parser.add_argument("--dry", action="store_true", help="keep nothing")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for idle cores before each run")
+    parser.add_argument("--nice", type=int, default=0, help="nice level; negative on a busy machine (needs root)")
+    parser.add_argument("--dry", action="store_true", help="do not write to results/")
     arguments = parser.parse_args()
     cases = [case for case in CASES if arguments.only is None or arguments.only in case.name]
     cases = [case for case in cases if case.held_out or not arguments.held_out]
@@ -179,13 +179,13 @@ def main() -> int:
     print(confusion(rows))
     print(f"{share:.1%} of {len(rows)} right")
     if held_out:
-        print(f"{_right(held_out):.1%} of {len(held_out)} that were held out")
+        print(f"{_right(held_out):.1%} of {len(held_out)} held-out cases right")
     if not arguments.dry:
         by_kind = Counter(row["case"].split(":")[0] for row in rows)
         document = {"cases": len(rows), "right": round(share, 4), "by_script": dict(by_kind)}
         if held_out:
             document |= {"held_out": len(held_out), "right_of_held_out": round(_right(held_out), 4)}
-        print(f"kept in {keep('verdicts', document | {'confusion': confusion(rows).splitlines(), 'rows': rows})}")
+        print(f"wrote {keep('verdicts', document | {'confusion': confusion(rows).splitlines(), 'rows': rows})}")
     return 0 if share >= RIGHT else 1
 
 

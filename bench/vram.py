@@ -1,8 +1,7 @@
-"""Predicted memory of training steps against what people measured on GPUs, and against a real step on this CPU.
+"""Predicted memory of training steps, compared with published GPU measurements and with a real step on this CPU.
 
-The published figures are in vram_published.yaml; all of them are in the table that is kept, hits and misses. No
-constant of the prediction was chosen by them. The CPU's step runs in a process of its own, and its peak is what torch's
-profiler saw allocated.
+The published figures are in vram_published.yaml; the results table lists all of them, hits and misses. No constant of
+the prediction was fitted to them. The CPU step runs in its own process, and its peak comes from torch's profiler.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ A10G_BYTES = int(22.06 * (1 << 30))
 
 
 def network_of(row: dict[str, Any]) -> Callable[[], nn.Module]:
-    """How the network of a row is built."""
+    """A function that builds the row's network."""
     network, step = row["network"], row["step"]
     classes = network["classes"]
 
@@ -68,7 +67,7 @@ def network_of(row: dict[str, Any]) -> Callable[[], nn.Module]:
 
 
 def optimizer_of(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    # On CUDA torch takes `foreach` by default, which holds whole lists of temporaries; on a CPU it has to be told.
+    # On CUDA torch uses `foreach` by default, which holds whole lists of temporaries; on the CPU we must ask for it.
     if name == "adam":
         return lambda model: torch.optim.Adam(model.parameters(), lr=1e-4, foreach=True)
     if name == "plain-sgd":
@@ -81,7 +80,7 @@ def optimizer_of(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
 
 
 def step_of(row: dict[str, Any]) -> TraceableStep:
-    """The step of a row."""
+    """The row's training step."""
     network, said = row["network"], row["step"]
     build, holder = network_of(row), {}
 
@@ -128,7 +127,7 @@ def _with_second_head(holder: dict[str, Any], logits: Tensor, targets: Tensor) -
 
 
 def predicted(row: dict[str, Any], trace: Trace) -> int:
-    """Bytes, in the measure that the row was published in."""
+    """Predicted bytes, counted the way the row's figure was measured (nvidia-smi, reserved or allocated)."""
     usage = replay(trace.events, trace.sizes)
     context = EAGER_CONTEXT if row.get("context") == "eager" else CONTEXT
     outside = outside_bytes(trace, compiled=False, gpus=row.get("gpus", 1), context=context)
@@ -170,7 +169,7 @@ def cpu_step(model: str, batch: int) -> TraceableStep:
 
 
 def measure_here(model: str, batch: int) -> int:
-    """The most that a real step has allocated at once on the CPU, in bytes; to be run in a process of its own."""
+    """Peak bytes allocated by a real step on the CPU. Run it in a fresh process."""
     from torch.profiler import ProfilerActivity, profile
 
     from stoker.train.compute import Precision
@@ -224,7 +223,7 @@ def against_cpu() -> list[dict[str, Any]]:
 
 
 def plan_cost() -> dict[str, Any]:
-    """CPU time and memory of ResNet-50's whole plan, searches included, in a process of its own."""
+    """CPU time and memory of the complete plan for ResNet-50, searches included, measured in a fresh process."""
     command = [sys.executable, "-m", "bench.vram", "--plan-cost"]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found
@@ -253,7 +252,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure-here", nargs=2, metavar=("MODEL", "BATCH"), help=argparse.SUPPRESS)
     parser.add_argument("--plan-cost", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--only", help="rows whose name contains this; nothing is kept")
+    parser.add_argument("--only", help="only rows whose name contains this; writes no results")
     arguments = parser.parse_args()
     if arguments.measure_here:
         print(measure_here(arguments.measure_here[0], int(arguments.measure_here[1])))
@@ -271,10 +270,8 @@ def main() -> int:
     path = keep(
         "vram", {"hits": f"{hits} of {len(published)}", "published": published, "cpu": here, "resnet50_plan": cost}
     )
-    print(
-        f"{hits} of {len(published)} published figures, {sum(row['hit'] for row in here)} of {len(here)} here; {path}"
-    )
-    print(f"ResNet-50's plan: {cost['cpu_s']} s of CPU, {cost['peak_rss_mb']} MB")
+    print(f"{hits} of {len(published)} published figures hit, {sum(row['hit'] for row in here)} of {len(here)} on CPU")
+    print(f"planning ResNet-50 took {cost['cpu_s']} s of CPU time and {cost['peak_rss_mb']} MB; wrote {path}")
     return 0 if published[0]["hit"] and all(row["hit"] for row in here) else 1
 
 

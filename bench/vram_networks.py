@@ -1,8 +1,8 @@
-"""Networks whose memory somebody published, built again: nnU-Net's U-Nets, by the rules of its own planner.
+"""Networks with published memory figures, rebuilt: nnU-Net's U-Nets, with patch sizes from its planner's rules.
 
-Written from the description of the architectures (Isensee et al., arXiv 2404.09556, and the planners of nnU-Net 2.5):
-plain stages of two convolutions, or residual encoder stages of 1, 3, 4, 6, 6, 6 blocks with one convolution a stage in
-the decoder; instance norm, leaky ReLU, strided convolutions down, transposed ones up, a head at each resolution.
+Written from the published architectures (Isensee et al., arXiv 2404.09556, and the planners of nnU-Net 2.5): plain
+stages of two convolutions, or residual encoder stages of 1, 3, 4, 6, 6, 6 blocks with one convolution per stage in the
+decoder; instance norm, leaky ReLU, strided convolutions down, transposed ones up, a head at each resolution.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn import functional
 
 FEATURES = (32, 64, 128, 256, 320, 320)
 RESIDUAL_BLOCKS = (1, 3, 4, 6, 6, 6)
-STEP = 32  # between 128 and 224 px every side has five halvings
+STEP = 32  # between 128 and 224 px the network halves every side five times
 LARGEST_SIDE = 224
 
 
 class ConvNorm(nn.Sequential):
-    """Convolution, instance norm and, unless told otherwise, leaky ReLU in place."""
+    """Convolution, instance norm and, unless `active=False`, leaky ReLU in place."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 3, stride: int = 1, *, active: bool = True) -> None:
         layers: list[nn.Module] = [
@@ -32,7 +32,7 @@ class ConvNorm(nn.Sequential):
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut, which is averaged and projected where the shape changes."""
+    """Two convolutions with a shortcut, which is pooled and projected where the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Residual(nn.Module):
 
 
 class NnUNet(nn.Module):
-    """A 3D U-Net with a head at every resolution; the coarser ones are left in `coarse` for the loss."""
+    """A 3D U-Net with a head at every resolution; the coarser outputs are stored in `coarse` for the loss."""
 
     def __init__(self, classes: int, *, residual: bool, channels: int = 1) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class NnUNet(nn.Module):
 
 
 def dice_and_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Both in float32, as nnU-Net adds them."""
+    """The sum of both losses in float32, as in nnU-Net."""
     logits = logits.float()
     shares = logits.softmax(1)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def dice_and_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @cache
 def planned_patch(voxels: int, residual: bool, classes: int) -> tuple[int, int, int]:
-    """The patch that nnU-Net's planner takes for large isotropic volumes: two of them may make so many values."""
+    """The patch that nnU-Net plans for large isotropic volumes; its budget of `voxels` values is for a batch of two."""
     sides = [LARGEST_SIDE] * 3
     while _values(tuple(sides), residual, classes) > voxels:
         sides[sides.index(max(sides))] -= STEP
@@ -113,7 +113,7 @@ def planned_patch(voxels: int, residual: bool, classes: int) -> tuple[int, int, 
 
 
 def _values(patch: tuple[int, ...], residual: bool, classes: int) -> int:
-    """Of all convolutions' results for one patch, nnU-Net's measure of memory."""
+    """Number of values in all convolution outputs for one patch: nnU-Net's estimate of memory."""
     found: list[int] = []
     with torch.device("meta"):
         network = NnUNet(classes, residual=residual)
@@ -126,7 +126,7 @@ def _values(patch: tuple[int, ...], residual: bool, classes: int) -> int:
 
 
 class DilatedFcn(nn.Module):
-    """FCN on a ResNet-C with output stride 8, as mmsegmentation's fcn_r50-d8: two convolutions, and a second head."""
+    """FCN on a ResNet-C, output stride 8, like mmsegmentation's fcn_r50-d8: two convolutions and an auxiliary head."""
 
     def __init__(self, backbone: str, classes: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""How right the what-if predictions are: from one observed run, every other setting predicted and measured.
+"""Accuracy of the what-if predictions: from one observed run, every other setting is predicted and then measured.
 
 Workers {0, 1, 2, 4, 8} x prefetch {2, 4} x readers that sleep, compute, or do both, through torch's DataLoader and our
-thread engine, with a consumer that takes its time without using a core, as a GPU would. What other programs took of
-the cores while a setting was measured is measured too, and given to the prediction: the loader is on trial here, not
-the neighbours.
+thread engine, with a consumer that takes time without using a core, as a GPU would. The CPU time that other programs
+used during a measurement is measured too and passed to the prediction: we are testing the loader model, not how well
+it guesses the load of the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stoker.doctor.what_if import speed_up, with_loader
 
 WORKERS, PREFETCH = (0, 1, 2, 4, 8), (2, 4)
 CALIBRATED = (2, 2)
-"""Workers and prefetch of the one run that is observed."""
+"""Workers and prefetch of the observed run."""
 MEDIAN_LIMIT, P95_LIMIT, COVERAGE = 0.10, 0.25, (0.70, 0.90)
 
 
@@ -59,7 +59,7 @@ class Trial:
 
 
 def others_cores(observed: Observed) -> float:
-    """Cores that other programs used while this was observed."""
+    """Cores that other programs used during the observation."""
     assert observed.host is not None
     assert observed.host.cpu_busy_share is not None
     ours = sum(batch.cpu_s or 0.0 for batch in observed.batches) + (observed.consumer_cpu_s or 0.0)
@@ -68,7 +68,7 @@ def others_cores(observed: Observed) -> float:
 
 def try_one(calibration: Observed, engine: Literal["process", "thread"], kind: str, workers: int, prefetch: int,
             seconds: float, patience: float) -> Trial:  # fmt: skip
-    """Predicts a setting from the calibration, and measures it."""
+    """Predicts a setting from the calibration and measures it."""
     wait_for_quiet(patience)
     there = observe(engine, kind, workers, prefetch, seconds)
     taken = others_cores(there)
@@ -88,7 +88,7 @@ def try_one(calibration: Observed, engine: Literal["process", "thread"], kind: s
 
 
 def summary(trials: list[Trial]) -> dict[str, Any]:
-    """The figures that have limits."""
+    """Error, coverage and bias over all trials."""
     errors = sorted(abs(trial.error) for trial in trials)
     logs = [math.log(trial.predicted / trial.measured) for trial in trials]
     return {
@@ -107,15 +107,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--engine", choices=["process", "thread"], action="append")
     parser.add_argument("--kind", choices=list(KINDS), action="append")
-    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet machine, each time")
-    parser.add_argument("--dry", action="store_true", help="keep nothing")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for idle cores before each run")
+    parser.add_argument("--dry", action="store_true", help="do not write to results/")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     trials: list[Trial] = []
     for number in range(arguments.rounds):
         for engine in arguments.engine or ("process", "thread"):
             for kind in arguments.kind or KINDS:
-                # Anew each time: what was observed an hour ago says little about a shared machine now.
+                # Calibrated every time: an hour-old observation says little about a shared machine.
                 wait_for_quiet(arguments.patience)
                 calibration = observe(engine, kind, *CALIBRATED, arguments.seconds)
                 for workers in WORKERS:
@@ -141,7 +141,7 @@ def main() -> int:
         }
         document = {"seconds": arguments.seconds, "rounds": arguments.rounds, "calibrated_with": CALIBRATED}
         rows = [trial.as_dict() for trial in trials]
-        print(f"kept in {keep('what_if', document | {'all': found, 'groups': groups, 'trials': rows})}")
+        print(f"wrote {keep('what_if', document | {'all': found, 'groups': groups, 'trials': rows})}")
     right = found["median_error"] <= MEDIAN_LIMIT and found["p95_error"] <= P95_LIMIT
     return 0 if right and COVERAGE[0] <= found["coverage_of_80"] <= COVERAGE[1] else 1
 

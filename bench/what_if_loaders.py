@@ -1,4 +1,4 @@
-"""Loaders with known work, watched from inside: each batch brings along what its making cost."""
+"""Loaders with a known amount of work, whose batches carry the time it took to make them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from stoker.data.batch import Batch
 from stoker.data.engines.threads import ThreadEngine
 
 KINDS = {"io": (0.0, 24e-3), "cpu": (14e-3, 0.0), "mixed": (8e-3, 16e-3)}
-"""Seconds that a batch computes and sleeps."""
+"""Seconds per batch spent computing and sleeping."""
 SAMPLES = 8
 STEP_S = 4e-3
 WARM_UP_S = 0.7
-"""Until workers run and the buffers are in the state that lasts."""
+"""Until the workers run and the buffers have reached a steady state."""
 ENDLESS = 1_000_000
 BLOCK = bytes(100_000)
 
 
 def _hash_seconds() -> float:
-    """CPU time of one block's hash here, so that the work has about the length that was asked for."""
+    """CPU seconds to hash one block on this machine, so that the work takes about the requested time."""
     began = time.thread_time()
     for _ in range(50):
         hashlib.sha256(BLOCK).digest()
@@ -41,22 +41,22 @@ BLOCK_S = _hash_seconds()
 
 
 def make_batch(kind: str, number: int) -> BatchTime:
-    """A batch's work, sample by sample; a fixed amount of it, so that busy cores stretch it as they would."""
+    """Does a fixed amount of work per sample, which takes longer on busy cores, as real work would."""
     cpu_s, sleep_s = KINDS[kind]
     began, before = time.perf_counter(), read_schedule()
     slept = 0.0
-    # Up to half more or less, the same for the same number in every run.
+    # Varies by up to 50 %, identically in every run for the same batch number.
     factors = np.random.default_rng(number).uniform(0.5, 1.5, SAMPLES)
     for factor in factors:
         if sleep_s:
             asleep = time.perf_counter()
             time.sleep(sleep_s * factor / SAMPLES)
             slept += time.perf_counter() - asleep
-        # Hashing releases Python's lock, as decoders do.
+        # Hashing releases the GIL, as decoders do.
         for _ in range(round(cpu_s * factor / SAMPLES / BLOCK_S)):
             hashlib.sha256(BLOCK).digest()
     wall, now = time.perf_counter() - began, read_schedule()
-    assert before is not None, "this bench needs the kernel's schedstat"
+    assert before is not None, "this benchmark needs a kernel with schedstat"
     assert now is not None
     cpu, runq = (now[0] - before[0]) / 1e9, (now[1] - before[1]) / 1e9
     return BatchTime(wall, cpu, runq, max(0.0, wall - cpu - runq), SAMPLES, fetch_s=slept)
@@ -74,7 +74,7 @@ class _Work(Dataset[BatchTime]):
 
 
 class _Maker:
-    """What the thread engine needs of a maker: batches, however they come about."""
+    """The parts of a batch maker that the thread engine uses."""
 
     class plan:  # noqa: N801
         class steps:  # noqa: N801
@@ -107,7 +107,7 @@ class _Maker:
 
 
 def batches_of(engine: str, kind: str, workers: int, prefetch: int) -> Iterator[BatchTime]:
-    """The costs of endless batches, made by torch's workers or our threads."""
+    """The costs of an endless stream of batches, made by torch's workers or our threads."""
     if engine == "thread":
         threads = ThreadEngine(
             cast(Any, _Maker(kind)), workers=workers, prefetch=prefetch, pin_memory=False, lookahead=1_000_000
@@ -125,7 +125,7 @@ def batches_of(engine: str, kind: str, workers: int, prefetch: int) -> Iterator[
 
 
 def observe(engine: Literal["process", "thread"], kind: str, workers: int, prefetch: int, seconds: float) -> Observed:
-    """Runs a loader behind a paced consumer, and tells what the doctor would have seen."""
+    """Runs a loader with a paced consumer and returns what the doctor would have observed."""
     costs: list[BatchTime] = []
     waits: list[float] = []
     steps: list[float] = []

@@ -1,1 +1,1 @@
-"""One file for each loader that is measured; each runs in a process, and the peers in an environment of their own."""
+"""The loaders being compared, one file each. Every loader runs in its own process, peers in their own environment."""

@@ -1,4 +1,4 @@
-"""The limit: libjpeg-turbo decodes the same files whole, from memory, in as many processes, and nothing else."""
+"""The upper bound: libjpeg-turbo decoding the same files whole, from memory, in the same number of processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import simplejpeg
 
 
 def decode(files: list[bytes], connection: Connection) -> None:
-    """Decodes for as many seconds as it is told, and says how many images that were."""
+    """Receives a number of seconds, decodes for that long and sends back images per second."""
     parent = os.getppid()
     while True:
         while not connection.poll(1.0):

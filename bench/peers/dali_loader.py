@@ -1,4 +1,4 @@
-"""DALI on the CPU: decodes the crop's region in C++ threads."""
+"""DALI on the CPU: decodes only the cropped region, in C++ threads."""
 
 from __future__ import annotations
 

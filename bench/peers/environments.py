@@ -1,6 +1,6 @@
-"""Environments for the peers, installed from the registry; one that cannot be installed is skipped by name.
+"""Virtual environments for the peers, installed from PyPI; a peer that cannot be installed is skipped with a message.
 
-Each sees our packages (torch, torchvision, ...) through a path file and adds only its own, so that all
+Each environment sees our packages (torch, torchvision, ...) through a .pth file and adds only its own, so that all
 contenders run on the same torch.
 """
 
@@ -18,13 +18,13 @@ PLACE = Path(__file__).parents[1] / ".peers"
 
 @dataclass(frozen=True)
 class Peer:
-    """What a peer needs besides our own environment."""
+    """What a peer needs in addition to our own environment."""
 
     packages: tuple[str, ...] = ()
     debian: tuple[str, ...] = ()
     build_isolation: bool = True
     probe: str = ""
-    """An import that shows whether it works."""
+    """An import that fails unless the peer works."""
 
 
 PEERS = {
@@ -55,7 +55,7 @@ PEERS = {
 
 
 def python_of(name: str) -> Path | None:
-    """The interpreter in which a peer runs; None, with a line on stderr, where it cannot be installed."""
+    """The peer's interpreter; None, with a message on stderr, if the peer cannot be installed."""
     if name not in PEERS:
         return Path(sys.executable)
     peer, folder = PEERS[name], PLACE / name
@@ -65,7 +65,7 @@ def python_of(name: str) -> Path | None:
             _install(peer, folder, python)
         except (subprocess.CalledProcessError, OSError) as error:
             detail = getattr(error, "stderr", None) or str(error)
-            sys.stderr.write(f"{name}: skipped, it cannot be installed here\n  {detail.strip().splitlines()[-1]}\n")
+            sys.stderr.write(f"{name}: skipped, cannot be installed here\n  {detail.strip().splitlines()[-1]}\n")
             return None
         (folder / ".ready").touch()
     return python
@@ -84,7 +84,7 @@ def _install(peer: Peer, folder: Path, python: Path) -> None:
     (folder / "lib" / version / "site-packages" / "ours.pth").write_text(ours + "\n")
     isolation = [] if peer.build_isolation else ["--no-build-isolation"]
     for package in peer.packages:
-        # -I: a package that we have too must still come into this environment (DALI looks beside itself).
+        # -I: install a package here even if we have it too (DALI looks for libraries next to its own files).
         _run([str(python), "-m", "pip", "install", "-q", "--no-deps", "-I", *isolation, package])
     _run([str(python), "-c", peer.probe])
 

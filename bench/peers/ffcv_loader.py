@@ -1,4 +1,4 @@
-"""FFCV over its own file: every image re-encoded to at most 500 px, quality 90; batches of bytes."""
+"""FFCV reading its own file format: every image re-encoded to at most 500 px at quality 90; batches of bytes."""
 
 from __future__ import annotations
 

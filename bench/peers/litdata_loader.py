@@ -1,4 +1,4 @@
-"""LitData over its own chunks of the original files, decoded with PIL."""
+"""LitData reading its own chunks of the original files, decoded with PIL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRANSFORM = transforms.Compose(
 
 
 class Images(litdata.StreamingDataset):  # type: ignore[misc]
-    """Decodes what the chunks hold."""
+    """Decodes the images in the chunks."""
 
     def __getitem__(self, number: int) -> tuple[Any, int]:
         sample = super().__getitem__(number)

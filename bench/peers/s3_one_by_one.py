@@ -1,4 +1,4 @@
-"""What many people have: torch's DataLoader whose workers read one object after the other, decoded with PIL."""
+"""A common setup: torch's DataLoader, whose workers read one object at a time and decode it with PIL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRANSFORM = transforms.Compose(
 
 
 class Objects(Dataset[tuple[Any, int]]):
-    """Reads and decodes one object."""
+    """Reads and decodes one object per sample."""
 
     def __init__(self, url: str, names: list[str]) -> None:
         self.url = url

@@ -1,7 +1,7 @@
-"""The measured side: a loader that stands ready and is run for some seconds whenever it is told to.
+"""The measured side: a loader that waits for commands and runs for a number of seconds on each.
 
-It stays alive between rounds, so that neither its start nor its compilation is measured, and waits without
-using a core while others have their turn.
+It stays alive between rounds, so that neither startup nor compilation is measured, and uses no CPU while other loaders
+run.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ STD = (0.229, 0.224, 0.225)
 
 
 class Job(NamedTuple):
-    """What a loader is asked to do."""
+    """The command-line arguments of a loader."""
 
     images: Path
     """Folder of class folders."""
     work: Path
-    """Folder for whatever the loader makes of them; kept between rounds."""
+    """Folder for the loader's own format; reused between rounds."""
     workers: int
 
 
 def serve(open_stream: Callable[[Job], Iterator[int]]) -> None:
-    """Runs a loader: `open_stream` gives an endless iterator over the sizes of its batches."""
+    """Runs a loader; `open_stream` returns an endless iterator over its batch sizes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("images", type=Path)
     parser.add_argument("work", type=Path)
@@ -41,7 +41,7 @@ def serve(open_stream: Callable[[Job], Iterator[int]]) -> None:
     take(stream, batches=4)
     print("ready", flush=True)
     for line in sys.stdin:
-        # While it stood waiting it filled its queues: those batches are not counted.
+        # The queues filled up while the loader was waiting: those batches do not count.
         take(stream, batches=3 * arguments.workers + 2)
         start = time.perf_counter()
         images = take(stream, seconds=float(line))
@@ -49,7 +49,7 @@ def serve(open_stream: Callable[[Job], Iterator[int]]) -> None:
 
 
 def take(stream: Iterator[int], batches: int | None = None, seconds: float | None = None) -> int:
-    """Takes batches until there were enough or the time is up; how many images they held."""
+    """Takes that many batches, or as many as arrive in the given time; returns the number of images in them."""
     end = time.perf_counter() + seconds if seconds is not None else None
     images = 0
     for count, size in enumerate(stream, 1):
@@ -60,6 +60,6 @@ def take(stream: Iterator[int], batches: int | None = None, seconds: float | Non
 
 
 def endless(epoch: Callable[[], Iterator[int]]) -> Iterator[int]:
-    """One epoch after the other."""
+    """Chains epochs without end."""
     while True:
         yield from epoch()

@@ -1,4 +1,4 @@
-"""Our own loader: STOKER_OVERRIDES in the environment holds KEY=VALUE words."""
+"""Our own loader; the STOKER_OVERRIDES environment variable holds KEY=VALUE settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""timm's own loader: PIL in workers, bytes until the batch is made."""
+"""timm's loader: PIL in the workers, bytes up to the collated batch."""
 
 from __future__ import annotations
 

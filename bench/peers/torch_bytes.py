@@ -1,4 +1,4 @@
-"""The same without float and normalisation on the CPU: what is left of torch's cost when the device does that."""
+"""torch_pil without float conversion and normalisation on the CPU: torch's cost when the device does both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's DataLoader with PIL and torchvision, as in the official examples: what users have."""
+"""torch's DataLoader with PIL and torchvision, as in the official examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WebDataset over tar shards of the original files, decoded with PIL."""
+"""WebDataset reading tar shards of the original files, decoded with PIL."""
 
 from __future__ import annotations
 

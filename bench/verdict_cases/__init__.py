@@ -1,1 +1,1 @@
-"""Scripts with a known fault each, for bench/verdicts.py: what the doctor should say is known before it looks."""
+"""Scripts with one known fault each, for bench/verdicts.py: the right verdict is known in advance."""

@@ -1,4 +1,4 @@
-"""The same faults in a loop that accelerate has prepared: its loader takes each batch one step ahead."""
+"""The same faults in a loop prepared by accelerate, whose loader fetches each batch one step ahead."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ while time.monotonic() < end:
         optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()
-        time.sleep(faults.step_ms / 1e3)  # an accelerator that takes its time, and no core
+        time.sleep(faults.step_ms / 1e3)  # an accelerator at work: takes time but no core
         if time.monotonic() > end:
             break

@@ -1,4 +1,4 @@
-"""The same faults under Lightning's own Trainer, as its users write it."""
+"""The same faults under Lightning's Trainer, written the way its users would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.verdict_cases.work import Faults, make_loader, read_faults
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc]
-    """A small network whose step takes as long as was asked for, and uses no core meanwhile."""
+    """A small network whose step takes the requested time without using a core."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
 
 
 class StopAfter(lightning.Callback):  # type: ignore[misc]
-    """Ends the training after so many seconds of it."""
+    """Stops the training after a number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -1,7 +1,7 @@
-"""Our own loader with a fault, behind a consumer that keeps a pace; prints the doctor's diagnosis as JSON.
+"""Our own loader with an injected fault, feeding a paced consumer; prints the doctor's diagnosis as JSON.
 
-`python -m bench.verdict_cases.own_loader FAULTS KEY=VALUE...`, where FAULTS is JSON: pace_s, seconds, sleep_ms (each
-read), bytes_per_second (of all reads together), lock_ms (each read, one at a time).
+`python -m bench.verdict_cases.own_loader FAULTS KEY=VALUE...`, where FAULTS is JSON: pace_s, seconds, sleep_ms (per
+read), bytes_per_second (shared by all reads), lock_ms (per read, one at a time).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stoker.machine.host import HostWatch, fit_to_machine, read_machine
 
 
 def slow_down_reads(faults: dict[str, Any]) -> None:
-    """Every read of a local file from here on, in this process and its forks."""
+    """Slows down every later read of a local file, in this process and its forks."""
     original, turn = LocalStore.read, threading.Lock()
 
     def read(self: LocalStore, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A server of one object that answers late, or sends so many bytes a second to all who ask together."""
+"""An HTTP server for one object, with added latency or a bandwidth limit that all clients share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHUNK = 4096
 
 
 class SlowServer(ThreadingHTTPServer):
-    """Latency in seconds; bytes a second, 0 for as fast as it goes."""
+    """Answers after `latency_s`, at `bytes_per_second` for all clients together; 0 means no limit."""
 
     def __init__(self, size: int, latency_s: float, bytes_per_second: float) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
@@ -25,7 +25,7 @@ class SlowServer(ThreadingHTTPServer):
         for start in range(0, len(self.body), CHUNK):
             part = self.body[start : start + CHUNK]
             if self.bytes_per_second:
-                with self.turn:  # one pipe for all
+                with self.turn:  # all clients share one pipe
                     time.sleep(len(part) / self.bytes_per_second)
             write(part)
 
@@ -41,7 +41,7 @@ class _Answer(BaseHTTPRequestHandler):
         self.server.send_slowly(self.wfile.write)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Logs nothing."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A plain PyTorch training loop, as in any tutorial; knows nothing of stoker."""
+"""A plain PyTorch training loop, as in any tutorial; it does not know about stoker."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ while time.monotonic() < end:
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        time.sleep(faults.step_ms / 1e3)  # an accelerator that takes its time, and no core
+        time.sleep(faults.step_ms / 1e3)  # an accelerator at work: takes time but no core
         if time.monotonic() > end:
             break

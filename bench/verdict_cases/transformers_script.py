@@ -1,4 +1,4 @@
-"""The same faults under Hugging Face's Trainer, which makes the DataLoader itself."""
+"""The same faults under Hugging Face's Trainer, which creates the DataLoader itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.verdict_cases.work import Collate, Faults, Samples, read_faults
 
 
 class Classifier(torch.nn.Module):
-    """A small network whose step takes as long as was asked for, and uses no core meanwhile."""
+    """A small network whose step takes the requested time without using a core."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Classifier(torch.nn.Module):
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]
-    """Ends the training after so many seconds of it."""
+    """Stops the training after a number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

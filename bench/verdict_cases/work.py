@@ -1,4 +1,4 @@
-"""The injected faults: a dataset, a collate function and a worker start that are slow in ways that were asked for."""
+"""The injected faults: a dataset, a collate function and a worker start-up that are slow in configurable ways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchvision.transforms import Compose
 
 @dataclass(frozen=True)
 class Faults:
-    """What to inject; milliseconds are for each sample where nothing else is said."""
+    """What to inject; milliseconds are per sample unless stated otherwise."""
 
     workers: int = 2
     prefetch: int = 2
@@ -30,46 +30,46 @@ class Faults:
     epoch_batches: int = 100_000
     sleep_ms: float = 0.0
     spin_ms: float = 0.0
-    """In __getitem__, where no stage is known."""
+    """In __getitem__, which belongs to no known stage."""
     transform_ms: float = 0.0
     """In a Compose: the augment stage."""
     jpeg: str | None = None
-    """A file that is read and decoded for each sample."""
+    """A file to read and decode for each sample."""
     url: str | None = None
-    """An object that is fetched for each sample."""
+    """An object to fetch for each sample."""
     lock_spin_ms: float = 0.0
     lock_sleep_ms: float = 0.0
-    """Of a lock that all workers share, for each sample."""
+    """Time spent holding a lock that all workers share."""
     slow_every: int = 0
     slow_ms: float = 0.0
     slow_spins: bool = False
     collate_ms: float = 0.0
-    """For each batch."""
+    """Per batch."""
     start_ms: float = 0.0
-    """For each worker that starts."""
+    """Per worker start."""
     persistent: bool = False
     threads: int = 1
     matrix: int = 0
-    """Side of a matrix that each sample multiplies with torch's threads."""
+    """Side of a matrix that each sample squares, using torch's threads."""
     tensor_bytes: int = 3072
     tensors: int = 1
-    """Of a sample."""
+    """Tensors per sample."""
 
 
 def read_faults() -> Faults:
-    """From the first argument."""
+    """The faults in the first command-line argument."""
     return Faults(**json.loads(sys.argv[1]))
 
 
 def spin(milliseconds: float) -> None:
-    """So much time on a core."""
+    """Uses that much CPU time."""
     end = time.thread_time() + milliseconds / 1e3
     while time.thread_time() < end:
         pass
 
 
 class Samples(Dataset[Any]):
-    """Samples that are slow to get."""
+    """Samples that are slow to load."""
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
@@ -110,7 +110,7 @@ class Samples(Dataset[Any]):
 
 
 class Collate:
-    """torch's own, with the time that was asked for."""
+    """torch's default collate, plus the requested CPU time."""
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
@@ -121,7 +121,7 @@ class Collate:
 
 
 class Start:
-    """What a worker does before its first batch."""
+    """Worker initialisation that takes the requested time."""
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
@@ -132,7 +132,7 @@ class Start:
 
 
 def make_loader(faults: Faults, kind: type[DataLoader[Any]] = DataLoader) -> DataLoader[Any]:
-    """A loader over those samples."""
+    """A DataLoader over the slow samples."""
     torch.set_num_threads(1)
     some = faults.workers > 0
     return kind(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ POINTS = {
 # One process imports torch and forks for every kill, which keeps this fast; the child really dies of SIGKILL.
 KILLED = """
 import os, random, signal, sys, time
+from contextlib import closing
 from pathlib import Path
 from stoker.train.checkpoint.saver import BackgroundWriter
 from stoker.train.checkpoint.folder import Checkpoints
@@ -69,7 +71,7 @@ for number, point in enumerate(points):
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, point
 
 def forever():
-    with BackgroundWriter(Checkpoints(root / "any")) as saver:
+    with closing(BackgroundWriter(Checkpoints(root / "any"))) as saver:
         for step in range(10**9):
             saver.save((old, new)[step % 2], best=(step, 0.1))
 
@@ -139,7 +141,7 @@ def test_a_full_disk_keeps_what_was_there_and_the_next_save_tries_again(small_di
     for failed in (folder.save_last(mega | {"step": 2}), folder.save_best(mega, 1, 0.5)):
         assert isinstance(failed, SaveFailed)
         assert "No space left on device" in failed.why
-    with BackgroundWriter(folder) as saver:
+    with closing(BackgroundWriter(folder)) as saver:
         saver.save(mega | {"step": 3})
         assert [type(outcome) for outcome in saver.wait()] == [SaveFailed]
         assert sorted(path.name for path in small_disk.iterdir()) == ["last.ckpt", "somebody"]

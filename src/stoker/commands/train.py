@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
-from stoker.console import say_notes
+from stoker.console import say, say_notes
 from stoker.errors import EXIT_OK
 
 
@@ -52,7 +52,7 @@ def train_from_config(
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
-    from stoker.tasks.training import check_devices, set_aside, train_here
+    from stoker.tasks.training import check_devices, train_here
     from stoker.train.compute import accelerator_of
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
@@ -78,13 +78,12 @@ def train_from_config(
     with ExitStack() as stack:
         progress = None
         if ranks.is_first:
-            aside: list[Path | None] = []
-            stack.enter_context(
-                open_run(config, path, entered=(lambda found: aside.append(set_aside(found))) if fresh else None)
-            )
-            if any(aside) and checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
-                assert aside[0] is not None
-                checkpoint = aside[0] / folder.checkpoints.name / checkpoint.name  # moved there with the rest
+            opened = open_run(config, path, fresh=fresh)
+            stack.enter_context(opened)
+            if opened.set_aside is not None:
+                say(f"the earlier run is kept in {opened.set_aside}")
+                if checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
+                    checkpoint = opened.set_aside / folder.checkpoints.name / checkpoint.name  # moved with the rest
             progress = TrainProgress(TrainLog(folder.logs))
             stack.callback(progress.close)
         return EXIT_OK, train_here(config, folder, ranks, machine, checkpoint, progress, stack)

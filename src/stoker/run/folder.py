@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 
@@ -117,8 +117,10 @@ class RunFolder:
 class OpenRun:
     """A run folder that this process holds; leaving the `with` block releases it."""
 
-    def __init__(self, folder: RunFolder, lease: Lease) -> None:
+    def __init__(self, folder: RunFolder, lease: Lease, set_aside: Path | None) -> None:
         self.folder = folder
+        self.set_aside = set_aside
+        """Where the files of an earlier run went; None without any."""
         self._lease = lease
 
     def __enter__(self) -> RunFolder:
@@ -143,13 +145,11 @@ def run_folder_for(config: Config, config_path: Path | None) -> RunFolder:
     return RunFolder(Path(config.runs_dir) / run_name_for(config, config_path))
 
 
-def open_run(
-    config: Config, config_path: Path | None, *, entered: Callable[[RunFolder], None] | None = None
-) -> OpenRun:
+def open_run(config: Config, config_path: Path | None, *, fresh: bool = False) -> OpenRun:
     """Creates or enters the run's folder, takes its lease, and writes config and environment.
 
     Use it as `with open_run(config, path) as folder:`. Raises before anything is written if another process holds the
-    folder or if it is not writable. `entered` is called before any file is changed.
+    folder or if it is not writable. With `fresh`, the files of an earlier run are set aside first.
     """
     folder = run_folder_for(config, config_path)
     try:
@@ -158,8 +158,7 @@ def open_run(
     except OSError as error:
         raise _not_writable(folder.root, error) from None
     try:
-        if entered is not None:
-            entered(folder)
+        aside = _set_aside(folder) if fresh else None
         header = f"The config of run {folder.root.name}, every key as it was used."
         write_text(folder.config_file, redact_text(config_as_yaml(config, header)))
         write_text(folder.environment_file, json.dumps(describe_environment(), indent=2) + "\n")
@@ -169,7 +168,20 @@ def open_run(
     except BaseException:
         lease.release()
         raise
-    return OpenRun(folder, lease)
+    return OpenRun(folder, lease, aside)
+
+
+def _set_aside(folder: RunFolder) -> Path | None:
+    """Moves what an earlier run left into a folder of its own, and returns that: a typo must not cost ten days."""
+    kept = [file for file in folder.of_one_run if file.exists()]
+    if not kept:
+        return None
+    numbered = (folder.root / f"before-fresh-{number}" for number in count(1))
+    aside = next(path for path in numbered if not path.exists())
+    aside.mkdir()
+    for file in kept:
+        file.rename(aside / file.name)
+    return aside
 
 
 def _not_writable(root: Path, error: OSError) -> ConfigError:

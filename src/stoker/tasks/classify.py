@@ -48,7 +48,7 @@ from stoker.train.step import Prepared, TraceableStep, TrainStep
 
 
 @dataclass(frozen=True)
-class Data:
+class TrainingData:
     """The samples of a run, and their decoder."""
 
     train: SampleSet
@@ -56,7 +56,7 @@ class Data:
     decoding: Decoding
 
 
-def open_data(config: Config, say: Say, progress: Advance | None = None) -> Data:
+def open_data(config: Config, say: Say, progress: Advance | None = None) -> TrainingData:
     """Training and validation samples; data without a validation split has none."""
     train = open_samples(config, "train", progress=progress, say=say)
     if len(train.classes) < 2:
@@ -78,12 +78,12 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Data
             "num-classes", f"num_classes is {config.num_classes}, but the data has {len(train.classes)} classes"
         )
     decoding, _ = choose_decoding(config, train.index)
-    return Data(train, val, decoding)
+    return TrainingData(train, val, decoding)
 
 
 def build_run(
     config: HostConfig,
-    data: Data,
+    data: TrainingData,
     ranks: Ranks,
     device: torch.device,
     *,
@@ -122,7 +122,7 @@ def build_run(
     )  # fmt: skip
 
 
-def describe_run(config: Config, run: Run, data: Data) -> str:
+def describe_run(config: Config, run: Run, data: TrainingData) -> str:
     """What is about to be trained, in a few lines that people check before they go home."""
     total = config.batch_size * run.ranks.world * config.gradient_accumulation
     scaled = f" = {config.lr:g} x {total} / {config.lr_reference_batch}" if config.scale_lr else " (not scaled)"
@@ -144,7 +144,7 @@ def describe_run(config: Config, run: Run, data: Data) -> str:
 class _Loaders:
     """The loaders of a run; progressive resizing opens a new one when the image size changes."""
 
-    def __init__(self, config: HostConfig, data: Data, ranks: Ranks, quarantine_file: Path | None) -> None:
+    def __init__(self, config: HostConfig, data: TrainingData, ranks: Ranks, quarantine_file: Path | None) -> None:
         self._config = config
         self._data = data
         self._ranks = ranks

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,12 @@ from stoker.data.images.subset import choose_subset
 from stoker.data.loader import ImageLoader
 from stoker.data.store.stores import is_url
 from stoker.errors import ConfigError, UserError, did_you_mean
-from stoker.tasks.image_data import choose_decoding, open_loader, validation_plan
+from stoker.tasks.image_data import Split, choose_decoding, open_loader, validation_plan
 from stoker.tasks.prediction import classifier_of
 from stoker.tasks.results import Evaluation, RealScore, finite_or_none, percent
 from stoker.train.checkpoint.restore import Restored
 from stoker.train.evaluate import TOP
 
-Split = Literal["val", "train"]
 CLASSES = 1000
 _WORDNET_ID = re.compile(r"n\d{8}")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")

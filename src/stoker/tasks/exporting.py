@@ -26,7 +26,7 @@ from stoker.files import sync_folder
 from stoker.models.weights import load_weights
 from stoker.tasks.classify import colours_of
 from stoker.tasks.prediction import classifier_of, images_below, load_image
-from stoker.tasks.results import Difference
+from stoker.tasks.results import OutputDifference
 from stoker.train.checkpoint.restore import Restored
 
 Metadata = Mapping[str, object]
@@ -40,7 +40,7 @@ RELATIVE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Format:
+class ExportFormat:
     """How a format is written, and loaded again to be checked."""
 
     write: Callable[[nn.Module, Path, Tensor, Metadata], None]
@@ -154,9 +154,9 @@ def _quiet() -> Iterator[None]:
 
 
 FORMATS = {
-    "safetensors": Format(_write_safetensors, _load_safetensors),
-    "onnx": Format(_write_onnx, _load_onnx, packages=("onnx", "onnxscript")),
-    "torch-export": Format(_write_torch_export, _load_torch_export),
+    "safetensors": ExportFormat(_write_safetensors, _load_safetensors),
+    "onnx": ExportFormat(_write_onnx, _load_onnx, packages=("onnx", "onnxscript")),
+    "torch-export": ExportFormat(_write_torch_export, _load_torch_export),
 }
 
 
@@ -167,7 +167,7 @@ class Exported:
     path: Path
     size_bytes: int
     checked_with: str
-    differences: tuple[Difference, ...]
+    differences: tuple[OutputDifference, ...]
 
 
 def export_model(restored: Restored, to: str, out: Path, *, force: bool, image: Path | None = None) -> Exported:
@@ -267,11 +267,11 @@ def _naming_the_model(what: str, restored: Restored, to: str) -> Iterator[None]:
         ) from error
 
 
-def _difference(what: str, run: Callable[[Tensor], Tensor], images: Tensor, wanted: Tensor) -> Difference:
+def _difference(what: str, run: Callable[[Tensor], Tensor], images: Tensor, wanted: Tensor) -> OutputDifference:
     got = run(images)
     same_shape = got.shape == wanted.shape
     largest = float((got - wanted).abs().max()) if same_shape else float("nan")
-    return Difference(what, largest, RELATIVE_TOLERANCE * max(1.0, float(wanted.abs().max())))
+    return OutputDifference(what, largest, RELATIVE_TOLERANCE * max(1.0, float(wanted.abs().max())))
 
 
 def check_can_export(to: str, out: Path, force: bool) -> None:

@@ -155,7 +155,7 @@ class ImagePrediction:
 
 
 @dataclass(frozen=True)
-class Difference:
+class OutputDifference:
     """How much an exported model's output differs from the checkpoint's."""
 
     what: str
@@ -249,7 +249,7 @@ def predictions_text(predictions: Sequence[ImagePrediction]) -> str:
     )
 
 
-def export_text(path: Path, size_bytes: int, checked_with: str, differences: Sequence[Difference]) -> str:
+def export_text(path: Path, size_bytes: int, checked_with: str, differences: Sequence[OutputDifference]) -> str:
     """What was written, and how much its output differs from the checkpoint's."""
     lines = [f"{path}: {size_bytes / 1e6:,.1f} MB, loaded again with {checked_with}"]
     lines += [

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from stoker.clock.file import ClockFile
-from stoker.console import progress_bar, say
+from stoker.console import progress_bar
 from stoker.errors import StokerError, UserError
 from stoker.files import write_text
 from stoker.machine.host import HostConfig, HostWatch, Machine
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
-from stoker.tasks.classify import Data, build_run, describe_run, open_data
+from stoker.tasks.classify import TrainingData, build_run, describe_run, open_data
 from stoker.tasks.image_data import chosen_record
-from stoker.train.checkpoint.folder import Checkpoints, Found
+from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.compute import utilisation_of
@@ -98,8 +98,8 @@ def _open_observer(
     config: HostConfig,
     folder: RunFolder,
     run: Run,
-    data: Data,
-    found: Found | None,
+    data: TrainingData,
+    found: FoundCheckpoint | None,
     machine: Machine,
     progress: TrainProgress,
 ) -> RunObserver:
@@ -158,20 +158,6 @@ def _device(ranks: Ranks) -> torch.device:
         torch.cuda.set_device(ranks.local_rank)
         return torch.device("cuda", ranks.local_rank)
     return torch.device("cpu")
-
-
-def set_aside(folder: RunFolder) -> Path | None:
-    """Moves what an earlier run left into a folder of its own, and returns that: a typo must not cost ten days."""
-    kept = [file for file in folder.of_one_run if file.exists()]
-    if not kept:
-        return None
-    numbers = range(1, 10_000)
-    aside = next(path for path in (folder.root / f"before-fresh-{number}" for number in numbers) if not path.exists())
-    aside.mkdir()
-    for file in kept:
-        file.rename(aside / file.name)
-    say(f"the earlier run is kept in {aside}")
-    return aside
 
 
 def _say_nothing(_text: str) -> None:

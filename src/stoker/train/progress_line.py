@@ -19,8 +19,8 @@ LINE_EVERY_S = 10.0
 RATE_OVER_S = 60.0
 """The rate is that of the last minute: a first step that compiled for five minutes would distort it for hours."""
 
-Loss = SupportsFloat | Callable[[], SupportsFloat | None] | None
-Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+ShownLoss = SupportsFloat | Callable[[], SupportsFloat | None] | None
+ShownExtra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 
 class TrainLog:
@@ -93,7 +93,7 @@ class TrainProgress:
         self._begin(f"Epoch {epoch}", steps, done)
         self._epoch = epoch
 
-    def step(self, step: int, loss: Loss = None, extra: Extra = None) -> None:
+    def step(self, step: int, loss: ShownLoss = None, extra: ShownExtra = None) -> None:
         """One more step is done; `step` counts from the start of the run."""
         self._done += 1
         now_s = time.monotonic()

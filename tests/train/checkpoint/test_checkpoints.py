@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_updates_after_an_asynchronous_save_do_not_reach_the_file(tmp_path: Path
     holed = torch.zeros(10, 10)[:, ::3]
     progress = {"step": 1}
     training = {"weight": weight, "tied": weight, "holed": holed, "count": torch.tensor(1), "progress": progress}
-    with BackgroundWriter(folder) as saver:
+    with closing(BackgroundWriter(folder)) as saver:
         saver.save(training)
         # The thread stands before its first byte: everything that follows happens after the snapshot.
         for tensor in (weight, holed, training["count"]):
@@ -161,7 +162,7 @@ def test_updates_after_an_asynchronous_save_do_not_reach_the_file(tmp_path: Path
 def test_weights_are_copied_while_the_next_step_computes_and_the_update_waits_for_that(tmp_path: Path) -> None:
     weight, running_mean = torch.zeros(1000, 100), torch.zeros(100)
     gate = threading.Event()
-    with BackgroundWriter(Checkpoints(tmp_path)) as saver:
+    with closing(BackgroundWriter(Checkpoints(tmp_path))) as saver:
         saver._thread.submit(gate.wait, 30)  # the thread is busy: nothing is copied in the background yet
         saver.save({"weight": weight, "running_mean": running_mean}, changing=[running_mean])
         running_mean += 1  # a forward pass
@@ -179,7 +180,7 @@ def test_weights_are_copied_while_the_next_step_computes_and_the_update_waits_fo
 def test_a_second_asynchronous_save_waits_for_the_first_and_nothing_is_dropped(tmp_path: Path) -> None:
     gate = threading.Event()
     folder = Checkpoints(tmp_path, stop=lambda point: gate.wait(30) and None if point == "before temp" else None)
-    with BackgroundWriter(folder) as saver:
+    with closing(BackgroundWriter(folder)) as saver:
         saver.prepare(state(1))
         assert saver.save(state(1), best=(0, 0.25)).finished == ()
         threading.Timer(0.3, gate.set).start()
@@ -222,7 +223,7 @@ def test_training_that_goes_on_from_a_checkpoint_gives_the_same_bits(tmp_path: P
     torch.manual_seed(0)
     model, optimizer = fresh()
     steps(model, optimizer)
-    with BackgroundWriter(Checkpoints(tmp_path)) as saver:
+    with closing(BackgroundWriter(Checkpoints(tmp_path))) as saver:
         saver.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()})
         expected = steps(model, optimizer)
     other, other_optimizer = fresh()

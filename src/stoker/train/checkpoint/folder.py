@@ -56,7 +56,7 @@ class SaveFailed:
 Outcome = Saved | SaveFailed
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A whole checkpoint to resume from."""
 
     state: dict[Any, Any]
@@ -119,7 +119,7 @@ class Checkpoints:
                 self._stop("during prune")
         return Saved(path)
 
-    def latest(self) -> Found | None:
+    def latest(self) -> FoundCheckpoint | None:
         """The newest whole checkpoint: the last, else the previous, else the newest of the best; None without any.
 
         Raises CheckpointCorrupt if there are some and none is whole: starting over would hide that.
@@ -139,7 +139,7 @@ class Checkpoints:
                 continue
             if notes:
                 notes.append(f"resuming from {path.name} instead")
-            return Found(state, path, tuple(notes))
+            return FoundCheckpoint(state, path, tuple(notes))
         if self._damaged:
             raise CheckpointCorrupt(self.folder, f"holds no whole checkpoint: {'; '.join(notes)}")
         return None

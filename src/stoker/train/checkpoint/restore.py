@@ -19,7 +19,7 @@ from stoker.console import Say
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.models.build import build_model
-from stoker.train.checkpoint.folder import Checkpoints, Found
+from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.format import CheckpointCorrupt, read_checkpoint
 from stoker.train.schedule import Horizon, Progress
 
@@ -55,7 +55,7 @@ class CheckpointOther(UserError):
         )
 
 
-def load_for_resume(checkpoints: Checkpoints, explicit: Path | None) -> Found | None:
+def load_for_resume(checkpoints: Checkpoints, explicit: Path | None) -> FoundCheckpoint | None:
     """The checkpoint to resume from: the one that was named, or the newest whole one; None for a new run.
 
     A scheduler restarts a job with the same command line: a named checkpoint is where the run begins, and from the
@@ -79,10 +79,10 @@ def load_for_resume(checkpoints: Checkpoints, explicit: Path | None) -> Found | 
             hint=f"weights={explicit} starts a new run from its weights",
         )
     state["progress"]["origin"] = origin
-    return Found(state, explicit)
+    return FoundCheckpoint(state, explicit)
 
 
-def resume(run: Run, found: Found, say: Say) -> Run:
+def resume(run: Run, found: FoundCheckpoint, say: Say) -> Run:
     """The run at the point where the checkpoint left it, on the learning rate schedule it began with.
 
     Loads the tensors into the run's model, optimizer and average. Raises CheckpointOther if they do not fit.

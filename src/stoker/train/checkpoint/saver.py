@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -135,7 +134,7 @@ class HandedOver:
 
 
 class BackgroundWriter:
-    """Saves states to `checkpoints` in a thread; as a context manager, it waits for the last save at the end."""
+    """Saves states to `checkpoints` in a thread; `close` waits for the last save."""
 
     def __init__(self, checkpoints: Checkpoints, before_write: Callable[[], None] = lambda: None) -> None:
         self._checkpoints = checkpoints
@@ -196,14 +195,6 @@ class BackgroundWriter:
         finally:
             self._thread.shutdown()
 
-    def __enter__(self) -> BackgroundWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _settle(self) -> None:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
@@ -226,7 +217,7 @@ class BackgroundWriter:
         return [*([] if kept is None else [kept]), self._checkpoints.save_last(state)]
 
 
-class Copy(NamedTuple):
+class PendingCopy(NamedTuple):
     """A stretch of memory that is still to be copied."""
 
     target: int
@@ -234,7 +225,7 @@ class Copy(NamedTuple):
     size_bytes: int
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where one tensor lies in the buffer, and how to view it there; the tensor itself changes from now on."""
 
     start: int
@@ -249,11 +240,11 @@ class Snapshot:
     """A copy of a state in a buffer."""
 
     text: str
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
     memory: torch.Tensor
     event: torch.cuda.Event | None
     """Reached once the copies from a GPU have arrived; None if there are none."""
-    later: tuple[Copy, ...] = ()
+    later: tuple[PendingCopy, ...] = ()
     """What `copy_rest` still has to copy."""
     copied: threading.Event = field(default_factory=threading.Event)
     """Set once the state may change again."""
@@ -303,7 +294,7 @@ class SnapshotBuffer:
         Given the tensors that are `changing` before the next update, all others are left to `copy_rest`.
         """
         at_once = None if changing is None else {tensor.data_ptr() for tensor in changing}
-        later: list[Copy] = []
+        later: list[PendingCopy] = []
         places, size_bytes = _places_for(flat)
         on_cuda = _on_cuda(flat)
         self.reserve(size_bytes, pinned=on_cuda)
@@ -316,7 +307,7 @@ class SnapshotBuffer:
                 if at_once is None or source.data_ptr() in at_once:
                     ctypes.memmove(base + place.start, source.data_ptr(), place.size_bytes)
                 else:
-                    later.append(Copy(base + place.start, source, place.size_bytes))
+                    later.append(PendingCopy(base + place.start, source, place.size_bytes))
             else:
                 there = self._memory[place.start : place.start + place.size_bytes].view(place.dtype)
                 there.as_strided(place.shape, place.strides).copy_(source.detach(), non_blocking=on_cuda)
@@ -328,13 +319,13 @@ class SnapshotBuffer:
         return Snapshot(flat.text, places, self._memory, event, tuple(later))
 
 
-def _places_for(flat: FlatState) -> tuple[dict[str, Place], int]:
+def _places_for(flat: FlatState) -> tuple[dict[str, TensorPlace], int]:
     places, position = {}, 0
     for name, tensor in flat.tensors.items():
         shape, strides, size_bytes = tensor.shape, tensor.stride(), tensor.nbytes
         if not is_dense(shape, strides):
             strides = contiguous_strides(shape)
-        places[name] = Place(position, size_bytes, tensor.dtype, shape, strides)
+        places[name] = TensorPlace(position, size_bytes, tensor.dtype, shape, strides)
         position += -(-size_bytes // ALIGNMENT) * ALIGNMENT
     return places, position
 

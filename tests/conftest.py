@@ -1,4 +1,4 @@
-"""Shared by all tests: how to run the real program as a user would."""
+"""Fixtures for all tests, which run the real program as a user would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROJECT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Ended:
-    """A program that has ended."""
+    """The result of a finished program."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ Run = Callable[..., Ended]
 
 @pytest.fixture
 def stoker(tmp_path: Path) -> Run:
-    """Runs `stoker` in a process of its own, in an empty folder, with nothing of the user's around it."""
+    """Runs `stoker` in a separate process, in an empty folder, without the user's environment."""
 
     def run(*arguments: str | Path, cwd: Path | None = None, timeout: float = 120, **variables: str) -> Ended:
         home = tmp_path / "home"
@@ -67,7 +67,7 @@ def yaml_file(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user may enter; pytest's own are closed to others."""
+    """A folder that every user may enter; pytest's temporary folders are closed to others."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -76,10 +76,10 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def as_nobody() -> Callable[..., tuple[int, str]]:
-    """Runs `stoker` as a user without rights: the tests may run as root, whom no permission stops."""
+    """Runs `stoker` as an unprivileged user: the tests may run as root, to whom permissions do not apply."""
 
     def run(*arguments: str, cwd: Path | None = None) -> tuple[int, str]:
-        # What the command will import is imported first: the new user may not read our environment.
+        # Import what the command needs first: the new user may not be able to read our environment.
         program = (
             "import os, sys\n"
             "import stoker.commands.config, stoker.config.reference, stoker.run.folder, stoker.machine.host\n"

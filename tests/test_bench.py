@@ -1,4 +1,4 @@
-"""Every figure that is kept can be measured again by its name."""
+"""Every published figure has a benchmark that reproduces it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.run import BY_HAND, WITH_DATA, WITHOUT_DATA
 PROJECT = Path(__file__).parents[1]
 
 
-def test_every_result_has_its_benchmark_and_every_benchmark_is_one_that_can_be_asked_for() -> None:
+def test_every_result_has_a_benchmark_and_every_benchmark_has_a_file() -> None:
     known = {*WITH_DATA, *WITHOUT_DATA, *BY_HAND}
     assert {folder.name for folder in (PROJECT / "results").iterdir() if folder.is_dir()} <= known
     assert all((PROJECT / "bench" / f"{name}.py").is_file() for name in known)

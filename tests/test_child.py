@@ -21,7 +21,7 @@ from tests.conftest import PROJECT
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions below are found by a fresh interpreter."""
+    """Lets a fresh interpreter import the functions below."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])))
 
 
@@ -110,14 +110,14 @@ def test_any_other_error_arrives_with_its_traceback() -> None:
 
 
 def sleep_with_others(folder: str | None, parent: Parent) -> None:
-    """Starts a process and leaves it, says so, and sleeps in a temporary folder."""
+    """Starts a process that outlives it, reports that, and sleeps in a temporary folder."""
     other = subprocess.Popen(["sleep", "600"])
     with tempfile.TemporaryDirectory(dir=folder):
         parent.send([os.getpid(), other.pid])
         time.sleep(600)
 
 
-def test_what_takes_too_long_ends_with_all_that_it_started() -> None:
+def test_a_child_that_takes_too_long_ends_with_all_its_descendants() -> None:
     pids: list[int] = []
     began = time.monotonic()
     with pytest.raises(ChildTooSlow, match="no result after 5 s"):
@@ -173,7 +173,7 @@ def add_up(start: int, parent: Parent) -> int:
     return start
 
 
-def test_a_child_takes_messages_until_it_is_told_to_finish() -> None:
+def test_a_child_receives_messages_until_it_is_told_to_finish() -> None:
     with Child(add_up, 5) as child:
         for number in range(10_000):
             child.send(number)
@@ -210,7 +210,7 @@ def share(tasks: list[int]) -> tuple[list[int], list[int]]:
     return told, answers
 
 
-def test_tasks_are_shared_out_among_workers() -> None:
+def test_tasks_are_distributed_among_workers() -> None:
     told, answers = share([1, 2, 3, 4, 5])
     assert sorted(told) == [1, 2, 3, 4, 5]
     assert sorted(answers) == [2, 4, 6, 8, 10]

@@ -115,7 +115,7 @@ def test_json_is_one_document_even_for_an_error(stoker: Run, tmp_path: Path) -> 
     assert error["problems"][0]["hint"] == "did you mean batch_size?"
 
 
-def test_of_many_ranks_the_first_tells_an_error_at_length() -> None:
+def test_only_the_first_rank_prints_an_error_in_full() -> None:
     command = [sys.executable, "-m", "stoker", "config", "show", "absent.yaml"]
     told = {}
     for rank in ("0", "3"):
@@ -138,7 +138,7 @@ def test_keys_are_a_complete_reference(stoker: Run) -> None:
     assert all(f"\n{name} (" in text for name in reference)
 
 
-def test_the_schema_accepts_our_configs_and_refuses_slips(stoker: Run) -> None:
+def test_the_schema_accepts_our_configs_and_rejects_mistakes(stoker: Run) -> None:
     schema = stoker("config", "schema").json
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
@@ -154,13 +154,13 @@ def test_the_schema_accepts_our_configs_and_refuses_slips(stoker: Run) -> None:
         assert list(validator.iter_errors(wrong)), wrong
 
 
-def test_a_16_bit_config_is_no_error_without_a_gpu(stoker: Run) -> None:
+def test_a_16_bit_config_is_not_an_error_without_a_gpu(stoker: Run) -> None:
     ended = stoker("config", "show", PROJECT / "configs/single_gpu_full.yaml", CUDA_VISIBLE_DEVICES="")
     assert ended.code == 0
     assert "note: precision: 16-mixed needs a GPU; using 32 on this machine" in ended.err
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {sys.executable} -m stoker config keys | head -n 1"],
         capture_output=True, text=True,
@@ -251,7 +251,7 @@ def test_the_completion_script_is_shown(stoker: Run) -> None:
     assert "_STOKER_COMPLETE" in ended.out
 
 
-def test_json_documents_hold_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_documents_contain_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     from stoker.console import print_json
 
     with pytest.raises(ValueError):

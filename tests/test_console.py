@@ -21,7 +21,7 @@ PROGRAM = (
 )
 
 
-def test_the_lines_of_the_documents() -> None:
+def test_the_lines_match_the_documentation() -> None:
     assert (
         bar_line("Epoch 0", 33, 3336, 30, 3303 / 3000, {"train/loss": 6.9, "wait_share": 0.03})
         == "Epoch 0:   1%|▏| 33/3336 [00:30<50:00, 1.10it/s, train/loss=6.9, wait=3%]"
@@ -36,11 +36,11 @@ def test_the_lines_of_the_documents() -> None:
     )
 
 
-def test_hundred_percent_is_for_what_is_done() -> None:
+def test_only_finished_work_shows_100_percent() -> None:
     assert bar_line("Epoch 0", 9999, 10_000, 1, 1).startswith("Epoch 0:  99%|█████████▉| ")
 
 
-def test_what_is_not_known_is_a_question_mark() -> None:
+def test_an_unknown_value_is_a_question_mark() -> None:
     assert bar_line("Epoch 0", 0, 10, 0, None) == "Epoch 0:   0%|| 0/10 [00:00<?, ?it/s]"
     assert bar_line("Epoch 0", 12, None, 61, 2.0) == "Epoch 0: 12it [01:01, 2.00it/s]"
 
@@ -63,17 +63,17 @@ def test_a_terminal_without_blocks_gets_hashes() -> None:
         ("train/loss", float("nan"), "nan"),
     ],
 )
-def test_metrics_as_people_read_them(name: str, value: float, text: str) -> None:
+def test_metrics_are_formatted_for_reading(name: str, value: float, text: str) -> None:
     assert metric_text(name, value) == text
 
 
-def test_slow_steps_are_told_in_seconds() -> None:
+def test_slow_steps_are_shown_in_seconds() -> None:
     assert rate_text(1.1) == "1.10it/s"
     assert rate_text(1 / 18) == "18.00s/it"
     assert clock(3599.6) == "1:00:00"
 
 
-def test_lines_tell_how_far_and_how_fast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_show_progress_and_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(console, "LINE_EVERY_S", 0)
     with progress_bar("packing", unit="images") as advance:
         advance(500, 2000)
@@ -86,7 +86,7 @@ def test_lines_tell_how_far_and_how_fast(monkeypatch: pytest.MonkeyPatch, capsys
     assert said.out == ""
 
 
-def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("packing", 10) as advance:
         for done in range(11):
             advance(done, 10)

@@ -1,4 +1,4 @@
-"""Imports point one way only: from what decides to what is decided about (ARCHITECTURE.md)."""
+"""Imports go in one direction only (ARCHITECTURE.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "stoker"
 
-# From left to right; a module may import what stands further right, and its own package.
+# From left to right; a module may import what is further right, and its own package.
 LAYERS = [
     {"__main__"},
     {"cli"},
@@ -31,7 +31,7 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 PURE = {"doctor/checks", "clock/observed.py", "plan/records.py", "doctor/records.py", "errors.py", "redact.py"}
-"""Plain Python: a check sees facts, and neither measures nor computes with arrays."""
+"""Plain Python: a check gets observations, and neither measures nor computes with arrays."""
 HEAVY = {"torch", "torchvision", "timm", "numpy", "cv2", "monai"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
@@ -62,7 +62,7 @@ def wrong_imports(module: str, imports: list[tuple[int, str]]) -> list[str]:
 
 
 def prints(module: str, text: str) -> list[str]:
-    """Where a module writes to the terminal itself: by print, or by the streams of sys."""
+    """Lines where a module writes to the terminal itself, with print or the streams of sys."""
     if module == "console.py":
         return []
     found = []
@@ -80,7 +80,7 @@ def prints(module: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_right_and_only_the_console_prints(path: Path) -> None:
+def test_imports_go_one_way_and_only_the_console_prints(path: Path) -> None:
     module = path.relative_to(SOURCE).as_posix()
     part = module.split("/")[0].removesuffix(".py")
     if part == "__init__":
@@ -89,7 +89,7 @@ def test_imports_point_right_and_only_the_console_prints(path: Path) -> None:
     assert wrong_imports(module, imports_of(path)) + prints(module, path.read_text()) == []
 
 
-def test_what_is_wrong_would_be_found() -> None:
+def test_violations_are_found() -> None:
     assert wrong_imports("config/keys.py", [(1, "stoker.report.page")]) == [
         "config/keys.py:1 must not import stoker.report.page"
     ]

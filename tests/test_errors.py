@@ -1,4 +1,4 @@
-"""Errors: what was meant is guessed well, and they travel between processes whole."""
+"""Errors: suggestions are close to what was meant, and errors survive the trip between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures that are measured once and remembered in the user's cache folder."""
+"""Values that are measured once and remembered in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_key_is_measured_once() -> None:
     assert remember("speed.json", "cpu b", not_again, is_number) == 2
 
 
-def test_what_is_not_usable_is_neither_stored_nor_returned_from_the_file() -> None:
+def test_an_unusable_value_is_neither_stored_nor_returned() -> None:
     assert remember("speed.json", "cpu", lambda: None, is_number) is None
     assert not cache_folder().exists()
     remember("speed.json", "cpu", lambda: "fast", lambda _value: True)
@@ -56,6 +56,6 @@ def test_a_damaged_file_is_replaced(content: bytes) -> None:
     assert remember("speed.json", "cpu", not_again, is_number) == 4
 
 
-def test_a_home_that_cannot_be_written_to_is_no_error(home: Path) -> None:
+def test_an_unwritable_home_is_not_an_error(home: Path) -> None:
     (home / ".cache").write_text("in the way")
     assert remember("speed.json", "cpu", lambda: 5, is_number) == 5

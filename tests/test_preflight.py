@@ -1,4 +1,4 @@
-"""`make` says in one line why an environment cannot be made."""
+"""`make` says in one line why an environment cannot be created."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def preflight() -> ModuleType:
     return module
 
 
-def test_nothing_to_say_here(preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_passes(preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 50e9}))
     assert list(preflight.problems(str(tmp_path / "venv"))) == []
 
@@ -45,6 +45,6 @@ def test_a_small_disk_is_named(preflight: ModuleType, monkeypatch: pytest.Monkey
     assert list(preflight.problems(str(tmp_path / "venv"))) == []
 
 
-def test_an_ancient_python_could_read_it() -> None:
+def test_an_ancient_python_can_parse_it() -> None:
     ast.parse(SCRIPT.read_text(), feature_version=(3, 4))
     assert 'f"' not in SCRIPT.read_text()

@@ -1,4 +1,4 @@
-"""Secrets are taken out by their name and by their look; the rest stays as it is."""
+"""Secrets are removed by their name and by their form; everything else stays as it is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stoker.redact import HIDDEN, redact, redact_text
         "https://account.blob.core.windows.net/c?sv=2024&sig=SECRETVALUE",
     ],
 )
-def test_secrets_go(text: str) -> None:
+def test_secrets_are_removed(text: str) -> None:
     assert "SECRETVALUE" not in redact_text(text)
     assert HIDDEN in redact_text(text)
 

@@ -1,4 +1,4 @@
-"""One thread for torch: these batches are small, and the tests run beside each other."""
+"""One torch thread: these batches are small, and tests run in parallel."""
 
 import torch
 

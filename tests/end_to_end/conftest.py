@@ -1,4 +1,4 @@
-"""Processes that start without the wait for imports, one server for each worker of the test run."""
+"""Processes that start without paying for imports; one server per pytest worker."""
 
 from __future__ import annotations
 

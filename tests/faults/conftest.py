@@ -1,4 +1,4 @@
-"""The S3 server and the proxy before it, for the tests of this folder."""
+"""The S3 server and the proxy in front of it, for the tests in this folder."""
 
 from tests.support.s3_server import s3, s3_proxy, s3_server
 

@@ -1,4 +1,4 @@
-"""A real object store, for what is measured over a network."""
+"""A real object store, for measurements over a network."""
 
 from tests.support.s3_server import s3, s3_proxy, s3_server
 

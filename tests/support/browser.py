@@ -1,6 +1,6 @@
 """A real browser for tests: Chromium, driven over a pipe by its DevTools protocol.
 
-What the page says on its console, throws, or asks the network for is collected: a report must do none of it.
+Console messages, exceptions and network requests are collected: a report must cause none of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ANSWER_S = 60
 
 
 def find_browser() -> str:
-    """The browser's program; skips the test where there is none, and says what to install."""
+    """Path of the browser; skips the test, with a note on what to install, if there is none."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         pytest.skip("no Chromium here: apt-get install chromium (as root, `make test` does it)")
@@ -46,7 +46,7 @@ class Page:
         self.problems: list[str] = []
         """Console errors and warnings, exceptions, security violations."""
         self.requests: list[str] = []
-        """Everything that was asked for, the page itself included; data: URLs are not."""
+        """URLs of all requests, including the page itself but not data: URLs."""
         self._loaded = False
         self._session: str | None = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -55,7 +55,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
-        """Loads a page and waits until it is there."""
+        """Opens a page and waits until it has loaded."""
         self._loaded = False
         self.problems.clear()
         self.requests.clear()
@@ -72,20 +72,20 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; promises are waited for."""
+        """The value of a JavaScript expression; awaits promises."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def wait_for(self, expression: str, timeout_s: float = 20) -> None:
-        """Returns when the expression is true."""
+        """Waits until the expression is true."""
         deadline = time.monotonic() + timeout_s
         while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"never true: {expression}"
             time.sleep(0.05)
 
     def place(self, selector: str) -> tuple[float, float, float, float]:
-        """x, y, width and height of an element, brought into view."""
+        """x, y, width and height of an element, after scrolling it into view."""
         found = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect();"
@@ -94,7 +94,7 @@ class Page:
         return found[0], found[1], found[2], found[3]
 
     def mouse(self, kind: str, x: float, y: float) -> None:
-        """kind: mouseMoved, mousePressed, mouseReleased."""
+        """Sends a mouse event; `kind` is mouseMoved, mousePressed or mouseReleased."""
         pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, buttons=int(kind == "mousePressed"), **pressed)
 
@@ -105,7 +105,7 @@ class Page:
         self.settle()
 
     def drag(self, selector: str, start: float, end: float) -> None:
-        """Across an element, from one share of its width to another."""
+        """Drags across an element, from one fraction of its width to another."""
         x, y, width, height = self.place(selector)
         middle = y + height / 2
         self.mouse("mouseMoved", x + start * width, middle)
@@ -121,12 +121,12 @@ class Page:
             self.call("Input.dispatchKeyEvent", type=kind, key=name, text=name if len(name) == 1 else "")
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """A PNG of the whole page."""
         picture = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def settle(self) -> None:
-        """Returns when what was asked for so far has been drawn."""
+        """Waits until everything requested so far has been drawn."""
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -173,14 +173,14 @@ class Page:
 
 @contextmanager
 def browser_page(folder: Path) -> Iterator[Page]:
-    """A tab of a browser of its own, with nothing kept from before; `folder` takes what it writes."""
+    """A tab in a fresh browser with an empty profile; the browser writes its files to `folder`."""
     program = find_browser()
     to_browser, from_browser = os.pipe(), os.pipe()
     ours = (to_browser[1], from_browser[0])
     theirs = (to_browser[0], from_browser[1])
 
     def as_three_and_four() -> None:  # where the browser looks for its pipe
-        # Out of the way first: one of them may be 3 or 4 already.
+        # Move ours away first: one of them may already be 3 or 4.
         inward, outward = (os.dup2(descriptor, 100 + at) for at, descriptor in enumerate(theirs))
         os.dup2(inward, 3)
         os.dup2(outward, 4)

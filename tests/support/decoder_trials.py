@@ -1,4 +1,4 @@
-"""What child processes run in place of measuring decoders; "bad" is the decoder that misbehaves."""
+"""Stand-ins that child processes run instead of measuring decoders; the decoder "bad" misbehaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stoker.child import Parent
 
 
 def by_length(job: dict[str, Any], parent: Parent) -> Any:
-    """The longer a name, the slower."""
+    """Longer names are slower."""
     return {name: float(len(name)) for name in job["decoders"]}
 
 

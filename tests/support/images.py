@@ -1,4 +1,4 @@
-"""Tiny images of every kind, good and bad, made on the spot."""
+"""Tiny images of every kind, valid and broken, generated on the fly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CV2_SAMPLING = {"444": 0x111111, "422": 0x211111, "420": 0x221111, "440": 0x121
 
 
 def quadrants(width: int = 96, height: int = 64) -> Pixels:
-    """Red | green over blue | yellow: shows every wrong turn and every shifted crop."""
+    """Red | green over blue | yellow: reveals any wrong rotation and any shifted crop."""
     pixels = np.empty((height, width, 3), np.uint8)
     pixels[: height // 2, : width // 2] = RED
     pixels[: height // 2, width // 2 :] = GREEN
@@ -38,20 +38,20 @@ def quadrants(width: int = 96, height: int = 64) -> Pixels:
 
 
 def smooth(width: int = 157, height: int = 119) -> Pixels:
-    """Slow waves in every channel: resampling hardly matters, a shift does. No side is a multiple of eight."""
+    """Slow waves in every channel: insensitive to resampling, sensitive to a shift. No side is a multiple of eight."""
     y, x = np.mgrid[:height, :width]
     waves = [np.sin(x / 23 + 1) + np.cos(y / 31), np.sin(y / 19) + np.cos(x / 37 + 2), np.sin((x + y) / 29) * 2]
     return np.stack([128 + 60 * wave for wave in waves], axis=2).clip(0, 255).astype(np.uint8)
 
 
 def noise(width: int = 157, height: int = 119, seed: int = 0) -> Pixels:
-    """Coloured blocks of five pixels: hard edges that fall on no unit of a JPEG."""
+    """Coloured blocks of five pixels: hard edges that do not align with JPEG blocks."""
     blocks = np.random.default_rng(seed).integers(0, 256, (-(-height // 5), -(-width // 5), 3), np.uint8)
     return np.ascontiguousarray(np.kron(blocks, np.ones((5, 5, 1), np.uint8))[:height, :width])
 
 
 def encode(pixels: Pixels, kind: str, mode: str = "RGB", **options: Any) -> bytes:
-    """The pixels as a file of that kind, by Pillow."""
+    """The pixels encoded by Pillow in that format."""
     stream = io.BytesIO()
     image = Image.fromarray(pixels)
     (image if mode == "RGB" else image.convert(mode)).save(stream, kind, **options)
@@ -59,7 +59,7 @@ def encode(pixels: Pixels, kind: str, mode: str = "RGB", **options: Any) -> byte
 
 
 def jpeg(pixels: Pixels, subsampling: str = "420", *, progressive: bool = False, quality: int = 92) -> bytes:
-    """A JPEG of any subsampling; Pillow cannot write 4:4:0 and 4:1:1."""
+    """A JPEG with any subsampling; Pillow cannot write 4:4:0 and 4:1:1."""
     options = [
         cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_PROGRESSIVE, int(progressive),
         cv2.IMWRITE_JPEG_SAMPLING_FACTOR, _CV2_SAMPLING[subsampling],
@@ -70,7 +70,7 @@ def jpeg(pixels: Pixels, subsampling: str = "420", *, progressive: bool = False,
 
 
 def oriented(pixels: Pixels, orientation: int, kind: str = "JPEG", **options: Any) -> bytes:
-    """A file that a person sees as `pixels`, but which is stored turned."""
+    """A file that displays as `pixels` but is stored rotated."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = Image.fromarray(pixels)
@@ -81,7 +81,7 @@ def oriented(pixels: Pixels, orientation: int, kind: str = "JPEG", **options: An
 
 @cache
 def jpegs() -> dict[str, bytes]:
-    """A smooth picture in every layout of JPEG."""
+    """A smooth picture in every JPEG layout."""
     picture = smooth()
     found = {f"jpeg-{name}": jpeg(picture, name) for name in _CV2_SAMPLING}
     found |= {f"jpeg-progressive-{name}": jpeg(picture, name, progressive=True) for name in _CV2_SAMPLING}
@@ -99,7 +99,7 @@ def jpegs() -> dict[str, bytes]:
 
 @cache
 def other_kinds() -> dict[str, bytes]:
-    """The same picture in every other kind of file."""
+    """The same picture in every other file format."""
     picture = smooth()
     transparent = np.dstack([picture, np.full(picture.shape[:2], 128, np.uint8)])
     deep = picture[:, :, 0].astype(np.uint16) * 257
@@ -129,7 +129,7 @@ def other_kinds() -> dict[str, bytes]:
 
 @cache
 def bad_images() -> dict[str, bytes]:
-    """Files that are no images, no longer, or far too large."""
+    """Files that are not images, are damaged, or are far too large."""
     whole = jpegs()["jpeg-420"]
     found = {
         "empty": b"",
@@ -158,13 +158,13 @@ def bad_images() -> dict[str, bytes]:
 
 
 def resized_in_header(data: bytes, width: int, height: int) -> bytes:
-    """The same JPEG, with another size in its frame header."""
+    """The same JPEG with a different size in its frame header."""
     at = next(at for at in range(len(data)) if data[at : at + 2] in (b"\xff\xc0", b"\xff\xc2"))
     return data[: at + 5] + struct.pack(">HH", height, width) + data[at + 9 :]
 
 
 def png_bomb(width: int = 60_000, height: int = 60_000) -> bytes:
-    """A PNG of a few kilobytes that would fill ten gigabytes."""
+    """A PNG of a few kilobytes that would decode to ten gigabytes."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1 << 20))), (b"IEND", b"")]
     body = [struct.pack(">I", len(d)) + name + d + struct.pack(">I", zlib.crc32(name + d)) for name, d in chunks]

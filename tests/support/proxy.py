@@ -1,7 +1,7 @@
-"""An HTTP/1.1 proxy that adds latency, limits bandwidth and breaks answers on demand.
+"""An HTTP/1.1 proxy that adds latency, limits bandwidth and breaks responses on demand.
 
-Requests are forwarded unmodified, so signatures stay valid. In a test it runs in a thread; for measurements it
-runs as a process of its own, prints its port and ends when its input does:
+Requests are forwarded unmodified, so signatures stay valid. In tests it runs in a thread; for measurements it runs as
+a separate process, which prints its port and exits when its stdin is closed:
 
     python -m tests.support.proxy UPSTREAM_PORT LATENCY_MS [MB_PER_SECOND]
 """
@@ -26,12 +26,12 @@ INJECTED = b"<Error><Code>SlowDown</Code><Message>injected</Message></Error>"
 
 @dataclass
 class Fault:
-    """What goes wrong with requests whose 'METHOD /path range' matches."""
+    """A fault for requests whose 'METHOD /path range' matches."""
 
     pattern: re.Pattern[str]
     kind: Literal["reset", "short", "stall", "status", "call"]
-    """reset or short: the connection breaks, or ends cleanly, after so many bytes of the body; stall: it stands
-    still there; status: an error answer; call: something happens before the request goes on."""
+    """reset, short: the connection breaks, or ends cleanly, after that many bytes of the body; stall: it hangs there;
+    status: an error response; call: a function runs before the request is forwarded."""
     times: int = 1
     after: int = 0
     code: int = 503
@@ -42,14 +42,14 @@ class Fault:
 
 @dataclass
 class Proxy:
-    """Stands between a client and a server on this machine."""
+    """A proxy between a client and a server on this machine."""
 
     upstream_port: int
     latency: float = 0.0
     bytes_per_second: float | None = None
     port: int = 0
     requests: list[str] = field(default_factory=list)
-    """Every 'METHOD /path range' that came."""
+    """The 'METHOD /path range' of every request received."""
     in_flight: int = 0
     most_in_flight: int = 0
     _faults: list[Fault] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Proxy:
         return f"http://127.0.0.1:{self.port}"
 
     def fault(self, pattern: str, kind: str, **details: object) -> Fault:
-        """Breaks the next matching request, or the next `times` of them."""
+        """Injects a fault into the next matching request, or the next `times` of them."""
         fault = Fault(re.compile(pattern), kind, **details)  # type: ignore[arg-type]
         self._faults.append(fault)
         return fault
@@ -113,7 +113,7 @@ class Proxy:
     async def _exchange(
         self, client: StreamReader, to_client: StreamWriter, server: StreamReader, to_server: StreamWriter
     ) -> bool:
-        """One request and its answer; whether the connection goes on."""
+        """Forwards one request and its response; returns whether the connection stays open."""
         head = await client.readuntil(b"\r\n\r\n")
         method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
         asked = _headers(head)
@@ -157,7 +157,7 @@ class Proxy:
         fault: Fault | None = None,
         limited: bool = False,
     ) -> bool:
-        """Passes a body on; False where a fault broke it."""
+        """Forwards a body; returns False if a fault broke it."""
         if "chunked" in headers.get("transfer-encoding", ""):
             return await self._chunked_body(source, target)
         left, sent = int(headers.get("content-length", 0)), 0
@@ -196,7 +196,7 @@ class Proxy:
         if fault.kind == "stall":
             await asyncio.sleep(fault.seconds)
         elif fault.kind == "reset":
-            await asyncio.sleep(0.01)  # the bytes go out before the reset does
+            await asyncio.sleep(0.01)  # so that the bytes are sent before the reset
             linger = struct.pack("ii", 1, 0)
             target.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             target.transport.abort()

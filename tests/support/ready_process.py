@@ -1,7 +1,7 @@
-"""Real `stoker` processes without the wait: one process imports everything, and each run is a fork of it.
+"""Real `stoker` processes without the startup time: one process imports everything, and each run is a fork of it.
 
-A fork has its own signals, exit code, working folder, environment and output, as if a user had started it; only the ten
-seconds of imports are paid once.
+A fork has its own signals, exit code, working folder, environment and output, as if a user had started it; the ten
+seconds of imports are paid only once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ for line in sys.stdin:
 
 @dataclass
 class Started:
-    """A process that may still run."""
+    """A process that may still be running."""
 
     pid: int
     out_file: Path
@@ -93,13 +93,13 @@ class Started:
         os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = 90) -> int:
-        """Its exit code; negative where a signal ended it."""
+        """The exit code; negative if a signal ended the process."""
         wait_until(lambda: self.poll() is not None, timeout_s, lambda: f"still running\n{self.err}")
         assert self.code is not None
         return self.code
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 90) -> None:
-        """Returns when the condition holds; fails where the process ends before."""
+        """Waits until the condition holds; fails if the process ends first."""
         wait_until(lambda: condition() or self.poll() is not None, timeout_s, lambda: self.err)
         assert self.code is None or condition(), f"ended with {self.code}\n{self.err}"
 
@@ -137,7 +137,7 @@ class ReadyProcess:
         return started
 
     def run(self, *arguments: str | Path, cwd: Path, before: str = "", **variables: str) -> Started:
-        """The same, and waits for its end."""
+        """Like `start`, but waits until the process has ended."""
         started = self.start(*arguments, cwd=cwd, before=before, **variables)
         started.wait()
         return started
@@ -161,7 +161,7 @@ class ReadyProcess:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60, otherwise: Callable[[], str] = lambda: "") -> None:
-    """Returns when the condition holds, and fails when it never does."""
+    """Waits until the condition holds; fails after a timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, otherwise()
@@ -169,7 +169,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60, otherwise: 
 
 
 def processes_with(text: str) -> list[int]:
-    """Processes whose command line or environment holds the text."""
+    """Processes whose command line or environment contains the text."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

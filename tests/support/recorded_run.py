@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, written down in a moment: of any length, with any names in them."""
+"""Run folders as training leaves them, written instantly, of any length and with any names in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.files import write_text
 
 BATCH = 64
 WAIT_S, COMPUTE_S, OTHER_S = 0.030, 0.065, 0.005
-"""Of each step: a tenth of a second, three tenths of it waiting."""
+"""Each step takes 0.1 s, 30 % of it waiting."""
 HEADER = {
     "kind": "event", "time": 0.0, "event": "clock", "step": 0, "format": 1, "cpus": 2,
     "loader": {"workers": 2, "batch_size": BATCH}, "world": 1, "torch": "2.15.0", "device": "cpu",
@@ -21,7 +21,7 @@ def write_run(
     folder: Path, epochs: int = 3, lines: int = 4, every: int = 10, *, clock: bool = True, faster: float = 1.0,
     longest_s: float = 0.2, **config: Any,
 ) -> Path:  # fmt: skip
-    """A run of so many epochs with so many lines in each, a line every so many steps; `faster` divides its times."""
+    """A run with the given epochs, lines per epoch and steps per line; `faster` divides its times."""
     folder.mkdir(parents=True, exist_ok=True)
     keys = {"epochs": epochs, "batch_size": BATCH, "model": "resnet50", "lr": 0.2} | config
     (folder / "config.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
@@ -64,5 +64,5 @@ def write_run(
 
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Whole at once: whoever follows the file must not see it half."""
+    """Writes atomically, so that a reader following the file never sees half of it."""
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))

@@ -1,4 +1,4 @@
-"""A real S3 server (SeaweedFS) on free ports of this machine, for tests and measurements."""
+"""A real S3 server (SeaweedFS) on free local ports, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class S3Server:
                 self._start()
                 return
             except RuntimeError:
-                # Another process may have taken a port between our choosing and the server's opening it.
+                # Another process may have taken a port after we chose it and before the server opened it.
                 self.stop()
                 if attempt == _TRIES - 1:
                     raise
@@ -56,7 +56,7 @@ class S3Server:
         return f"http://127.0.0.1:{self.port}"
 
     def environment(self, endpoint: str | None = None) -> dict[str, str]:
-        """The variables with which a client finds the server, or a proxy before it."""
+        """Environment variables that point a client at the server, or at a proxy in front of it."""
         return {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -65,7 +65,7 @@ class S3Server:
         }
 
     def client(self, **options: Any) -> S3Store:
-        """A client of obstore's own, for putting things there."""
+        """An obstore client for uploading objects."""
         options.setdefault("client_options", {"allow_http": True})
         return S3Store(BUCKET, endpoint=self.endpoint, access_key_id=KEY, secret_access_key=SECRET,
                        region="us-east-1", **options)  # fmt: skip
@@ -74,7 +74,7 @@ class S3Server:
         obstore.put(self.client(), path, data)
 
     def stop(self) -> None:
-        # Its own way of stopping takes two seconds, and nobody needs its data.
+        # A clean shutdown takes two seconds, and its data is not needed.
         self._process.kill()
         self._process.wait()
         for name, port in self._ports.items():  # the server leaves these behind
@@ -101,7 +101,7 @@ class S3Server:
         self._wait()
 
     def _wait(self) -> None:
-        """Until an object can be put and read back."""
+        """Waits until an object can be written and read back."""
         client = self.client(
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=2)},
             client_options={"allow_http": True, "timeout": "2s"},
@@ -125,7 +125,7 @@ class S3Server:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that were all free at one moment."""
+    """Ports that were all free at the same moment."""
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextmanager
 def running_s3_server() -> Iterator[S3Server]:
-    """A server for as long as the block runs."""
+    """A server that runs for the duration of the block."""
     with tempfile.TemporaryDirectory(prefix="s3") as folder:
         server = S3Server(Path(folder))
         try:
@@ -148,21 +148,21 @@ def running_s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """One server for all tests of this process; each uses names of its own in the bucket."""
+    """One server for all tests in this process; each test uses its own names in the bucket."""
     with running_s3_server() as server:
         yield server
 
 
 @pytest.fixture
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """The server, with the environment of a user who works with it."""
+    """The server, with the environment variables set to use it."""
     use_environment(monkeypatch, s3_server.environment())
     return s3_server
 
 
 @pytest.fixture
 def s3_proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy before the server, and the environment of a user who talks to the proxy."""
+    """A proxy in front of the server, with the environment variables set to use the proxy."""
     proxy = Proxy(s3_server.port).start()
     use_environment(monkeypatch, s3_server.environment(proxy.endpoint))
     yield proxy
@@ -170,11 +170,11 @@ def s3_proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 
 def use_environment(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
-    """Replaces every AWS variable, and hides the files in ~/.aws."""
+    """Replaces all AWS variables and hides the files in ~/.aws."""
     for name in list(os.environ):
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
-    # Nobody answers there: a test must never ask the machine that it runs on for keys.
+    # Nothing listens there: a test must never request credentials from the machine it runs on.
     nowhere = {"AWS_METADATA_ENDPOINT": "http://127.0.0.1:9", "AWS_CONFIG_FILE": os.devnull,
                "AWS_SHARED_CREDENTIALS_FILE": os.devnull}  # fmt: skip
     for name, value in (nowhere | variables).items():

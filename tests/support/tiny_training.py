@@ -1,4 +1,4 @@
-"""Training runs that take a second: a few tiny images, a tiny network, and what a run leaves behind."""
+"""Training runs that take a second (a few tiny images, a tiny network), and helpers to read their run folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMES = ("time", "seconds", "images_per_second", "wait_share")
 
 
 def write_images(root: Path, train: int = 16, val: int = 5, classes: int = 3, side: int = 24) -> Path:
-    """Class folders with so many images for each class; the classes differ in their colour."""
+    """Class folders with that many images per class; each class has its own colour."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):
         for label in range(classes):
@@ -44,7 +44,7 @@ def write_images(root: Path, train: int = 16, val: int = 5, classes: int = 3, si
 
 
 def write_config(folder: Path, data: Path, **keys: Any) -> Path:
-    """A config file with these keys on top of the usual ones."""
+    """A config file with these keys added to the usual ones."""
     path = folder / "tiny.yaml"
     values = KEYS | {"data_root": str(data)} | keys
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
@@ -52,19 +52,19 @@ def write_config(folder: Path, data: Path, **keys: Any) -> Path:
 
 
 def metrics(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; whole ones, also while somebody writes."""
+    """The complete lines of metrics.jsonl, even while the run is writing it."""
     file = run / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [line for line in lines if kind in (None, line["kind"])]
 
 
 def steps_done(run: Path) -> int:
-    """The last step that metrics.jsonl tells of."""
+    """The last step recorded in metrics.jsonl."""
     return max((line["step"] for line in metrics(run, "step")), default=0) if (run / "metrics.jsonl").exists() else 0
 
 
 def without_times(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Steps and epochs as they would be on any machine; events tell of what happened to a process."""
+    """Step and epoch records without machine-dependent values or events, which differ between processes."""
     return [
         {name: value for name, value in line.items() if name not in TIMES and not name.startswith("batch/")}
         for line in lines
@@ -73,12 +73,12 @@ def without_times(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def last_state(run: Path) -> dict[str, Any]:
-    """What last.ckpt holds."""
+    """The contents of last.ckpt."""
     return read_checkpoint(run / "checkpoints" / "last.ckpt")
 
 
 def assert_same_end(run: Path, reference: Path) -> None:
-    """Both runs ended with the same bits, and tell the same story."""
+    """Asserts that both runs ended with bit-identical states and the same metrics."""
     ours, theirs = last_state(run), last_state(reference)
     for part in ("model", "ema", "optimizer", "progress", "sums", "horizon"):
         assert same(ours[part], theirs[part]), f"{part} differs"

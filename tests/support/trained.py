@@ -1,4 +1,4 @@
-"""Small trained models and their data, for the commands that work with checkpoints."""
+"""Small trained models and their data, for commands that take a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 32
 def write_images(
     folder: Path, count: int, colour: tuple[int, int, int] = (90, 90, 90), name: str = "{:03d}.jpg"
 ) -> None:
-    """Noisy images of one colour; `name` is filled in with their numbers from 1 on."""
+    """Noisy images of one colour; `name` is formatted with their numbers, starting at 1."""
     random = np.random.default_rng(sum(colour) + count)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(1, count + 1):
@@ -31,7 +31,7 @@ def write_images(
 
 
 def write_colours(root: Path, train: int = 8, val: int = 6) -> Path:
-    """Class folders by colour, for training and validation; validation has one image more in its last class."""
+    """Class folders by colour, for training and validation; the last validation class has one extra image."""
     for name, colour in COLOURS.items():
         write_images(root / "train" / name, train, colour)
         write_images(root / "val" / name, val + (name == "red"), colour)
@@ -39,7 +39,7 @@ def write_colours(root: Path, train: int = 8, val: int = 6) -> Path:
 
 
 def train_on_colours(folder: Path, **keys: object) -> Path:
-    """Trains for a few steps; the run folder."""
+    """Trains for a few steps and returns the run folder."""
     settings = {
         "model": "test_resnet", "img_size": SIZE, "epochs": 2, "batch_size": 8, "num_workers": 1, "optimizer": "adamw",
         "lr": 0.003, "scale_lr": "false", "ema_decay": 0.5, "data_root": folder / "data", "runs_dir": folder / "runs",
@@ -54,8 +54,8 @@ def train_on_colours(folder: Path, **keys: object) -> Path:
 def write_untrained(
     path: Path, classes: Sequence[str], *, always: Sequence[int] = (), ema: bool = False, **keys: object
 ) -> Path:
-    """A checkpoint as a run writes it, of a network that never trained; `always` gives it the same answer to every
-    image: these classes, the first one most."""
+    """A checkpoint of an untrained network, as a run writes it; with `always`, the network predicts these classes for
+    every image, in descending order of probability."""
     settings = {"model": "test_resnet", "img_size": SIZE, "num_workers": 1, "decoder": "pillow"} | keys
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()]).config
     model = build_model(config.model, config.num_classes or len(classes), img_size=SIZE, seed=1)

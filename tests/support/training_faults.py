@@ -1,4 +1,4 @@
-"""What goes wrong on one rank only; named by a test as what its process does first."""
+"""Faults that occur on a single rank; a test names one for its process to install first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.tasks.classify import build_run
 from stoker.train.step import Prepared
 
 MOST = 4
-"""Samples that fit into the memory of the rank that lacks some."""
+"""Samples that fit into the memory of the rank that is short of it."""
 BAD_STEPS = range(3, 6)
 
 
@@ -26,7 +26,7 @@ def _instrument(change: Any) -> None:
 
 
 def little_memory_on_the_second_rank() -> None:
-    """More than MOST samples at a time run out of memory there."""
+    """More than MOST samples at a time run out of memory on that rank."""
 
     def change(run: Any) -> Any:
         def check(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -40,7 +40,7 @@ def little_memory_on_the_second_rank() -> None:
 
 
 def bad_images_on_the_second_rank() -> None:
-    """Steps BAD_STEPS get images there that are no numbers."""
+    """The images of steps BAD_STEPS are NaN on that rank."""
 
     def change(run: Any) -> Any:
         prepare = run.prepare

@@ -1,4 +1,4 @@
-"""A small training state with everything in it that a real one has, and how to compare two."""
+"""A small training state with everything a real one contains, and a comparison of two states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def training_state(seed: int, width: int = 8) -> dict[str, Any]:
-    """Model, optimizer, EMA, progress and random number states; another seed gives another value everywhere."""
+    """Model, optimizer, EMA, progress and RNG states; a different seed changes every value."""
     torch.manual_seed(seed)
     random.seed(seed)
     model = torch.nn.Sequential(
@@ -36,7 +36,7 @@ def training_state(seed: int, width: int = 8) -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states are equal in every bit, type, key and layout."""
+    """Whether two states agree in every bit, type, key and layout."""
     if isinstance(a, torch.Tensor):
         return (
             isinstance(b, torch.Tensor)
@@ -53,5 +53,5 @@ def same(a: Any, b: Any) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """A tensor's content, NaNs and signs of zeros included."""
+    """A tensor's exact content, including NaNs and signed zeros."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

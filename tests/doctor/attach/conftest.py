@@ -1,4 +1,4 @@
-"""Runs real scripts, as somebody wrote them, with the clock hung in."""
+"""Runs real scripts, unmodified, with the doctor attached."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def attach(script: str, *arguments: str, steps: int | None = None, seconds: floa
 
 @pytest.fixture
 def attached() -> Attached:
-    """Runs one of the foreign scripts to its end, or until it is stopped."""
+    """Runs one of the foreign scripts until it ends or is stopped."""
     return attach

@@ -1,4 +1,4 @@
-"""A training script that ends in one of the ways in which scripts end."""
+"""A training script that ends in the way its argument names."""
 
 import argparse
 import os

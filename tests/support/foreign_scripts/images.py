@@ -1,4 +1,4 @@
-"""An image training script in the style of torchvision's and timm's references; it knows nothing of stoker."""
+"""An image training script in the style of torchvision's and timm's references; it does not know about stoker."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A training script as people write them; it knows nothing of stoker. Its dataset sleeps and spins for each sample."""
+"""An ordinary training script that does not know about stoker. Its dataset sleeps and spins for each sample."""
 
 import argparse
 import sys

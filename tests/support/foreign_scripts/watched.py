@@ -1,4 +1,4 @@
-"""A script with one line of stoker in it; the worker is spawned, and so imports this file anew."""
+"""A script with one line of stoker in it; its worker is spawned and therefore imports this file again."""
 
 import sys
 

@@ -1,0 +1,8 @@
+"""Isolates the tests from whoever starts them, before anything else of theirs is imported.
+
+Not in tests/conftest.py: programs that the tests start import that one too, with surroundings that a test made.
+"""
+
+from tests.support.isolation import isolate
+
+isolate()

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import DEADLINE_S
+
 PROJECT = Path(__file__).parents[1]
 
 
@@ -37,7 +39,7 @@ Run = Callable[..., Ended]
 def stoker(tmp_path: Path) -> Run:
     """Runs `stoker` in a separate process, in an empty folder, without the user's environment."""
 
-    def run(*arguments: str | Path, cwd: Path | None = None, timeout: float = 120, **variables: str) -> Ended:
+    def run(*arguments: str | Path, cwd: Path | None = None, timeout: float = DEADLINE_S, **variables: str) -> Ended:
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
         environment = (
@@ -90,8 +92,8 @@ def as_nobody() -> Callable[..., tuple[int, str]]:
             "sys.exit(main(sys.argv[1:]))\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", program, *arguments], cwd=cwd or "/", capture_output=True, text=True, timeout=60,
-            env=os.environ | {"HOME": "/nonexistent"},
+            [sys.executable, "-c", program, *arguments], cwd=cwd or "/", capture_output=True, text=True,
+            timeout=DEADLINE_S, env=os.environ | {"HOME": "/nonexistent"},
         )  # fmt: skip
         return done.returncode, done.stderr
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from stoker import console
 from stoker.console import bar_line, clock, metric_text, progress_bar, rate_text
+from tests.support.terminal import on_a_terminal
 
 PROGRAM = (
     "import time\n"
@@ -93,16 +92,9 @@ def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_gets_a_bar() -> None:
-    ours, theirs = pty.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], stderr=theirs, stdout=subprocess.PIPE,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
-    )  # fmt: skip
-    os.close(theirs)
-    shown = os.read(ours, 100_000).decode()
-    os.close(ours)
-    assert done.returncode == 0
-    assert done.stdout == b""
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    code, shown = on_a_terminal("sh", "-c", 'exec "$0" -c "$1" >"$2"', sys.executable, PROGRAM, tmp_path / "out")
+    assert code == 0, shown
+    assert (tmp_path / "out").read_text() == ""
     assert "packing" in shown
     assert "images/s" in shown

@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -39,16 +40,17 @@ def test_a_sleeping_stage_is_blocked_and_a_spinning_one_runs() -> None:
 
 def test_a_short_stage_gets_its_own_time_on_the_core_and_not_a_tick_of_its_neighbour() -> None:
     """The kernel brings schedstat up to date every few milliseconds only."""
-    for _ in range(10):
+    found = []
+    for _ in range(11):
         clock = BatchClock()
         clock.begins("decode")
         spin(0.0105)
         clock.begins("collate")
         spin(0.001)
-        cost = clock.finish()
-        collate = cost.stages["collate"].cpu_s
-        assert collate is not None
-        assert 0.001 <= collate < 0.0025
+        found.append(clock.finish().stages["collate"].cpu_s or 0.0)
+    assert min(found) >= 0.001
+    # Not each of them: the kernel counts its interrupts as time of the thread that they hit.
+    assert median(found) < 0.0025
 
 
 def test_stages_and_their_parts_add_up_to_the_wall_time() -> None:
@@ -65,13 +67,24 @@ def test_stages_and_their_parts_add_up_to_the_wall_time() -> None:
     assert sum(part or 0.0 for part in whole) == pytest.approx(cost.wall_s, abs=1e-6)
 
 
+def spinning_child(core: set[int]) -> int:
+    """A process that is already busy on this core when its number is returned."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.sched_setaffinity(0, core)
+        os.write(writer, b"x")
+        spin(60)
+        os._exit(0)
+    assert os.read(reader, 1) == b"x"
+    os.close(reader)
+    os.close(writer)
+    return child
+
+
 def test_waiting_for_a_core_that_others_use_is_neither_running_nor_blocked() -> None:
     core = {min(os.sched_getaffinity(0))}
-    children = [os.fork() for _ in range(2)]
-    if 0 in children:
-        os.sched_setaffinity(0, core)
-        spin(20)
-        os._exit(0)
+    children = [spinning_child(core) for _ in range(2)]
     found: list[StageCost] = []
 
     def work() -> None:

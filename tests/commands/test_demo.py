@@ -21,7 +21,7 @@ def test_make_demo_is_this_command() -> None:
 @pytest.mark.slow
 def test_it_reads_97_percent_and_says_where_the_time_went(stoker: Run, tmp_path: Path) -> None:
     folder = tmp_path / "a demo"  # a path that has to be quoted
-    ended = stoker("demo", "--folder", folder, "--json", timeout=280)
+    ended = stoker("demo", "--folder", folder, "--json")
     assert ended.code == 0, ended.err
     found = ended.json
     assert found["best_val_acc1"] >= 97.0

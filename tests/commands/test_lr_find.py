@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from PIL import Image
 
 from stoker.tasks.demo import write_digits
 from tests.conftest import PROJECT, Run
+from tests.support.waiting import DEADLINE_S, wait_until
 
 SMALL = ["epochs=2", "num_workers=1", "batch_size=32", "subset_train_per_class=40", "subset_val_per_class=2"]
 
@@ -64,16 +64,24 @@ def test_ctrl_c_leaves_nothing(digits: Path, tmp_path: Path) -> None:
         [*command, "--steps", "5000"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env=os.environ | {"HOME": str(tmp_path / "home")},
     )  # fmt: skip
-    assert process.stderr is not None
-    assert "range test" in process.stderr.readline(), "it is under way"
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(30) == 130
-    assert "stopped by Ctrl-C" in process.stderr.read()
+    try:
+        assert process.stderr is not None
+        assert "range test" in process.stderr.readline(), "it is under way"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130
+        assert "stopped by Ctrl-C" in process.stderr.read()
+    finally:
+        process.kill()
     assert files_below(tmp_path) == set()
-    with pytest.raises(ProcessLookupError):  # nobody of its group is left
-        for _ in range(50):
-            os.killpg(process.pid, 0)
-            time.sleep(0.1)
+    wait_until(lambda: not group_exists(process.pid))
+
+
+def group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_an_error_of_the_trial_reaches_the_user(stoker: Run, tmp_path: Path) -> None:

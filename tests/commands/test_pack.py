@@ -8,8 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ import pytest
 import simplejpeg
 
 from tests.conftest import Run
+from tests.support.waiting import DEADLINE_S, is_running, wait_until
 
 ANEW = ("--shard-size", "300KB", "--quality", "90", "--workers", "2")
 
@@ -179,7 +178,8 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
     for destination in ("closed", "closed/packed"):
         done = subprocess.run(
             [sys.executable, "-c", program, "pack", "images", destination],
-            cwd=open_folder, capture_output=True, text=True, timeout=60, env=os.environ | {"HOME": "/nonexistent"},
+            cwd=open_folder, capture_output=True, text=True, timeout=DEADLINE_S,
+            env=os.environ | {"HOME": "/nonexistent"},
         )  # fmt: skip
         assert (done.returncode, "error: destination-not-writable" in done.stderr) == (1, True), done.stderr
 
@@ -189,7 +189,7 @@ def test_a_write_that_fails_names_the_shard_and_leaves_no_half_of_it(source: Pat
 
     done = subprocess.run(
         [sys.executable, "-m", "stoker", "pack", source, "packed", "--split", "train"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )  # fmt: skip
     assert done.returncode == 1
@@ -217,22 +217,6 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def workers_of(pid: int) -> list[int]:
     """The processes that encode, without Python's own helper."""
     return [child for child in children_of(pid) if b"make_shards" in Path(f"/proc/{child}/cmdline").read_bytes()]
@@ -248,7 +232,7 @@ def test_however_it_is_interrupted_the_same_command_finishes_it_with_the_same_by
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     # After the first shard: some are finished then, and others half written.
-    assert until(lambda: (packed / ".pack" / "shard-000000.json").exists(), 60)
+    wait_until((packed / ".pack" / "shard-000000.json").exists)
     children = children_of(process.pid)
     assert len(workers_of(process.pid)) == 2
     if how == "kill -9":
@@ -257,8 +241,8 @@ def test_however_it_is_interrupted_the_same_command_finishes_it_with_the_same_by
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
     else:
         os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-    _, said = process.communicate(timeout=30)
-    assert until(lambda: not any(map(is_running, children)), 5)
+    _, said = process.communicate(timeout=DEADLINE_S)
+    wait_until(lambda: not any(map(is_running, children)))
 
     expected_code = {"kill -9": -9, "Ctrl-C": 130, "kill -9 a worker": 1}[how]
     assert process.returncode == expected_code, said

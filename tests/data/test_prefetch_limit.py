@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from stoker.data.loader import Engine, ImageLoader, LoaderOptions
 from stoker.machine.loader_memory import plan_over
 from stoker.machine.loader_speed import repeated
 from stoker.machine.memory import tree_memory
+from tests.support.waiting import wait_until
 
 WORKERS, PREFETCH = 2, 4
 MEGABYTE = 1_000_000
@@ -48,13 +49,6 @@ def opened(images: Path, engine: Engine, *, size: int, batch: int, steps: int) -
         yield loader
     finally:
         loader.close()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from stoker.doctor.trials import run_trials, try_in_child
 from stoker.errors import UserError
 from stoker.machine.host import fit_to_machine, read_machine
 from tests.support.tiny_training import write_config, write_images
+from tests.support.waiting import DEADLINE_S, wait_until
 
 PROGRAM = """
 import sys
@@ -137,12 +137,7 @@ def test_ctrl_c_and_even_a_kill_leave_nothing(config_file: Path, ending: signal.
     for line in process.stdout:
         if line.startswith("storage"):
             break
-    deadline = time.monotonic() + 20
-    while len(children_of(mark)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(children_of(mark)) >= 2)
     process.send_signal(ending)
-    process.wait(20)
-    deadline = time.monotonic() + 15
-    while (left := children_of(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
+    process.wait(DEADLINE_S)
+    wait_until(lambda: children_of(mark) == [], lambda: str(children_of(mark)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ready_process import ReadyProcess, Started, processes_with, wait_until
+from tests.support.ready_process import ReadyProcess, Started
 from tests.support.tiny_training import (
     largest_difference,
     last_state,
@@ -21,6 +21,7 @@ from tests.support.tiny_training import (
     write_images,
 )
 from tests.support.training_faults import BAD_STEPS, MOST
+from tests.support.waiting import DEADLINE_S, processes_with, wait_until
 
 # Without batch norm: its statistics are those of each process. Large enough that a signal arrives before the end.
 SAME = {
@@ -105,7 +106,7 @@ def test_torchrun_starts_the_same_program(tmp_path: Path, prime_images: Path, al
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "stoker", "train",
          str(config)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=200, env=os.environ | {"HOME": str(tmp_path)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | {"HOME": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert_equal_within_rounding(tmp_path / "runs" / "tiny", alone)
@@ -152,7 +153,7 @@ def test_a_rank_that_is_killed_ends_the_others(ready: ReadyProcess, tmp_path: Pa
     assert ranks[0].wait(30) == 1, ranks[0].err
     assert "error: rank-lost" in ranks[0].err
     assert "Traceback" not in ranks[0].err
-    wait_until(lambda: processes_with(str(config)) == [], 5)
+    wait_until(lambda: processes_with(str(config)) == [])
 
 
 def test_two_launchers_on_two_nodes_train_together(

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import PROJECT
 from tests.support.tiny_training import metrics, write_config
+from tests.support.waiting import DEADLINE_S
 
 sys.path.insert(0, str(PROJECT))
 from train import arguments_for_stoker
@@ -33,8 +34,8 @@ def test_flags_say_the_same_as_stokers_words(flags: str, words: str) -> None:
 
 def run_script(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(PROJECT / "train.py"), *flags], cwd=folder, capture_output=True, text=True, timeout=200,
-        env=os.environ | {"HOME": str(folder), "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        [sys.executable, str(PROJECT / "train.py"), *flags], cwd=folder, capture_output=True, text=True,
+        timeout=DEADLINE_S, env=os.environ | {"HOME": str(folder), "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from stoker.train.checkpoint.format import (
 from stoker.train.checkpoint.saver import BackgroundWriter
 from tests.conftest import PROJECT
 from tests.support.training_state import same, training_state
+from tests.support.waiting import DEADLINE_S
 
 POINTS = {
     "last": ["before temp", "half of temp", "after temp", "during rotation", "before rename", "after rename",
@@ -45,6 +46,7 @@ from pathlib import Path
 from stoker.train.checkpoint.saver import BackgroundWriter
 from stoker.train.checkpoint.folder import Checkpoints
 from tests.support.training_state import training_state
+from tests.support.waiting import wait_until
 
 root, kind, points = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 old, new = training_state(1), training_state(2)
@@ -70,6 +72,12 @@ for number, point in enumerate(points):
     child = in_child(lambda: save(Checkpoints(place, keep_best=1, stop=stop), new, 2))
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, point
 
+def inode(path):
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:  # between two renames
+        return None
+
 def forever():
     with closing(BackgroundWriter(Checkpoints(root / "any"))) as saver:
         for step in range(10**9):
@@ -78,8 +86,10 @@ def forever():
 rounds = 15 if kind == "last" else 0
 Checkpoints(root / "any").save_last(old)
 for _ in range(rounds):
+    before = inode(root / "any" / "last.ckpt")
     child = in_child(forever)
-    time.sleep(random.uniform(0.02, 0.2))
+    wait_until(lambda: inode(root / "any" / "last.ckpt") not in (before, None))
+    time.sleep(random.uniform(0, 0.2))  # any moment of the saves that follow
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     found = Checkpoints(root / "any").latest()
@@ -92,7 +102,7 @@ assert not rounds or Checkpoints(root / "any").best(), "no save was ever reached
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path, kind: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), kind, *POINTS[kind]],
-        cwd=PROJECT, capture_output=True, text=True, timeout=120,
+        cwd=PROJECT, capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     old, new = training_state(1), training_state(2)

@@ -15,6 +15,7 @@ import pytest
 
 from stoker.machine.cgroups import CGROUP_ROOT
 from tests.conftest import PROJECT
+from tests.support.waiting import DEADLINE_S
 
 # Joins a cgroup, fills a loader's buffers, leaves itself 30 MB, and then takes 60 MB more, step by step.
 PROGRAM = """
@@ -101,7 +102,7 @@ def run(group: Path, folder: Path, guarded: str, engine: str) -> subprocess.Comp
     program.write_text(PROGRAM)
     command = [sys.executable, str(program), str(group), guarded, engine, str(folder)]
     environment = os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
 
 
 @pytest.mark.parametrize("engine", ["process", "thread"])

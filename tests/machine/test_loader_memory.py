@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,9 +47,7 @@ def test_a_loader_is_measured_once_and_then_remembered(tmp_path: Path, monkeypat
     assert found.thread < 100 * MEGABYTE
     assert 20_000 < found.image_bytes < 500_000
     assert (tmp_path / "stoker" / "loader_memory.json").is_file()
-    started = time.perf_counter()
     assert measure_loader_memory(decoder="simplejpeg", measure=False) == found
-    assert time.perf_counter() - started < 1
 
 
 @pytest.mark.parametrize("trial", [trials.fails, trials.raises])

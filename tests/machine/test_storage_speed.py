@@ -41,7 +41,7 @@ def test_a_folder_is_read_cold_and_warm_by_one_and_by_many(tmp_path: Path) -> No
         assert rate is not None
         assert rate > 50_000
     assert facts.latency_s is not None
-    assert 0 < facts.latency_s < 1
+    assert facts.latency_s > 0
     assert facts.bytes_per_sample == 50_000
     assert facts.dataset_bytes == 40 * 50_000
 
@@ -107,12 +107,12 @@ def test_an_object_store_is_remote_and_its_latency_is_that_of_a_request(
     for number in range(16):
         s3_server.put(f"doctor/train/class{number % 2}/{number:02d}.jpg", os.urandom(2000))
     samples = all_samples(open_index(f"s3://{BUCKET}/doctor", "train", index_dir=tmp_path))
-    s3_proxy.latency = 0.05
-    facts = measure_storage(open_store(samples.index.root), samples, 1.5)
+    s3_proxy.latency = 0.2  # far above what a busy machine adds
+    facts = measure_storage(open_store(samples.index.root), samples, 3)
     assert facts.remote is True
     assert facts.kind == "s3"
     assert facts.latency_s is not None
-    assert 0.05 <= facts.latency_s < 0.5
+    assert 0.2 <= facts.latency_s < 2
     assert facts.warm_bytes_per_second is None
     assert facts.bytes_per_sample == 2000
     assert facts.cold_bytes_per_second is not None

@@ -18,8 +18,8 @@ from stoker.report.document import Document, RunReader
 from stoker.report.page import embedded_json, report_document, report_page
 from stoker.run.lease import Lease, is_held
 from tests.support.browser import Page, browser_page
-from tests.support.ready_process import wait_until
 from tests.support.recorded_run import write_lines, write_run
+from tests.support.waiting import wait_until
 
 LARGEST_PAGE_BYTES = 2_000_000
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"

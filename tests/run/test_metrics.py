@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from stoker.run.metrics import MetricsFile, metrics_of, read_metrics, truncate_after
+from tests.support.waiting import wait_until
 
 
 def without_time(path: Path) -> list[dict[str, object]]:
@@ -122,9 +123,7 @@ def test_every_line_is_whole_after_a_kill(tmp_path: Path) -> None:
         "while True:\n    step += 1; metrics.step(step, 0, {'train/loss': 1.0, 'name' * 50: 2.0})\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", program, str(path)])
-    deadline = time.monotonic() + 30
-    while (not path.exists() or path.stat().st_size < 20_000) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and path.stat().st_size > 20_000)
     os.kill(writer.pid, signal.SIGKILL)
     writer.wait()
     MetricsFile(path).close()  # the kernel writes page by page: a kill may leave a part of a line, which goes here

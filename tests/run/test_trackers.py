@@ -15,6 +15,7 @@ from stoker.config import load_config
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import COLUMNS, Trackers, trackers_for
+from tests.support.waiting import wait_until
 
 
 class Recorder:
@@ -31,7 +32,7 @@ class Recorder:
 
     def open(self) -> None:
         if self.hangs:
-            self.abandoned.wait(60)
+            self.abandoned.wait()
 
     def log(self, record: Mapping[str, Any]) -> None:
         if record["step"] == self.fails_at:
@@ -64,10 +65,9 @@ def test_a_tracker_that_hangs_delays_no_step_and_loses_the_oldest() -> None:
     said: list[str] = []
     recorder = Recorder(hangs=True)
     trackers = Trackers([recorder], said.append, queued=100)
-    begin = time.monotonic()
     for step in range(1000):
         trackers.log(record(step))
-    assert time.monotonic() - begin < 2
+    assert recorder.steps == []  # it hung all the while
     assert trackers.dropped == {"recorder": 900}
     recorder.abandoned.set()
     trackers.close()
@@ -80,11 +80,9 @@ def test_closing_a_tracker_that_hangs_ends_with_the_timeout() -> None:
     hanging, fine = Recorder(hangs=True), Recorder()
     trackers = Trackers([hanging, fine], said.append)
     trackers.log(record(1))
-    begin = time.monotonic()
-    trackers.close(timeout=0.5)
-    assert time.monotonic() - begin < 5
+    wait_until(lambda: fine.steps == [1])
+    trackers.close(timeout=2)
     assert hanging.abandoned.is_set()
-    assert fine.steps == [1]
     assert said == ["note: recorder did not finish in time; 1 record was not delivered; metrics.jsonl has everything"]
 
 

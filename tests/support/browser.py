@@ -25,7 +25,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
     "--disable-extensions", "--hide-scrollbars", "--no-default-browser-check", "--remote-debugging-pipe",
 )  # fmt: skip
-ANSWER_S = 60
+ANSWER_S = 200
 
 
 def find_browser() -> str:
@@ -77,8 +77,8 @@ class Page:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, timeout_s: float = 20) -> None:
-        """Waits until the expression is true."""
+    def wait_for(self, expression: str, timeout_s: float = 200) -> None:
+        """Returns when the expression is true."""
         deadline = time.monotonic() + timeout_s
         while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"never true: {expression}"
@@ -198,7 +198,7 @@ def browser_page(folder: Path) -> Iterator[Page]:
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             process.wait()

@@ -75,14 +75,14 @@ class Proxy:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True, name="proxy")
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(120)
         return self
 
     def stop(self) -> None:
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(10)
+        self._thread.join(120)
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()

@@ -11,12 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.support.waiting import wait_until
 
 PROJECT = Path(__file__).parents[2]
 SERVER = """
@@ -92,15 +93,15 @@ class Started:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, timeout_s: float = 90) -> int:
-        """The exit code; negative if a signal ended the process."""
-        wait_until(lambda: self.poll() is not None, timeout_s, lambda: f"still running\n{self.err}")
+    def wait(self) -> int:
+        """Its exit code; negative where a signal ended it."""
+        wait_until(lambda: self.poll() is not None, lambda: f"still running\n{self.err}")
         assert self.code is not None
         return self.code
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 90) -> None:
-        """Waits until the condition holds; fails if the process ends first."""
-        wait_until(lambda: condition() or self.poll() is not None, timeout_s, lambda: self.err)
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Returns when the condition holds; fails where the process ends before."""
+        wait_until(lambda: condition() or self.poll() is not None, lambda: self.err)
         assert self.code is None or condition(), f"ended with {self.code}\n{self.err}"
 
 
@@ -125,9 +126,7 @@ class ReadyProcess:
         out, err = (self._folder / f"{self._count}.{kind}" for kind in ("out", "err"))
         home = self._folder / "home"
         home.mkdir(exist_ok=True)
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "SLURM_", "WANDB_"))
-        } | {"HOME": str(home), "COLUMNS": "100", "PYTHONUNBUFFERED": "1"} | variables  # fmt: skip
+        environment = os.environ | {"HOME": str(home), "COLUMNS": "100", "PYTHONUNBUFFERED": "1"} | variables
         wish = {
             "arguments": [str(word) for word in arguments], "cwd": str(cwd), "out": str(out), "err": str(err),
             "environment": environment, "before": before,
@@ -158,29 +157,6 @@ class ReadyProcess:
         self._server.stdin.write(json.dumps(wish) + "\n")
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60, otherwise: Callable[[], str] = lambda: "") -> None:
-    """Waits until the condition holds; fails after a timeout."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.02)
-
-
-def processes_with(text: str) -> list[int]:
-    """Processes whose command line or environment contains the text."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                seen = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except OSError:
-                continue
-            if text.encode() in seen and state != "Z":
-                found.append(int(entry.name))
-    return found
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tests.support.proxy import Proxy
 
 KEY, SECRET, BUCKET = "testkey", "testsecret", "bucket"
 _PORTS = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3", "admin") for kind in ("", ".grpc")]
-_START_S = 60
+_START_S = 90
 _TRIES = 3
 
 
@@ -103,8 +103,8 @@ class S3Server:
     def _wait(self) -> None:
         """Waits until an object can be written and read back."""
         client = self.client(
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=2)},
-            client_options={"allow_http": True, "timeout": "2s"},
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=20)},
+            client_options={"allow_http": True, "timeout": "20s"},
         )
         deadline, last = time.monotonic() + _START_S, ""
         while time.monotonic() < deadline:

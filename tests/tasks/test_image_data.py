@@ -18,7 +18,7 @@ def test_the_chosen_classes_are_shown_and_saved(stoker: Run, tmp_path: Path) -> 
         f"data_root: {data}\nmodel: test_resnet\nimg_size: 32\nbatch_size: 4\nepochs: 1\nnum_workers: 1\n"
         "subset_classes: 2\nsubset_train_per_class: 6\nsubset_val_per_class: 3\nsubset_seed: 42\n"
     )
-    ended = stoker("train", config, timeout=200)
+    ended = stoker("train", config)
     assert ended.code == 0, ended.err
     chosen = json.loads((tmp_path / "runs" / "small" / "subset.json").read_text())
     assert len(chosen["classes"]) == 2

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from stoker.errors import UserError
 from stoker.train.launch import launch
-from tests.support.ready_process import processes_with, wait_until
+from tests.support.waiting import DEADLINE_S, processes_with, wait_until
 
 # A rank that tells who it is, then does as it is told: leave with a code, or wait for a signal.
 RANK = """
@@ -34,7 +33,7 @@ file.with_suffix(".tmp").write_text(json.dumps(told | {"pid": os.getpid()}))
 file.with_suffix(".tmp").rename(file)
 code = sys.argv[2 + int(told["LOCAL_RANK"])]
 if code == "wait":
-    time.sleep(60)
+    time.sleep(600)
 sys.exit(int(code))
 """
 LAUNCHER = (
@@ -89,14 +88,14 @@ def test_signals_are_passed_on_once(tmp_path: Path, number: signal.Signals, code
     with launcher(tmp_path, "wait", "wait") as process:
         wait_until(lambda: len(told_by(tmp_path)) == 2)
         process.send_signal(number)
-        assert process.wait(20) == code
+        assert process.wait(DEADLINE_S) == code
     assert processes_with(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(("codes", "code"), [(("wait", "1"), 1), (("2", "wait"), 2), (("0", "5"), 5)])
 def test_the_code_of_the_first_that_failed_is_the_launchers(tmp_path: Path, codes: tuple[str, ...], code: int) -> None:
     with launcher(tmp_path, *codes) as process:
-        assert process.wait(20) == code
+        assert process.wait(DEADLINE_S) == code
     assert processes_with(str(tmp_path)) == []
 
 
@@ -104,7 +103,7 @@ def test_a_rank_that_was_killed_takes_the_others_with_it(tmp_path: Path) -> None
     with launcher(tmp_path, "wait", "wait") as process:
         wait_until(lambda: len(told_by(tmp_path)) == 2)
         os.kill(int(told_by(tmp_path)[1]["pid"]), signal.SIGKILL)
-        assert process.wait(20) == 128 + signal.SIGKILL
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGKILL
     assert processes_with(str(tmp_path)) == []
 
 
@@ -113,6 +112,4 @@ def test_a_launcher_that_was_killed_leaves_no_orphans(tmp_path: Path) -> None:
         wait_until(lambda: len(told_by(tmp_path)) == 2)
         process.kill()
         process.wait()
-        began = time.monotonic()
-        wait_until(lambda: processes_with(str(tmp_path)) == [], 5)
-        assert time.monotonic() - began < 5
+        wait_until(lambda: processes_with(str(tmp_path)) == [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,14 +137,12 @@ def test_another_loader_gets_the_same_limit(loader: ImageLoader, images: Path) -
     assert len(host.said) == 1
 
 
-def test_memory_is_looked_at_once_a_second_and_a_step_pays_next_to_nothing(loader: ImageLoader) -> None:
+def test_memory_is_looked_at_once_a_second_and_not_at_every_step(loader: ImageLoader) -> None:
     host = Host()
-    started = time.perf_counter()
     for _ in range(10_000):
         host.now_s += 0.001
         host.guard.check(loader)
     assert host.reads in (10, 11)
-    assert time.perf_counter() - started < 1
 
 
 def test_a_system_that_tells_nothing_is_left_alone(loader: ImageLoader) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import os
-import pty
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from stoker.train.progress_line import TrainLog, TrainProgress
+from tests.support.terminal import on_a_terminal
 
 PROGRAM = """
 import sys, time
@@ -38,26 +39,10 @@ progress.close()
 """
 
 
-def on_a_terminal(logs: Path) -> str:
-    ours, theirs = pty.openpty()
-    parts: list[bytes] = []
-
-    def read() -> None:
-        try:
-            while data := os.read(ours, 65_536):
-                parts.append(data)
-        except OSError:  # how Linux says that the other side is closed
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(logs)], stderr=theirs, check=True, env=os.environ | {"TERM": "xterm"}
-    )
-    os.close(theirs)
-    reader.join()
-    os.close(ours)
-    return b"".join(parts).decode()
+def train_on_a_terminal(logs: Path) -> str:
+    code, shown = on_a_terminal(sys.executable, "-c", PROGRAM, logs)
+    assert code == 0, shown
+    return shown
 
 
 def screen(shown: str) -> list[str]:
@@ -72,24 +57,24 @@ def screen(shown: str) -> list[str]:
 
 
 def test_a_terminal_sees_one_line_that_moves_then_the_figures(tmp_path: Path) -> None:
-    shown = on_a_terminal(tmp_path)
+    shown = train_on_a_terminal(tmp_path)
     lines = screen(shown)
-    assert re.fullmatch(r"Epoch 1: 100%\|██████████\| 40/40 \[00:0\d<00:00, [\d.]+it/s.*\]", lines[1])
-    assert re.fullmatch(r"Validation: 100%\|██████████\| 4/4 \[00:00<00:00, [\d.]+it/s\]", lines[2])
+    assert re.fullmatch(r"Epoch 1: 100%\|██████████\| 40/40 \[\d\d:\d\d<00:00, [\d.]+it/s.*\]", lines[1])
+    assert re.fullmatch(r"Validation: 100%\|██████████\| 4/4 \[\d\d:\d\d<00:00, [\d.]+it/s\]", lines[2])
     assert lines[3:8] == ["", "Epoch 1 metrics:", "  train/loss: 6.234", "  val/acc1: 1.2%", "  val/acc5: 5.4%"]
     assert re.fullmatch(r"Epoch 2: 100%.*, train/loss=6.5, val/acc1=1.2%\]", lines[8])
     assert lines[9:] == [""]
 
 
 def test_a_message_stands_above_the_moving_line(tmp_path: Path) -> None:
-    shown = on_a_terminal(tmp_path)
+    shown = train_on_a_terminal(tmp_path)
     assert screen(shown)[0] == "W&B: offline"
     assert re.search(r"W&B: offline\r\nEpoch 1:  5\d%", shown)
 
 
 def test_it_is_drawn_ten_times_a_second_at_most(tmp_path: Path) -> None:
     begin = time.monotonic()
-    shown = on_a_terminal(tmp_path)
+    shown = train_on_a_terminal(tmp_path)
     assert shown.count("Epoch 1: ") <= 10 * (time.monotonic() - begin) + 3
 
 
@@ -105,7 +90,7 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
 
 
 def test_the_log_can_be_asked_for_the_train_steps(tmp_path: Path) -> None:
-    on_a_terminal(tmp_path)
+    train_on_a_terminal(tmp_path)
     (log,) = tmp_path.glob("train_*.log")
     text = log.read_text()
     assert "\r" not in text
@@ -118,7 +103,9 @@ def test_the_log_can_be_asked_for_the_train_steps(tmp_path: Path) -> None:
     assert "W&B: offline" in text
 
 
-def test_lines_come_by_the_clock_and_the_log_has_them_at_once(tmp_path: Path) -> None:
+def test_lines_come_by_the_clock_and_the_log_has_them_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     log, stream = TrainLog(tmp_path), io.StringIO()
     progress = TrainProgress(log, stream, line_every_s=0.5)
     progress.epoch_begins(0, 1000, done=100)
@@ -132,7 +119,7 @@ def test_lines_come_by_the_clock_and_the_log_has_them_at_once(tmp_path: Path) ->
     for step in range(101, 111):
         progress.step(step, loss, lambda: {"wait_share": 0.5, "train/acc1": None})
     assert (stream.getvalue(), asked) == ("", 0)
-    time.sleep(0.55)
+    now_s += 0.55
     progress.step(111, loss, lambda: {"wait_share": 0.5, "train/acc1": None})
     assert asked == 1
     assert re.fullmatch(

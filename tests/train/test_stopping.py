@@ -11,6 +11,7 @@ import pytest
 
 from stoker.errors import Interrupted, Preempted
 from stoker.train.launch import StopRequest
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
@@ -48,5 +49,5 @@ def test_nohup_means_that_the_end_of_the_terminal_is_nothing() -> None:
         "import os, signal\nfrom stoker.train.launch import StopRequest\nstop = StopRequest()\n"
         "with stop.listening():\n    os.kill(os.getpid(), signal.SIGHUP)\n    print(stop.wanted)\n"
     )
-    done = subprocess.run(["nohup", sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["nohup", sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stdout == "False\n", done.stderr

@@ -22,6 +22,7 @@ from stoker.data.images.listing import list_objects
 from stoker.data.images.opening import check_same_classes, open_index
 from stoker.data.images.sample_index import IndexUnreadable, SampleIndex, pack_names, save_index
 from stoker.errors import UserError
+from tests.support.waiting import DEADLINE_S
 
 TREE = {"cat": ["b.jpg", "a.JPEG", "c.PNG"], "dog": ["x.webp", "deep/y.jpg"], "ant": ["z.tiff"]}
 SORTED = ["ant/z.tiff", "cat/a.JPEG", "cat/b.jpg", "cat/c.PNG", "dog/deep/y.jpg", "dog/x.webp"]
@@ -329,6 +330,7 @@ import sys, time
 from pathlib import Path
 from stoker.data.images.opening import open_index
 listed = []
+print("ready", flush=True)
 while not Path(sys.argv[2]).exists():
     time.sleep(0.001)
 index = open_index(sys.argv[1], "train", index_dir=None, progress=lambda done, total: listed.append(done))
@@ -345,9 +347,9 @@ def test_of_many_processes_one_lists_and_all_see_the_same(tmp_path: Path) -> Non
             subprocess.Popen([sys.executable, "-c", OPENER, str(data), str(go)], stdout=subprocess.PIPE, text=True)
             for _ in range(4)
         ]
-        time.sleep(0.7)
+        assert [racer.stdout.readline() for racer in racers if racer.stdout] == ["ready\n"] * 4
         go.write_text("")
-        outs = [racer.communicate(timeout=60)[0].split() for racer in racers]
+        outs = [racer.communicate(timeout=DEADLINE_S)[0].split() for racer in racers]
         assert sorted(int(out[0]) for out in outs) == [0, 0, 0, 100]
         assert len({tuple(out[1:]) for out in outs}) == 1
         shutil.rmtree(data / "train" / ".stoker-index")
@@ -563,7 +565,7 @@ def test_packed_shards_at_a_url_bring_their_index(tmp_path: Path) -> None:
 
     def opened() -> str:
         command = [sys.executable, "-c", OPEN_URL, url, str(tmp_path / "kept")]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S).stdout
 
     try:
         url = server.stdout.readline().split("(")[1].split(")")[0].rstrip("/")

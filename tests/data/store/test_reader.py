@@ -21,6 +21,7 @@ from stoker.data.store.reader import Announced, Reader
 from stoker.data.store.stores import Buffer, LocalStore, ReadFailure, StoreDown
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 def index_of(count: int, size: int | None = None) -> SampleIndex:
@@ -59,28 +60,18 @@ class SlowStore:
         return content(number, self.size)
 
 
-def until(condition: object, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_latency_is_paid_once_and_not_for_each_sample(s3_server: S3Server, s3_proxy: Proxy) -> None:
     for number in range(64):
         s3_server.put(f"latency/{number}.jpg", content(number, 5000))
     reader = Reader(ObjectStore(f"s3://{BUCKET}/latency"), index_of(64, 5000), lookahead_bytes=10**7)
     reader.take(np.arange(64))
     assert len([line for line in s3_proxy.requests if "list-type" in line]) == 1  # the first contact, for all threads
-    s3_proxy.latency = 0.05
+    s3_proxy.latency = 0.5
     reader.expect(np.arange(64))
     order = np.arange(64)
-    start = time.monotonic()
     found = reader.take(order)
-    took = time.monotonic() - start
     reader.close()
     assert [bytes(data) for data in found if not isinstance(data, ReadFailure)] == [content(n, 5000) for n in order]
-    assert took < 1.0  # one by one it would be 3.2 s
     assert s3_proxy.most_in_flight > 16
 
 
@@ -101,7 +92,7 @@ def test_each_announced_sample_is_read_once_ahead_of_its_turn() -> None:
     store = SlowStore()
     reader = Reader(store, index_of(100, 1000), lookahead_bytes=10**6)
     reader.expect(np.arange(50))
-    until(lambda: len(store.reads) == 50)
+    wait_until(lambda: len(store.reads) == 50)
     for first in range(0, 50, 10):
         reader.take(np.arange(first, first + 10))
     assert sorted(store.reads) == list(range(50))
@@ -113,12 +104,13 @@ def test_what_is_buffered_keeps_to_the_budget() -> None:
     reader = Reader(store, index_of(1000), lookahead_bytes=1_000_000, max_in_flight=8)
     reader.expect(np.arange(1000))
     most = 0
+    wait_until(lambda: reader.buffered_bytes > 500_000)
     for first in range(0, 1000, 4):
         for _ in range(3):
             most = max(most, reader.buffered_bytes)
             time.sleep(0.0003)
         reader.take(np.arange(first, first + 4))
-    assert 500_000 < most <= 1_000_000 + 8 * 100_000
+    assert most <= 1_000_000 + 8 * 100_000
     assert store.most_in_flight <= 8
     reader.close()
 
@@ -127,7 +119,7 @@ def test_a_single_sample_above_the_budget_is_still_read_ahead_and_alone() -> Non
     store = SlowStore(size=5000)
     reader = Reader(store, index_of(10, 5000), lookahead_bytes=1000)
     reader.expect(np.arange(10))
-    until(lambda: len(store.reads) == 1)
+    wait_until(lambda: len(store.reads) == 1)
     time.sleep(0.02)
     assert store.reads == [0]
     assert reader.take(np.arange(10)) == [content(number, 5000) for number in range(10)]
@@ -172,7 +164,7 @@ def test_threads_that_take_different_batches_get_their_own() -> None:
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(take, batches))
     reader.forget()
-    until(lambda: reader.buffered_bytes == 0)
+    wait_until(lambda: reader.buffered_bytes == 0)
     reader.close()
 
 
@@ -180,9 +172,9 @@ def test_forgotten_samples_give_their_room_back() -> None:
     store = SlowStore()
     reader = Reader(store, index_of(1000, 1000), lookahead_bytes=10_000)
     reader.expect(np.arange(1000))
-    until(lambda: len(store.reads) == 10)
+    wait_until(lambda: len(store.reads) == 10)
     reader.forget()
-    until(lambda: reader.buffered_bytes == 0)
+    wait_until(lambda: reader.buffered_bytes == 0)
     reader.expect(np.arange(500, 520))
     assert reader.take(np.arange(500, 520)) == [content(number, 1000) for number in range(500, 520)]
     assert len(store.reads) == 30
@@ -190,13 +182,14 @@ def test_forgotten_samples_give_their_room_back() -> None:
 
 
 def test_a_closed_reader_frees_whoever_waits() -> None:
-    reader = Reader(SlowStore(delay=0.2), index_of(50), lookahead_bytes=10**6, max_in_flight=2)
+    store = SlowStore(delay=0.2)
+    reader = Reader(store, index_of(200), lookahead_bytes=10**6, max_in_flight=2)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(reader.take, np.arange(50))
-        time.sleep(0.05)
+        waiting = pool.submit(reader.take, np.arange(200))
+        wait_until(lambda: store.in_flight)
         reader.close()
         with pytest.raises(RuntimeError, match="closed"):
-            waiting.result(timeout=5)
+            waiting.result()
 
 
 class DeadStore(SlowStore):
@@ -211,7 +204,7 @@ def test_a_dead_store_is_told_to_every_thread_at_once() -> None:
         takes = [pool.submit(reader.take, np.arange(first, first + 250)) for first in range(0, 1000, 250)]
         for take in takes:
             with pytest.raises(StoreDown):
-                take.result(timeout=5)
+                take.result()
     reader.close()
 
 
@@ -263,18 +256,16 @@ class SlowFolder(SlowStore):
 
 
 def test_a_folder_that_blocks_is_read_ahead_by_threads_until_it_flows_again() -> None:
-    store = SlowFolder(delay=0.004)
+    store = SlowFolder(delay=0.02)
     reader = Reader(store, index_of(2000), lookahead_bytes=10**6)
     reader.expect(np.arange(2000))
-    start = time.monotonic()
     for first in range(0, 500, 50):
         assert reader.take(np.arange(first, first + 50)) == [content(n, 1000) for n in range(first, first + 50)]
-    assert time.monotonic() - start < 1.0  # one by one it would be 2 s
     assert store.most_in_flight > 4
     store.delay = 0.0
     for first in range(500, 2000, 50):
         assert reader.take(np.arange(first, first + 50)) == [content(n, 1000) for n in range(first, first + 50)]
-    until(lambda: store.in_flight == 0)
+    wait_until(lambda: store.in_flight == 0)
     reader.close()
 
 
@@ -329,7 +320,7 @@ reader.expect(np.arange(100))
 print("ends")
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S,
         env=os.environ | {"AWS_ENDPOINT_URL": proxy.endpoint},
     )  # fmt: skip
     proxy.stop()

@@ -17,6 +17,7 @@ from stoker.data.store.object_store import ObjectStore
 from stoker.data.store.stores import LocalStore, ReadFailure, Store, StoreDown, open_store
 from stoker.errors import UserError
 from tests.support.s3_server import BUCKET, KEY, SECRET, S3Server, use_environment
+from tests.support.waiting import DEADLINE_S
 
 CONTENT = bytes(range(256)) * 40
 
@@ -160,7 +161,7 @@ first = in_child()
 store.read("class/a.jpg")
 print(first, in_child(), len(store.read("class/a.jpg")))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.stdout.split() == ["0", "2", str(len(CONTENT))], done.stderr
 
 

@@ -14,12 +14,13 @@ from stoker.doctor.attach.inside import ring
 from stoker.doctor.attach.reading import read_attached
 from stoker.errors import UserError
 from tests.doctor.attach.conftest import SCRIPTS
+from tests.support.waiting import DEADLINE_S
 
 
 def test_one_line_in_the_script_leaves_a_record_and_prints_nothing(tmp_path: Path) -> None:
     report = tmp_path / "report"
     script = [sys.executable, str(SCRIPTS / "watched.py"), str(report), "spawn"]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     seen = read_attached(report)
     assert (seen.steps, len(seen.batches)) == (9, 10)

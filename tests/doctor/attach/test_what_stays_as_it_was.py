@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.waiting import DEADLINE_S
+
 PROGRAM = """
 import copy, io, pickle, sys
 from stoker.doctor.attach.inside.start import start
@@ -53,7 +55,7 @@ def test_scripting_compiling_pickling_and_reading(tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # TorchScript reads sources
     program.write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, str(program), str(records), str(text)], capture_output=True, text=True, timeout=200
+        [sys.executable, str(program), str(records), str(text)], capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert done.returncode == 0, done.stderr
     assert not any("note" in path.read_text() for path in records.glob("about-*.jsonl"))

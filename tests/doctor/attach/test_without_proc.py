@@ -13,6 +13,7 @@ import pytest
 
 from tests.doctor.attach.conftest import SCRIPTS
 from tests.support.tiny_training import write_config, write_images
+from tests.support.waiting import DEADLINE_S
 
 HIDE = 'mount -t tmpfs tmpfs /proc && exec "$@"'
 
@@ -28,7 +29,7 @@ def without_proc() -> list[str]:
 
 
 def run(command: list[str], folder: Path) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     document: dict[str, Any] = json.loads(done.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from stoker.train.checkpoint.folder import Checkpoints, Saved
 from stoker.train.checkpoint.format import CheckpointCorrupt, read_checkpoint
 from stoker.train.checkpoint.saver import BackgroundWriter
 from tests.support.training_state import bits, same
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 def state(step: int) -> dict[str, Any]:
@@ -162,16 +164,16 @@ def test_updates_after_an_asynchronous_save_do_not_reach_the_file(tmp_path: Path
 def test_weights_are_copied_while_the_next_step_computes_and_the_update_waits_for_that(tmp_path: Path) -> None:
     weight, running_mean = torch.zeros(1000, 100), torch.zeros(100)
     gate = threading.Event()
-    with closing(BackgroundWriter(Checkpoints(tmp_path))) as saver:
-        saver._thread.submit(gate.wait, 30)  # the thread is busy: nothing is copied in the background yet
+    with closing(BackgroundWriter(Checkpoints(tmp_path))) as saver, ThreadPoolExecutor(1) as pool:
+        saver._thread.submit(gate.wait, DEADLINE_S)  # the thread is busy: nothing is copied in the background yet
         saver.save({"weight": weight, "running_mean": running_mean}, changing=[running_mean])
         running_mean += 1  # a forward pass
-        release = threading.Timer(0.3, gate.set)
-        release.start()
-        held_s = saver.wait_for_copy()
+        waiting = pool.submit(saver.wait_for_copy)
+        wait_until(lambda: saver._copying is None)
+        assert not waiting.done()
+        gate.set()
+        assert waiting.result()
         weight += 1  # an update
-        assert held_s is not None
-        assert held_s > 0.2
         assert saver.wait_for_copy() is None
     found = read_checkpoint(tmp_path / "last.ckpt")
     assert found["weight"].count_nonzero() == found["running_mean"].count_nonzero() == 0
@@ -179,13 +181,18 @@ def test_weights_are_copied_while_the_next_step_computes_and_the_update_waits_fo
 
 def test_a_second_asynchronous_save_waits_for_the_first_and_nothing_is_dropped(tmp_path: Path) -> None:
     gate = threading.Event()
-    folder = Checkpoints(tmp_path, stop=lambda point: gate.wait(30) and None if point == "before temp" else None)
-    with closing(BackgroundWriter(folder)) as saver:
+    folder = Checkpoints(
+        tmp_path, stop=lambda point: gate.wait(DEADLINE_S) and None if point == "before temp" else None
+    )
+    with closing(BackgroundWriter(folder)) as saver, ThreadPoolExecutor(1) as pool:
         saver.prepare(state(1))
         assert saver.save(state(1), best=(0, 0.25)).finished == ()
-        threading.Timer(0.3, gate.set).start()
-        second = saver.save(state(2))
-        assert second.waited_s > 0.2
+        saving = pool.submit(saver.save, state(2))
+        wait_until(lambda: saver._under_way is None)
+        assert not saving.done()
+        gate.set()
+        second = saving.result()
+        assert second.waited_s > 0
         assert [outcome.path.name for outcome in second.finished] == ["epoch=0-val_acc1=0.2500.ckpt", "last.ckpt"]
         assert [outcome.path.name for outcome in saver.wait()] == ["last.ckpt"]
         assert saver.wait() == ()

@@ -6,3 +6,5 @@ Not in tests/conftest.py: programs that the tests start import that one too, wit
 from tests.support.isolation import isolate
 
 isolate()
+# Fixtures for all folders; imported by each of them, there would be a server for each.
+pytest_plugins = ["tests.support.s3_server"]

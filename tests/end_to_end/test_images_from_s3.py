@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_loader import SAMPLES, entries, ledger, loader_for, make_images
-from tests.support.s3_server import BUCKET, S3Server, s3, s3_server
-
-__all__ = ["s3", "s3_server"]  # fixtures
+from tests.support.s3_server import BUCKET, S3Server
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from torch.utils.data import dataloader
 from torchvision import transforms
 
 from bench.rounds import Spread, keep
-from stoker.doctor.attach.inside.start import start
+from stoker.doctor.attach.inside.session import start
 
 LARGEST_RATIO = 1.02
 """For 20 ms steps."""

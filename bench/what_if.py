@@ -22,8 +22,7 @@ from bench.quiet import wait_for_quiet
 from bench.rounds import keep
 from bench.what_if_loaders import KINDS, observe
 from stoker.clock.observed import Observed
-from stoker.doctor.simulation import model_of
-from stoker.doctor.what_if import speed_up, with_loader
+from stoker.doctor.what_if import model_of, speed_up, with_loader
 
 WORKERS, PREFETCH = (0, 1, 2, 4, 8), (2, 4)
 CALIBRATED = (2, 2)

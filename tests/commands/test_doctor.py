@@ -16,7 +16,7 @@ from stoker.cli import main
 from stoker.clock.file import FORMAT
 from stoker.clock.observed import LoaderShape, Observed
 from stoker.clock.steps import BATCH_COLUMNS
-from stoker.doctor.predictions_file import keep_predictions, settle_predictions
+from stoker.doctor.diagnosing import keep_predictions, settle_predictions
 from stoker.doctor.records import Diagnosis, Prediction
 from stoker.doctor.text import doctor_text
 from stoker.plan.records import Estimate
@@ -135,12 +135,12 @@ def test_a_script_without_a_loader_is_told_so(stoker: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["doctor"], "nothing to look at"),
-        (["doctor", "--"], "nothing stands after `--`"),
-        (["doctor", "x.yaml", "--", "python"], "one of them"),
+        (["doctor"], "nothing to diagnose"),
+        (["doctor", "--"], "no command given after `--`"),
+        (["doctor", "x.yaml", "--", "python"], "expected one of them"),
         (["doctor", "--confirm", "--", "python"], "a script has none"),
-        (["doctor", "--pace", "800", "--", "python"], "--pace is for a config"),
-        (["doctor", "x.yaml", "--steps", "3"], "--steps is for a script"),
+        (["doctor", "--pace", "800", "--", "python"], "--pace needs a config"),
+        (["doctor", "x.yaml", "--steps", "3"], "--steps needs a script"),
         (["doctor", "x.yaml", "--fail-if", "wait_shar>0.1"], "did you mean wait_share?"),
         (["doctor", "x.yaml", "--fail-if", "wait_share=0.1"], "operators: >= <= > <"),
         (["doctor", "x.yaml", "--fail-if", "wait_share>much"], "'much' is not a number"),
@@ -222,7 +222,7 @@ def large_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_change_is_tried_and_its_prediction_kept_with_its_error(stoker: Run, large_pictures: Path) -> None:
     ended = stoker("doctor", large_pictures, "--pace", "100", "--confirm", "--json", "--seconds", "6")
     assert ended.code == 0, ended.err
-    assert "a consumer of 100 images/s stands in for the model (as given)" in ended.err
+    assert "a consumer of 100 images/s replaces the model (as given)" in ended.err
     document = ended.json
     assert document["ceiling_images_per_second"] == pytest.approx(100)
     assert document["not_seen"][0] == "the model: replaced by a consumer of 100 images/s"
@@ -245,8 +245,8 @@ def test_a_change_is_tried_and_its_prediction_kept_with_its_error(stoker: Run, l
 @pytest.mark.parametrize(
     ("pace", "expected"),
     [
-        ("0", "images a second are above zero"),
-        ("nan", "images a second are above zero"),
+        ("0", "images per second must be above zero"),
+        ("nan", "images per second must be above zero"),
         ("a1000", "no datasheet for 'a1000'"),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_pace_that_makes_no_sense_is_refused(
 
 
 def test_a_card_by_name_is_as_fast_as_the_plan_says(large_pictures: Path) -> None:
-    from stoker.doctor.diagnosing import read_pace
+    from stoker.doctor.options import read_pace
     from stoker.plan.planning import Wanted, plan_config
 
     pace = read_pace("a100-80", large_pictures, ["devices=8"])

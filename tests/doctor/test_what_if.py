@@ -8,8 +8,7 @@ import pytest
 
 from stoker.clock.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime, StorageFacts
 from stoker.doctor.records import Prediction
-from stoker.doctor.simulation import model_of
-from stoker.doctor.what_if import speed_up, what_if, with_loader
+from stoker.doctor.what_if import model_of, speed_up, what_if, with_loader
 
 
 def observed(*, cpu: float, blocked: float, step: float = 0.004, workers: int = 2, cpus: int = 8) -> Observed:

@@ -1,4 +1,4 @@
-"""What was observed of a training loop, ours or anybody's: the one input of the checks.
+"""What was observed of a training loop, our own or a script's: the one input of the doctor's checks.
 
 None always means 'not measured', never zero.
 """
@@ -11,22 +11,22 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StageTime:
-    """What one stage of making batches (fetch, decode, augment, collate, other) took, all workers together."""
+    """What one stage of preparing batches (fetch, decode, augment, collate, other) took, all workers together."""
 
     wall_s: float
     cpu_s: float | None = None
     """On a core."""
     runq_s: float | None = None
-    """Ready to run while others ran: high asks for fewer workers."""
+    """Runnable, waiting for a core: high means too many workers."""
     blocked_s: float | None = None
-    """Neither: storage, network, locks, sleeping."""
+    """Neither on a core nor runnable: storage, network, locks, sleeping."""
     read_bytes: int | None = None
     calls: int = 0
 
 
 @dataclass(frozen=True)
 class BatchTime:
-    """The making of one batch by one worker."""
+    """One batch, prepared by one worker."""
 
     wall_s: float
     cpu_s: float | None
@@ -35,7 +35,7 @@ class BatchTime:
     samples: int
     worker: int = 0
     fetch_s: float | None = None
-    """Part of the wall time that was spent getting bytes; None where the stages are not known."""
+    """Part of the wall time that was spent fetching bytes; None if the stages are not known."""
     bytes: int | None = None
     """Size of the batch as it is handed over."""
 
@@ -54,7 +54,7 @@ class LoaderShape:
     """How the training loader is set up."""
 
     workers: int
-    """0: batches are made in the training process."""
+    """0: batches are prepared in the training process."""
     prefetch: int | None = None
     """Batches that each worker has in flight."""
     engine: Literal["process", "thread", "main"] = "process"
@@ -75,22 +75,22 @@ class HostFacts:
     cpus: int
     ram_bytes: int | None = None
     throttled_share: float | None = None
-    """Share of the time in which the cgroup's quota stopped all of it."""
+    """Share of the time in which the cgroup's CPU quota stopped it."""
     shm_bytes: int | None = None
     shm_used_bytes: int | None = None
-    """The most that was used of it while it was watched."""
+    """The most that was in use during the observation."""
     cpu_busy_share: float | None = None
-    """Of all usable cores, by anybody."""
+    """Of all usable cores, by any program."""
     page_cache_bytes: int | None = None
-    """Memory that can hold files: what is available, less what the run takes."""
+    """Memory that can cache files: what is available, less what the run takes."""
 
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """How the source of the samples answers."""
+    """How fast the source of the samples is."""
 
     remote: bool | None = None
-    """An object store or a network file system; None where the kernel does not say."""
+    """An object store or a network file system; None if unknown."""
     kind: str | None = None
     """s3, nfs, lustre, fuse, ext4 …"""
     cold_bytes_per_second: float | None = None
@@ -99,13 +99,13 @@ class StorageFacts:
     parallel_bytes_per_second: float | None = None
     """Many readers, cold."""
     local_bytes_per_second: float | None = None
-    """One reader of this host's own disk, where the samples are not on it: what staging would give."""
+    """One reader of this host's own disk, if the samples are elsewhere: what staging would give."""
     latency_s: float | None = None
-    """Until the first byte of a cold read."""
+    """To the first byte of a cold read."""
     dataset_bytes: int | None = None
     bytes_per_sample: float | None = None
     packed: bool | None = None
-    """Shards of many samples, rather than a file for each."""
+    """Shards of many samples, rather than a file per sample."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class AcceleratorFacts:
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     device_busy_share: float | None = None
-    """Share of compute time in which the device had work; low with many small kernels means launch-bound."""
+    """Share of compute time in which the device was busy; low with many small kernels means launch-bound."""
     transfer_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Facts about steady training: the first batch of an epoch and validation stand apart."""
+    """Facts about steady training, without the first batch of an epoch and without validation."""
 
     source: Literal["run", "script", "trial"]
     steps: int
@@ -134,22 +134,22 @@ class Observed:
     elapsed_s: float
     """Of those steps: wait + transfer + compute + other."""
     wait_s: float
-    """The loop stood in the loader's `__next__`."""
+    """Time that the loop spent in the loader's `__next__`."""
     transfer_s: float | None = None
     compute_s: float | None = None
     other_s: float | None = None
     consumer_cpu_s: float | None = None
-    """CPU time of the loop's own process in those steps, all its threads, without those that make batches."""
+    """CPU time of the loop's own process in those steps, all its threads except those that prepare batches."""
     validation_s: float | None = None
     epoch_starts_s: tuple[float, ...] = ()
-    """Waits for the first batch of each epoch; in none of the sums above."""
+    """Waits for the first batch of each epoch; not included in the sums above."""
     waits_s: tuple[float, ...] = ()
     """Of single steps, in order; the newest few hundred."""
     steps_s: tuple[float, ...] = ()
     """The same steps without their wait."""
     ready_batches: tuple[int, ...] = ()
-    """Batches that lay ready when each of these steps asked for one; -1 where it is not known. A wait although some
-    were ready is one for the head of the line."""
+    """Batches that were ready when each of these steps asked for one; -1 if unknown. A wait although some were ready is
+    a wait for the next one in order."""
     loader: LoaderShape | None = None
     other_loaders: int = 0
     stages: dict[str, StageTime] = field(default_factory=dict)
@@ -157,18 +157,18 @@ class Observed:
     """Of the newest few hundred batches, in the order in which they were handed out."""
     slow_samples: tuple[SlowSample, ...] = ()
     ceiling_images_per_second: float | None = None
-    """With batches that are already there."""
+    """With batches that are already in memory."""
     pace_images_per_second: float | None = None
-    """Of a consumer that stood in for the model; None where the model itself ran."""
+    """Of a consumer that replaced the model; None if the model itself ran."""
     loader_images_per_second: float | None = None
-    """The loader with a consumer that takes no time."""
+    """The loader alone, with a consumer that takes no time."""
     host: HostFacts | None = None
     storage: StorageFacts | None = None
     accelerator: AcceleratorFacts | None = None
     torch_version: str | None = None
     convolves_3d: bool | None = None
     missing: tuple[str, ...] = ()
-    """What could not be observed here, and why, in words."""
+    """What could not be measured, and why, in words."""
 
     @property
     def wait_share(self) -> float | None:

@@ -1,4 +1,4 @@
-"""`stoker doctor`: why a training loop is not faster, ours or anybody's, and what each cure would bring."""
+"""`stoker doctor`: why a training loop is slow, ours or any PyTorch script's, and the speed-up from each fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.errors import EXIT_FINDING, UsageError
 
 
 class _WithScript(TyperCommand):
-    """Everything after `--` is somebody else's command line, and reaches it untouched."""
+    """Everything after `--` is the command line of the script, and is passed on unchanged."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--" in args:
@@ -34,59 +34,67 @@ def doctor(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CONFIG|RUN_FOLDER]", help="A config to try for a minute, or a run to look at.", show_default=False
+            metavar="[CONFIG|RUN_FOLDER]",
+            help="A config to try for a minute, or the folder of a run.",
+            show_default=False,
         ),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="On top of the config.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set on top of the config.", show_default=False),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1.0, help="How long the trials of a config take, or a script is watched.")
+        float | None, typer.Option(min=1.0, help="How long to try a config, or to record a script.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="End a script after so many training batches.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop a script after this many training batches.")] = None,
     pace: Annotated[
         str | None,
         typer.Option(
             metavar="IMAGES/S|GPU",
-            help="Instead of the model: a consumer that takes so many images a second, or as many as this card would.",
+            help="Replace the model by a consumer of this many images per second, or as fast as this card would be.",
         ),
     ] = None,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Try the best change of a config, and say how right it was.")
+        bool, typer.Option("--confirm", help="Try the best fix of a config, and compare with its prediction.")
     ] = False,
     fail_if: Annotated[
         list[str] | None,
-        typer.Option("--fail-if", metavar="METRIC>NUMBER", help="Exit with 1, e.g. 'wait_share>0.1'; may be repeated."),
+        typer.Option(
+            "--fail-if",
+            metavar="METRIC>NUMBER",
+            help="Exit with 1 if this holds, e.g. 'wait_share>0.1'; may be repeated.",
+        ),
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a page about it, e.g. report.html.", readable=False),
+        typer.Option(metavar="FILE", help="Write the diagnosis as a page, e.g. report.html.", readable=False),
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Print where every second goes, the one thing that limits, and cures with what each would bring.
+    """Show where the time of a training step goes, the bottleneck, and the speed-up from each fix.
 
-    Of a config (short real runs in throw-away processes), of a finished or running run's folder, or of any PyTorch
-    script: everything after `--` is run as it stands. The script's output and exit code stay its own; the report comes
-    after it, on stderr. With --json the script's stdout goes to stderr, so that stdout is one document.
+    For a config: short real runs in throw-away processes. For the folder of a run, finished or not: what it recorded.
+    For any PyTorch script: everything after `--` is run unchanged, with timers attached. The script keeps its output
+    and exit code, and the diagnosis follows on stderr. With --json the script's stdout goes to stderr, and stdout is
+    one JSON document.
     """
     script: list[str] | None = context.obj
 
-    from stoker.doctor.gate import check_gates, parse_gates
+    from stoker.doctor.options import check_gates, parse_gates
 
     gates = parse_gates(fail_if or ())
-    _refuse_what_does_not_fit(target, script, steps, {"--confirm": confirm, "--pace": pace is not None})
+    _refuse_combinations(target, script, steps, {"--confirm": confirm, "--pace": pace is not None})
 
     from stoker.commands.options import let_threads_sleep
     from stoker.console import print_json, print_result, say
     from stoker.doctor.diagnosing import diagnose
     from stoker.doctor.text import doctor_text
-    from stoker.report.diagnosis_document import diagnosis_document
-    from stoker.report.page import check_page_path, report_document, write_page
 
     let_threads_sleep()
     if report is not None:
-        check_page_path(report)  # before the minutes that the script takes, not after
+        from stoker.report.page import check_page_path
+
+        check_page_path(report)  # before the script runs for minutes, not after
     diagnosis, code = diagnose(target, overrides or [], script, steps, seconds, pace=pace, confirm=confirm, json=json)
     if json:
         print_json(diagnosis.as_dict())
@@ -95,6 +103,9 @@ def doctor(
     else:
         print_result(doctor_text(diagnosis))
     if report is not None:
+        from stoker.report.diagnosis_document import diagnosis_document
+        from stoker.report.page import report_document, write_page
+
         name = " ".join(script) if script is not None else Path(target or "").name
         write_page(report, report_document([diagnosis_document(diagnosis, name)]))
         say(f"page: {report}")
@@ -104,18 +115,18 @@ def doctor(
     return code or (EXIT_FINDING if failed else 0)
 
 
-def _refuse_what_does_not_fit(
+def _refuse_combinations(
     target: str | None, script: list[str] | None, steps: int | None, for_config: dict[str, bool]
 ) -> None:
     ways = "stoker doctor CONFIG | stoker doctor RUN_FOLDER | stoker doctor -- python train.py"
     if script is None and target is None:
-        raise UsageError("usage", "nothing to look at", hint=ways)
+        raise UsageError("usage", "nothing to diagnose: no config, run folder or script given", hint=ways)
     if script is not None and target is not None:
-        raise UsageError("usage", f"{target!r} stands before `--`, and a script after it: one of them", hint=ways)
+        raise UsageError("usage", f"both {target!r} and a script after `--` given; expected one of them", hint=ways)
     if script == []:
-        raise UsageError("usage", "nothing stands after `--`", hint="stoker doctor -- python train.py")
+        raise UsageError("usage", "no command given after `--`", hint="stoker doctor -- python train.py")
     given = [option for option, is_given in for_config.items() if is_given]
     if script is not None and given:
-        raise UsageError("usage", f"{given[0]} is for a config, and a script has none", hint="stoker doctor CONFIG")
+        raise UsageError("usage", f"{given[0]} needs a config, and a script has none", hint="stoker doctor CONFIG")
     if script is None and steps is not None:
-        raise UsageError("usage", "--steps is for a script", hint="--seconds 30")
+        raise UsageError("usage", "--steps needs a script; use --seconds for a config", hint="--seconds 30")

@@ -1,84 +1,31 @@
-"""From a config, a run folder or a script to a diagnosis."""
+"""From a config, a run folder or a script to a diagnosis; and predictions.jsonl, a run's record of predictions.
+
+What the doctor is asked about decides what is imported: a script needs neither torch nor our training.
+"""
 
 from __future__ import annotations
 
-import math
+import contextlib
+import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from stoker.clock.observed import Observed
+from stoker.clock.observed import LoaderShape, Observed
 from stoker.console import say, say_notes
 from stoker.doctor.checks.case import Case
 from stoker.doctor.checks.verdict import judge
-from stoker.doctor.predictions_file import keep_confirmation, keep_predictions, settle_predictions
-from stoker.doctor.records import Confirmation, Diagnosis
+from stoker.doctor.records import Confirmation, Diagnosis, Prediction
 from stoker.doctor.what_if import WORTH_SAYING, what_if
 from stoker.errors import UsageError
-from stoker.machine.datasheets import load_datasheet
-from stoker.machine.host import HostConfig
-from stoker.plan.planning import Wanted, plan_config
+from stoker.plan.records import Estimate
 
-# From an observation to a diagnosis: what the checks say, with what each change would bring.
-
-
-def diagnosis_of(observed: Observed) -> Diagnosis:
-    """Verdict, findings and predictions."""
-    return judge(observed, what_if(observed, takes_turns=Case(observed).takes_turns))
-
-
-def diagnosis_of_watched(folder: Path) -> Diagnosis:
-    """The same of the record that `stoker.watch()` left in a folder."""
-    from stoker.doctor.attach.reading import read_attached
-
-    return diagnosis_of(read_attached(folder))
-
-
-# `--pace`: an accelerator that is not here, as the images that it would take in a second.
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How fast the consumer of the trials is."""
-
-    images_per_second: float
-    how: str
-    """'as given', or whose roofline it is."""
-
-
-def read_pace(text: str, path: Path, overrides: Sequence[str]) -> Pace:
-    """A number of images a second, or the card's name for which `stoker plan` computes one.
-
-    Raises UsageError: `pace-invalid`, or what the datasheets say of a name that they do not know.
-    """
-    number = _number(text)
-    if number is not None:
-        if not (math.isfinite(number) and number > 0):
-            raise UsageError("pace-invalid", f"--pace {text}: images a second are above zero", hint="--pace 800")
-        return Pace(number, "as given")
-    load_datasheet(text)  # a name that nobody knows is said before anything is traced
-    rates = plan_config(path, overrides, Wanted(gpu=text, gpus=1, nodes=1)).plan.time.rates
-    if "accelerator" not in rates:
-        raise UsageError(
-            "pace-unknown",
-            f"--pace {text}: the plan could not compute what it takes in a second",
-            hint="--pace 800, where 800 images/s are what was measured on it",
-        )
-    rate = rates["accelerator"]
-    return Pace(rate.images_per_second, rate.source)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-# From a config, a run folder or a script to a diagnosis.
+if TYPE_CHECKING:
+    from stoker.machine.host import HostConfig
 
 CONFIG_ENDINGS = (".yaml", ".yml")
 
@@ -96,7 +43,7 @@ def diagnose(
 ) -> tuple[Diagnosis, int]:
     """The diagnosis, and the exit code of a script."""
     if script is not None:
-        return _of_script(script, steps, seconds, apart=json)
+        return _of_script(script, steps, seconds, stdout_is_ours=json)
     assert target is not None
     if target.endswith(CONFIG_ENDINGS) or Path(target).is_file():
         return _of_config(Path(target), overrides, seconds, pace, confirm=confirm), 0
@@ -105,14 +52,28 @@ def diagnose(
     }  # fmt: skip
     for option, given in for_config.items():
         if given:
-            raise UsageError("usage", f"{option} is for a config; {target} is a run", hint="stoker doctor CONFIG")
+            raise UsageError("usage", f"{option} needs a config; {target} is a run", hint="stoker doctor CONFIG")
     return _of_folder(Path(target)), 0
 
 
-def _of_script(script: list[str], steps: int | None, seconds: float | None, *, apart: bool) -> tuple[Diagnosis, int]:
+def diagnosis_of(observed: Observed) -> Diagnosis:
+    """Verdict, findings and predicted speed-ups."""
+    return judge(observed, what_if(observed, takes_turns=Case(observed).takes_turns))
+
+
+def diagnosis_of_watched(folder: Path) -> Diagnosis:
+    """The diagnosis of what `stoker.watch()` has recorded in a folder."""
+    from stoker.doctor.attach.reading import read_attached
+
+    return diagnosis_of(read_attached(folder))
+
+
+def _of_script(
+    script: list[str], steps: int | None, seconds: float | None, *, stdout_is_ours: bool
+) -> tuple[Diagnosis, int]:
     from stoker.doctor.attach.running import run_attached
 
-    with _stdout_to_stderr() if apart else _as_it_is():
+    with _stdout_to_stderr() if stdout_is_ours else contextlib.nullcontext():
         ended = run_attached(script, steps=steps, seconds=seconds)
     if ended.observed is None:
         nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=ended.notes)
@@ -122,7 +83,7 @@ def _of_script(script: list[str], steps: int | None, seconds: float | None, *, a
 
 
 def _with_local_disk(observed: Observed) -> Observed:
-    """How fast this host's own disk would be, where the samples came from elsewhere."""
+    """Adds the speed of this host's own disk, where the samples came from elsewhere."""
     from stoker.machine.storage import measure_local_disk
 
     storage = observed.storage
@@ -132,9 +93,22 @@ def _with_local_disk(observed: Observed) -> Observed:
     return replace(observed, storage=replace(storage, local_bytes_per_second=local))
 
 
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Sends what a child prints on stdout to stderr meanwhile."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _of_folder(path: Path) -> Diagnosis:
     from stoker.clock.reading import read_observed
-    from stoker.doctor.attach.records import has_records
+    from stoker.doctor.attach.reading import has_records
     from stoker.run.folder import find_run
 
     if has_records(path):
@@ -151,6 +125,7 @@ def _of_config(
     path: Path, overrides: Sequence[str], seconds: float | None, pace: str | None, *, confirm: bool
 ) -> Diagnosis:
     from stoker.config.reading import load_for_command
+    from stoker.doctor.options import read_pace
     from stoker.doctor.trials import DEFAULT_SECONDS, trial_seconds
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
@@ -163,7 +138,7 @@ def _of_config(
     if pace is not None:
         taken = read_pace(pace, path, overrides)
         pace_s = fitted.batch_size / taken.images_per_second
-        say(f"note: a consumer of {taken.images_per_second:,.0f} images/s stands in for the model ({taken.how})")
+        say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
     length = seconds or DEFAULT_SECONDS
     observed = _tried(fitted, length, pace_s)
     settled = settle_predictions(folder, observed)
@@ -174,11 +149,11 @@ def _of_config(
     best = next((p for p in diagnosis.predictions if p.settings and p.speedup.expected >= WORTH_SAYING), None)
     before = observed.images_per_second
     if best is None or not before:
-        say("note: no change of a setting is predicted to help; there is nothing to confirm")
+        say("note: no setting is predicted to help, so there is nothing to confirm")
         return diagnosis
     say(f"trying {best.label}")
     changed = fitted.model_copy(update=dict(best.settings))
-    # As long as before, and only what is compared.
+    # As long as before, and only the trial that is compared.
     as_long = trial_seconds(length, pace_s)["together"]
     measured = _tried(changed, as_long, pace_s, only=("together",)).images_per_second
     if not measured:
@@ -210,19 +185,89 @@ def _tried(config: HostConfig, seconds: float, pace_s: float | None, only: Seque
         )  # fmt: skip
 
 
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """What a child prints on stdout goes to stderr meanwhile."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
+def keep_predictions(folder: Path, diagnosis: Diagnosis) -> None:
+    """Appends the predictions that can be tried to predictions.jsonl, with the settings that they started from."""
+    shape = diagnosis.observed.loader
+    if shape is None:
+        return
+    start = _settings(shape, diagnosis.observed)
+    lines = [
+        prediction.as_dict() | {"from": start, "before": diagnosis.observed.images_per_second}
+        for prediction in diagnosis.predictions
+        if prediction.settings
+    ]
+    # Diagnosing a run twice is not a second prediction.
+    known = [{key: line.get(key) for key in ("label", "from", "before")} for line in _read(folder)]
+    fresh = [line for line in lines if {key: line[key] for key in ("label", "from", "before")} not in known]
+    _append(folder, fresh)
+
+
+def keep_confirmation(folder: Path, confirmation: Confirmation) -> None:
+    """Appends a prediction with what was measured."""
+    _append(folder, [confirmation.as_dict()])
+
+
+def settle_predictions(folder: Path, observed: Observed) -> Confirmation | None:
+    """The newest prediction about the settings that are observed now, with its error; appended to the file once."""
+    shape, rate = observed.loader, observed.images_per_second
+    if shape is None or not rate:
+        return None
+    now = _settings(shape, observed)
+    for line in reversed(_read(folder)):
+        if "measured_speedup" in line:
+            return None  # the newest line is a measurement already: no prediction is open
+        before, start = line.get("before"), line.get("from")
+        if not before or not isinstance(start, dict) or start == now or start | line.get("settings", {}) != now:
+            continue
+        prediction = _prediction(line)
+        if prediction is not None:
+            confirmation = Confirmation(prediction, rate, rate / before)
+            keep_confirmation(folder, confirmation)
+            return confirmation
+    return None
+
+
+def _settings(shape: LoaderShape, observed: Observed) -> dict[str, Any]:
+    """What must be the same, apart from the change, for two measurements to be comparable: also the consumer's pace."""
+    found = {"num_workers": shape.workers, "prefetch_factor": shape.prefetch or 2, "batch_size": shape.batch_size}
+    pace = observed.pace_images_per_second
+    return found if pace is None else found | {"pace": round(pace, 3)}
+
+
+def _prediction(line: dict[str, Any]) -> Prediction | None:
     try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        return Prediction(
+            id=line["id"],
+            label=line["label"],
+            speedup=Estimate(**line["speedup"]),
+            images_per_second=Estimate(**line["images_per_second"]),
+            settings=tuple(line["settings"].items()),
+        )
+    except (KeyError, TypeError, AttributeError):
+        return None  # written by another version
 
 
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
+def _read(folder: Path) -> list[dict[str, Any]]:
+    from stoker.run.folder import RunFolder
+    from stoker.run.json_lines import read_records
+
+    try:
+        return list(read_records(RunFolder(folder).predictions_file))
+    except OSError:
+        return []
+
+
+def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
+    from stoker.run.folder import RunFolder
+
+    if not lines:
+        return
+    path = RunFolder(folder).predictions_file
+    text = "".join(json.dumps(line | {"time": time.time()}) + "\n" for line in lines)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        # A read-only run can still be diagnosed.
+        say(f"note: {path} cannot be written: {error.strerror or error}")

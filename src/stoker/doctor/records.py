@@ -1,4 +1,4 @@
-"""What the doctor says about a training loop: verdict, findings, predictions, needs against has."""
+"""The doctor's answer: verdict, findings, predicted speed-ups, and what is needed against what there is."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from stoker.plan.records import Estimate, Finding
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one change would bring, before anybody tried it."""
+    """The speed-up of one change, before it is tried."""
 
     id: str
-    """A name that stays: workers, prefetch, staging, packing, accelerator."""
+    """A stable name: workers, prefetch, staging, packing, accelerator."""
     label: str
     """'num_workers 2 -> 6'."""
     speedup: Estimate
     images_per_second: Estimate
     settings: tuple[tuple[str, int | bool | str], ...] = ()
-    """Config keys that make the change, so that it can be tried; empty where no key does."""
+    """Config keys that make the change, so that it can be tried; empty if there are none."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -42,7 +42,7 @@ class Confirmation:
 
     @property
     def error(self) -> float:
-        """Of the predicted rate, as a share of the measured one; above zero where too much was promised."""
+        """Of the predicted rate, as a share of the measured one; above zero if the prediction was too high."""
         return self.prediction.images_per_second.expected / self.measured_images_per_second - 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Need:
-    """What the accelerator wants of one thing, beside what there is of it."""
+    """What the accelerator needs of one resource, and what is available."""
 
     what: str
     unit: str
@@ -63,7 +63,7 @@ class Need:
     wants: float
     has: float
     how: str
-    """Where the second figure is from: '2 cores, 1.9 ms of CPU an image'."""
+    """Where `has` comes from: '2 cores, 1.9 ms of CPU per image'."""
 
     @property
     def covered(self) -> float:
@@ -78,11 +78,11 @@ class Diagnosis:
     """The doctor's whole answer."""
 
     verdict: str
-    """The id of what is most worth knowing: `storage-bound`, `compute-bound`, or `unknown`."""
+    """The id of the bottleneck: `storage-bound`, `compute-bound`, or `unknown`."""
     line: str
     """The verdict in a sentence."""
     findings: tuple[Finding, ...]
-    """The verdict's own first, then by what each would bring."""
+    """The verdict first, then by speed-up."""
     observed: Observed
     predictions: tuple[Prediction, ...] = ()
     needs: tuple[Need, ...] = ()

@@ -1,41 +1,40 @@
-"""What a change would bring: 'num_workers 2 -> 6: 2.1x (1.8-2.3)', from a simulation fed with measured times.
+"""Predicts the speed-up of a change ('num_workers 2 -> 6: 2.1x (1.8-2.3)') by simulating with measured times.
 
 Each prediction is the ratio of two simulations, with the change and without, so that what the simulation does not know
-cancels out. The interval is of 80 %: batches drawn again and again from those that were measured, and the error that
-the model itself showed when its predictions were measured (results/what_if).
+cancels out. The interval is an 80 % one: from resampling the measured batches, and from the error that the model itself
+showed when its predictions were checked (results/what_if).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.clock.observed import LoaderShape, Observed
-from stoker.data.images.pack.packing import PACKING_SPEEDUP
+from stoker.clock.observed import BatchTime, LoaderShape, Observed
 from stoker.doctor.records import Prediction
-from stoker.doctor.simulation import Model, Work, model_of, simulate
+from stoker.doctor.simulation import Setup, Work, simulate
 from stoker.plan.records import Estimate
 
 DRAWN = 160
-"""Batches of one simulation, or a round more for each worker: 3 ms, and steady from the fiftieth on."""
+"""Batches of one simulation, plus a few for each worker: 3 ms, and steady from the fiftieth on."""
 TOGETHER = 8
 """Neighbours that are drawn together."""
 BOOTSTRAPS = 12
 MODEL_ERROR = 0.06
 """Standard deviation of the logarithm of (predicted / measured): 0.05 on a quiet machine (results/what_if), and a
-little for what is not quiet."""
+little for machines that are not quiet."""
 NORMAL_80 = 1.2816
-"""80 % of a normal distribution lie within so many standard deviations."""
+"""80 % of a normal distribution are within this many standard deviations."""
 ENOUGH = 0.95
-"""The smallest setting that reaches this share of the best one is advised: workers cost memory."""
+"""We advise the smallest setting that reaches this share of the best one, because workers cost memory."""
 MOST_WORKERS = 32
 WORKERS_PER_CORE = 4
-"""Waiting workers need no core, but each needs memory: beyond that we advise other cures."""
+"""Blocked workers need no core, but each needs memory: beyond this, we advise other fixes."""
 WORTH_SAYING = 1.02
 STAGING_ERROR = 0.18
 """With the model's own error, the root mean square of the logarithm of (predicted / measured) in results/cures: 0.19
@@ -43,13 +42,32 @@ over six trials, all of them too low."""
 PACKING_ERROR = 0.12
 """How far PACKING_SPEEDUP moved between rounds, as a standard deviation of its logarithm."""
 
+FEWEST_BATCHES = 8
+"""With fewer a mean says little, and nothing is predicted."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the simulation needs, from an observation."""
+
+    setup: Setup
+    batches: tuple[Work, ...]
+    steps: tuple[Work, ...]
+    images_per_second: float
+    fetching: tuple[Work, ...] | None = None
+    """What fetching took of each batch: on a core, by threads beside the workers, and blocked. None if the stages are
+    not known."""
+    fetched_bytes: tuple[float, ...] | None = None
+    most_batches_per_second: float | None = None
+    """What storage can deliver at most, however many workers ask."""
+
 
 Change = Callable[[Model], Model]
 Drawn = NDArray[np.int64]
 
 
 def speed_up(model: Model, change: Change, *, error: float = MODEL_ERROR, seed: int = 0) -> Estimate:
-    """How much faster the loop would be with the change: 80 % interval and expectation."""
+    """How much faster the loop would be with the change."""
     changed = change(model)
     ratios = [_ratio(model, changed, np.random.default_rng(seed + number)) for number in range(BOOTSTRAPS)]
     logs = [math.log(value) for value in ratios]
@@ -75,8 +93,8 @@ def _ratio(model: Model, changed: Model, rng: np.random.Generator) -> float:
 
 
 def _draw(rng: np.random.Generator, of: int, count: int) -> Drawn:
-    """Numbers of measured batches, neighbours together: a hiccup of the machine hits all workers at once, and would
-    hold up the queue once for each of them if they were drawn apart."""
+    """Indices of measured batches, neighbours together: a hiccup of the machine hits all workers at once, and would
+    hold up the queue once for each of them if they were drawn separately."""
     starts = rng.integers(of, size=-(-count // TOGETHER))
     return ((starts[:, None] + np.arange(TOGETHER)) % of).ravel()[:count]
 
@@ -89,9 +107,9 @@ def _rate(model: Model, batches: Drawn, steps: Drawn) -> float:
 
 
 def what_if(observed: Observed, *, takes_turns: bool = False) -> tuple[Prediction, ...]:
-    """Every change that can be judged from the observation, with what it would bring, best first.
+    """Every change that can be predicted from the observation, best first.
 
-    `takes_turns`: the workers wait for one another; then more of them bring nothing, and none is predicted.
+    `takes_turns`: the workers wait for one another; then more of them do not help, and no such change is predicted.
     """
     model = model_of(observed)
     if model is None or observed.loader is None:
@@ -153,7 +171,7 @@ def _prefetch(model: Model, shape: LoaderShape) -> Prediction | None:
 
 
 def _staging(model: Model, observed: Observed) -> Prediction | None:
-    """Bytes from a local disk: the blocked time of fetching becomes what that disk, or the page cache, takes."""
+    """Reading from a local disk: the blocked time of fetching becomes what that disk, or the page cache, takes."""
     storage = observed.storage
     if model.fetching is None or storage is None or storage.remote is False:
         return None
@@ -182,6 +200,8 @@ def _packing(model: Model, observed: Observed) -> Prediction | None:
     whole = sum(stage.wall_s for stage in observed.stages.values())
     if whole <= 0:
         return None
+    from stoker.data.images.pack.packing import PACKING_SPEEDUP  # a script does not need our decoders
+
     factor = 1 - decode.wall_s / whole * (1 - 1 / PACKING_SPEEDUP)
     batches = tuple(Work(work.cpu_s * factor, work.blocked_s) for work in model.batches)
     return _prediction(
@@ -195,3 +215,114 @@ def _packing(model: Model, observed: Observed) -> Prediction | None:
 
 def _faster_accelerator(model: Model) -> Model:
     return replace(model, steps=tuple(Work(step.cpu_s / 2, step.blocked_s / 2) for step in model.steps))
+
+
+def model_of(observed: Observed) -> Model | None:
+    """The observation as input of the simulation; None if too little was measured."""
+    rate, shape = observed.images_per_second, observed.loader
+    known = [b for b in observed.batches if b.cpu_s is not None and b.blocked_s is not None]
+    if rate is None or shape is None or len(known) < FEWEST_BATCHES or not observed.steps_s:
+        return None
+    cpus = float(observed.host.cpus) if observed.host is not None else float(max(1, shape.workers))
+    batches = tuple(Work(b.cpu_s or 0.0, b.blocked_s or 0.0) for b in known)
+    worker_cpu = sum(work.cpu_s for work in batches) / len(batches)
+    batches_per_second = observed.steps / observed.elapsed_s
+    used_cpu = _step_cpu(observed, worker_cpu, cpus)
+    mean_step = max(1e-9, statistics.fmean(observed.steps_s))
+    step_cpu = _own_cpu(observed, shape, used_cpu, cpus * mean_step)
+    # With batches that are already there nothing else uses the cores: the step by itself.
+    alone = _alone(observed, mean_step)
+    threads = max(1.0, step_cpu / mean_step)
+    share = min(1.0, step_cpu / threads / mean_step)
+    handover = _handover(observed)
+    steps = tuple(
+        Work(handover + alone * seconds * share, alone * seconds * (1 - share)) for seconds in observed.steps_s
+    )
+    others = _others(observed, worker_cpu + used_cpu, batches_per_second)
+    fetching = _fetching(known, used_cpu - step_cpu)
+    if fetching is not None:
+        # Threads that compute for a waiting worker do so on the core that it leaves.
+        batches = tuple(Work(b.cpu_s + f.cpu_s, b.blocked_s - f.cpu_s) for b, f in zip(batches, fetching, strict=True))
+    return Model(
+        setup=Setup(
+            workers=shape.workers,
+            prefetch=shape.prefetch or 2,
+            round_robin=shape.engine == "process" or (shape.engine == "main" and observed.source == "script"),
+            cores=max(0.5, cpus - others),
+            consumer_threads=threads,
+        ),
+        batches=batches,
+        steps=steps,
+        images_per_second=rate,
+        fetching=fetching,
+        fetched_bytes=_fetched_bytes(observed, [b.samples for b in known]),
+        most_batches_per_second=_storage_limit(observed),
+    )
+
+
+def _own_cpu(observed: Observed, shape: LoaderShape, used_cpu: float, most_cpu: float) -> float:
+    """What the loop itself computes in a step. Threads that fetch may be in the same process: the loop computes only
+    while it does not wait, and a paced consumer not at all; the rest is theirs."""
+    if shape.engine == "process":
+        return used_cpu
+    return 0.0 if observed.pace_images_per_second is not None else min(used_cpu, most_cpu)
+
+
+def _fetching(batches: Sequence[BatchTime], threads_cpu: float) -> tuple[Work, ...] | None:
+    blocked = [min(batch.blocked_s or 0.0, batch.fetch_s) for batch in batches if batch.fetch_s is not None]
+    if len(blocked) < len(batches):
+        return None
+    own = [min(threads_cpu, seconds) for seconds in blocked]
+    return tuple(Work(cpu, seconds - cpu) for cpu, seconds in zip(own, blocked, strict=True))
+
+
+def _alone(observed: Observed, mean_step: float) -> float:
+    """How long a step takes by itself, according to the ceiling, relative to its time beside the workers."""
+    if not observed.ceiling_images_per_second or not observed.steps:
+        return 1.0
+    return min(1.0, observed.samples / observed.steps / observed.ceiling_images_per_second / mean_step)
+
+
+def _step_cpu(observed: Observed, worker_cpu: float, cpus: float) -> float:
+    """CPU seconds of the loop itself in one step. If not measured: without an accelerator the loop computes on a core,
+    with one it mostly waits."""
+    steps = max(1, observed.steps)
+    if observed.consumer_cpu_s is not None:
+        return observed.consumer_cpu_s / steps
+    accelerated = observed.accelerator is not None and bool(observed.accelerator.name or observed.accelerator.count)
+    if accelerated:
+        return 0.0
+    busy = observed.host.cpu_busy_share if observed.host is not None else None
+    if busy is None:
+        return 0.0
+    used = busy * cpus * observed.elapsed_s / steps - worker_cpu
+    return max(0.0, min(used, cpus * statistics.fmean(observed.steps_s)))
+
+
+def _others(observed: Observed, ours_a_batch: float, batches_per_second: float) -> float:
+    """Cores that other programs used meanwhile."""
+    if observed.host is None or observed.host.cpu_busy_share is None or observed.consumer_cpu_s is None:
+        return 0.0
+    return max(0.0, observed.host.cpu_busy_share * observed.host.cpus - ours_a_batch * batches_per_second)
+
+
+def _handover(observed: Observed) -> float:
+    """What it costs to take a batch that is ready: the shortest waits, if they are short enough to be that."""
+    if not observed.waits_s:
+        return 0.0
+    shortest = sorted(observed.waits_s)[len(observed.waits_s) // 10]
+    return shortest if shortest < 0.1 * statistics.fmean(observed.steps_s) else 0.0
+
+
+def _fetched_bytes(observed: Observed, samples: Sequence[int]) -> tuple[float, ...] | None:
+    each = observed.storage.bytes_per_sample if observed.storage is not None else None
+    return None if each is None else tuple(each * count for count in samples)
+
+
+def _storage_limit(observed: Observed) -> float | None:
+    storage = observed.storage
+    if storage is None or not storage.parallel_bytes_per_second or not storage.bytes_per_sample or not observed.steps:
+        return None
+    if storage.remote is False:
+        return None  # what is read twice comes from the page cache: the cold rate binds only the first epoch
+    return storage.parallel_bytes_per_second / (storage.bytes_per_sample * observed.samples / observed.steps)

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.clock.observed import Observed
 from stoker.clock.reading import ClockSums
-from stoker.doctor.attach.records import has_records
+from stoker.doctor.attach.reading import has_records
 from stoker.doctor.diagnosing import diagnosis_of, diagnosis_of_watched
 from stoker.doctor.records import Diagnosis, Need
 from stoker.errors import StokerError

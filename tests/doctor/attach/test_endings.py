@@ -33,5 +33,5 @@ def test_a_death_by_signal_is_128_and_its_number(attached: Attached) -> None:
 def test_a_worker_that_the_kernel_kills_is_named(attached: Attached) -> None:
     result = attached("endings.py", "--killed-worker")
     assert result.exit_code == 1
-    assert "worker 0 of a loader was killed by SIGKILL: the kernel does that when memory runs out" in result.notes
+    assert "worker 0 of a loader was killed by SIGKILL: the kernel does this when memory runs out" in result.notes
     assert result.observed is not None

@@ -10,7 +10,7 @@ from tests.support.waiting import DEADLINE_S
 
 PROGRAM = """
 import copy, io, pickle, sys
-from stoker.doctor.attach.inside.start import start
+from stoker.doctor.attach.inside.session import start
 start(sys.argv[1])
 import torch, torchvision, PIL.Image, numpy, cv2
 from torchvision.io import decode_jpeg

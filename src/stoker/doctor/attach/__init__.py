@@ -1,4 +1,4 @@
-"""The clock hung into somebody else's unmodified PyTorch script.
+"""Attaches timers to an unmodified PyTorch script.
 
-`running` starts the script, `inside/` is what runs in it, `reading` turns what it wrote into an `Observed`.
+`running` starts the script, `inside/` runs within it, `reading` turns what it recorded into an `Observed`.
 """

@@ -1,172 +1,56 @@
-"""What a watched script has left, as one `Observed`."""
+"""Reads the files that a watched script recorded, as one `Observed`."""
 
 from __future__ import annotations
 
+import json
 import signal
+import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.clock.observed import (
-    AcceleratorFacts,
-    BatchTime,
-    HostFacts,
-    LoaderShape,
-    Observed,
-    SlowSample,
-    StageTime,
-    StorageFacts,
-)
+from stoker.clock.observed import AcceleratorFacts, HostFacts, LoaderShape, Observed, StorageFacts
 from stoker.doctor.attach import timeline
-from stoker.doctor.attach.inside.ring import BUCKETS, LAST
-from stoker.doctor.attach.inside.stages import AUGMENT, COLLATE, DECODE, FETCH, OTHER, READ_AND_DECODE, SOCKET
-from stoker.doctor.attach.records import About, FetchFile, StepFile, has_records, read_about, read_fetches, read_steps
+from stoker.doctor.attach.inside import ring
+from stoker.doctor.attach.inside.ring import FetchRecord, StepRecord
+from stoker.doctor.attach.inside.stages import STAGE_COUNT
+from stoker.doctor.attach.timeline import About, FetchFile, StepFile
 from stoker.errors import UserError
 from stoker.machine.storage import mount_of
 
-# From the records of the workers to stages, batches and slow samples of one loader: pure arithmetic.
-
-MOST_BATCHES = 512
-# Four times the median is beyond the spread that image sizes and busy cores bring (a JPEG of twice the side takes
-# four times as long); below 5 ms a single sample delays nothing that a prefetched batch would not hide.
-FAR_LONGER, WORTH_NAMING_S = 4.0, 0.005
-MOST_SLOW_SAMPLES = 8
-
-RAW_STAGES = {"fetch": (FETCH, SOCKET), "decode": (DECODE,), "augment": (AUGMENT,), "collate": (COLLATE,), "other": (OTHER,)}  # fmt: skip  # noqa: E501
-
-
-def stages_of(files: Sequence[FetchFile], share: float) -> dict[str, StageTime]:
-    """What each stage took, all workers together; `share` of it where the steps' records do not reach as far back."""
-    knows = all(file.knows_run_queue for file in files)
-
-    def total(part: str, raw: int) -> float:
-        return float(sum(getattr(file, part)[raw] for file in files)) * share / 1e9
-
-    both_wall, both_cpu, both_queue = (total(part, READ_AND_DECODE) for part in ("wall_ns", "cpu_ns", "run_queue_ns"))
-    both_blocked = max(0.0, both_wall - both_cpu - both_queue)
-    both_calls = sum(file.calls[READ_AND_DECODE] for file in files)
-    stages = {}
-    for name, raws in RAW_STAGES.items():
-        wall, cpu, queue = (sum(total(part, raw) for raw in raws) for part in ("wall_ns", "cpu_ns", "run_queue_ns"))
-        calls = sum(file.calls[raw] for file in files for raw in raws)
-        # One call that reads and decodes: what it stood still for was reading, the rest decoding.
-        if name == "fetch":
-            wall, calls = wall + both_blocked, calls + both_calls
-        elif name == "decode":
-            wall, cpu = wall + both_wall - both_blocked, cpu + both_cpu
-            queue, calls = queue + both_queue, calls + both_calls
-        if calls == 0 and name != "other":
-            continue
-        stages[name] = StageTime(
-            wall_s=wall,
-            cpu_s=cpu,
-            runq_s=queue if knows else None,
-            blocked_s=max(0.0, wall - cpu - queue) if knows else None,
-            read_bytes=read_bytes_of(files) if name == "fetch" else None,
-            calls=calls,
-        )
-    return stages
-
-
-def read_bytes_of(files: Sequence[FetchFile]) -> int | None:
-    """Bytes from files and sockets; None where the kernel does not count them.
-
-    A worker that made a single batch has not counted: it is taken for one like the others."""
-    counted = [(file.read_bytes, file.batches) for file in files if file.read_bytes is not None]
-    if not counted:
-        return None
-    read = sum(read for read, _ in counted) * sum(file.batches for file in files) / sum(n for _, n in counted)
-    return round(read) + sum(file.socket_bytes for file in files)
-
-
-def batches_of(files: Sequence[FetchFile], starts: Sequence[Sequence[int]]) -> tuple[BatchTime, ...]:
-    """The newest batches in the order in which they were handed out: in turns, worker by worker.
-
-    `starts` lists the processes of each iterator, oldest first."""
-    turn = {pid: number for number, pids in enumerate(starts) for pid in pids}
-    rows = [
-        ((turn.get(file.pid, 0), record.epoch, record.number, max(0, file.worker)), file, record)
-        for file in files
-        for record in file.records
-    ]
-    rows.sort(key=lambda row: row[0])
-    return tuple(
-        BatchTime(
-            wall_s=record.wall_ns / 1e9,
-            cpu_s=record.cpu_ns / 1e9,
-            runq_s=record.run_queue_ns / 1e9 if record.run_queue_ns >= 0 else None,
-            blocked_s=max(0, record.wall_ns - record.cpu_ns - record.run_queue_ns) / 1e9
-            if record.run_queue_ns >= 0
-            else None,
-            samples=record.samples,
-            worker=max(0, file.worker),
-            fetch_s=record.fetch_ns / 1e9 if record.fetch_ns >= 0 else None,
-            bytes=record.bytes if record.bytes >= 0 else None,
-        )
-        for _, file, record in rows[-MOST_BATCHES:]
-    )
-
-
-def slow_samples_of(files: Sequence[FetchFile]) -> tuple[SlowSample, ...]:
-    """Samples that took far longer than the median, the slowest first; each by the worst of its times."""
-    typical = _median_s(files)
-    if typical is None:
-        return ()
-    worst: dict[str, float] = {}
-    for file in files:
-        for took, name in file.slow:
-            worst[name] = max(worst.get(name, 0.0), took / 1e9)
-    far = sorted(
-        ((s, name) for name, s in worst.items() if s >= max(FAR_LONGER * typical, WORTH_NAMING_S)), reverse=True
-    )
-    return tuple(SlowSample(name, seconds, typical) for seconds, name in far[:MOST_SLOW_SAMPLES])
-
-
-def _median_s(files: Sequence[FetchFile]) -> float | None:
-    """The mean of the power of two in which the median lies."""
-    counts = [sum(file.histogram[bucket] for file in files) for bucket in range(BUCKETS)]
-    sums = [sum(file.histogram[BUCKETS + bucket] for file in files) for bucket in range(BUCKETS)]
-    passed = 0
-    for count, total in zip(counts, sums, strict=True):
-        passed += count
-        if count and passed * 2 >= sum(counts):
-            return total / count / 1e9
-    return None
-
-
-# What a watched script has left, as one `Observed`.
-
+ABOUT_FILES = "about-*.jsonl"
 MOST_STEPS = 512
-"""Single steps that are kept in an Observed: the newest few hundred."""
+"""Steps that are kept one by one in an Observed: the newest few hundred."""
 
 LEAST_READ_BYTES = 512
 
 
 @dataclass(frozen=True)
 class Recording:
-    """An observation, where there is one, and what has to be said about it in words."""
+    """An observation, if there is one, and notes about it."""
 
     observed: Observed | None
     notes: tuple[str, ...]
 
 
 def read_attached(folder: Path) -> Observed:
-    """The observation that `stoker.watch(report=folder)` has left."""
+    """The observation that `stoker.watch(report=folder)` has recorded."""
     if not has_records(folder):
         raise UserError(
             "no-record",
-            f"{folder} holds no record of a watched script",
-            hint="add two lines to the script:  import stoker; stoker.watch(report='FOLDER')",
+            f"{folder} contains no recording of a script",
+            hint="add one line to the script:  import stoker; stoker.watch(report='FOLDER')",
         )
     recording = read_recording(folder)
     if recording.observed is None:
-        raise UserError("nothing-observed", recording.notes[0] if recording.notes else "the script left no batches")
+        raise UserError("nothing-observed", recording.notes[0] if recording.notes else "the script recorded no batches")
     return recording.observed
 
 
 def read_recording(folder: Path, host: HostFacts | None = None, rank: int = 0) -> Recording:
-    """Whatever was recorded so far; never fails for what is not there."""
+    """Whatever was recorded so far; never raises for what is missing."""
     abouts, fetches = read_about(folder), read_fetches(folder)
     notes = list(dict.fromkeys(note for about in abouts.values() for note in about.notes))
     notes += [_death(worker, code) for about in abouts.values() for worker, code in about.died.items()]
@@ -175,14 +59,14 @@ def read_recording(folder: Path, host: HostFacts | None = None, rank: int = 0) -
         torch = next((about.facts["torch"] for about in abouts.values() if "torch" in about.facts), None)
         notes.insert(
             0,
-            "the script took no batch from a torch DataLoader: there is nothing to say about its data"
-            + ("" if torch else "; it never imported torch's data loading"),
+            "the script took no batch from a torch DataLoader, so there is nothing to diagnose"
+            + ("" if torch else "; it never imported torch.utils.data"),
         )
         return Recording(None, tuple(notes))
     about = abouts.get(process.pid, About(process.pid))
     others = sum(1 for other in abouts.values() if other.rank not in (None, about.rank) and other.loaders)
     if others:
-        notes.append(f"{others + 1} ranks trained; this is rank {about.rank}'s time")
+        notes.append(f"{others + 1} ranks trained; these are the times of rank {about.rank}")
     return Recording(_observe(process, about, fetches, host or _host_of(abouts), notes), tuple(notes))
 
 
@@ -192,16 +76,16 @@ def _death(worker: int, code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     reasons = {
-        signal.SIGKILL: "the kernel does that when memory runs out",
-        signal.SIGBUS: "most often /dev/shm is full",
-        signal.SIGSEGV: "a library that it uses is broken, or is not made for forking",
+        signal.SIGKILL: "the kernel does this when memory runs out",
+        signal.SIGBUS: "usually /dev/shm is full",
+        signal.SIGSEGV: "a library that it uses crashed, or does not support forking",
     }
     reason = f": {reasons[signal.Signals(-code)]}" if -code in reasons else ""
     return f"worker {worker} of a loader was killed by {name}{reason}"
 
 
 def _training_process(files: Sequence[StepFile], abouts: dict[int, About], rank: int) -> StepFile | None:
-    """Of the rank that is asked for, or the only one; of several that trained in turn the one with most batches."""
+    """Of the requested rank, or the only one; of several that trained in turn, the one with most batches."""
 
     def order(file: StepFile) -> tuple[bool, float, int]:
         about = abouts.get(file.pid, About(file.pid))
@@ -220,9 +104,9 @@ def _observe(
         notes.append("a DataLoader was opened, but no batch was taken from it")
         return None
     if not timeline.saw_optimizer(records):
-        notes.append("no step of a torch optimizer was seen; the loader with most batches is taken for training's")
+        notes.append("no torch optimizer step was seen; the loader with most batches is taken as the training loader")
     if process.lost:
-        notes.append(f"the oldest {process.lost} batches are left out of the sums")
+        notes.append(f"the oldest {process.lost} batches are not included in the sums")
     steps = timeline.steady_steps(records, feeding)
     starts = _processes_of(about, steps.loader, process.pid)
     pids = {pid for group in starts for pid in group}
@@ -230,7 +114,7 @@ def _observe(
     samples = steps.samples
     if steps.unknown_samples and made:
         samples += round(steps.unknown_samples * sum(f.samples for f in made) / sum(f.batches for f in made))
-    taken = len([record for record in records if record.loader == steps.loader and not record.flags & LAST])
+    taken = len([record for record in records if record.loader == steps.loader and not record.flags & ring.LAST])
     share = taken / (taken + process.lost) if process.lost else 1.0
     work_s = sum(steps.works_s)
     loaders = {record.loader for record in records}
@@ -250,9 +134,9 @@ def _observe(
         ready_batches=tuple(steps.ready[-MOST_STEPS:]),
         loader=_loader_shape(about.loaders.get(steps.loader), made),
         other_loaders=len(loaders) - 1,
-        stages=stages_of(made, share) if made else {},
-        batches=batches_of(made, starts),
-        slow_samples=slow_samples_of(made),
+        stages=timeline.stages_of(made, share) if made else {},
+        batches=timeline.batches_of(made, starts),
+        slow_samples=timeline.slow_samples_of(made),
         host=host,
         storage=_storage(made),
         accelerator=_accelerator(about.facts),
@@ -297,10 +181,10 @@ def _loader_shape(shape: dict[str, Any] | None, made: Sequence[FetchFile]) -> Lo
 
 
 def _storage(made: Sequence[FetchFile]) -> StorageFacts | None:
-    read, samples = read_bytes_of(made), sum(file.samples for file in made)
+    read, samples = timeline.read_bytes_of(made), sum(file.samples for file in made)
     path = next((file.path for file in made if file.path), None)
     from_sockets = sum(file.socket_bytes for file in made)
-    # Reading our own clocks under /proc counts as well: some ten bytes a sample.
+    # Reading our own timers under /proc counts as well: some ten bytes a sample.
     if read is not None and samples and read < samples * LEAST_READ_BYTES:
         read = None
     if path is None and not from_sockets and not read:
@@ -324,11 +208,111 @@ def _host_of(abouts: dict[int, About]) -> HostFacts | None:
 def _missing(made: Sequence[FetchFile], about: About) -> list[str]:
     missing = []
     if not made:
-        missing.append("the making of batches: no worker left a record")
+        missing.append("how batches are prepared: no worker recorded anything")
     elif not all(file.knows_run_queue for file in made):
         missing.append("run-queue and blocked time: this system has no /proc/thread-self/schedstat")
-    if made and read_bytes_of(made) is None:
+    if made and timeline.read_bytes_of(made) is None:
         missing.append("bytes read: this system has no readable /proc/thread-self/io")
     if "device" in about.facts:
-        missing.append("transfer to the device: it is part of compute")
+        missing.append("copies to the device: they are part of computing")
     return missing
+
+
+def has_records(folder: Path) -> bool:
+    """Whether a script was recorded in this folder."""
+    return folder.is_dir() and any(folder.glob(ABOUT_FILES))
+
+
+def read_about(folder: Path) -> dict[int, About]:
+    """What each process said about itself, by pid; a line that was cut off when it died is skipped."""
+    found: dict[int, About] = {}
+    for path in sorted(folder.glob(ABOUT_FILES)):
+        about = About(int(path.stem.split("-")[1]))
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError):
+                _take_in(about, json.loads(line))
+        found[about.pid] = about
+    return found
+
+
+def _take_in(about: About, said: dict[str, Any]) -> None:
+    if "note" in said:
+        about.notes.append(said["note"])
+    elif "worker_died" in said:
+        about.died[said["worker_died"]] = said["exit_code"]
+    elif "workers_of" in said:
+        about.worker_pids.setdefault(said["workers_of"], []).extend(said["pids"])
+    elif "loader" in said:
+        about.loaders[said.pop("loader")] = said
+    else:
+        about.facts |= said
+
+
+def read_steps(folder: Path) -> list[StepFile]:
+    """The records of every training process."""
+    files = []
+    for path in sorted(folder.glob("steps-*.ring")):
+        data = path.read_bytes()
+        if not _is_whole(data, path, ring.STEP):
+            continue
+        steps, done, began = ring.STEP_MARKS.unpack_from(data, ring.STEP_MARKS_AT)
+        rows, lost = _records(data, ring.STEP)
+        pid = int(path.stem.split("-")[1])
+        files.append(StepFile(pid, steps, bool(done), began, lost, tuple(StepRecord(*row) for row in rows)))
+    return files
+
+
+def read_fetches(folder: Path) -> list[FetchFile]:
+    """The records of every process that made batches."""
+    files = []
+    for path in sorted(folder.glob("fetch-*.ring")):
+        data = path.read_bytes()
+        if _is_whole(data, path, ring.FETCH_STRUCT):
+            files.append(_read_fetch(path, data))
+    return files
+
+
+def _read_fetch(path: Path, data: bytes) -> FetchFile:
+    _, pid, loader = path.stem.split("-")
+    batches, samples, read, from_sockets, worker, threads, knows, *stages = ring.TOTALS.unpack_from(
+        data, ring.TOTALS_AT
+    )
+    wall, off_core, queue, calls = (tuple(stages[part * STAGE_COUNT : (part + 1) * STAGE_COUNT]) for part in range(4))
+    cpu = tuple(whole - off for whole, off in zip(wall, off_core, strict=True))
+    slow = []
+    for place in range(ring.SLOW_COUNT):
+        took, name = ring.SLOW.unpack_from(data, ring.SLOW_AT + place * ring.SLOW.size)
+        if took:
+            slow.append((took, name.rstrip(b"\0").decode(errors="replace")))
+    opened = ring.PATH.unpack_from(data, ring.PATH_AT)[0].rstrip(b"\0").decode(errors="replace")
+    rows, _ = _records(data, ring.FETCH_STRUCT)
+    return FetchFile(
+        int(pid), int(loader), batches, samples, read if read >= 0 else None, from_sockets, worker, threads,
+        bool(knows), wall, cpu, queue, calls, ring.HISTOGRAM.unpack_from(data, ring.HISTOGRAM_AT), tuple(slow),
+        opened or None, tuple(FetchRecord(*row) for row in rows),
+    )  # fmt: skip
+
+
+def _is_whole(data: bytes, path: Path, record: struct.Struct) -> bool:
+    """False for a file whose process died while creating it; refuses one of another version."""
+    if len(data) < ring.HEADER_BYTES:
+        return False
+    magic, version, size, _ = ring.HEAD.unpack_from(data)
+    if magic != ring.MAGIC:
+        return False
+    if version != ring.VERSION or size != record.size:
+        raise UserError(
+            "record-of-another-version",
+            f"{path} has format version {version}; this stoker reads version {ring.VERSION}",
+            hint="record the script again with this version: stoker doctor -- python your_script.py",
+        )
+    return True
+
+
+def _records(data: bytes, record: struct.Struct) -> tuple[list[tuple[Any, ...]], int]:
+    """The records that are there, oldest first, and how many were overwritten."""
+    (count,) = ring.COUNT.unpack_from(data, ring.COUNT_AT)
+    capacity = ring.HEAD.unpack_from(data)[3]
+    kept = min(count, capacity)
+    places = [(count - kept + number) % capacity for number in range(kept)]
+    return [record.unpack_from(data, ring.HEADER_BYTES + place * record.size) for place in places], count - kept

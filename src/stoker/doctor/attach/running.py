@@ -1,4 +1,8 @@
-"""Runs somebody's training script with the clock attached, and reads what it left."""
+"""Runs a training script with timers attached, and reads what it recorded.
+
+The script keeps its terminal, its output, its exit code and its signals: it is a child in our own process group, so
+Ctrl-C reaches it as usual.
+"""
 
 from __future__ import annotations
 
@@ -25,42 +29,39 @@ from stoker.doctor.attach.inside.session import (
     STEPS_VARIABLE,
     rank_of_environment,
 )
-from stoker.doctor.attach.reading import read_recording
-from stoker.doctor.attach.records import has_records
+from stoker.doctor.attach.reading import has_records, read_recording
 from stoker.errors import UsageError, UserError
 from stoker.machine.host import HostWatch
-
-# Commands into which no clock can be hung, refused before they cost hours.
 
 PYTHON = re.compile(r"(python|pypy)[0-9.]*(\.exe)?$")
 # -I: isolated, -E: ignore the environment, -S: no site module. Each keeps Python from looking at our PYTHONPATH.
 REASONS = {
-    "I": "isolated mode ignores PYTHONPATH, through which the clock is hung in",
-    "E": "-E ignores PYTHONPATH, through which the clock is hung in",
-    "S": "-S leaves out the site module, which hangs the clock in",
+    "I": "isolated mode ignores PYTHONPATH, through which the timers are attached",
+    "E": "-E ignores PYTHONPATH, through which the timers are attached",
+    "S": "-S skips the site module, which attaches the timers",
 }
 TAKE_A_VALUE = "WXQ"
-"""Options of Python that are followed by a value; -c and -m end its options."""
+"""Options of Python that take a value; -c and -m end its options."""
 
 
 def refuse_what_cannot_work(command: list[str]) -> None:
-    """Raises where there is no command, or where its Python would not look at PYTHONPATH."""
+    """Raises, before the script runs for hours, if there is no command or its Python would ignore PYTHONPATH."""
     if not command:
         raise UsageError(
-            "no-command", "there is no command after `--`", hint="stoker doctor -- python train.py --your arguments"
+            "no-command", "no command given after `--`", hint="stoker doctor -- python train.py --your arguments"
         )
     option = isolating_option(command)
     if option is not None:
         raise UserError(
             "cannot-attach",
-            f"`{command[0]} -{option}` shuts the clock out",
+            f"timers cannot be attached to `{command[0]} -{option}`",
             why=REASONS[option],
-            hint=f"leave -{option} away, or put one line into the script:  import stoker; stoker.watch()",
+            hint=f"remove -{option}, or add one line to the script:  import stoker; stoker.watch()",
         )
 
 
 def isolating_option(command: list[str]) -> str | None:
-    """I, E or S where the command is a Python with that option, alone or among others (-sE)."""
+    """I, E or S if the command is a Python with that option, alone or combined (-sE)."""
     if not PYTHON.fullmatch(Path(command[0]).name):
         return None
     words = iter(command[1:])
@@ -79,13 +80,11 @@ def isolating_option(command: list[str]) -> str | None:
     return None
 
 
-# The processes that belong to a watched script: those that carry its mark in their environment.
-
 PROCESSES = Path("/proc")
 
 
 def processes_with(mark: str) -> list[int]:
-    """Living processes that were started with this `NAME=value`; none where there is no /proc."""
+    """Running processes with this `NAME=value` in their environment; none where there is no /proc."""
     found = []
     with suppress(OSError):
         for entry in PROCESSES.iterdir():
@@ -95,7 +94,7 @@ def processes_with(mark: str) -> list[int]:
 
 
 def kill_all(mark: str) -> None:
-    """SIGKILL to each of them, and to what they started meanwhile."""
+    """SIGKILL to every process that belongs to the script."""
     for pid in processes_with(mark):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -103,41 +102,36 @@ def kill_all(mark: str) -> None:
 
 def _carries(entry: Path, mark: str) -> bool:
     try:
-        # A process that has ended but was not waited for has no environment any more.
+        # A zombie has no environment any more.
         return mark.encode() in (entry / "environ").read_bytes().split(b"\0")
     except OSError:
         return False
 
-
-# Runs somebody's training script with the clock hung in, and reads what it left.
-#
-# The script keeps its terminal, its output, its exit code and its signals: it is a child in our own process group,
-# so Ctrl-C reaches it as it always does.
 
 ON_PATH = Path(__file__).parent / "on_path"
 POLL_S = 0.05
 HOST_LOOK_S = 1.0
 # A script that handles SIGTERM may save first; a second is common, minutes are not what `--steps 50` asked for.
 GRACE_S = 10.0
-# With --seconds: so long may the script take until its first batch before we conclude that none will come.
+# With --seconds: how long the script may take until its first batch before we conclude that none will come.
 LONGEST_START_S = 300.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
 class AttachResult:
-    """How the script ended, and what was seen of it."""
+    """How the script ended, and what was observed."""
 
     exit_code: int
-    """The script's own; 128+n where signal n ended it; 0 where we stopped it after the steps or seconds asked for."""
+    """The script's own; 128+n if signal n ended it; 0 if we stopped it after the requested steps or seconds."""
     observed: Observed | None
     notes: tuple[str, ...] = ()
     stopped: bool = False
-    """We ended it, because the steps or seconds that were asked for were over."""
+    """Whether we stopped it after the requested steps or seconds."""
 
 
 def run_attached(command: list[str], *, steps: int | None = None, seconds: float | None = None) -> AttachResult:
-    """Runs the command to its end, or until so many training batches or seconds of training are over."""
+    """Runs the command to its end, or for this many training batches or seconds of training."""
     refuse_what_cannot_work(command)
     folder = Path(tempfile.mkdtemp(prefix="stoker-attach-"))
     try:
@@ -149,11 +143,11 @@ def run_attached(command: list[str], *, steps: int | None = None, seconds: float
         recording = read_recording(folder, host.facts() if host else None, rank_of_environment() or 0)
         notes = list(recording.notes)
         if stopped:
-            notes.append("the script was stopped: the steps or seconds that were asked for were over")
+            notes.append("the script was stopped after the requested steps or seconds")
         if not has_records(folder):
             notes = [
-                "nothing could be attached: no Python process of this command looked at PYTHONPATH (isolated mode, a "
-                "container, another host?); put one line into the script instead:  import stoker; stoker.watch()"
+                "timers could not be attached: no Python process of this command read PYTHONPATH (isolated mode, a "
+                "container, another host?); add one line to the script instead:  import stoker; stoker.watch()"
             ]
         code = 0 if stopped else child.returncode if child.returncode >= 0 else 128 - child.returncode
         return AttachResult(code, recording.observed, tuple(notes), stopped)
@@ -177,8 +171,8 @@ def _start(command: list[str], folder: Path, steps: int | None, seconds: float |
     except FileNotFoundError:
         hint = f"python {' '.join(command)}" if command[0].endswith(".py") else None
         raise UserError(
-            "command-not-found", f"{command[0]} is not a program that can be found",
-            hint=f"stoker doctor -- {hint}" if hint else "give it as you would type it in a shell",
+            "command-not-found", f"{command[0]}: command not found",
+            hint=f"stoker doctor -- {hint}" if hint else "type the command as in a shell",
         ) from None  # fmt: skip
     except OSError as error:
         hint = f"stoker doctor -- python {' '.join(command)}" if command[0].endswith(".py") else None
@@ -187,7 +181,7 @@ def _start(command: list[str], folder: Path, steps: int | None, seconds: float |
 
 @contextlib.contextmanager
 def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """What ends us goes to the script, which then ends as it sees fit; we stay to report."""
+    """Forwards our signals to the script, which ends as it wants to; we stay to report."""
 
     def pass_on(number: int, _frame: Any) -> None:
         # Ctrl-C in a terminal reaches the whole process group, the script included: once is enough.
@@ -197,7 +191,7 @@ def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
             os.kill(child.pid, number)
 
     before = {}
-    with contextlib.suppress(ValueError):  # not in the main thread: signals are not ours to handle
+    with contextlib.suppress(ValueError):  # not in the main thread: we cannot handle signals
         before = {number: signal.signal(number, pass_on) for number in FORWARDED}
     try:
         yield
@@ -220,7 +214,7 @@ def _in_foreground() -> bool:
 
 
 def _watch(child: subprocess.Popen[bytes], folder: Path, seconds: float | None) -> tuple[HostWatch | None, bool]:
-    """Waits for the end of the script, or for the moment at which it has recorded enough (True)."""
+    """Waits until the script ends, or has recorded enough (True)."""
     host: HostWatch | None = None
     started_s = looked_s = time.monotonic()
     while child.poll() is None:
@@ -240,7 +234,7 @@ def _watch(child: subprocess.Popen[bytes], folder: Path, seconds: float | None) 
 
 
 def _marks(folder: Path) -> tuple[bool, bool]:
-    """Whether a training process has taken a batch, and whether one has recorded all that was asked for."""
+    """Whether a training process has taken a batch, and whether one has recorded enough."""
     began = done = False
     for path in folder.glob("steps-*.ring"):
         with contextlib.suppress(OSError), path.open("rb") as stream:
@@ -252,7 +246,7 @@ def _marks(folder: Path) -> tuple[bool, bool]:
 
 
 def _end(child: subprocess.Popen[bytes], folder: Path) -> None:
-    """Ends the script and all that it started: asks with SIGTERM, and does not ask twice."""
+    """Ends the script and all its processes: with SIGTERM, and SIGKILL after a grace period."""
     child.terminate()
     deadline = time.monotonic() + GRACE_S
     marker = f"{FOLDER_VARIABLE}={folder}"

@@ -1,21 +1,90 @@
-"""From the calls of `__next__` in one training process to steps: pure arithmetic over its records."""
+"""The records of a watched script, and the steps, stages, batches and slow samples that follow from them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from stoker.doctor.attach.inside.ring import FIRST, LAST, StepRecord
+from stoker.clock.observed import BatchTime, SlowSample, StageTime
+from stoker.doctor.attach.inside.ring import BUCKETS, FIRST, LAST, FetchRecord, StepRecord
+from stoker.doctor.attach.inside.stages import AUGMENT, COLLATE, DECODE, FETCH, OTHER, READ_AND_DECODE, SOCKET
 
 # Loaders that are read side by side (a zip of two) feed every optimizer step; a validation loader feeds, by this
 # count, only the first one after it.
 SHARE_OF_STEPS_FED = 0.5
+MOST_BATCHES = 512
+# Four times the median is beyond the spread that image sizes and busy cores bring (a JPEG of twice the side takes
+# four times as long); below 5 ms a single sample delays nothing that a prefetched batch would not hide.
+FAR_LONGER, WORTH_NAMING_S = 4.0, 0.005
+MOST_SLOW_SAMPLES = 8
+
+RAW_STAGES = {"fetch": (FETCH, SOCKET), "decode": (DECODE,), "augment": (AUGMENT,), "collate": (COLLATE,), "other": (OTHER,)}  # fmt: skip  # noqa: E501
+
+
+@dataclass(frozen=True)
+class FetchFile:
+    """What one process prepared for one loader."""
+
+    pid: int
+    loader: int
+    """0 in a worker: its parent knows the loader."""
+    batches: int
+    samples: int
+    read_bytes: int | None
+    socket_bytes: int
+    worker: int
+    threads: int
+    knows_run_queue: bool
+    wall_ns: tuple[int, ...]
+    cpu_ns: tuple[int, ...]
+    run_queue_ns: tuple[int, ...]
+    calls: tuple[int, ...]
+    histogram: tuple[int, ...]
+    slow: tuple[tuple[int, str], ...]
+    path: str | None
+    records: tuple[FetchRecord, ...]
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """What one training process took."""
+
+    pid: int
+    steps: int
+    done: bool
+    began_ns: int
+    lost: int
+    """Records that newer ones have overwritten."""
+    records: tuple[StepRecord, ...]
+
+
+@dataclass
+class About:
+    """What one process said about itself."""
+
+    pid: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    loaders: dict[int, dict[str, Any]] = field(default_factory=dict)
+    worker_pids: dict[int, list[int]] = field(default_factory=dict)
+    """By loader."""
+    died: dict[int, int] = field(default_factory=dict)
+    """Workers that were killed, with minus the signal number."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int | None:
+        for name in ("in_group_rank", "rank"):
+            with suppress(KeyError, TypeError, ValueError):
+                return int(self.facts[name])
+        return None
 
 
 @dataclass
 class SteadySteps:
-    """Steady steps of the training loader: the first of each epoch and validation stand apart."""
+    """Steady steps of the training loader, without the first step of each epoch and without validation."""
 
     loader: int
     waits_s: list[float] = field(default_factory=list)
@@ -26,13 +95,13 @@ class SteadySteps:
     unknown_samples: int = 0
     """Steps whose number of samples is not known."""
     compute_s: float | None = None
-    """From a batch's arrival to the end of the optimizer step; None where none was seen."""
+    """From a batch's arrival to the end of the optimizer step; None if none was seen."""
     cpu_s: float = 0.0
-    """CPU time of the process in these steps, that of waiting included."""
+    """CPU time of the process in these steps, including their waits."""
     epoch_starts_s: list[float] = field(default_factory=list)
     validation_s: float | None = None
     device_waited: bool = False
-    """Waits are those of the device, not of the Python loop."""
+    """Whether waits are those of the device, not of the Python loop."""
 
     @property
     def elapsed_s(self) -> float:
@@ -40,8 +109,8 @@ class SteadySteps:
 
 
 def training_loaders(records: Sequence[StepRecord]) -> list[int]:
-    """Loaders that feed the optimizer, the one that is waited for longest first; by their batches where no
-    optimizer step was seen."""
+    """Loaders that feed the optimizer, the one with the longest waits first; the one with most batches if no optimizer
+    step was seen."""
     votes: Counter[int] = Counter()
     since: set[int] = set()
     batches: Counter[int] = Counter()
@@ -127,7 +196,7 @@ def _end_of_step(records: Sequence[StepRecord], place: int, feeding: Sequence[in
 
 
 def _validation_s(records: Sequence[StepRecord], feeding: set[int]) -> float | None:
-    """From the first turn to a loader that does not feed the optimizer to the next one to one that does."""
+    """The time from turning to a loader that does not feed the optimizer until turning back to one that does."""
     total_ns = 0
     began: int | None = None
     last_exit = 0
@@ -142,3 +211,102 @@ def _validation_s(records: Sequence[StepRecord], feeding: set[int]) -> float | N
     if began is not None:
         total_ns += last_exit - began
     return total_ns / 1e9 if last_exit else None
+
+
+def stages_of(files: Sequence[FetchFile], share: float) -> dict[str, StageTime]:
+    """What each stage took, all workers together; times `share`, where the steps' records do not reach back as far."""
+    knows = all(file.knows_run_queue for file in files)
+
+    def total(part: str, raw: int) -> float:
+        return float(sum(getattr(file, part)[raw] for file in files)) * share / 1e9
+
+    both_wall, both_cpu, both_queue = (total(part, READ_AND_DECODE) for part in ("wall_ns", "cpu_ns", "run_queue_ns"))
+    both_blocked = max(0.0, both_wall - both_cpu - both_queue)
+    both_calls = sum(file.calls[READ_AND_DECODE] for file in files)
+    stages = {}
+    for name, raws in RAW_STAGES.items():
+        wall, cpu, queue = (sum(total(part, raw) for raw in raws) for part in ("wall_ns", "cpu_ns", "run_queue_ns"))
+        calls = sum(file.calls[raw] for file in files for raw in raws)
+        # One call that reads and decodes: its blocked time was reading, the rest decoding.
+        if name == "fetch":
+            wall, calls = wall + both_blocked, calls + both_calls
+        elif name == "decode":
+            wall, cpu = wall + both_wall - both_blocked, cpu + both_cpu
+            queue, calls = queue + both_queue, calls + both_calls
+        if calls == 0 and name != "other":
+            continue
+        stages[name] = StageTime(
+            wall_s=wall,
+            cpu_s=cpu,
+            runq_s=queue if knows else None,
+            blocked_s=max(0.0, wall - cpu - queue) if knows else None,
+            read_bytes=read_bytes_of(files) if name == "fetch" else None,
+            calls=calls,
+        )
+    return stages
+
+
+def read_bytes_of(files: Sequence[FetchFile]) -> int | None:
+    """Bytes from files and sockets; None where the kernel does not count them.
+
+    A worker with a single batch has not counted; it is assumed to be like the others."""
+    counted = [(file.read_bytes, file.batches) for file in files if file.read_bytes is not None]
+    if not counted:
+        return None
+    read = sum(read for read, _ in counted) * sum(file.batches for file in files) / sum(n for _, n in counted)
+    return round(read) + sum(file.socket_bytes for file in files)
+
+
+def batches_of(files: Sequence[FetchFile], starts: Sequence[Sequence[int]]) -> tuple[BatchTime, ...]:
+    """The newest batches in the order in which they were handed out: in turns, worker by worker.
+
+    `starts` lists the processes of each iterator, oldest first."""
+    turn = {pid: number for number, pids in enumerate(starts) for pid in pids}
+    rows = [
+        ((turn.get(file.pid, 0), record.epoch, record.number, max(0, file.worker)), file, record)
+        for file in files
+        for record in file.records
+    ]
+    rows.sort(key=lambda row: row[0])
+    return tuple(
+        BatchTime(
+            wall_s=record.wall_ns / 1e9,
+            cpu_s=record.cpu_ns / 1e9,
+            runq_s=record.run_queue_ns / 1e9 if record.run_queue_ns >= 0 else None,
+            blocked_s=max(0, record.wall_ns - record.cpu_ns - record.run_queue_ns) / 1e9
+            if record.run_queue_ns >= 0
+            else None,
+            samples=record.samples,
+            worker=max(0, file.worker),
+            fetch_s=record.fetch_ns / 1e9 if record.fetch_ns >= 0 else None,
+            bytes=record.bytes if record.bytes >= 0 else None,
+        )
+        for _, file, record in rows[-MOST_BATCHES:]
+    )
+
+
+def slow_samples_of(files: Sequence[FetchFile]) -> tuple[SlowSample, ...]:
+    """Samples that took far longer than the median, the slowest first; each by the worst of its times."""
+    typical = _median_s(files)
+    if typical is None:
+        return ()
+    worst: dict[str, float] = {}
+    for file in files:
+        for took, name in file.slow:
+            worst[name] = max(worst.get(name, 0.0), took / 1e9)
+    far = sorted(
+        ((s, name) for name, s in worst.items() if s >= max(FAR_LONGER * typical, WORTH_NAMING_S)), reverse=True
+    )
+    return tuple(SlowSample(name, seconds, typical) for seconds, name in far[:MOST_SLOW_SAMPLES])
+
+
+def _median_s(files: Sequence[FetchFile]) -> float | None:
+    """The mean of the power of two in which the median lies."""
+    counts = [sum(file.histogram[bucket] for file in files) for bucket in range(BUCKETS)]
+    sums = [sum(file.histogram[BUCKETS + bucket] for file in files) for bucket in range(BUCKETS)]
+    passed = 0
+    for count, total in zip(counts, sums, strict=True):
+        passed += count
+        if count and passed * 2 >= sum(counts):
+            return total / count / 1e9
+    return None

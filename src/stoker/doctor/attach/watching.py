@@ -1,4 +1,4 @@
-"""`stoker.watch()`: the same clock, hung in by one line of the script itself."""
+"""`stoker.watch()`: the same timers as `stoker doctor --`, attached by one line of the script itself."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from pathlib import Path
 
 from stoker.clock.observed import Observed
 from stoker.doctor.attach.inside import session
-from stoker.doctor.attach.inside.start import start
-from stoker.doctor.attach.reading import Recording, read_attached, read_recording
-from stoker.doctor.attach.records import ABOUT_FILES
+from stoker.doctor.attach.inside.session import start
+from stoker.doctor.attach.reading import ABOUT_FILES, Recording, read_attached, read_recording
 from stoker.doctor.attach.running import ON_PATH
 from stoker.errors import UserError
 from stoker.machine.host import HostWatch
 
 DEFAULT_FOLDER = "stoker_watch"
 OUR_FILES = (ABOUT_FILES, "steps-*.ring", "fetch-*.ring")
-# Ranks of one run start within seconds of each other and share the folder; what is older is of a run before.
+# Ranks of one run start within seconds of each other and share the folder; older files are from a previous run.
 SAME_RUN_S = 60.0
 HOST_LOOK_S = 1.0
 
 
 class Watch:
-    """A recording that goes on until the process ends; `stoker doctor FOLDER` reads it, also while it grows."""
+    """A recording that continues until the process ends; `stoker doctor FOLDER` reads it, also while it grows."""
 
     def __init__(self, folder: Path, opened: session.Session) -> None:
         self.folder = folder
@@ -36,9 +35,9 @@ class Watch:
         self._host = HostWatch()
         self._stopping = threading.Event()
         self._pid = os.getpid()
-        # A spawned worker imports the script anew and comes here too: one watch over the host is enough.
+        # A spawned worker imports the script again and gets here too: one watch over the host is enough.
         if multiprocessing.parent_process() is None:
-            # A look each second, 0.1 ms: /dev/shm and memory have only momentary values.
+            # Once a second, 0.1 ms: /dev/shm and memory have only momentary values.
             threading.Thread(target=self._look, name="stoker-watch", daemon=True).start()
             atexit.register(self._keep_host)
 
@@ -47,11 +46,11 @@ class Watch:
         return read_attached(self.folder)
 
     def recording(self) -> Recording:
-        """The same with its notes; without an error where there is nothing yet."""
+        """The same with its notes; no error if nothing has been recorded yet."""
         return read_recording(self.folder)
 
     def stop(self) -> None:
-        """Records no more; the script goes on."""
+        """Stops recording; the script continues."""
         self._session.recording = False
         self._keep_host()
 
@@ -70,10 +69,10 @@ _watches: list[Watch] = []
 
 
 def watch(report: str | Path = DEFAULT_FOLDER) -> Watch:
-    """Watches this script from here on; what is seen lies in the folder `report`, for `stoker doctor FOLDER`.
+    """Records where this script's time goes, from here on, in the folder `report`; read it with `stoker doctor FOLDER`.
 
-    Best called before the first DataLoader is iterated. It prints nothing. A second call, in a worker that imports
-    the script anew for example, changes nothing."""
+    Call it before the first DataLoader is iterated. It prints nothing. Calling it again, as a spawned worker does when
+    it imports the script, has no effect."""
     if _watches:
         return _watches[0]
     inherited = os.environ.get(session.FOLDER_VARIABLE)
@@ -82,11 +81,13 @@ def watch(report: str | Path = DEFAULT_FOLDER) -> Watch:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            "report-folder-unusable", f"{folder} cannot be made: {error.strerror}", hint="stoker.watch(report='FOLDER')"
+            "report-folder-unusable",
+            f"{folder} cannot be created: {error.strerror}",
+            hint="stoker.watch(report='FOLDER')",
         ) from None
     if not inherited:
         _remove_older(folder)
-        # Workers that are spawned get their clock as under `stoker doctor --`: by PYTHONPATH.
+        # Spawned workers are attached to as under `stoker doctor --`: through PYTHONPATH.
         os.environ[session.FOLDER_VARIABLE] = str(folder)
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ON_PATH), before]))

@@ -1,4 +1,4 @@
-"""The clock around a worker's fetch: torch's own code runs, over a dataset and a collate function with clocks on."""
+"""Times how batches are prepared: torch's own fetcher runs on a timed dataset and a timed collate function."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 from stoker.doctor.attach.inside import ring, session
 from stoker.doctor.attach.inside.stages import COLLATE, FETCH, READ_AND_DECODE, SOCKET, StageClock, here
 
-# Sums over the batches that this process made for one loader, and its slowest samples.
-
-# Asking how much was read takes 5 µs, twice, and adding up arrays as long: with every batch while there are few, then
-# now and then.
+# Asking how much was read takes 5 µs, twice, and adding up arrays as long: for every batch at first, then for some.
 ALWAYS_BELOW, THEN_EVERY = 16, 8
-# Writing the sums takes 15 µs: after every batch that took a thousand times as long, and else ten times a second. A
-# worker is ended without notice, and what it made since is missing from its sums.
+# Writing the sums takes 15 µs: after every batch that took a thousand times as long, otherwise ten times a second. A
+# worker is ended without notice, and its batches since the last write are missing from its sums.
 WRITE_AFTER_NS = 10_000_000
 WRITE_EVERY_NS = 100_000_000
 DEEPEST = 3
@@ -25,7 +22,8 @@ DEEPEST = 3
 
 
 class FetchTotals:
-    """A record for each batch, and sums that are written often enough to survive any kind of death."""
+    """A record for each batch that this process prepares for one loader, and sums, written often enough to survive a
+    kill; also its slowest samples."""
 
     def __init__(self, path: str, worker: int, threads: int) -> None:
         self._ring = ring.Ring(path, ring.FETCH_STRUCT, ring.FETCH_CAPACITY)
@@ -48,15 +46,15 @@ class FetchTotals:
         self._path_written = False
 
     def sample_begins(self) -> int:
-        """The moment."""
+        """Starts timing a sample; returns the time in ns."""
         self._queued = self.clock.queued_ns
         return time.perf_counter_ns()
 
     def sample_ends(self, began_ns: int, index: Any) -> None:
-        """Counts a sample; remembers it where it is among the slowest."""
+        """Counts a sample, and keeps its name if it is among the slowest."""
         took_ns = time.perf_counter_ns() - began_ns
         self.clock.close_piece()
-        # Standing in the run queue is not the sample's fault.
+        # Waiting for a core is not the sample's fault.
         took_ns = max(0, took_ns - (self.clock.queued_ns - self._queued))
         path, self.clock.opened = self.clock.opened, None
         if path is not None and not self._path_written:
@@ -95,7 +93,7 @@ class FetchTotals:
         clock.begin()
 
     def batch_made(self, epoch: int, samples: int, data: Any) -> None:
-        """Records a batch, whose clock has ended."""
+        """Records a batch whose timing has ended."""
         clock = self.clock
         if epoch != self._epoch:
             self._epoch, self._number = epoch, 0
@@ -134,7 +132,7 @@ class FetchTotals:
         ring.HISTOGRAM.pack_into(memory, ring.HISTOGRAM_AT, *self._histogram)
 
     def _bytes_read(self) -> tuple[int, int] | None:
-        """Bytes that this thread has read from files, and from disks; None where the kernel does not say."""
+        """Bytes that this thread has read from files, and from disks; None if the kernel does not provide it."""
         if self._io is None:
             return None
         lines = os.pread(self._io, 512, 0).split(b"\n")
@@ -143,7 +141,7 @@ class FetchTotals:
 
 
 def _fetched_ns(clock: StageClock) -> int:
-    """Time in which bytes were fetched; of calls that also decode only what they stood still for."""
+    """Time spent fetching bytes; of calls that also decode, only their blocked time."""
     both = READ_AND_DECODE
     return clock.wall[FETCH] + clock.wall[SOCKET] + clock.off_core[both] - clock.run_queue[both]
 
@@ -171,11 +169,8 @@ def _thread_io() -> int | None:
     return descriptor
 
 
-# A dataset as torch's fetcher sees it, with a clock on each sample.
-
-
 class _TimedItems:
-    """A map-style dataset whose samples are asked for one by one."""
+    """A map-style dataset with each sample timed."""
 
     def __init__(self, dataset: Any, totals: FetchTotals) -> None:
         self._dataset = dataset
@@ -189,19 +184,19 @@ class _TimedItems:
 
 
 class _TimedLists(_TimedItems):
-    """One that takes a whole batch of indices at once (`__getitems__`): its single samples cannot be told apart."""
+    """One that takes a whole batch of indices at once (`__getitems__`): single samples cannot be timed."""
 
     def __getitems__(self, indices: Any) -> Any:
         return self._dataset.__getitems__(indices)
 
 
 def timed_dataset(dataset: Any, totals: FetchTotals) -> Any:
-    """The dataset with a clock on; it has `__getitems__` only where the dataset has."""
+    """The dataset, timed; it has `__getitems__` only if the dataset has."""
     return (_TimedLists if getattr(dataset, "__getitems__", None) else _TimedItems)(dataset, totals)
 
 
 class TimedIterator:
-    """The iterator of an iterable dataset; its samples are named by their place in the stream."""
+    """The iterator of an iterable dataset; samples are named by their place in the stream."""
 
     def __init__(self, iterator: Any, totals: FetchTotals) -> None:
         self._iterator = iterator
@@ -219,23 +214,21 @@ class TimedIterator:
         return item
 
 
-# The clock around a worker's fetch: torch's own code runs, over a dataset and a collate function with clocks on.
-
-# Each is 20 KB; workers that are started anew each epoch would fill the disk in a long run.
+# Each is 20 KB; workers that are restarted every epoch would fill the disk in a long run.
 MOST_FILES_OF_A_PROCESS = 64
 
 
 class _Fetches:
-    """The fetches of this process, with totals for each loader (a worker serves one)."""
+    """The fetches of this process, with totals for each loader (a worker has one)."""
 
     def __init__(self) -> None:
         self.totals: dict[int, FetchTotals] = {}
         self.loader = 0
-        """Which of the loaders of the training process is making a batch; 0 in a worker."""
+        """Which loader of the training process is preparing a batch; 0 in a worker."""
         self.fetchers = 0
 
     def forget(self) -> None:
-        """After a fork: what was here is the parent's."""
+        """After a fork: what is here belongs to the parent."""
         here.clock = None
         self.__init__()  # type: ignore[misc]
 
@@ -244,7 +237,7 @@ fetches = _Fetches()
 
 
 def patch_fetchers(module: Any) -> None:
-    """Hangs the clock into torch's two fetchers."""
+    """Times torch's two fetchers."""
     for name, attribute in (("_MapDatasetFetcher", "dataset"), ("_IterableDatasetFetcher", "dataset_iter")):
         fetcher = getattr(module, name)
         fetcher.fetch = _clocked(fetcher.fetch, attribute)
@@ -264,14 +257,14 @@ def _clocked(original: Any, attribute: str) -> Any:
         opened = session.current()
         if opened is None or not opened.recording:
             return original(self, possibly_batched_index)
-        if here.clock is not None:  # a loader inside a dataset: its time is the outer batch's
+        if here.clock is not None:  # a loader inside a dataset: its time belongs to the outer batch
             return original(self, possibly_batched_index)
         try:
             totals = fetches.totals.get(fetches.loader) or _begin_totals(opened)
             source, collate = self.__dict__[attribute], self.collate_fn
             timed_source, timed_collate = _with_clocks(self, attribute, source, collate, totals)
         except Exception as error:  # the script comes first
-            opened.failed("a fetch could not be watched", error)
+            opened.failed("a fetch could not be timed", error)
             return original(self, possibly_batched_index)
         setattr(self, attribute, timed_source)
         self.collate_fn = timed_collate
@@ -292,7 +285,7 @@ def _clocked(original: Any, attribute: str) -> Any:
 
 
 def _begin_totals(opened: session.Session) -> FetchTotals:
-    """The first batch that this process makes for a loader."""
+    """At the first batch that this process prepares for a loader."""
     from stoker.doctor.attach.inside.stages import take_over_open
 
     take_over_open()
@@ -304,7 +297,7 @@ def _begin_totals(opened: session.Session) -> FetchTotals:
 
 
 def _with_clocks(fetcher: Any, attribute: str, source: Any, collate: Any, totals: FetchTotals) -> tuple[Any, Any]:
-    """The fetcher's dataset (or iterator) and collate function with clocks on, made once for each fetcher."""
+    """The fetcher's dataset (or iterator) and collate function, timed; made once for each fetcher."""
     kept = fetcher.__dict__.get("_stoker")
     if kept is not None and kept[0] is source and kept[1] is collate:
         return kept[2], kept[3]
@@ -327,8 +320,8 @@ def _with_clocks(fetcher: Any, attribute: str, source: Any, collate: Any, totals
 def _samples(index: Any, data: Any) -> int:
     if isinstance(index, (list, tuple)):
         return len(index)
-    # Without torch's own batching an item is a sample, or a batch that the dataset has made: then its parts agree
-    # about their length.
+    # Without torch's own batching an item is a sample, or a batch that the dataset has put together: then its parts
+    # have the same length.
     parts = list(data.values()) if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else []
     lengths = {part.shape[0] for part in parts if len(getattr(part, "shape", ())) > 0}
     return int(lengths.pop()) if len(parts) > 1 and len(lengths) == 1 else 1

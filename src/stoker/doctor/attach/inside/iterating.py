@@ -1,4 +1,4 @@
-"""The clock in the training process: how long each batch was waited for, and which loader feeds the optimizer."""
+"""Times the training process: how long it waits for each batch, and which loader feeds the optimizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from stoker.doctor.attach.inside import ring, session
 from stoker.doctor.attach.inside.fetching import fetches
 from stoker.doctor.attach.inside.session import Session, leading_rank, rank_of_environment
 
-# How a DataLoader is set up, and a number for each one that stays the same when it is made anew each epoch.
-
 
 class LoaderNumbers:
-    """Numbers loaders from 1; one that is set up like another that is gone takes over its number."""
+    """Numbers loaders from 1; a loader that is created again each epoch, with the same settings, keeps its number."""
 
     def __init__(self) -> None:
         self._holders: list[tuple[tuple[Any, ...], Any]] = []
@@ -41,7 +39,7 @@ class LoaderNumbers:
 
 
 def shape_of(loader: Any) -> dict[str, Any]:
-    """The settings that a reader of the report wants to know."""
+    """The settings of a DataLoader that a diagnosis needs."""
     size = loader.batch_size
     if size is None and loader.batch_sampler is not None:
         size = getattr(loader.batch_sampler, "batch_size", None)
@@ -68,7 +66,7 @@ def _length(loader: Any) -> int | None:
     """Samples of an epoch, on this rank; None for a stream."""
     from collections.abc import Sized
 
-    if type(loader.sampler).__name__ == "_InfiniteConstantSampler":  # what torch gives to a stream
+    if type(loader.sampler).__name__ == "_InfiniteConstantSampler":  # what torch uses for a stream
         return None
     batches = loader.batch_sampler
     own = getattr(batches, "sampler", None) if loader.batch_size is None and batches is not None else loader.sampler
@@ -78,15 +76,13 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-# The steps of this training process, batch by batch, and the decision that enough has been recorded.
-
-# Events that wait for the device to reach them; more than this, and it lags so far behind that we let go of some.
+# CUDA events that the device has not reached yet; with more it lags so far behind that we drop some.
 MOST_PENDING_EVENTS = 64
 MOST_OPTIMIZER_STEPS = 2**32 - 1
 
 
 class StepLog:
-    """Writes one record for each batch that is taken; a few microseconds each."""
+    """Writes one record for each batch that is taken, in a few microseconds, and decides when enough is recorded."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -103,7 +99,7 @@ class StepLog:
         self._leads = rank_of_environment() in (None, leading_rank())
 
     def optimizer_stepped(self, optimizer: Any) -> None:
-        """The loaders that were read since the step before have fed this one."""
+        """Counts a step; the loaders that were read since the previous one have fed it."""
         self._optimizer_end = time.perf_counter_ns()
         self._optimizer_steps += 1
         for loader in self._since_step:
@@ -124,7 +120,7 @@ class StepLog:
         enter_cpu: int,
         entered: Any,
     ) -> None:
-        """A batch was handed out."""
+        """Records that a batch was taken."""
         leave = time.perf_counter_ns()
         flags = ring.FIRST if first else 0
         at = self._write(loader, flags, ready, samples, started_us if first else 0, enter, leave, enter_cpu)
@@ -137,7 +133,7 @@ class StepLog:
             self._began = leave
         training = not self._votes or loader == max(self._votes, key=self._votes.__getitem__)
         steps, seconds = self._session.steps, self._session.seconds
-        # One batch more than was asked for: its arrival ends the last step.
+        # One batch more than requested: its arrival ends the last step.
         enough_steps = steps is not None and training and bool(self._votes) and taken > steps
         enough_seconds = seconds is not None and leave - self._began > seconds * 1e9
         enough = self._leads and (enough_steps or enough_seconds)
@@ -149,7 +145,7 @@ class StepLog:
             self._session.recording = False
 
     def over(self, loader: int, enter: int, enter_cpu: int) -> None:
-        """The epoch of this loader is over."""
+        """Records that the epoch of this loader is over."""
         self._write(loader, ring.LAST, -1, 0, 0, enter, time.perf_counter_ns(), enter_cpu)
 
     def _write(
@@ -172,7 +168,7 @@ class StepLog:
         return at
 
     def device_event(self) -> Any:
-        """A mark in the device's queue of work; None without a GPU, or before the script uses it."""
+        """An event in the device's queue; None without a GPU, or before the script uses it."""
         cuda = sys.modules.get("torch.cuda")
         if cuda is None or not cuda.is_initialized():
             return None
@@ -181,17 +177,17 @@ class StepLog:
         return event
 
     def _resolve_events(self) -> None:
-        """Reads the marks that the device has passed; asks without waiting, never synchronises."""
+        """Reads the events that the device has passed; never synchronises."""
         while self._pending and self._pending[0][2].query():
             at, entered, left = self._pending.popleft()
-            # From the end of the work before to the arrival of the batch: the time in which the device stood idle.
+            # From the end of the previous work to the arrival of the batch: the time in which the device was idle.
             idle_ns = int(entered.elapsed_time(left) * 1e6)
             self._ring.memory[at + ring.DEVICE_IDLE_AT : at + ring.DEVICE_IDLE_AT + 8] = idle_ns.to_bytes(
                 8, "little", signed=True
             )
 
     def _describe(self, optimizer: Any) -> None:
-        """Once, at the first optimizer step: what is trained, on what."""
+        """Once, at the first optimizer step: what is trained, and on which device."""
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         facts: dict[str, Any] = {"convolves_3d": any(weight.ndim == 5 for weight in weights)}
         cuda, distributed = sys.modules.get("torch.cuda"), sys.modules.get("torch.distributed")
@@ -203,15 +199,13 @@ class StepLog:
         self._session.say(**facts)
 
 
-# The clock in the training process: how long each batch was waited for, and which loader feeds the optimizer.
-
 _now = time.perf_counter_ns
-# Workers whose end we look at: those of the newest iterators.
+# Workers whose exit codes we look at: those of the newest iterators.
 MOST_WORKERS = 256
 
 
 class _Process:
-    """What this process knows of its loaders; a forked child begins anew."""
+    """What this process knows about its loaders; a forked child starts empty."""
 
     def __init__(self) -> None:
         self.log: StepLog | None = None
@@ -224,7 +218,7 @@ class _Process:
         return self.log
 
     def forget(self) -> None:
-        """After a fork: the log and the workers are the parent's."""
+        """After a fork: the log and the workers belong to the parent."""
         self.log = None
         self.workers.clear()
 
@@ -233,7 +227,7 @@ process = _Process()
 
 
 def patch_loaders(module: Any) -> None:
-    """Hangs the clock into DataLoader and its iterators."""
+    """Times DataLoader and its iterators."""
     loader, base, many = module.DataLoader, module._BaseDataLoaderIter, module._MultiProcessingDataLoaderIter
     loader.__iter__ = _clocked_iter(loader.__iter__)
     base.__init__ = _named_after_its_loader(base.__init__)
@@ -248,13 +242,13 @@ def patch_loaders(module: Any) -> None:
 
 
 def patch_optimizers(module: Any) -> None:
-    """Counts optimizer steps; through torch's own hook for all optimizers."""
+    """Counts optimizer steps, through torch's own hook for all optimizers."""
     import sys
 
     compiler = sys.modules.get("torch.compiler")
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
-        # Traced by torch.compile, this line ends the tracing of the hook: a clock in a graph would break it.
+        # Traced by torch.compile, this line ends the tracing of the hook: a timer would break the graph.
         if compiler is not None and compiler.is_compiling():
             return
         opened = session.current()
@@ -280,7 +274,7 @@ def _clocked_iter(original: Any) -> Any:
 
 
 def _named_after_its_loader(original: Any) -> Any:
-    """An iterator remembers the number of its loader, and how many samples an epoch and a batch have."""
+    """Makes an iterator remember the number of its loader, and the samples of an epoch and of a batch."""
 
     @functools.wraps(original)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -327,7 +321,7 @@ def _clocked_next(original: Any) -> Any:
             started_us = self.__dict__.pop("_stoker_started_us", 0)
             entered = log.device_event()
         except Exception as error:
-            opened.failed("a loader could not be watched", error)
+            opened.failed("a loader could not be timed", error)
             return original(self)
         enter_cpu = time.process_time_ns()
         enter = _now()
@@ -346,20 +340,20 @@ def _clocked_next(original: Any) -> Any:
 
 
 def _name_killed_workers() -> None:
-    """At the end of the process: which workers the kernel has killed.
+    """At the end of the process: which workers were killed.
 
-    Not where a batch is taken: torch raises its error from a signal handler, wherever the script happens to be."""
+    Not when a batch is taken: torch raises its error from a signal handler, wherever the script happens to be."""
     opened = session.current()
     with contextlib.suppress(Exception):
         for number, worker in process.workers:
             code = worker.exitcode
-            # SIGTERM is how torch and multiprocessing themselves end workers.
+            # torch and multiprocessing themselves end workers with SIGTERM.
             if opened is not None and code is not None and code < 0 and code != -signal.SIGTERM:
                 opened.say(worker_died=number, exit_code=code)
 
 
 def _ready(iterator: Any) -> int:
-    """Batches that are made and not taken; -1 where nobody knows."""
+    """Batches that are ready and not taken; -1 if unknown."""
     if iterator._num_workers == 0:
         return -1
     waiting = sum(1 for task in iterator._task_info.values() if len(task) == 2)
@@ -370,12 +364,12 @@ def _ready(iterator: Any) -> int:
 
 
 def _samples(iterator: Any) -> int:
-    """Of the batch that was just handed out; the last one of an epoch may be smaller."""
+    """Samples of the batch that was just taken; the last one of an epoch may be smaller."""
     total, size = iterator._stoker_sizes
     if size is None:
         return -1
     if total is None:
         return int(size)
-    # A sampler that repeats itself for ever (timm's) has no last batch.
+    # A sampler that repeats forever (timm's) has no last batch.
     left = total - (iterator._num_yielded - 1) * size
     return int(min(size, left)) if left > 0 else int(size)

@@ -1,7 +1,7 @@
-"""Files of fixed-size records in shared memory: written without a system call, readable after any kind of death.
+"""Files of fixed-size records in shared memory: written without a system call, readable however the process ended.
 
-The newest records win: when the file is full, the oldest are overwritten. Two kinds: `steps` (one record for each
-batch that a training process took) and `fetch` (one for each batch that a worker made, with totals in the header).
+When a file is full, the oldest records are overwritten. There are two kinds: `steps` (one record for each batch that a
+training process took) and `fetch` (one for each batch that a worker prepared, with totals in the header).
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class StepRecord(NamedTuple):
     loader: int
     flags: int
     ready: int
-    """Batches that lay ready on entry; -1 where it is not known."""
+    """Batches that were ready on entry; -1 if unknown."""
     samples: int
-    """Of the batch; -1 where it is not known."""
+    """Samples of the batch; -1 if unknown."""
     optimizer_steps: int
-    """Between the record before and this one."""
+    """Between the previous record and this one."""
     iterator_us: int
-    """What the making of the iterator (starting workers) took; only with FIRST."""
+    """How long creating the iterator (starting workers) took; only with FIRST."""
     enter_ns: int
     exit_ns: int
     optimizer_end_ns: int
-    """When the last optimizer step before this call ended; 0 where there was none."""
+    """When the last optimizer step before this call ended; 0 if there was none."""
     device_idle_ns: int
-    """How long the device had nothing to do meanwhile; -1 where it was not measured."""
+    """How long the device was idle meanwhile; -1 if not measured."""
     enter_cpu_ns: int
     """CPU time of the process, all its threads, on entry."""
 
@@ -68,20 +68,20 @@ class StepRecord(NamedTuple):
 STEP = struct.Struct("<IIiiIIqqqqq")
 DEVICE_IDLE_AT = 48
 FIRST, LAST = 1, 2
-"""Flags: the first batch of an epoch; the call that found the epoch over."""
+"""Flags: the first batch of an epoch; the call that ended the epoch."""
 
 
 class FetchRecord(NamedTuple):
-    """The making of one batch."""
+    """The preparation of one batch."""
 
     began_ns: int
     wall_ns: int
     cpu_ns: int
     run_queue_ns: int
-    """-1 where the kernel does not say."""
+    """-1 if the kernel does not provide it."""
     fetch_ns: int
     bytes: int
-    """Of the batch as it is handed over; -1 where it holds no arrays."""
+    """Of the batch as it is handed over; -1 if it contains no arrays."""
     samples: int
     epoch: int
     """Counts the fetchers of this process: a persistent worker gets a new one for each epoch."""
@@ -93,7 +93,7 @@ FETCH_STRUCT = struct.Struct("<qqqqqqiii4x")
 
 
 class Ring:
-    """The writer's side of such a file."""
+    """A file of records that this process writes."""
 
     def __init__(self, path: str, record: struct.Struct, capacity: int) -> None:
         self.record = record
@@ -102,7 +102,7 @@ class Ring:
         size = HEADER_BYTES + record.size * capacity
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            # Blocks are taken now: a full disk must be an error here, not a SIGBUS in the script's loop.
+            # Allocated now: a full disk must be an error here, not a SIGBUS in the script's loop.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, size)
             else:
@@ -113,7 +113,7 @@ class Ring:
         HEAD.pack_into(self.memory, 0, MAGIC, VERSION, record.size, capacity)
 
     def append(self, *values: int) -> int:
-        """Writes a record; gives where it lies."""
+        """Writes a record; returns its offset in the file."""
         at = HEADER_BYTES + self.record.size * (self.count % self.capacity)
         self.record.pack_into(self.memory, at, *values)
         self.count += 1

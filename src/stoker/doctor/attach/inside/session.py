@@ -1,11 +1,18 @@
-"""Where this process writes its records, how long it shall record, and the notes that it leaves."""
+"""Attaches the timers to this process: where it records and for how long, and the patches of what it imports.
+
+Modules that are already imported are patched at once, the others when they are imported.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
+from contextlib import suppress
 from typing import Any
+
+from stoker.doctor.attach.inside.stages import STAGE_TARGETS
 
 FOLDER_VARIABLE = "STOKER_ATTACH"
 STEPS_VARIABLE = "STOKER_ATTACH_STEPS"
@@ -27,7 +34,7 @@ class Session:
         self._said: set[str] = set()
 
     def say(self, **facts: Any) -> None:
-        """Appends one line of JSON to this process's facts; at once, so that a crash leaves what was said."""
+        """Appends one line of JSON to this process's facts, at once, so that it survives a crash."""
         line = json.dumps(facts, sort_keys=True)
         if line in self._said or len(self._said) >= MOST_LINES:
             return
@@ -43,16 +50,16 @@ class Session:
             self.recording = False
 
     def note(self, text: str) -> None:
-        """Leaves a sentence for the reader of the report."""
+        """Adds a sentence for the reader of the diagnosis."""
         self.say(note=text)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Something of ours did not work: says so, and never again tries to record in this process."""
+        """Notes that something of ours failed, and stops recording in this process."""
         self.recording = False
         self.note(f"{what}: {type(error).__name__}: {error}; recording stopped in process {os.getpid()}")
 
     def after_fork(self) -> None:
-        """A child begins its own list: its lines go into a file of its own."""
+        """Starts a new list in a child: its lines go into its own file."""
         self._said = set()
 
 
@@ -60,12 +67,12 @@ _current: list[Session] = []
 
 
 def current() -> Session | None:
-    """The session of this process; None where nobody watches."""
+    """The session of this process; None if it is not being recorded."""
     return _current[0] if _current else None
 
 
 def begin(folder: str, steps: int | None = None, seconds: float | None = None) -> Session:
-    """Opens the session of this process; a second call gives the first one's."""
+    """Opens the session of this process; later calls return the same one."""
     if not _current:
         _current.append(Session(folder, steps, seconds))
         _current[0].say(started_ns=time.perf_counter_ns(), clock_s=time.time(), rank=rank_of_environment())
@@ -82,6 +89,110 @@ def rank_of_environment() -> int | None:
 
 
 def leading_rank() -> int:
-    """The rank whose steps count: 0, or our own where the doctor itself was started once for each rank."""
+    """The rank whose steps count: 0, or our own if the doctor itself was started once for each rank."""
     value = os.environ.get(LEADING_RANK_VARIABLE, "")
     return int(value) if value.isdigit() else 0
+
+
+FETCHERS = "torch.utils.data._utils.fetch"
+LOADERS = "torch.utils.data.dataloader"
+OPTIMIZERS = "torch.optim.optimizer"
+WATCHED = frozenset({FETCHERS, LOADERS, OPTIMIZERS, *STAGE_TARGETS})
+
+
+class _PatchingFinder:
+    """Lets the other finders find a module, and patches it once it is loaded."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in WATCHED:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is cls or find is None:
+                continue
+            spec = find(name, path, target)
+            if spec is not None:
+                _patch_after_loading(name, spec)
+                return spec
+        return None
+
+
+def _patch_after_loading(name: str, spec: Any) -> None:
+    load = getattr(spec.loader, "exec_module", None)
+    if load is None:
+        return
+
+    def exec_module(module: Any) -> None:
+        load(module)
+        patch(name, module)
+
+    # On the loader object, which belongs to this one module: its type, which others look at, is unchanged.
+    try:
+        spec.loader.exec_module = exec_module
+    except AttributeError:
+        _note(f"{name} was loaded in a way that cannot be timed")
+
+
+def patch_on_import() -> None:
+    """Patches what is already imported, and the rest when it is imported."""
+    if _PatchingFinder in sys.meta_path:
+        return
+    for name in WATCHED:
+        module = sys.modules.get(name)
+        if module is not None:
+            patch(name, module)
+    sys.meta_path.insert(0, _PatchingFinder)
+
+
+def patch(name: str, module: Any) -> None:
+    """Attaches timers to one module; a failure is noted and leaves the module unchanged."""
+    try:
+        if name == FETCHERS:
+            from stoker.doctor.attach.inside.fetching import patch_fetchers
+
+            patch_fetchers(module)
+        elif name == LOADERS:
+            from stoker.doctor.attach.inside.iterating import patch_loaders
+
+            patch_loaders(module)
+        elif name == OPTIMIZERS:
+            from stoker.doctor.attach.inside.iterating import patch_optimizers
+
+            patch_optimizers(module)
+        else:
+            from stoker.doctor.attach.inside.stages import patch_stages
+
+            patch_stages(module, STAGE_TARGETS[name])
+    except Exception as error:  # the script comes first
+        _note(f"{name} could not be timed: {type(error).__name__}: {error}")
+
+
+def _note(text: str) -> None:
+    opened = current()
+    if opened is not None:
+        opened.note(text)
+
+
+def start_from_environment() -> None:
+    """Starts in a process of run_attached or of a watching parent; does nothing in any other."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    # A process that outlives the doctor finds the folder gone, and is not recorded.
+    if folder and os.path.isdir(folder):  # noqa: PTH112 - in every Python process of the script: few imports
+        start(folder, _number(STEPS_VARIABLE), _number(SECONDS_VARIABLE))
+
+
+def start(folder: str, steps: float | None = None, seconds: float | None = None) -> Session:
+    """Records this process into the folder, until it ends or the limit is reached."""
+    opened = begin(folder, None if steps is None else int(steps), seconds)
+    try:
+        patch_on_import()
+    except Exception as error:  # the script comes first
+        opened.failed("timers could not be attached", error)
+    return opened
+
+
+def _number(variable: str) -> float | None:
+    with suppress(KeyError, ValueError):
+        return float(os.environ[variable])
+    return None

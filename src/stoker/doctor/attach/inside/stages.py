@@ -1,4 +1,8 @@
-"""A stack of stages for the thread that makes a batch, and the functions and files that belong to each."""
+"""Splits the time of preparing a batch into stages: which functions and files belong to which, and a stack of timers.
+
+Time counts for the innermost of nested calls: a parent's timer stops while its child runs, so decoding inside an
+augmentation pipeline counts as decoding. To support another library, add a line to `STAGE_TARGETS`.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,15 @@ from typing import Any
 
 from stoker.clock.costs import read_schedule
 
-# Which functions of which libraries belong to which stage of making a batch.
-#
-# A line here is all that a further library needs. Time is counted for the innermost of nested calls: what
-# an augmentation pipeline spends on decoding counts as decoding.
-
 OTHER, FETCH, SOCKET, DECODE, READ_AND_DECODE, AUGMENT, COLLATE = range(7)
-"""READ_AND_DECODE: one call does both, out of our sight. Its blocked time was reading, the rest decoding."""
+"""READ_AND_DECODE: one call does both. Its blocked time was reading, the rest decoding."""
 STAGE_COUNT = 7
 
 # Pillow calls `load` before every operation; once an image is decoded it has no tiles left.
 NOTHING_TO_DO_WITHOUT = {"ImageFile.load": "tile"}
 
 STAGE_TARGETS: dict[str, tuple[tuple[str, int], ...]] = {
-    # Reading happens in files that `open` has opened (opened_files.py); what is left of these is decoding.
+    # Reading happens in files that `open_timed` has opened; the rest of these calls is decoding.
     "PIL.Image": (("open", DECODE),),
     "PIL.ImageFile": (("ImageFile.load", DECODE),),
     "PIL.TiffImagePlugin": (("TiffImageFile.load", DECODE),),
@@ -58,14 +57,8 @@ STAGE_TARGETS: dict[str, tuple[tuple[str, int], ...]] = {
 }  # fmt: skip
 
 
-# A stack of stages for the thread that makes a batch: a parent's clock stops while its child runs.
-#
-# Each boundary closes a piece of time and gives it to the stage on top: wall time, time on a core, and time ready
-# to run. The kernel is asked for the second only where a piece was long, and for the third only where the first two
-# differ: most pieces are short and never left their core.
-
-# A piece that is shorter counts as run, and one that was off its core for less as not queued: asking for a thread's
-# CPU time takes 0.3 to 1.2 µs, reading schedstat about 3 µs.
+# A shorter piece counts as run, and one that was off its core for less as not queued: asking for a thread's CPU time
+# takes 0.3 to 1.2 µs, reading schedstat about 3 µs.
 WORTH_ASKING_NS = 20_000
 WRAPPED = "_stoker_wrapped"
 
@@ -74,30 +67,32 @@ _cpu_ns = time.thread_time_ns
 
 
 class StageClock:
-    """Splits the time of a loader's batches, one after another, in the thread that makes them.
+    """Splits the time of a loader's batches, one after another, in the thread that prepares them.
 
-    The lists are sums over all batches so far: a batch is the difference of two readings."""
+    Each boundary ends a piece of time and adds it to the stage on top: wall time, time on a core, and time waiting
+    for a core. The kernel is asked for the second only if the piece was long, and for the third only if the first two
+    differ: most pieces are short and never left their core. The lists are sums over all batches so far."""
 
     def __init__(self) -> None:
         self.socket_bytes = 0
         self.opened: Any = None
-        """The path that was opened last, and not yet given to a sample."""
+        """The path that was opened last, and not yet assigned to a sample."""
         self.knows_run_queue = read_schedule() is not None
         self.wall = [0] * STAGE_COUNT
         self.off_core = [0] * STAGE_COUNT
         self.run_queue = [0] * STAGE_COUNT
         self.calls = [0] * STAGE_COUNT
         self.queued_ns = 0
-        """What this thread has stood in the run queue, as far as it was asked for."""
+        """How long this thread has waited for a core, as of the last time the kernel was asked."""
         self.began_ns = self.took_ns = self.ran_ns = self.queue_ns = 0
-        """Of the batch that was made last."""
+        """Of the last batch."""
         self._stage = OTHER
         self._stack: list[int] = []
         self._off_before = 0
         self._last_wall = self._last_cpu = self._asked_wall = 0
 
     def begin(self) -> None:
-        """A batch begins; this thread's calls count from here on."""
+        """Starts a batch; this thread's calls count from here on."""
         self._stack.clear()
         self._stage = OTHER
         schedule = read_schedule() if self.knows_run_queue else None
@@ -108,7 +103,7 @@ class StageClock:
         self._last_wall = self._asked_wall = self.began_ns = _wall_ns()
 
     def end(self) -> None:
-        """The batch is made."""
+        """Ends the batch."""
         self.close_piece()
         here.clock = None
         self.took_ns = self._last_wall - self.began_ns
@@ -132,7 +127,7 @@ class StageClock:
         self._stage = self._stack.pop() if self._stack else OTHER
 
     def close_piece(self) -> None:
-        """Gives the time since the last boundary to the stage on top."""
+        """Adds the time since the last boundary to the stage on top."""
         wall, top = _wall_ns(), self._stage
         took = wall - self._last_wall
         self._last_wall = wall
@@ -141,7 +136,7 @@ class StageClock:
             self._ask(wall, took, top)
 
     def _ask(self, wall: int, took: int, stage: int) -> None:
-        """Why a long piece was long: asks the kernel how much of it this thread did not run, and why."""
+        """Asks the kernel how much of a long piece this thread did not run, and why."""
         cpu = _cpu_ns()
         off_core = (wall - self._asked_wall) - (cpu - self._last_cpu)
         self._asked_wall, self._last_cpu = wall, cpu
@@ -161,12 +156,12 @@ class _Here(threading.local):
 
 
 here = _Here()
-"""The clock of the thread that is making a batch; None in every other thread."""
+"""The clock of the thread that is preparing a batch; None in every other thread."""
 
 
 def timed(function: Callable[..., Any], stage: int, only_with: str | None = None) -> Callable[..., Any]:
-    """The same function; inside the making of a batch its time counts for the stage. `only_with` names an attribute
-    without which a method has nothing to do, and needs no clock."""
+    """The same function; while a batch is prepared, its time counts for the stage. `only_with` names an attribute
+    without which a method has nothing to do and need not be timed."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +178,7 @@ def timed(function: Callable[..., Any], stage: int, only_with: str | None = None
         return got
 
     setattr(call, WRAPPED, True)
-    # TorchScript compiles a function from its source: it is shown the function's own (torchvision.io's are scripted).
+    # TorchScript compiles a function from its source: point it to the original (torchvision.io's are scripted).
     call.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": function})
     return call
 
@@ -196,7 +191,7 @@ def _bytes_of(received: Any) -> int:
 
 
 def patch_stages(module: Any, targets: tuple[tuple[str, int], ...]) -> None:
-    """Wraps the named functions and methods of a module; one that this version lacks is passed over."""
+    """Wraps the named functions and methods of a module; those that this version lacks are skipped."""
     for qualified, stage in targets:
         *classes, name = qualified.split(".")
         owner = module
@@ -210,17 +205,15 @@ def patch_stages(module: Any, targets: tuple[tuple[str, int], ...]) -> None:
         setattr(owner, name, timed(function, stage, NOTHING_TO_DO_WITHOUT.get(qualified)))
 
 
-# Files that a dataset opens for reading: their reads count as fetching, and their names name the samples.
-
 _open = builtins.open
 BINARY_READING = ("rb", "br")
 
 
 class TimedFile(io.FileIO):
-    """The file under what `open(path, "rb")` gives, with a clock on what really reads.
+    """The raw file of `open(path, "rb")`, with its real reads timed; its path names the sample.
 
     Under the buffer, not in place of it: Pillow reads a JPEG's header in 40 small pieces, most of which come from the
-    buffer; a clock on each of them took 0.2 ms a sample."""
+    buffer; timing each of them took 0.2 ms a sample."""
 
     def readinto(self, buffer: Any, /) -> int | None:
         clock = here.clock
@@ -244,7 +237,7 @@ class TimedFile(io.FileIO):
 
 
 def open_timed(*args: Any, **kwargs: Any) -> Any:
-    """`open`, as it always was; inside the making of a batch, opening and reading count as fetching."""
+    """`open`, unchanged; while a batch is prepared, opening and reading count as fetching."""
     clock = here.clock
     if clock is None:
         return _open(*args, **kwargs)
@@ -264,7 +257,7 @@ def open_timed(*args: Any, **kwargs: Any) -> Any:
 
 
 def take_over_open() -> None:
-    """Puts our `open` in place of Python's; done in a process only once it makes batches."""
+    """Replaces Python's `open` by ours, in a process that prepares batches."""
     if builtins.open is _open:
         for name in ("__module__", "__qualname__", "__name__", "__doc__", "__text_signature__"):
             if hasattr(_open, name):

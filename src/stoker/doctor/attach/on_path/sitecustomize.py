@@ -1,6 +1,6 @@
-"""Found by Python at its start, because run_attached puts this folder on PYTHONPATH: hangs the clock in.
+"""Attaches the timers when Python starts; Python finds this file because run_attached puts its folder on PYTHONPATH.
 
-A sitecustomize that the user already has is run as well. Nothing here may stop the script from starting.
+The user's own sitecustomize, if there is one, runs as well. Nothing here may stop the script from starting.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ def _is_here(entry: str) -> bool:
 
 
 class _StokerFinder:
-    """Finds `stoker` where the doctor runs from; asked last, so that one in the script's environment comes first."""
+    """Finds `stoker` where the doctor runs from; asked last, so that one in the script's environment is preferred."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]  # noqa: ARG004
@@ -45,9 +45,9 @@ def _run_the_users_own() -> None:
 
 with contextlib.suppress(Exception):
     sys.meta_path.append(_StokerFinder)
-    from stoker.doctor.attach.inside.start import start_from_environment
+    from stoker.doctor.attach.inside.session import start_from_environment
 
     start_from_environment()
-# The folder has done its work; what the script sees of sys.path is what it would have seen without us.
+# The folder is no longer needed: the script sees the sys.path that it would have had without us.
 sys.path[:] = [entry for entry in sys.path if not _is_here(entry)]
 _run_the_users_own()

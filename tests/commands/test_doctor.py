@@ -1,4 +1,4 @@
-"""`stoker doctor` from outside: scripts stay their own, gates fail, JSON is one document."""
+"""`stoker doctor` from outside: scripts run unchanged, gates fail, JSON is one document."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Late(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_script_that_reads_over_a_network_is_told_what_a_local_copy_would_bring(stoker: Run, script: Path) -> None:
+def test_a_script_that_reads_over_a_network_gets_the_speed_up_of_a_local_copy(stoker: Run, script: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Late) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         reading = f"urllib.request.urlopen('http://127.0.0.1:{server.server_port}/').read()"
@@ -122,12 +122,12 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_script_runs(
         assert "it ran" not in said.out
 
 
-def test_a_script_without_a_loader_is_told_so(stoker: Run) -> None:
+def test_a_script_without_a_loader_has_no_verdict(stoker: Run) -> None:
     gate = ["--fail-if", "wait_share>0.1"]
     ended = stoker("doctor", "--json", *gate, "--", sys.executable, "-c", "print('hello')")
     assert ended.json["verdict"] == "unknown"
     assert ended.json["findings"] == []
-    # A gate does not pass because nobody looked.
+    # A gate does not pass unmeasured.
     assert ended.code == 1
     assert "wait_share was not measured" in ended.err
 
@@ -147,14 +147,14 @@ def test_a_script_without_a_loader_is_told_so(stoker: Run) -> None:
         (["doctor", "x.yaml", "--nope"], "No such option"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_contradictory_arguments_are_refused(
     arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
     assert expected in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_run_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_an_error_with_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main(["doctor", str(folder)]) == 1
         assert "hint:" in capsys.readouterr().err
@@ -213,7 +213,7 @@ def test_a_run_is_judged_by_its_clock_and_its_predictions_are_kept(
 
 @pytest.fixture(scope="module")
 def large_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config whose pictures take some time to decode, and nobody makes them while the consumer is busy."""
+    """A config whose pictures take some time to decode, and are not decoded while the consumer is busy."""
     folder = tmp_path_factory.mktemp("large")
     data = write_images(folder / "data", train=16, side=900)
     return write_config(folder, data, num_workers=0, index_dir=str(folder / "index"), runs_dir=str(folder / "runs"))
@@ -296,7 +296,7 @@ def test_a_prediction_of_one_consumer_is_not_settled_by_another(tmp_path: Path) 
     assert settle_predictions(tmp_path, after) is not None
 
 
-def test_a_torn_last_line_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "predictions.jsonl").write_text('{"label": "x"}\n[1]\n{"label": ')
     assert settle_predictions(tmp_path, starved(cpu=0.04)) is None
 

@@ -1,4 +1,4 @@
-"""Commands into which no clock can be hung, and scripts that have nothing to watch."""
+"""Commands that timers cannot be attached to, and scripts that have nothing to time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stoker.errors import UsageError, UserError
         (["torchrun", "-I", "train.py"], None),
     ],
 )
-def test_options_that_shut_the_clock_out_are_found(command: list[str], option: str | None) -> None:
+def test_options_that_prevent_attaching_are_found(command: list[str], option: str | None) -> None:
     assert isolating_option(command) == option
 
 
@@ -34,7 +34,7 @@ def test_an_isolated_python_is_refused_with_the_one_line_that_works() -> None:
     assert "import stoker; stoker.watch()" in str(refused.value.hint)
 
 
-def test_a_python_that_is_isolated_out_of_our_sight_is_told_afterwards(
+def test_a_python_that_a_shell_script_isolates_is_reported_afterwards(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "run.sh"
@@ -55,7 +55,7 @@ def test_commands_that_do_not_exist_are_named() -> None:
         run_attached([])
 
 
-def test_a_file_that_is_no_program_is_refused_with_a_hint(tmp_path: Path) -> None:
+def test_a_file_that_is_not_executable_is_refused_with_a_hint(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
     with pytest.raises(UserError) as refused:

@@ -1,4 +1,4 @@
-"""However the script ends: its output and its exit code are its own, and what was seen so far is there."""
+"""However the script ends, it keeps its output and exit code, and what was recorded so far is there."""
 
 from __future__ import annotations
 

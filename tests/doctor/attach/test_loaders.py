@@ -1,4 +1,4 @@
-"""Streams, loaders without workers, several loaders; and that sleeping is told apart from computing."""
+"""Streams, loaders without workers, several loaders; and that sleeping is distinguished from computing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_stream_has_samples_but_no_length(attached: Attached) -> None:
     assert {batch.worker for batch in seen.batches[:2]} == {0, 1}  # in the order in which they were handed out
 
 
-def test_without_workers_batches_are_made_in_the_loop_and_validation_stands_apart(attached: Attached) -> None:
+def test_without_workers_batches_are_made_in_the_loop_and_validation_is_not_included(attached: Attached) -> None:
     seen = attached("plain.py", "--workers", "0", "--validate").observed
     assert seen is not None
     assert seen.loader is not None
@@ -40,7 +40,7 @@ def sleeping_and_spinning() -> AttachResult:
     )  # fmt: skip
 
 
-def test_sleeping_and_computing_are_told_apart_on_a_machine_that_is_busy(sleeping_and_spinning: AttachResult) -> None:
+def test_sleeping_and_computing_are_distinguished_on_a_busy_machine(sleeping_and_spinning: AttachResult) -> None:
     # Three workers that spin, on what may be two cores that others use as well: much of the time is in the queue.
     seen = sleeping_and_spinning.observed
     assert seen is not None

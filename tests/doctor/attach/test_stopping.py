@@ -1,4 +1,4 @@
-"""A script is stopped after the steps or seconds that were asked for, or by a signal, which it may handle."""
+"""A script is stopped after the requested steps or seconds, or by a signal, which it may handle."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.doctor.attach.conftest import SCRIPTS, Attached
 from tests.support.waiting import DEADLINE_S, wait_until
 
 
-def test_after_the_steps_that_were_asked_for_the_script_and_its_workers_are_ended(attached: Attached) -> None:
+def test_after_the_requested_steps_the_script_and_its_workers_are_ended(attached: Attached) -> None:
     result = attached("plain.py", "--workers", "1", "--samples", "4000", "--epochs", "100", steps=12)
     assert result.stopped
     assert result.exit_code == 0
     assert result.observed is not None
-    assert result.observed.steps == 11  # the first of the epoch stands apart
+    assert result.observed.steps == 11  # the first of the epoch is not included
     assert any("stopped" in note for note in result.notes)
 
 
-def test_after_the_seconds_that_were_asked_for_too(attached: Attached) -> None:
+def test_after_the_requested_seconds_too(attached: Attached) -> None:
     result = attached("plain.py", "--workers", "0", "--samples", "4000", "--epochs", "100", seconds=0.5)
     assert result.stopped
     assert result.observed is not None
@@ -59,7 +59,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_script_once_and_the_report_follows(tmp
     out, _ = terminal.communicate(b"\x03", timeout=DEADLINE_S)
     text = out.decode()
     assert text.count("interrupted") == 1
-    # It was left the time that it needs, and nobody interrupted it a second time.
+    # It got the time that it needs, and was not interrupted a second time.
     assert "saved after the interrupt" in text
     assert text.index("saved after the interrupt") < text.index("verdict: ")
     assert terminal.returncode == 6

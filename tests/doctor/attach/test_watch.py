@@ -1,4 +1,4 @@
-"""`stoker.watch()` in one line of a script, and reading back what it left."""
+"""`stoker.watch()` in one line of a script, and reading back what it recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script does with patched functions besides calling them works as without the clock."""
+"""What a script does with patched functions besides calling them works as without timers."""
 
 from __future__ import annotations
 

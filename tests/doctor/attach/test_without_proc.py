@@ -1,4 +1,4 @@
-"""A system without /proc, as macOS is one: what can be seen is told, and what cannot is named."""
+"""A system without /proc, such as macOS: what can be measured is reported, and what cannot is named."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(command: list[str], folder: Path) -> dict[str, Any]:
     return document
 
 
-def test_a_script_is_told_its_waits_and_what_could_not_be_seen(without_proc: list[str], tmp_path: Path) -> None:
+def test_a_scripts_waits_are_reported_with_what_could_not_be_measured(without_proc: list[str], tmp_path: Path) -> None:
     script = [sys.executable, str(SCRIPTS / "plain.py"), "--workers", "2", "--samples", "200", "--sleep-ms", "5"]
     found = run([*without_proc, sys.executable, "-m", "stoker", "doctor", "--json", "--", *script], tmp_path)
     assert found["wait_share"] > 0.05

@@ -201,8 +201,8 @@ def _accelerator(facts: dict[str, Any]) -> AcceleratorFacts | None:
 
 
 def _host_of(abouts: dict[int, About]) -> HostFacts | None:
-    told = [about.facts["host"] for about in abouts.values() if "host" in about.facts]
-    return HostFacts(**told[0]) if told else None
+    hosts = [about.facts["host"] for about in abouts.values() if "host" in about.facts]
+    return HostFacts(**hosts[0]) if hosts else None
 
 
 def _missing(made: Sequence[FetchFile], about: About) -> list[str]:

@@ -16,7 +16,7 @@ from stoker.doctor.attach.inside.stages import AUGMENT, COLLATE, DECODE, FETCH, 
 # count, only the first one after it.
 SHARE_OF_STEPS_FED = 0.5
 MOST_BATCHES = 512
-# Four times the median is beyond the spread that image sizes and busy cores bring (a JPEG of twice the side takes
+# Four times the median is beyond the spread of image sizes and busy cores (a JPEG of twice the side takes
 # four times as long); below 5 ms a single sample delays nothing that a prefetched batch would not hide.
 FAR_LONGER, WORTH_NAMING_S = 4.0, 0.005
 MOST_SLOW_SAMPLES = 8

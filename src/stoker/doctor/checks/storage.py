@@ -6,7 +6,7 @@ from stoker.doctor.checks.case import Case, Hit, check, waiting_for_data
 from stoker.plan.records import Estimate
 
 BANDWIDTH_USED = 0.7
-"""Share of what many readers reached together; above it, more requests at once bring no more."""
+"""Share of what many readers reached together; above it, more requests at once do not help."""
 LATENCY_SHARE = 0.5
 """Share of a sample's blocked time that passes before its first byte."""
 
@@ -63,7 +63,7 @@ def remote_storage_answers_late(case: Case) -> Hit | None:
 def remote_bandwidth_is_used(case: Case) -> Hit | None:
     """What: workers are blocked most of the time, and remote storage delivers all the bytes per second that it can.
 
-    Why: more requests at once bring no more; smaller samples or a local copy do.
+    Why: more requests at once do not help; smaller samples or a local copy do.
 
     Example: a bucket behind a 1 Gb/s link: 125 MB/s, 1,100 photographs/s for all nodes together.
     """
@@ -112,7 +112,7 @@ def _kind(case: Case) -> str:
 
 
 def _bandwidth_is_used(case: Case) -> bool | None:
-    """Whether more requests at once would bring no more bytes; None if unknown."""
+    """Whether more requests at once would not deliver more bytes; None if unknown."""
     storage, observed = case.observed.storage, case.observed
     if storage is None or not storage.bytes_per_sample or observed.images_per_second is None:
         return None

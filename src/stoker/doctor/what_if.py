@@ -47,7 +47,7 @@ FEWEST_BATCHES = 8
 
 
 @dataclass(frozen=True)
-class Model:
+class LoaderModel:
     """What the simulation needs, from an observation."""
 
     setup: Setup
@@ -62,11 +62,11 @@ class Model:
     """What storage can deliver at most, however many workers ask."""
 
 
-Change = Callable[[Model], Model]
+Change = Callable[[LoaderModel], LoaderModel]
 Drawn = NDArray[np.int64]
 
 
-def speed_up(model: Model, change: Change, *, error: float = MODEL_ERROR, seed: int = 0) -> Estimate:
+def speed_up(model: LoaderModel, change: Change, *, error: float = MODEL_ERROR, seed: int = 0) -> Estimate:
     """How much faster the loop would be with the change."""
     changed = change(model)
     ratios = [_ratio(model, changed, np.random.default_rng(seed + number)) for number in range(BOOTSTRAPS)]
@@ -78,14 +78,14 @@ def speed_up(model: Model, change: Change, *, error: float = MODEL_ERROR, seed: 
     return Estimate(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
 
 
-def rate_of(model: Model) -> float:
+def rate_of(model: LoaderModel) -> float:
     """Batches a second of one simulation."""
     count = DRAWN + 4 * model.setup.workers
     rng = np.random.default_rng(0)
     return _rate(model, _draw(rng, len(model.batches), count), _draw(rng, len(model.steps), count))
 
 
-def _ratio(model: Model, changed: Model, rng: np.random.Generator) -> float:
+def _ratio(model: LoaderModel, changed: LoaderModel, rng: np.random.Generator) -> float:
     count = DRAWN + 4 * max(model.setup.workers, changed.setup.workers)
     # The same draws for both: what is unusual about a draw cancels out.
     batches, steps = _draw(rng, len(model.batches), count), _draw(rng, len(model.steps), count)
@@ -99,7 +99,7 @@ def _draw(rng: np.random.Generator, of: int, count: int) -> Drawn:
     return ((starts[:, None] + np.arange(TOGETHER)) % of).ravel()[:count]
 
 
-def _rate(model: Model, batches: Drawn, steps: Drawn) -> float:
+def _rate(model: LoaderModel, batches: Drawn, steps: Drawn) -> float:
     found = simulate(
         model.setup, [model.batches[i] for i in batches], [model.steps[i] for i in steps]
     ).batches_per_second
@@ -125,7 +125,7 @@ def what_if(observed: Observed, *, takes_turns: bool = False) -> tuple[Predictio
 
 
 def _prediction(
-    model: Model,
+    model: LoaderModel,
     name: str,
     label: str,
     change: Change,
@@ -144,7 +144,7 @@ def with_loader(workers: int, prefetch: int | None = None) -> Change:
     )
 
 
-def _workers(model: Model, shape: LoaderShape) -> Prediction | None:
+def _workers(model: LoaderModel, shape: LoaderShape) -> Prediction | None:
     cores = max(1, round(model.setup.cores))
     most = min(MOST_WORKERS, WORKERS_PER_CORE * cores)
     counts = sorted({count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, cores) if count <= most})
@@ -160,7 +160,7 @@ def _workers(model: Model, shape: LoaderShape) -> Prediction | None:
     return _prediction(model, "workers", label, with_loader(wanted), (("num_workers", wanted),))
 
 
-def _prefetch(model: Model, shape: LoaderShape) -> Prediction | None:
+def _prefetch(model: LoaderModel, shape: LoaderShape) -> Prediction | None:
     if shape.workers == 0:
         return None
     now, more = model.setup.prefetch, model.setup.prefetch * 2
@@ -170,7 +170,7 @@ def _prefetch(model: Model, shape: LoaderShape) -> Prediction | None:
     return _prediction(model, "prefetch", f"prefetch_factor {now} -> {more}", change, (("prefetch_factor", more),))
 
 
-def _staging(model: Model, observed: Observed) -> Prediction | None:
+def _staging(model: LoaderModel, observed: Observed) -> Prediction | None:
     """Reading from a local disk: the blocked time of fetching becomes what that disk, or the page cache, takes."""
     storage = observed.storage
     if model.fetching is None or storage is None or storage.remote is False:
@@ -192,7 +192,7 @@ def _staging(model: Model, observed: Observed) -> Prediction | None:
     )
 
 
-def _packing(model: Model, observed: Observed) -> Prediction | None:
+def _packing(model: LoaderModel, observed: Observed) -> Prediction | None:
     """Smaller images in shards: less to decode. Measured for our own decoding only."""
     decode, storage = observed.stages.get("decode"), observed.storage
     if observed.source == "script" or decode is None or storage is None or storage.packed is not False:
@@ -213,11 +213,11 @@ def _packing(model: Model, observed: Observed) -> Prediction | None:
     )
 
 
-def _faster_accelerator(model: Model) -> Model:
+def _faster_accelerator(model: LoaderModel) -> LoaderModel:
     return replace(model, steps=tuple(Work(step.cpu_s / 2, step.blocked_s / 2) for step in model.steps))
 
 
-def model_of(observed: Observed) -> Model | None:
+def model_of(observed: Observed) -> LoaderModel | None:
     """The observation as input of the simulation; None if too little was measured."""
     rate, shape = observed.images_per_second, observed.loader
     known = [b for b in observed.batches if b.cpu_s is not None and b.blocked_s is not None]
@@ -243,7 +243,7 @@ def model_of(observed: Observed) -> Model | None:
     if fetching is not None:
         # Threads that compute for a waiting worker do so on the core that it leaves.
         batches = tuple(Work(b.cpu_s + f.cpu_s, b.blocked_s - f.cpu_s) for b, f in zip(batches, fetching, strict=True))
-    return Model(
+    return LoaderModel(
         setup=Setup(
             workers=shape.workers,
             prefetch=shape.prefetch or 2,

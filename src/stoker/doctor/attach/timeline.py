@@ -21,7 +21,9 @@ MOST_BATCHES = 512
 FAR_LONGER, WORTH_NAMING_S = 4.0, 0.005
 MOST_SLOW_SAMPLES = 8
 
-RAW_STAGES = {"fetch": (FETCH, SOCKET), "decode": (DECODE,), "augment": (AUGMENT,), "collate": (COLLATE,), "other": (OTHER,)}  # fmt: skip  # noqa: E501
+RAW_STAGES = {
+    "fetch": (FETCH, SOCKET), "decode": (DECODE,), "augment": (AUGMENT,), "collate": (COLLATE,), "other": (OTHER,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -243,8 +243,6 @@ def patch_loaders(module: Any) -> None:
 
 def patch_optimizers(module: Any) -> None:
     """Counts optimizer steps, through torch's own hook for all optimizers."""
-    import sys
-
     compiler = sys.modules.get("torch.compiler")
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature

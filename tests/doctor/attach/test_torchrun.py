@@ -1,4 +1,4 @@
-"""Several ranks under torchrun: the time is rank 0's."""
+"""Several ranks under torchrun: the times are those of rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_of_two_ranks_rank_0_is_reported() -> None:
     script = [str(SCRIPTS / "plain.py"), "--workers", "1", "--epochs", "1"]
     result = run_attached([torchrun, "--standalone", "--nproc-per-node", "2", *script])
     assert result.exit_code == 0
-    assert any(note == "2 ranks trained; this is rank 0's time" for note in result.notes)
+    assert any(note == "2 ranks trained; these are the times of rank 0" for note in result.notes)
     assert result.observed is not None
     assert result.observed.steps == 7
     assert len(result.observed.batches) == 8

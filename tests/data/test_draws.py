@@ -22,7 +22,7 @@ def test_a_key_depends_on_its_sample_alone_and_not_on_the_batch() -> None:
     assert np.array_equal(uniforms(whole[some], CROP, 22), uniforms(whole, CROP, 22)[some])
 
 
-def test_numbers_do_not_depend_on_how_many_are_asked_for() -> None:
+def test_numbers_do_not_depend_on_how_many_are_drawn() -> None:
     assert np.array_equal(uniforms(keys(), CROP, 5), uniforms(keys(), CROP, 22)[:, :5])
 
 
@@ -31,13 +31,13 @@ def test_seed_epoch_sample_and_repeat_each_change_the_key() -> None:
     assert len(np.unique(found)) == len(found)
 
 
-def test_seed_and_epoch_do_not_stand_for_each_other() -> None:
+def test_seed_and_epoch_are_not_interchangeable() -> None:
     found = {int(mix(seed, epoch)) for seed in range(100) for epoch in range(100)}
     assert len(found) == 10_000
 
 
 def test_the_values_are_fixed_forever() -> None:
-    """A changed hash would silently give every resumed run another stream."""
+    """A changed hash would silently give every resumed run a different stream."""
     assert int(mix(1, 2)) == 13798864857527202286
     numbers = uniforms(sample_keys(42, 7, np.array([5]), np.array([0])), CROP, 2)
     assert numbers[0].tolist() == [
@@ -59,11 +59,11 @@ def test_columns_purposes_epochs_and_neighbours_are_independent() -> None:
     crop, flip, next_epoch = uniforms(keys(), CROP, 4), uniforms(keys(), FLIP, 4), uniforms(keys(epoch=3), CROP, 4)
     first = crop[:, 0]
     others = [*crop[:, 1:].T, *flip.T, *next_epoch.T, np.roll(first, 1), np.roll(first, 2)]
-    # Of 4,000 independent pairs the correlation is 0 with a spread of 1 / sqrt(4000).
+    # For 4,000 independent pairs the correlation is 0 with a standard deviation of 1 / sqrt(4000).
     assert max(abs(np.corrcoef(first, other)[0, 1]) for other in others) < 5 / math.sqrt(4000)
 
 
-def test_any_whole_number_is_a_seed_and_nothing_warns() -> None:
+def test_any_integer_is_a_seed_without_warnings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = {int(mix(seed, 0)) for seed in (-1, 0, 1, 2**63, 2**64 - 2, -(2**62))}

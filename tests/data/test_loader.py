@@ -1,4 +1,4 @@
-"""The stream of samples is the same for any engine, any number of workers and ranks, and after any resume."""
+"""The stream of samples is the same with any engine, any number of workers and ranks, and after any resume."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stoker.tasks.image_data import (
 from stoker.train.ranks import Ranks
 from tests.support.waiting import is_running, wait_until
 
-SAMPLES = 47  # a prime: nothing divides it
+SAMPLES = 47  # a prime, so that nothing divides it
 
 
 def make_images(root: Path, split: str, count: int, classes: int = 3) -> None:
@@ -75,7 +75,7 @@ Entry = tuple[int, int, bool, str]
 
 
 def entries(batch: Batch) -> list[Entry]:
-    """What a batch holds, sample by sample: number, label, flip, and the very pixels."""
+    """The contents of a batch, sample by sample: index, label, flip and exact pixels."""
     images = batch.images.numpy()
     return [
         (int(sample), int(label), bool(flip), hashlib.sha1(image.tobytes()).hexdigest())
@@ -132,7 +132,7 @@ def test_a_resume_anywhere_continues_the_same_stream(data: Path, reference: list
         loader.close()
 
 
-def test_three_resumes_in_one_epoch_with_other_workers_and_ranks_lose_and_repeat_nothing(data: Path) -> None:
+def test_three_resumes_in_one_epoch_with_different_workers_and_ranks_lose_and_repeat_nothing(data: Path) -> None:
     seen: list[int] = []
     position = 0
     for world, workers, engine, steps in [
@@ -189,7 +189,7 @@ def test_labels_belong_to_their_samples(data: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
-def test_each_batch_carries_what_it_cost(data: Path, engine: str) -> None:
+def test_each_batch_carries_its_cost(data: Path, engine: str) -> None:
     loader = loader_for(data, "batch_size=8", f"loader={engine}", workers=1)
     for batch in loader.epoch(0):
         cost = batch.cost
@@ -206,7 +206,7 @@ def test_each_batch_carries_what_it_cost(data: Path, engine: str) -> None:
 
 @pytest.fixture
 def spoiled(data: Path, tmp_path: Path) -> Path:
-    """The same images with planted bad ones."""
+    """The same images with some bad ones added."""
     make_images(tmp_path, "train", SAMPLES)
     folder = tmp_path / "train" / "class0"
     whole = (folder / "000.jpg").read_bytes()
@@ -261,7 +261,7 @@ def test_nothing_but_bad_images_stops_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
-def test_leaving_an_epoch_early_leaves_the_next_one_whole(
+def test_leaving_an_epoch_early_does_not_affect_the_next_one(
     data: Path, reference: list[list[Entry]], engine: str
 ) -> None:
     loader = loader_for(data, "batch_size=8", f"loader={engine}", workers=2)
@@ -276,7 +276,7 @@ def test_leaving_an_epoch_early_leaves_the_next_one_whole(
         loader.close()
 
 
-def test_buffers_are_used_again_but_never_while_somebody_looks(data: Path) -> None:
+def test_buffers_are_reused_but_never_while_in_use(data: Path) -> None:
     loader = loader_for(data, "batch_size=8", "loader=thread", workers=2)
     kept = [(batch, entries(batch)) for batch in loader.epoch(0)]
     for batch, then in kept:
@@ -292,7 +292,7 @@ def test_buffers_are_used_again_but_never_while_somebody_looks(data: Path) -> No
     loader.close()
 
 
-def test_shared_slots_are_used_again_but_never_while_somebody_looks(data: Path) -> None:
+def test_shared_slots_are_reused_but_never_while_in_use(data: Path) -> None:
     loader = loader_for(data, "batch_size=4", "loader=process", workers=2)
     slots = loader._engine._slots  # type: ignore[union-attr]
     assert slots is not None
@@ -302,7 +302,7 @@ def test_shared_slots_are_used_again_but_never_while_somebody_looks(data: Path) 
             addresses.add(batch.images.data_ptr())
         assert addresses <= {tensor.data_ptr() for tensor in slots.tensors}
         del batch
-        # A consumer that keeps everything gets memory of its own once the slots are used up, and all stays as it was.
+        # A consumer that keeps every batch gets separate memory once the slots are used up, and no batch changes.
         kept = [(batch, entries(batch)) for batch in loader.epoch(1)]
         assert len(kept) > len(slots.tensors)
         assert all(entries(batch) == then for batch, then in kept)

@@ -1,4 +1,4 @@
-"""The order: every sample once, nobody's place foreseeable, and the same whoever asks and wherever one begins."""
+"""The order: every sample once, unpredictable positions, and the same for every caller and every starting point."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stoker.data.order import SORTED_UP_TO, Order, Steps, permute
 
 TINY = (2, 3, 4, 5, 10, 16, 100)
-# Below this every fair shuffle stays in all but one of a million tests; four rounds of a Feistel network gave
-# 20 and more for sets of ten.
+# A fair shuffle exceeds this in one of a million tests; four rounds of a Feistel network gave 20 and more for sets
+# of ten.
 LARGEST_Z = 5.0
 
 
@@ -24,24 +24,24 @@ def permutations(size: int, count: int) -> np.ndarray:
 
 
 def chi_square_z(counts: np.ndarray, expected: float, freedom: int) -> float:
-    """How far a chi-square statistic is from its mean, in standard deviations."""
+    """Distance of a chi-square statistic from its mean, in standard deviations."""
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
 
 @given(size=st.integers(1, 5000), key=st.integers(0, 2**64 - 1))
 @settings(max_examples=150, deadline=None)
-def test_every_sample_has_one_place(size: int, key: int) -> None:
+def test_every_sample_has_one_position(size: int, key: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(size), size, key)), np.arange(size))
 
 
 @pytest.mark.parametrize("size", [SORTED_UP_TO - 1, SORTED_UP_TO, SORTED_UP_TO + 1, 4096, 4097, 65_537])
-def test_every_sample_has_one_place_at_the_borders(size: int) -> None:
+def test_every_sample_has_one_position_in_edge_cases(size: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(size), size, 3)), np.arange(size))
 
 
 @given(size=st.integers(5000, 2**40), key=st.integers(0, 2**64 - 1), data=st.data())
 @settings(max_examples=50, deadline=None)
-def test_no_two_samples_share_a_place_in_large_sets(size: int, key: int, data: st.DataObject) -> None:
+def test_no_two_samples_share_a_position_in_large_sets(size: int, key: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, size - 2000))
     places = permute(np.arange(first, first + 2000), size, key)
     assert len(np.unique(places)) == 2000
@@ -54,12 +54,12 @@ def test_epochs_and_seeds_differ() -> None:
     orders = [Order(1000, seed=seed).at(epoch, positions)[0] for seed in (0, 1, 2**40) for epoch in range(4)]
     for number, one in enumerate(orders):
         for other in orders[:number]:
-            # Two shuffles agree on one place on average.
+            # Two shuffles agree on one position on average.
             assert (one == other).sum() < 10
 
 
 @pytest.mark.parametrize("size", TINY)
-def test_every_place_is_equally_likely(size: int) -> None:
+def test_every_position_is_equally_likely(size: int) -> None:
     shuffles = permutations(size, 3000)
     counts = np.stack([(shuffles == sample).sum(axis=0) for sample in range(size)])
     assert abs(chi_square_z(counts, 3000 / size, (size - 1) ** 2)) < LARGEST_Z
@@ -84,10 +84,10 @@ def test_every_order_of_a_few_is_equally_likely(size: int) -> None:
 
 @pytest.mark.parametrize("size", [SORTED_UP_TO + 1, 4096, 5000, 1_281_167])
 def test_neighbours_are_independent_where_the_network_shuffles(size: int) -> None:
-    """Place of one sample, distance to the next, and place of the next but one, each in 16 equal parts."""
+    """Position of one sample, distance to the next, and position of the one after that, each in 16 equal bins."""
     places = np.concatenate([permute(np.arange(512), size, key) for key in range(60)]).reshape(60, 512)
     parts = 16 * places // size
-    # The parts hold a sample more or less than each other: nothing at this accuracy.
+    # Bins differ by at most one sample, which is negligible at this accuracy.
     assert abs(chi_square_z(np.bincount(parts.ravel(), minlength=16), parts.size / 16, 15)) < LARGEST_Z
     for lag in (1, 2, 32):
         pairs = np.bincount((16 * parts[:, lag:] + parts[:, :-lag]).ravel(), minlength=256)
@@ -96,7 +96,7 @@ def test_neighbours_are_independent_where_the_network_shuffles(size: int) -> Non
         assert abs(chi_square_z(np.bincount(distances.ravel(), minlength=16), distances.size / 16, 15)) < LARGEST_Z
 
 
-def test_the_same_place_in_two_epochs_is_independent() -> None:
+def test_the_same_position_in_two_epochs_is_independent() -> None:
     order = Order(50_000, seed=5)
     epochs = np.stack([16 * order.at(epoch, np.arange(512))[0] // 50_000 for epoch in range(61)])
     pairs = np.bincount((16 * epochs[1:] + epochs[:-1]).ravel(), minlength=256)
@@ -123,14 +123,14 @@ def test_any_position_is_known_at_once(size: int) -> None:
     assert [int(order.at(2, np.array([one]))[0][0]) for one in asked[:5]] == whole[asked[:5]].tolist()
 
 
-def test_without_shuffling_the_order_is_the_listings() -> None:
+def test_without_shuffling_the_order_is_that_of_the_listing() -> None:
     samples, repeats = Order(10, shuffle=False).at(4, np.arange(10))
     assert samples.tolist() == list(range(10))
     assert not repeats.any()
 
 
 def drawn(order: Order, steps: list[Steps], epoch: int = 0, start: int = 0) -> list[list[tuple[int, int]]]:
-    """What every step holds, over all ranks."""
+    """The samples of every step, over all ranks."""
     found = []
     for step in range(steps[0].count(start)):
         content: list[tuple[int, int]] = []
@@ -170,8 +170,8 @@ def test_a_step_holds_the_same_samples_for_any_world_of_the_same_total_batch(dro
         assert shared == alone
 
 
-def test_another_world_goes_on_where_one_stopped() -> None:
-    """Two ranks for ten steps, then a resume on four, then on one, with other batch sizes."""
+def test_a_different_world_size_resumes_where_one_stopped() -> None:
+    """Two ranks for ten steps, then a resume on four, then on one, with different batch sizes."""
     order, position, seen = Order(5003, seed=8), 0, []
     for world, batch_size, stop_after in ((2, 16, 10), (4, 7, 20), (1, 50, None)):
         steps = ranks(5003, batch_size, world, drop_last=False)
@@ -184,13 +184,13 @@ def test_another_world_goes_on_where_one_stopped() -> None:
 @pytest.mark.parametrize("samples", [2, 7, 211, 5003])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_validation_counts_each_sample_once(samples: int, world: int) -> None:
-    """Prime numbers, which no batch and no world divides: ranks may have fewer, or none, at the end."""
+    """Prime sizes, which no batch size or world size divides: ranks may have fewer samples, or none, at the end."""
     contents = drawn(Order(samples, shuffle=False), ranks(samples, 16, world, drop_last=False))
     assert sorted(sample for content in contents for sample, _ in content) == list(range(samples))
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 4])
-def test_repeats_stand_side_by_side_and_keep_the_length_of_the_epoch(repeats: int) -> None:
+def test_repeats_are_adjacent_and_keep_the_length_of_the_epoch(repeats: int) -> None:
     samples = 240
     drawn_samples, numbers = Order(samples, seed=3, repeats=repeats).at(0, np.arange(samples))
     groups = drawn_samples.reshape(-1, repeats)
@@ -226,6 +226,6 @@ def test_repeats_of_an_image_land_on_different_ranks_where_there_are_enough(repe
         (0, 256, False, 0),
     ],
 )
-def test_an_epoch_has_so_many_steps(samples: int, batch_size: int, drop_last: bool, steps: int) -> None:
+def test_the_number_of_steps_in_an_epoch(samples: int, batch_size: int, drop_last: bool, steps: int) -> None:
     assert Steps(samples, batch_size, drop_last=drop_last).count() == steps
     assert Steps(samples, batch_size // 2, world=2, rank=1, drop_last=drop_last).count() == steps

@@ -1,4 +1,4 @@
-"""Fewer batches in flight: the same batches, and memory that really goes back to the system."""
+"""Fewer batches in flight: the batches stay the same, and memory is really returned to the system."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_batches_are_the_same_whatever_the_limit_does(images: Path, engine: Engi
 def test_a_limit_holds_within_the_epoch_and_in_the_next_one_and_can_be_lifted(images: Path, engine: Engine) -> None:
     with opened(images, engine, size=16, batch=4, steps=40) as loader:
         assert loader.in_flight == loader.most_in_flight == WORKERS * PREFETCH
-        # Threads begin the next batch when it is asked for, worker processes when the last one is handed out.
+        # Threads start the next batch when it is requested, worker processes when the previous one is handed out.
         unasked = 1 if engine == "thread" else 0
         epoch = loader.epoch(0)
         next(epoch)
@@ -91,7 +91,7 @@ def test_a_limit_holds_within_the_epoch_and_in_the_next_one_and_can_be_lifted(im
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_memory_falls_when_the_limit_does_and_grows_again_with_it(images: Path, engine: Engine) -> None:
+def test_memory_falls_and_rises_with_the_limit(images: Path, engine: Engine) -> None:
     def in_use() -> int:
         memory = tree_memory()
         return memory.shared_bytes if engine == "process" else memory.anonymous_bytes
@@ -109,18 +109,18 @@ def test_memory_falls_when_the_limit_does_and_grows_again_with_it(images: Path, 
             del batch
             return in_use_now
 
-        # Twice: an allocator that gives memory back the first time may keep it the second time.
+        # Twice: an allocator that returns memory the first time may keep it the second time.
         for _ in range(2):
             full = after(4, filled=True)
             loader.limit_prefetch(1)
             few = after(loader.most_in_flight + 2, filled=False)
-            # One on its way and two in hand stay; a buffer may still be on its way out.
+            # One in flight and two in use remain; one more buffer may be about to be freed.
             assert full - few > many - 3 * loader.batch_bytes
             loader.limit_prefetch(loader.most_in_flight)
         assert after(4, filled=True) - few > many - 3 * loader.batch_bytes
 
 
-def test_a_slot_that_somebody_looks_at_is_not_emptied() -> None:
+def test_a_slot_in_use_is_not_emptied() -> None:
     slots = SharedSlots(4, (MEGABYTE,), pinned=False)
     numbers = [slots.take() for _ in range(4)]
     assert numbers == [0, 1, 2, 3]
@@ -139,7 +139,7 @@ def test_a_slot_that_somebody_looks_at_is_not_emptied() -> None:
     assert slots.take() == 1
 
 
-def test_a_buffer_that_somebody_looks_at_is_kept() -> None:
+def test_a_buffer_in_use_is_kept() -> None:
     pool = BufferPool()
     arrays = [pool.get((MEGABYTE,)) for _ in range(4)]
     held = torch.from_numpy(arrays[2])

@@ -1,4 +1,4 @@
-"""What users bring along: each is named, with what to do, and never a traceback."""
+"""Bad input from users: every problem is named, with what to do about it, and never shows a traceback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_empty_class_folder(train: Any, data: Path) -> None:
     assert f"1 class folder of {data}/train without images: class3" in done.err
 
 
-def test_one_class_is_nothing_to_learn(train: Any, data: Path) -> None:
+def test_a_single_class_is_refused(train: Any, data: Path) -> None:
     for split in ("train", "val"):
         for name in ("class1", "class2"):
             shutil.rmtree(data / split / name)
@@ -54,7 +54,7 @@ def test_a_validation_class_that_training_lacks(train: Any, data: Path) -> None:
     assert "stranger" in done.err
 
 
-def test_a_data_root_that_does_not_exist_names_the_nearest_that_does(train: Any, data: Path, tmp_path: Path) -> None:
+def test_a_missing_data_root_names_the_nearest_folder_that_exists(train: Any, data: Path, tmp_path: Path) -> None:
     done = train(f"data_root={data}/imagenet/2012")
     assert done.code == 1
     assert f"{data}/imagenet/2012 does not exist\n  {data} exists and contains train, val" in done.err
@@ -106,7 +106,7 @@ def test_a_corrupt_last_checkpoint_falls_back_to_the_one_before(train: Any, tmp_
     ]
 
 
-def test_no_whole_checkpoint_is_no_reason_to_start_anew_in_silence(train: Any, tmp_path: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_does_not_silently_start_over(train: Any, tmp_path: Path) -> None:
     assert train().code == 0
     for file in (tmp_path / "runs" / "tiny" / "checkpoints").iterdir():
         file.write_bytes(file.read_bytes()[:1000])
@@ -115,7 +115,7 @@ def test_no_whole_checkpoint_is_no_reason_to_start_anew_in_silence(train: Any, t
     assert "holds no whole checkpoint" in done.err
 
 
-def test_a_checkpoint_to_resume_that_is_missing_or_none(train: Any, tmp_path: Path) -> None:
+def test_a_missing_or_invalid_checkpoint_to_resume_from(train: Any, tmp_path: Path) -> None:
     done = train("--resume", "nowhere.ckpt")
     assert done.code == 1
     assert "nowhere.ckpt cannot be read: No such file or directory" in done.err
@@ -127,7 +127,7 @@ def test_a_checkpoint_to_resume_that_is_missing_or_none(train: Any, tmp_path: Pa
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 6 MB: room for the first checkpoint, and for no second one beside it."""
+    """A 6 MB disk: room for one checkpoint but not for a second one next to it."""
     folder = tmp_path / "small"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", folder], capture_output=True).returncode:
@@ -136,13 +136,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_keeps_what_was_saved_and_training_goes_on(train: Any, small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_saved_checkpoint_and_training_continues(
+    train: Any, small_disk: Path, tmp_path: Path
+) -> None:
     keys = {"runs_dir": str(small_disk), "save_top_k": 0, "checkpoint_every_steps": 2, "batch_size": 4}
     first = train("--force", **keys)
     assert first.code == 0, first.err
     saved = (small_disk / "tiny" / "checkpoints" / "last.ckpt").stat().st_size
     shutil.rmtree(small_disk / "tiny")
-    # So much is left that one checkpoint fits, and no second beside it.
+    # Leaves room for one checkpoint but not for a second one next to it.
     (small_disk / "filler").write_bytes(b"\0" * (6_000_000 - int(1.6 * saved)))
     refused = train(**keys)
     assert refused.code == 1
@@ -169,7 +171,7 @@ def test_a_folder_that_cannot_be_written(train: Any, tmp_path: Path) -> None:
     assert "hint: runs_dir=/path/to/a/writable/folder" in done.err
 
 
-def test_an_image_that_is_none_is_named_and_replaced(train: Any, data: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_image_is_named_and_replaced(train: Any, data: Path, tmp_path: Path) -> None:
     (data / "train" / "class1" / "003.jpg").write_bytes(b"no image at all, of no kind whatever")
     done = train("max_bad_fraction=0.5")
     assert done.code == 0, done.err

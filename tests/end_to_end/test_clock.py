@@ -1,4 +1,4 @@
-"""A real run writes down where its time went, and a start from nothing does not count what a lost one had done."""
+"""A real run records where its time went, and a run that starts over does not count the steps of the lost one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support.tiny_training import write_config, write_images
 STEPS = 2 * (3 * 16 // 8)
 
 
-def test_a_run_tells_where_its_time_went(stoker: Run, tmp_path: Path) -> None:
+def test_a_run_records_where_its_time_went(stoker: Run, tmp_path: Path) -> None:
     config = write_config(tmp_path, write_images(tmp_path / "data"), log_every=4, num_workers=1)
     assert stoker("train", config).code == 0
     run = tmp_path / "runs" / "tiny"
     seen = read_observed(run)
-    # The first step of each of the two epochs stands apart.
+    # The first step of each of the two epochs is counted separately.
     assert (seen.steps, seen.samples) == (STEPS - 2, 8 * (STEPS - 2))
     assert len(seen.epoch_starts_s) == 2
     assert seen.validation_s is not None

@@ -1,4 +1,4 @@
-"""Several processes train as one: the same numbers, the same ending."""
+"""Several processes train as one: same numbers, same way of ending."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.tiny_training import (
 from tests.support.training_faults import BAD_STEPS, MOST
 from tests.support.waiting import DEADLINE_S, processes_with, wait_until
 
-# Without batch norm: its statistics are those of each process. Large enough that a signal arrives before the end.
+# No batch norm, whose statistics are per process. Large enough for a signal to arrive before the end.
 SAME = {
     "model": "test_convnext",
     "img_size": 96,
@@ -36,7 +36,7 @@ SAME = {
 
 @pytest.fixture(scope="module")
 def prime_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """48 training images, and 13 for validation: no number of ranks divides them."""
+    """48 training images, and 13 for validation, which no number of ranks divides."""
     root = write_images(tmp_path_factory.mktemp("prime"), train=16, val=5)
     for name in ("class0/000.jpg", "class1/001.jpg"):
         (root / "val" / name).unlink()
@@ -45,7 +45,7 @@ def prime_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(ready: ReadyProcess, tmp_path_factory: pytest.TempPathFactory, prime_images: Path) -> Path:
-    """The folder of the run that one process makes."""
+    """The folder of a run by a single process."""
     folder = tmp_path_factory.mktemp("alone")
     done = ready.run("train", write_config(folder, prime_images, batch_size=16, **SAME), cwd=folder)
     assert done.code == 0, done.err
@@ -77,7 +77,7 @@ def assert_equal_within_rounding(run: Path, alone: Path) -> None:
         assert mine["train/lr"] == other["train/lr"]
         for name in ("train/loss", "val/loss"):
             assert mine[name] == pytest.approx(other[name], rel=1e-4), name
-        # Exact: every sample is judged once, and by the same model.
+        # Exact: every sample is evaluated once, by the same model.
         assert (mine["val/acc1"], mine["val/acc5"]) == (other["val/acc1"], other["val/acc5"])
         assert mine["val/acc1"] * 13 / 100 == pytest.approx(round(mine["val/acc1"] * 13 / 100), abs=1e-9)
     for part in ("model", "ema"):
@@ -112,7 +112,7 @@ def test_torchrun_starts_the_same_program(tmp_path: Path, prime_images: Path, al
     assert_equal_within_rounding(tmp_path / "runs" / "tiny", alone)
 
 
-def test_devices_starts_ranks_and_sigterm_ends_all_of_them_and_one_process_goes_on(
+def test_devices_starts_ranks_that_sigterm_ends_and_one_process_resumes(
     ready: ReadyProcess, tmp_path: Path, prime_images: Path, alone: Path
 ) -> None:
     config = write_config(tmp_path, prime_images, batch_size=8, **SAME)
@@ -131,9 +131,7 @@ def test_devices_starts_ranks_and_sigterm_ends_all_of_them_and_one_process_goes_
     assert_equal_within_rounding(run, alone)
 
 
-def test_ranks_agree_when_only_one_of_them_is_asked_to_leave(
-    ready: ReadyProcess, tmp_path: Path, prime_images: Path
-) -> None:
+def test_all_ranks_stop_when_only_one_is_asked_to(ready: ReadyProcess, tmp_path: Path, prime_images: Path) -> None:
     config = write_config(tmp_path, prime_images, batch_size=8, epochs=200)
     run = tmp_path / "runs" / "tiny"
     ranks = start_ranks(ready, config)
@@ -159,7 +157,7 @@ def test_a_rank_that_is_killed_ends_the_others(ready: ReadyProcess, tmp_path: Pa
 def test_two_launchers_on_two_nodes_train_together(
     ready: ReadyProcess, tmp_path: Path, prime_images: Path, alone: Path
 ) -> None:
-    # Each node has a folder of its own, and WORLD_SIZE is the number of nodes, as some people export it.
+    # Each node has its own folder, and WORLD_SIZE is the number of nodes, as some schedulers export it.
     port, launchers = free_port(), []
     for node in range(2):
         folder = tmp_path / f"node{node}"
@@ -188,7 +186,7 @@ def test_a_checkpoint_on_the_first_nodes_disk_is_enough(
     assert "is finished: 3 steps" in ranks[0].err
 
 
-def test_an_error_that_the_first_rank_finds_ends_all_in_the_same_way(
+def test_an_error_found_by_the_first_rank_ends_all_ranks_the_same_way(
     ready: ReadyProcess, tmp_path: Path, prime_images: Path
 ) -> None:
     config = write_config(tmp_path, prime_images, batch_size=8)
@@ -199,7 +197,7 @@ def test_an_error_that_the_first_rank_finds_ends_all_in_the_same_way(
     assert "holds no whole checkpoint" in ranks[0].err
 
 
-def test_memory_that_one_rank_lacks_changes_the_pieces_of_all_and_no_update(
+def test_one_rank_out_of_memory_splits_the_batch_on_all_without_changing_the_update(
     ready: ReadyProcess, tmp_path: Path, prime_images: Path, alone: Path
 ) -> None:
     config = write_config(tmp_path, prime_images, batch_size=8, **SAME)
@@ -210,7 +208,7 @@ def test_memory_that_one_rank_lacks_changes_the_pieces_of_all_and_no_update(
     assert_equal_within_rounding(tmp_path / "runs" / "tiny", alone)
 
 
-def test_a_loss_that_is_no_number_on_one_rank_is_skipped_by_all_and_its_samples_are_named(
+def test_a_nan_loss_on_one_rank_is_skipped_by_all_and_its_samples_are_named(
     ready: ReadyProcess, tmp_path: Path, prime_images: Path
 ) -> None:
     config = write_config(tmp_path, prime_images, batch_size=4, max_bad_steps=3)

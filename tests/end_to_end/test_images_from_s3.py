@@ -1,4 +1,4 @@
-"""Images straight from a real S3 server: the same stream as from the local disk, through any engine and cache."""
+"""Images straight from a real S3 server: the same stream as from the local disk, with any engine and cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def url(s3: S3Server, local: Path, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
-def test_the_stream_is_that_of_the_local_files(url: str, local: Path, tmp_path: Path, engine: str) -> None:
+def test_the_stream_equals_that_of_the_local_files(url: str, local: Path, tmp_path: Path, engine: str) -> None:
     expected = ledger(loader_for(local, "batch_size=8"))
     options = ["batch_size=8", f"index_dir={tmp_path}", f"loader={engine}", "lookahead=2MB"]
     assert ledger(loader_for(url, *options, workers=2)) == expected  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A run that was stopped, however and how often, ends with the bits of one that never was."""
+"""A run that was interrupted, in any way and any number of times, ends bit-identical to one that was not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Ledger = list[tuple[int, int, list[int], list[int]]]
 
 @pytest.fixture
 def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledger]]:
-    """Trains in this process, in one thread; sends it a real signal while it makes step `stop_at`."""
+    """Trains in this process, in one thread, and sends it a real signal during step `stop_at`."""
     threads = torch.get_num_threads()
     machine = replace(host.read_machine(), cpus=1)
     monkeypatch.setattr(host, "read_machine", lambda: machine)
@@ -57,7 +57,7 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
         def watched(batch: Batch, epoch: int, step: int) -> Prepared:
             wanted["ledger"].append((epoch, step, batch.indices.tolist(), batch.keys.tolist()))
             if step + 1 == wanted["stop_at"]:
-                wanted["stop_at"] = None  # once: a second Ctrl-C means 'at once'
+                wanted["stop_at"] = None  # only once: a second Ctrl-C means 'immediately'
                 os.kill(os.getpid(), wanted["number"])
             return prepare(batch, epoch, step)
 
@@ -80,7 +80,7 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_that_was_stopped_ends_with_the_same_bits(
+def test_an_interrupted_run_ends_bit_identical(
     recipe: str, tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
 ) -> None:
     def config(name: str) -> Path:
@@ -90,7 +90,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     whole = config("whole")
     ledger = train_until(whole)
     assert last_state(whole.parent / "runs" / "tiny")["progress"]["step"] == STEPS
-    # Once; at the last step of an epoch; three times within one; at the very last step.
+    # Once; at the last step of an epoch; three times within one epoch; at the very last step.
     for stops in ([4], [6, 7], [2, 3, 5, 11], [STEPS]) if recipe == "adamw" else ([2, 5, 9],):
         again = config("-".join(map(str, stops)))
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
@@ -103,7 +103,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
         )
 
 
-def test_other_workers_give_the_same_bits(tmp_path: Path, images: Path, train_until: Callable[..., Ledger]) -> None:
+def test_a_different_number_of_workers_gives_the_same_bits(
+    tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
+) -> None:
     runs = []
     for name, keys in (("none", {}), ("threads", {"num_workers": 2, "loader": "thread"})):
         (tmp_path / name).mkdir()
@@ -112,7 +114,7 @@ def test_other_workers_give_the_same_bits(tmp_path: Path, images: Path, train_un
     assert_same_end(*runs)
 
 
-def test_a_named_checkpoint_is_where_the_run_begins_and_not_where_it_always_returns_to(
+def test_a_named_checkpoint_is_used_for_the_first_start_only(
     tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
 ) -> None:
     config = write_config(tmp_path, images, run_name="first", epochs=1)
@@ -121,11 +123,11 @@ def test_a_named_checkpoint_is_where_the_run_begins_and_not_where_it_always_retu
     config = write_config(tmp_path, images, run_name="second", epochs=1)
     begun = train_until(config, stop_at=4, checkpoint=named)
     assert [entry[1] for entry in begun] == [2, 3]
-    # A scheduler starts the job again with the same words.
+    # A scheduler restarts the job with the same command.
     assert [entry[1] for entry in train_until(config, checkpoint=named)] == [4, 5]
 
 
-def test_a_signal_during_validation_leaves_at_once_and_validates_after_the_resume(
+def test_a_signal_during_validation_exits_at_once_and_validates_after_the_resume(
     tmp_path: Path, images: Path, train_until: Callable[..., Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"ema_decay": 0.5, "val_batch_size": 1}
@@ -151,7 +153,7 @@ def test_a_signal_during_validation_leaves_at_once_and_validates_after_the_resum
     assert_same_end(tmp_path / "stopped" / "runs" / "tiny", tmp_path / "whole" / "runs" / "tiny")
 
 
-def test_signals_end_real_processes_with_their_codes_and_the_same_command_goes_on(
+def test_signals_end_real_processes_with_their_codes_and_the_same_command_resumes(
     ready: ReadyProcess, tmp_path: Path, images: Path
 ) -> None:
     config = write_config(tmp_path, images, epochs=3, batch_size=4, drop_path=0.2, mixup_alpha=0.5)
@@ -201,9 +203,7 @@ def test_kills_at_any_moment_lose_nothing_but_time(ready: ReadyProcess, tmp_path
     assert [len(lines) for lines in rows] == [3, 3]
 
 
-def test_fresh_begins_anew_and_keeps_everything_of_the_earlier_run(
-    ready: ReadyProcess, tmp_path: Path, images: Path
-) -> None:
+def test_fresh_starts_over_and_keeps_the_earlier_run(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
     config = write_config(tmp_path, images, epochs=1, csv=True, tensorboard=True, wandb_project="tests")
     variables = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     assert ready.run("train", config, cwd=tmp_path, **variables).code == 0
@@ -240,7 +240,7 @@ def test_a_second_process_is_refused_while_the_first_runs(ready: ReadyProcess, t
     assert first.wait() == 143
 
 
-def test_what_changed_since_the_checkpoint_is_said_and_the_course_stays(
+def test_changes_since_the_checkpoint_are_reported_and_the_schedule_stays(
     ready: ReadyProcess, tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
 ) -> None:
     train_until(write_config(tmp_path, images), stop_at=6 + 1)

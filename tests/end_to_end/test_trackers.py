@@ -1,4 +1,4 @@
-"""Weights & Biases for real: offline, without a key, with an endpoint that is dead, and when training is killed."""
+"""The real Weights & Biases: offline, without a key, with a dead endpoint, and when training is killed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytest.importorskip("wandb")
 
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
 
-# A training loop as far as a tracker can see it: steps of 5 ms, then the end. Prints how long the calls took.
-# With a file named at the end, it goes on until that file is there.
+# A training loop as a tracker sees it: steps of 5 ms, then the end. Prints how long the calls took.
+# If its last argument is a file, it runs until that file exists.
 PROGRAM = """
 import itertools, sys, time
 from pathlib import Path
@@ -64,7 +64,7 @@ class Trained:
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
-    """A home of its own: no key, no netrc, no settings."""
+    """An environment with an empty home: no key, no netrc, no settings."""
     home.mkdir(exist_ok=True)
     return os.environ | {"HOME": str(home)} | variables
 
@@ -86,7 +86,7 @@ def offline_runs(root: Path) -> list[Path]:
 
 
 def rows_of(file: Path) -> tuple[Any, list[dict[str, str]]]:
-    """The run and its rows as W&B itself reads its file."""
+    """The run and its rows, as W&B itself reads its file."""
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
 
@@ -103,7 +103,7 @@ def rows_of(file: Path) -> tuple[Any, list[dict[str, str]]]:
     return run, rows
 
 
-def test_offline_it_writes_every_row_and_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
+def test_every_row_is_written_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     root = tmp_path / "run-one"
     first = train(root, WANDB_MODE="offline")
     assert re.fullmatch(
@@ -143,14 +143,14 @@ def test_a_refused_connection_means_offline(tmp_path: Path) -> None:
 
 @contextmanager
 def silent_endpoint() -> Iterator[str]:
-    """Takes connections and never says a word: a firewall that swallows packets looks like this."""
+    """Accepts connections and never answers, like a firewall that drops packets."""
     with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 @contextmanager
 def endpoint_that_hangs(asked: Path) -> Iterator[str]:
-    """Greets everybody, and then never answers what W&B asks; `asked` is there once it has."""
+    """Answers GET requests but never W&B's queries; creates the file `asked` when the first one arrives."""
     over = Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -179,7 +179,7 @@ def endpoint_that_hangs(asked: Path) -> Iterator[str]:
         server.server_close()
 
 
-def test_an_endpoint_that_swallows_everything_means_offline(tmp_path: Path) -> None:
+def test_an_endpoint_that_never_answers_means_offline(tmp_path: Path) -> None:
     with silent_endpoint() as url:
         done = train(tmp_path / "run", WANDB_API_KEY=FAKE_KEY, WANDB_BASE_URL=url)
     assert f"W&B: offline ({url} does not answer: timed out)" in done.said
@@ -190,16 +190,16 @@ def test_an_endpoint_that_hangs_delays_neither_the_steps_nor_the_exit(tmp_path: 
     asked = tmp_path / "asked"
     with endpoint_that_hangs(asked) as url:
         done = train(tmp_path / "run", timeout=2, until=asked, WANDB_API_KEY=FAKE_KEY, WANDB_BASE_URL=url)
-        # Whoever waits for the endpoint waits for ever: these are far from it, and far from what a busy machine takes.
+        # Waiting for the endpoint would take forever; these limits are far above what a busy machine needs.
         assert done.median_call_s < 0.1
         assert done.close_s < 60
-        # Nothing that W&B registered for the exit holds the interpreter either.
+        # W&B's exit handlers do not delay the interpreter's exit either.
         assert done.after_close_s < 60
         assert "note: W&B did not finish in time" in done.said
         wait_until(lambda: processes_with(str(tmp_path / "home")) == [])
 
 
-def test_a_broken_package_is_a_note_and_no_more(tmp_path: Path) -> None:
+def test_a_broken_package_only_causes_a_note(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "wandb.py").write_text("raise ImportError('no such thing')\n")
@@ -212,7 +212,7 @@ def test_a_broken_package_is_a_note_and_no_more(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 21
 
 
-def test_switched_off_by_the_environment_it_says_nothing(tmp_path: Path) -> None:
+def test_nothing_is_printed_when_the_environment_disables_it(tmp_path: Path) -> None:
     done = train(tmp_path / "run", WANDB_MODE="disabled")
     assert done.said == ""
     assert not (tmp_path / "run" / "wandb").exists()

@@ -1,4 +1,4 @@
-"""`stoker train`, as a user sees it: what it says, what it writes, what it learns."""
+"""`stoker train` as a user sees it: its output, its files, and what it learns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY_EPOCH = {
 }  # fmt: skip
 
 
-def test_a_run_tells_everything_about_every_epoch(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
+def test_a_run_reports_every_epoch_completely(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
     config = write_config(tmp_path, images, epochs=3, lr=2.0)
     done = ready.run("train", config, "--json", cwd=tmp_path)
     assert done.code == 0, done.err
@@ -42,9 +42,7 @@ def test_a_run_tells_everything_about_every_epoch(ready: ReadyProcess, tmp_path:
     assert all(name.partition("-")[2].startswith("val_acc1=") for name in best)
 
 
-def test_mixed_batches_have_no_accuracy_rather_than_none_right(
-    ready: ReadyProcess, tmp_path: Path, images: Path
-) -> None:
+def test_mixed_batches_have_no_accuracy_rather_than_zero(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
     config = write_config(tmp_path, images, epochs=1)
     for name, overrides, there in (
         ("all", ["mixup_alpha=0.8", "mix_probability=1.0"], False),
@@ -57,10 +55,10 @@ def test_mixed_batches_have_no_accuracy_rather_than_none_right(
         assert {"train/loss", "val/acc1"} <= epoch.keys()
 
 
-def test_the_learning_rate_of_every_step_is_that_of_the_warmup_and_cosine(
+def test_the_learning_rate_of_every_step_follows_warmup_and_cosine(
     ready: ReadyProcess, tmp_path: Path, images: Path
 ) -> None:
-    # As the recipes are passed on: LinearLR from 1 % over the warmup epochs, then CosineAnnealingLR, each by epoch.
+    # As in common recipes: LinearLR from 1 % over the warmup epochs, then CosineAnnealingLR, both stepped per epoch.
     keys = {"epochs": 7, "warmup_epochs": 3, "lr_update": "epoch", "lr": 0.5, "batch_size": 16}
     done = ready.run("train", write_config(tmp_path, images, **keys), cwd=tmp_path)
     assert done.code == 0, done.err
@@ -72,7 +70,7 @@ def test_the_learning_rate_of_every_step_is_that_of_the_warmup_and_cosine(
     assert trace == pytest.approx(expected, abs=1e-12)
 
 
-def test_without_validation_images_it_trains_all_the_same(ready: ReadyProcess, tmp_path: Path) -> None:
+def test_training_works_without_validation_images(ready: ReadyProcess, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", train=8, val=0)
     for folder in (data / "val").iterdir():
         folder.rmdir()
@@ -85,7 +83,7 @@ def test_without_validation_images_it_trains_all_the_same(ready: ReadyProcess, t
     assert last_state(tmp_path / "runs" / "tiny")["progress"]["best"] is None
 
 
-def test_the_recipe_that_is_passed_around_is_warned_about_on_four_gpus() -> None:
+def test_the_widely_copied_recipe_is_warned_about_on_four_gpus() -> None:
     config = load_config(PROJECT / "configs" / "resnet_strikes_back.yaml", []).config
     total = config.batch_size * 4 * config.gradient_accumulation
     peak = scaled_lr(config.lr, total, config.lr_reference_batch, config.scale_lr)
@@ -96,7 +94,7 @@ def test_the_recipe_that_is_passed_around_is_warned_about_on_four_gpus() -> None
 
 @pytest.mark.slow
 def test_a_compiled_model_trains(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
-    data = tmp_path / "data"  # without validation, which would be compiled as well
+    data = tmp_path / "data"  # without validation, which would be compiled too
     (data / "train").parent.mkdir()
     (data / "train").symlink_to(images / "train")
     config = write_config(tmp_path, data, epochs=1, compile_model=True, model="test_vit")

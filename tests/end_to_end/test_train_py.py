@@ -1,4 +1,4 @@
-"""`python train.py` with the flags that people know from other scripts."""
+"""`python train.py` with the flags familiar from other scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from train import arguments_for_stoker
         ("--config c.yaml lr=1 --fresh", "train c.yaml lr=1 --fresh"),
     ],
 )
-def test_flags_say_the_same_as_stokers_words(flags: str, words: str) -> None:
+def test_flags_mean_the_same_as_stokers_settings(flags: str, words: str) -> None:
     assert arguments_for_stoker(flags.split()) == words.split()
 
 
@@ -39,7 +39,7 @@ def run_script(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_flags_of_the_documents_train(tmp_path: Path, images: Path) -> None:
+def test_the_documented_flags_train(tmp_path: Path, images: Path) -> None:
     config = write_config(tmp_path, images, batch_size=16, epochs=5)
     first = run_script(
         tmp_path, "--config", str(config), "--wandb_project", "tests", "--wandb_name", "one", "--epochs", "1",
@@ -50,7 +50,7 @@ def test_the_flags_of_the_documents_train(tmp_path: Path, images: Path) -> None:
     assert [line["step"] for line in metrics(run, "epoch")] == [3]
     assert (run / "wandb_id.txt").exists()
     assert list((run / "wandb").glob("offline-run-*"))
-    # A checkpoint goes on elsewhere, on two processes, without W&B.
+    # A checkpoint resumes elsewhere, on two processes, without W&B.
     second = run_script(
         tmp_path, "--config", str(config), "--resume", str(run / "checkpoints" / "last.ckpt"), "--no_wandb",
         "--devices", "2", "run_name=two", "batch_size=8",

@@ -1,4 +1,4 @@
-"""`mfu` in the metrics: the share of a known peak, and absent where no peak is known."""
+"""`mfu` in the metrics: the share of the peak, absent where the peak is unknown."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def sheet(tmp_path: Path) -> Path:
 
 
 def expected(lines: list[dict[str, float]], sizes: dict[int, int]) -> list[float]:
-    """From the line's own speed, and the FLOPs of the size that its epoch trains with."""
+    """Computed from the line's own speed and the FLOPs at its epoch's image size."""
     model = timm.create_model("test_convnext", num_classes=3)
     flops = {epoch: training_flops_per_image(model, size) or 0 for epoch, size in sizes.items()}
     return [line["images_per_second"] * flops[int(line["epoch"])] / (PEAK * 1e12) for line in lines]
 
 
-def test_a_run_with_a_datasheet_tells_its_utilisation_for_every_size(
+def test_a_run_with_a_datasheet_reports_its_utilisation_for_every_size(
     ready: ReadyProcess, tmp_path: Path, images: Path, sheet: Path
 ) -> None:
     config = write_config(tmp_path, images, accelerator=str(sheet), img_size=64, start_img_size=32, resize_epochs=1)

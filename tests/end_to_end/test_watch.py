@@ -1,4 +1,4 @@
-"""`stoker watch` and `stoker report` on a run that really goes on."""
+"""`stoker watch` and `stoker report` on a live run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import steps_done, write_config
 
 
-def test_a_real_run_is_followed_to_its_end_and_left_alone(ready: ReadyProcess, images: Path, tmp_path: Path) -> None:
+def test_a_real_run_is_followed_to_its_end_and_not_disturbed(ready: ReadyProcess, images: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, images, epochs=400)
     training = ready.start("train", config, cwd=tmp_path)
     run = tmp_path / "runs" / "tiny"

@@ -1,4 +1,4 @@
-"""Kills, full disks, flipped bits and hostile files: a checkpoint is whole, or it is refused."""
+"""Kills, full disks, flipped bits and hostile files: a checkpoint is either whole or refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POINTS = {
              "during prune"],
 }  # fmt: skip
 
-# One process imports torch and forks for every kill, which keeps this fast; the child really dies of SIGKILL.
+# One process imports torch and forks for every kill, which keeps this fast; the child is really killed by SIGKILL.
 KILLED = """
 import os, random, signal, sys, time
 from contextlib import closing
@@ -110,16 +110,16 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path,
         folder = Checkpoints(tmp_path / str(number), keep_best=1)
         found = folder.latest()
         assert found is not None, point
-        # Up to the rename the old one counts; from there on the new one.
+        # Until the rename the old checkpoint counts; after it, the new one.
         expected = new if POINTS[kind].index("after rename") <= number else old
         assert same(plain(found.state), plain(expected)), point
-        # The next save goes on as if nothing had happened, and takes the leftovers away.
+        # The next save works as if nothing had happened and removes the leftovers.
         assert isinstance(folder.save_last(new), Saved)
         assert list(folder.folder.glob(".*")) == [], point
 
 
 @pytest.mark.parametrize("kind", ["last", "best"])
-def test_every_point_of_a_save_is_among_those_where_it_is_killed(tmp_path: Path, kind: str) -> None:
+def test_the_kills_cover_every_point_of_a_save(tmp_path: Path, kind: str) -> None:
     passed: list[str] = []
     folder = Checkpoints(tmp_path, keep_best=1, stop=passed.append)
     for epoch in range(2):
@@ -133,7 +133,7 @@ def test_every_point_of_a_save_is_among_those_where_it_is_killed(tmp_path: Path,
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 4 MB."""
+    """A real 4 MB file system."""
     place = tmp_path / "small"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(place)]
@@ -143,7 +143,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_keeps_what_was_there_and_the_next_save_tries_again(small_disk: Path) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint_and_the_next_save_retries(small_disk: Path) -> None:
     folder = Checkpoints(small_disk, keep_best=2)
     mega = {"step": 1, "weight": torch.ones(250_000)}
     assert isinstance(folder.save_last(mega), Saved)
@@ -170,7 +170,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def test_a_flipped_bit_anywhere_in_the_file_is_found(tmp_path: Path, whole: bytes) -> None:
+def test_a_flipped_bit_anywhere_in_the_file_is_detected(tmp_path: Path, whole: bytes) -> None:
     path = tmp_path / "last.ckpt"
     for position in range(len(whole)):
         data = bytearray(whole)
@@ -180,7 +180,7 @@ def test_a_flipped_bit_anywhere_in_the_file_is_found(tmp_path: Path, whole: byte
             read_checkpoint(path)
 
 
-def test_a_file_cut_off_or_lengthened_anywhere_is_found(tmp_path: Path, whole: bytes) -> None:
+def test_a_file_truncated_or_extended_anywhere_is_detected(tmp_path: Path, whole: bytes) -> None:
     path = tmp_path / "last.ckpt"
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
@@ -190,7 +190,7 @@ def test_a_file_cut_off_or_lengthened_anywhere_is_found(tmp_path: Path, whole: b
         path.write_bytes(whole + more)
         with pytest.raises(CheckpointCorrupt, match="must have"):
             read_checkpoint(path)
-    # What a crash of the machine can leave: the right size, and zeros where blocks never reached the disk.
+    # What a machine crash can leave: the right size, with zeros where blocks never reached the disk.
     path.write_bytes(whole[:-20] + bytes(20))
     with pytest.raises(CheckpointCorrupt, match="hash mismatch"):
         read_checkpoint(path)
@@ -229,7 +229,7 @@ def test_a_huge_or_tiny_header_length_is_refused_without_allocating(tmp_path: Pa
 
 
 def forged(state: str, table: dict[str, Any], data: bytes) -> bytes:
-    """A file whose hashes are right, made by somebody who means no good."""
+    """A malicious file with correct hashes."""
     metadata = {
         "format": "stoker checkpoint 1",
         "header_xxh3_128": NO_HASH,
@@ -270,7 +270,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forged_file_with_fitting_hashes_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_forged_file_with_correct_hashes_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(forged(PLAIN, {"x": entry([8], 0, 8)}, bytes(8)))
     assert torch.equal(read_checkpoint(path)["x"], torch.zeros(8, dtype=torch.uint8))
@@ -280,5 +280,5 @@ def test_a_forged_file_with_fitting_hashes_is_refused(tmp_path: Path, name: str)
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with the model's ordered dict as the plain one that comes back."""
+    """The state as it is read back, with a plain dict in place of the model's OrderedDict."""
     return dict(state, model=dict(state["model"]))

@@ -1,4 +1,4 @@
-"""Memory falls while a loader runs, under a real limit: the guard gives up prefetched batches, and nobody is killed."""
+"""Memory runs low while a loader runs under a real limit: the guard gives up prefetched batches; nothing is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stoker.machine.cgroups import CGROUP_ROOT
 from tests.conftest import PROJECT
 from tests.support.waiting import DEADLINE_S
 
-# Joins a cgroup, fills a loader's buffers, leaves itself 30 MB, and then takes 60 MB more, step by step.
+# Joins a cgroup, fills a loader's buffers, leaves itself 30 MB, and then allocates 60 MB more, step by step.
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
@@ -73,7 +73,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A memory cgroup of our own, gone afterwards."""
+    """A private memory cgroup, removed afterwards."""
     parent = CGROUP_ROOT / "memory" if (CGROUP_ROOT / "memory").is_dir() else CGROUP_ROOT
     folder = parent / f"stoker-test-{os.getpid()}-{time.monotonic_ns()}"
     try:
@@ -85,7 +85,7 @@ def group() -> Iterator[Path]:
             pytest.skip("cgroups here do not limit memory")
         yield folder
     finally:
-        # Only what this test started is in it.
+        # It contains only processes that this test started.
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             for pid in (folder / "cgroup.procs").read_text().split():

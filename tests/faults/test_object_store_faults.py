@@ -1,4 +1,4 @@
-"""Whatever happens between us and the store: the right bytes arrive, or a failure with a name; never wrong bytes."""
+"""Whatever happens between us and the store, we get the right bytes or a named failure, never wrong bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.s3_server import BUCKET, S3Server, use_environment
 
 SIZE = 60_000
 QUICK = Patience(connect_s=30, stall_s=30, request_s=60, retry_s=60, max_retries=3)
-"""Few tries, but for each of them all the time that a busy machine may need."""
+"""Few attempts, each with all the time that a busy machine may need."""
 NO_STALLS = replace(QUICK, stall_s=1)
 
 
@@ -32,12 +32,12 @@ def content(number: int) -> bytes:
 
 @pytest.fixture
 def store(s3_server: S3Server, s3_proxy: Proxy, request: pytest.FixtureRequest) -> ObjectStore:
-    """Four objects behind the proxy, in a place of their own."""
+    """Four objects behind the proxy, under their own prefix."""
     prefix = f"faults-{os.getpid()}-{abs(hash(request.node.name))}"
     for number in range(4):
         s3_server.put(f"{prefix}/{number}.jpg", content(number))
     store = ObjectStore(f"s3://{BUCKET}/{prefix}", patience=QUICK)
-    store.read("0.jpg")  # the first contact is made
+    store.read("0.jpg")  # opens the first connection
     s3_proxy.reset()
     return store
 
@@ -77,7 +77,7 @@ def test_a_body_that_always_breaks_off_is_a_failure_of_that_sample(
     assert bytes(store.read("2.jpg")) == content(2)
 
 
-def test_a_body_that_comes_in_small_pieces_is_whole_or_a_failure(store: ObjectStore, s3_proxy: Proxy) -> None:
+def test_a_body_in_small_pieces_arrives_whole_or_fails(store: ObjectStore, s3_proxy: Proxy) -> None:
     for pieces in (2, 3, 7, 50):
         s3_proxy.reset()
         s3_proxy.fault(r"GET .*1\.jpg", "reset", after=SIZE // pieces, times=10_000)
@@ -89,7 +89,7 @@ def test_a_body_that_comes_in_small_pieces_is_whole_or_a_failure(store: ObjectSt
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
-def test_a_server_that_asks_for_patience_gets_it(store: ObjectStore, s3_proxy: Proxy, code: int) -> None:
+def test_a_busy_server_is_retried(store: ObjectStore, s3_proxy: Proxy, code: int) -> None:
     s3_proxy.fault(r"GET .*1\.jpg", "status", code=code, times=2)
     assert bytes(store.read("1.jpg")) == content(1)
     assert len(s3_proxy.requests) == 3
@@ -110,7 +110,7 @@ def test_a_store_that_never_serves_anything_is_down(store: ObjectStore, s3_proxy
     assert caught.value.name == "store-unreachable"
 
 
-def test_a_stalled_body_is_asked_for_again(store: ObjectStore, s3_proxy: Proxy) -> None:
+def test_a_stalled_body_is_requested_again(store: ObjectStore, s3_proxy: Proxy) -> None:
     s3_proxy.fault(r"GET .*1\.jpg", "stall", after=SIZE // 2, seconds=1000)
     assert bytes(ObjectStore(store.url, patience=NO_STALLS).read("1.jpg")) == content(1)
 
@@ -146,10 +146,10 @@ def test_one_forbidden_object_is_that_samples_failure(store: ObjectStore, s3_pro
     assert failure_of(store, "1.jpg").reason == "permission"
 
 
-def test_what_is_wrong_with_the_whole_store_is_told_within_seconds(
+def test_a_problem_with_the_whole_store_is_reported_within_seconds(
     s3_server: S3Server, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the patience of production: a wrong setting must not take two minutes."""
+    """With production timeouts: a wrong setting must not take two minutes to report."""
     right = s3_server.environment()
     without_keys = {name: value for name, value in right.items() if "KEY" not in name}
     cases = [
@@ -212,7 +212,7 @@ def test_a_batch_through_every_fault_at_once_has_right_samples_and_named_failure
                 assert bytes(result) == content(number), f"sample {number}"
 
 
-def test_a_store_that_dies_in_the_middle_stops_every_taker(store: ObjectStore, s3_proxy: Proxy) -> None:
+def test_a_store_that_dies_midway_stops_every_consumer(store: ObjectStore, s3_proxy: Proxy) -> None:
     reader = Reader(store, index_of(4, None), lookahead_bytes=SIZE)
     assert bytes(reader.take(np.array([0]))[0]) == content(0)  # type: ignore[arg-type]
     reader.expect(np.array([1, 2, 3, 1, 2, 3]))

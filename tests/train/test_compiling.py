@@ -1,4 +1,4 @@
-"""torch.compile is a wish: what cannot be compiled runs as it is."""
+"""torch.compile is optional: a model that cannot be compiled runs uncompiled."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 from stoker.train.compute import Compiled
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_and_that_is_said_once() -> None:
+def test_a_model_that_cannot_be_compiled_runs_uncompiled_with_one_note() -> None:
     said: list[str] = []
     plain = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 2))
     model = Compiled(plain, "default", said.append)
     inputs = torch.randn(3, 4)
-    # A machine without a C++ compiler, as many clusters are.
+    # A machine without a C++ compiler, like many cluster nodes.
     with torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",), "force_disable_caches": True}):
         for _ in range(3):
             assert torch.equal(model(inputs), plain(inputs))

@@ -19,7 +19,7 @@ def small_model(classes: int = 5) -> nn.Module:
 
 
 def move(model: nn.Module, seed: int) -> None:
-    """Changes weights and batch norm's statistics, as a step does."""
+    """Changes weights and batch norm statistics, as a step does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -36,7 +36,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("warmup", [True, False])
-def test_the_average_is_that_of_timm(warmup: bool) -> None:
+def test_the_average_equals_timms(warmup: bool) -> None:
     model = small_model()
     theirs = ModelEmaV3(model, decay=0.6, use_warmup=warmup, warmup_gamma=WARMUP_GAMMA, warmup_power=1.0)
     ours = WeightAverage(model, 0.6, warmup=warmup)
@@ -113,7 +113,7 @@ def test_an_average_of_another_model_is_refused_untouched() -> None:
     assert same(before, dict(average.tensors))
 
 
-def test_channels_last_weights_stay_so() -> None:
+def test_channels_last_weights_stay_channels_last() -> None:
     model = small_model().to(memory_format=torch.channels_last)
     average = WeightAverage(model, 0.5, warmup=False)
     move(model, 1)

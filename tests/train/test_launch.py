@@ -1,4 +1,4 @@
-"""The launcher: one process for each device, and it ends with them."""
+"""The launcher: one process per device; it ends when they do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stoker.errors import UserError
 from stoker.train.launch import launch
 from tests.support.waiting import DEADLINE_S, processes_with, wait_until
 
-# A rank that tells who it is, then does as it is told: leave with a code, or wait for a signal.
+# A rank that reports its rank, then does what its argument says: exit with a code or wait for a signal.
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -56,7 +56,7 @@ def launcher(folder: Path, *codes: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def test_every_rank_knows_its_place(tmp_path: Path) -> None:
+def test_every_rank_knows_its_rank_and_world_size(tmp_path: Path) -> None:
     environment = dict(os.environ) | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12399", "NODE_RANK": "1", "WORLD_SIZE": "2",
     }  # fmt: skip
@@ -77,7 +77,7 @@ def test_every_rank_knows_its_place(tmp_path: Path) -> None:
         ({"MASTER_ADDR": "a", "NODE_RANK": "first"}, "no-node-rank", "NODE_RANK is first"),
     ],
 )
-def test_what_a_node_must_know_is_asked_for(variables: dict[str, str], name: str, word: str) -> None:
+def test_missing_node_settings_are_named(variables: dict[str, str], name: str, word: str) -> None:
     with pytest.raises(UserError, match=word) as caught:
         launch(["-c", "raise SystemExit(9)"], 1, 2, variables)
     assert caught.value.name == name
@@ -93,7 +93,9 @@ def test_signals_are_passed_on_once(tmp_path: Path, number: signal.Signals, code
 
 
 @pytest.mark.parametrize(("codes", "code"), [(("wait", "1"), 1), (("2", "wait"), 2), (("0", "5"), 5)])
-def test_the_code_of_the_first_that_failed_is_the_launchers(tmp_path: Path, codes: tuple[str, ...], code: int) -> None:
+def test_the_launcher_exits_with_the_code_of_the_first_failure(
+    tmp_path: Path, codes: tuple[str, ...], code: int
+) -> None:
     with launcher(tmp_path, *codes) as process:
         assert process.wait(DEADLINE_S) == code
     assert processes_with(str(tmp_path)) == []

@@ -1,4 +1,4 @@
-"""Losses, against timm's."""
+"""Losses, compared with timm's."""
 
 from __future__ import annotations
 

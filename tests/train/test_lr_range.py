@@ -1,4 +1,4 @@
-"""What a range test reads out of a curve."""
+"""What a learning-rate range test concludes from a loss curve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stoker.train.lr_range import LrCurve, LrSuggestion, RunningMean, growing_ra
 
 
 def falling_at(lr: float, *, noise: float = 0.0, steps: int = 100) -> LrCurve:
-    """A loss that falls from 2.3 to 0.5 around `lr`, and rises thirty times further on."""
+    """A loss that falls from 2.3 to 0.5 around `lr` and rises again at thirty times that."""
     rates = growing_rates(1e-6, 10, steps)
     losses: list[float | None] = [
         2.3 - 1.8 / (1 + math.exp(-4 * math.log10(rate / lr))) + (rate / lr / 30) ** 2 + noise * math.sin(7.1 * number)

@@ -27,7 +27,7 @@ def add_in_batches(total: Accumulator, logits: torch.Tensor, labels: torch.Tenso
 
 
 def test_the_batch_size_does_not_matter() -> None:
-    from timm.utils import accuracy  # here, since the ranks below import this file too
+    from timm.utils import accuracy  # imported here because the ranks below import this file too
 
     logits, labels = samples(101)
     top1, top5 = accuracy(logits, labels, topk=(1, 5))
@@ -40,7 +40,7 @@ def test_the_batch_size_does_not_matter() -> None:
         assert (scores.acc1, scores.acc5) == pytest.approx((top1.item(), top5.item()))
 
 
-def test_nothing_added_is_absent_and_not_zero() -> None:
+def test_a_metric_without_samples_is_absent_not_zero() -> None:
     scores = Accumulator("cpu").result()
     assert (scores.loss, scores.acc1, scores.acc5, scores.samples) == (None, None, None, 0)
 
@@ -91,7 +91,7 @@ def _rank(rank: int, world: int, meeting: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     logits, labels = samples(101)
     found = []
-    # A prime number of samples, unevenly; then one rank has none at all.
+    # A prime number of samples, split unevenly; then one rank has none at all.
     for parts in ([slice(0, 64), slice(64, 101)], [slice(0, 0), slice(0, 101)]):
         total = Accumulator("cpu")
         add_in_batches(total, logits[parts[rank]], labels[parts[rank]], 10)

@@ -1,4 +1,4 @@
-"""Optimizers: groups, order, and no clipping that nobody asked for."""
+"""Optimizers: parameter groups, order, and no clipping unless requested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("sgd", "adamw", "lamb")
 
 
 def small_model() -> nn.Module:
-    # No bias before the norm: its gradient is rounding noise, which Adam would blow up.
+    # No bias before the norm: its gradient is rounding noise, which Adam would amplify.
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
 
@@ -77,7 +77,7 @@ def test_sgd_and_adamw_compute_what_torch_computes_plainly() -> None:
 
 
 def test_lamb_does_not_clip_by_itself() -> None:
-    # The first step of LAMB is blind to the scale of the gradient, unless something clips it; the second moment is not.
+    # LAMB's first step does not depend on the gradient's scale unless something clips it; the second moment does.
     moments = {}
     for scale in (1.0, 1000.0):
         model = nn.Linear(4, 4, bias=False)
@@ -99,7 +99,7 @@ def test_lamb_skips_the_trust_ratio_where_nothing_decays() -> None:
     torch.testing.assert_close(model.bias.detach(), before - 0.01, rtol=0, atol=1e-6)
 
 
-def test_a_saved_optimizer_goes_on_with_the_same_bits() -> None:
+def test_a_saved_optimizer_resumes_bit_identical() -> None:
     for name in NAMES:
         whole, first, second = small_model(), small_model(), small_model()
         train(whole, build_optimizer(whole, name, 0.01, weight_decay=0.01), 6)
@@ -122,7 +122,7 @@ def test_set_lr_reaches_every_group_and_the_update() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), name
 
 
-def test_a_model_without_biases_is_no_special_case() -> None:
+def test_a_model_without_biases_works() -> None:
     for name in NAMES:
         model = nn.Linear(3, 5, bias=False)
         before = model.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""The guard shrinks the prefetch step by step while memory falls, says so, and is slow to let it grow again."""
+"""The guard reduces the prefetch step by step as memory runs low, reports it, and is slow to raise it again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loader(images: Path) -> Iterator[ImageLoader]:
 
 
 class Host:
-    """A host of 62 GB whose memory and clock stand where the test puts them."""
+    """A 62 GB host whose free memory and clock are set by the test."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -65,7 +65,7 @@ def test_nothing_happens_while_there_is_memory(loader: ImageLoader) -> None:
     assert host.said == []
 
 
-def test_the_prefetch_shrinks_step_by_step_and_says_so(loader: ImageLoader) -> None:
+def test_the_prefetch_shrinks_step_by_step_with_a_message(loader: ImageLoader) -> None:
     host = Host()
     host.available = 5.0
     host.pass_time(1, loader)
@@ -81,7 +81,7 @@ def test_the_prefetch_shrinks_step_by_step_and_says_so(loader: ImageLoader) -> N
     assert len(host.said) == 3
 
 
-def test_with_hardly_anything_left_it_goes_to_one_at_once(loader: ImageLoader) -> None:
+def test_with_almost_no_memory_left_it_drops_to_one_at_once(loader: ImageLoader) -> None:
     host = Host()
     host.available = 1.0
     host.pass_time(1, loader)
@@ -97,16 +97,14 @@ def test_a_large_host_with_gigabytes_left_is_not_short(loader: ImageLoader) -> N
 
 
 @pytest.mark.parametrize(("available", "in_flight"), [(10.0, 6), (40.0, 12)])
-def test_waiting_for_memory_counts_only_where_little_is_left(
-    loader: ImageLoader, available: float, in_flight: int
-) -> None:
+def test_memory_pressure_counts_only_when_little_is_left(loader: ImageLoader, available: float, in_flight: int) -> None:
     host = Host()
     host.available, host.stalled = available, 0.3
     host.pass_time(1, loader)
     assert loader.in_flight == in_flight
 
 
-def test_it_grows_again_after_a_long_calm_but_only_once(loader: ImageLoader) -> None:
+def test_it_grows_again_after_a_long_quiet_period_but_only_once(loader: ImageLoader) -> None:
     host = Host()
     host.available = 5.0
     host.pass_time(1, loader)
@@ -137,7 +135,7 @@ def test_another_loader_gets_the_same_limit(loader: ImageLoader, images: Path) -
     assert len(host.said) == 1
 
 
-def test_memory_is_looked_at_once_a_second_and_not_at_every_step(loader: ImageLoader) -> None:
+def test_memory_is_checked_once_a_second_and_not_at_every_step(loader: ImageLoader) -> None:
     host = Host()
     for _ in range(10_000):
         host.now_s += 0.001
@@ -145,7 +143,7 @@ def test_memory_is_looked_at_once_a_second_and_not_at_every_step(loader: ImageLo
     assert host.reads in (10, 11)
 
 
-def test_a_system_that_tells_nothing_is_left_alone(loader: ImageLoader) -> None:
+def test_a_system_without_memory_figures_is_left_alone(loader: ImageLoader) -> None:
     said: list[str] = []
     PrefetchGuard(said.append, read=lambda: None).check(loader)
     assert (loader.in_flight, said) == (12, [])

@@ -1,4 +1,4 @@
-"""What training shows: a line in place on a terminal, plain lines elsewhere, everything in the log."""
+"""Training output: a line redrawn in place on a terminal, plain lines elsewhere, everything in the log."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train_on_a_terminal(logs: Path) -> str:
 
 
 def screen(shown: str) -> list[str]:
-    """What stands on the terminal at the end."""
+    """What the terminal shows at the end."""
     lines = [""]
     for part in re.split(r"(\r\n|\r|\x1b\[K)", shown):
         if part == "\r\n":
@@ -56,7 +56,7 @@ def screen(shown: str) -> list[str]:
     return lines
 
 
-def test_a_terminal_sees_one_line_that_moves_then_the_figures(tmp_path: Path) -> None:
+def test_a_terminal_shows_one_moving_line_then_the_figures(tmp_path: Path) -> None:
     shown = train_on_a_terminal(tmp_path)
     lines = screen(shown)
     assert re.fullmatch(r"Epoch 1: 100%\|██████████\| 40/40 \[\d\d:\d\d<00:00, [\d.]+it/s.*\]", lines[1])
@@ -66,13 +66,13 @@ def test_a_terminal_sees_one_line_that_moves_then_the_figures(tmp_path: Path) ->
     assert lines[9:] == [""]
 
 
-def test_a_message_stands_above_the_moving_line(tmp_path: Path) -> None:
+def test_a_message_appears_above_the_moving_line(tmp_path: Path) -> None:
     shown = train_on_a_terminal(tmp_path)
     assert screen(shown)[0] == "W&B: offline"
     assert re.search(r"W&B: offline\r\nEpoch 1:  5\d%", shown)
 
 
-def test_it_is_drawn_ten_times_a_second_at_most(tmp_path: Path) -> None:
+def test_it_is_redrawn_at_most_ten_times_a_second(tmp_path: Path) -> None:
     begin = time.monotonic()
     shown = train_on_a_terminal(tmp_path)
     assert shown.count("Epoch 1: ") <= 10 * (time.monotonic() - begin) + 3
@@ -89,7 +89,7 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
     assert "  train/loss: 6.234" in lines
 
 
-def test_the_log_can_be_asked_for_the_train_steps(tmp_path: Path) -> None:
+def test_the_train_steps_can_be_found_in_the_log(tmp_path: Path) -> None:
     train_on_a_terminal(tmp_path)
     (log,) = tmp_path.glob("train_*.log")
     text = log.read_text()
@@ -139,7 +139,7 @@ def test_the_rate_of_a_resumed_epoch_counts_only_what_was_done_now() -> None:
     assert float(found[1]) < 11
 
 
-def test_a_reader_that_left_does_not_stop_training(tmp_path: Path) -> None:
+def test_a_closed_pipe_does_not_stop_training(tmp_path: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     log = TrainLog(tmp_path)
@@ -150,12 +150,12 @@ def test_a_reader_that_left_does_not_stop_training(tmp_path: Path) -> None:
         progress.step(2)
         progress.epoch_ends({"train/loss": 1.0})
         progress.close()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), theirs)  # what is left in the buffer goes somewhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), theirs)  # so that the rest of the buffer can be flushed
     os.close(theirs)
     assert "Train step 2" in log.path.read_text()
 
 
-def test_two_logs_of_one_second_are_two_files_without_secrets(tmp_path: Path) -> None:
+def test_two_logs_from_the_same_second_are_two_files_without_secrets(tmp_path: Path) -> None:
     first, second = TrainLog(tmp_path), TrainLog(tmp_path)
     assert first.path != second.path
     first.write("data from https://user:very-secret@host/x")

@@ -1,4 +1,4 @@
-"""Who we are among the ranks, whoever started us."""
+"""Our rank and world size, whichever launcher started us."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_launcher_says_which_rank_this_is(environment: dict[str, str], ranks
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": "four"}, {"RANK": "4"}, {"RANK": "-1"}])
-def test_a_rank_that_cannot_be_is_refused(wrong: dict[str, str]) -> None:
+def test_an_impossible_rank_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError) as caught:
         ranks_from_environment(TORCHRUN | wrong)
     assert caught.value.name == "bad-rank"

@@ -17,7 +17,7 @@ LAST = BY_STEP.total_steps - 1
 
 
 def of_epoch(epoch: int, horizon: Horizon = BY_EPOCH, peak: float = 0.5) -> float:
-    """The rate of an epoch, which must be that of each of its steps."""
+    """The rate of an epoch; asserts that all of its steps have it."""
     rates = {
         learning_rate(epoch * horizon.steps_per_epoch + step, horizon, peak) for step in range(horizon.steps_per_epoch)
     }
@@ -82,7 +82,7 @@ def test_a_run_of_one_step_is_trained_with_the_peak() -> None:
         assert learning_rate(0, Horizon(steps_per_epoch=1, epochs=1, update=update), 0.1) == 0.1  # type: ignore[arg-type]
 
 
-def test_steps_reduce_every_so_many_epochs_of_the_run() -> None:
+def test_steps_reduce_the_rate_at_fixed_numbers_of_epochs() -> None:
     horizon = Horizon(steps_per_epoch=4, epochs=90, warmup_epochs=5, scheduler="step", step_epochs=30)
     rates = [learning_rate(epoch * 4, horizon, 0.4) for epoch in (5, 29, 30, 59, 60, 89)]
     assert rates == pytest.approx([0.4, 0.4, 0.04, 0.04, 0.004, 0.004])
@@ -105,7 +105,7 @@ def test_the_rate_scales_with_the_total_batch() -> None:
     assert scaled_lr(0.75, 384, 384, scale=True) == 0.75
 
 
-def test_four_times_the_published_rate_is_said_with_numbers() -> None:
+def test_four_times_the_published_rate_is_warned_about_with_numbers() -> None:
     warning = lr_warning("sgd", scaled_lr(0.5, 4 * 256, 256, scale=True), 4 * 256)
     assert warning is not None
     assert all(part in warning for part in ("learning rate 2 ", "1024", "4.0 times", "so 0.5 here"))

@@ -20,7 +20,7 @@ def test_without_a_start_there_is_one_size() -> None:
     assert image_size(0, None, 224, 10) == 224
 
 
-def test_sizes_that_are_no_multiples_are_taken_as_they_are() -> None:
+def test_sizes_that_are_not_multiples_are_taken_as_they_are() -> None:
     assert all_sizes(100, 176, 8) == [100, 128, 160, 176]
 
 

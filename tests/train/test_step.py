@@ -1,4 +1,4 @@
-"""One update: in pieces that fit, past losses that are NaN or infinite, the same after a resume."""
+"""One update: in pieces that fit into memory, skipping NaN or infinite losses, identical after a resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Hungry(nn.Module):
-    """A model that runs out of memory above so many samples."""
+    """A model that runs out of memory above a number of samples."""
 
     def __init__(self, model: nn.Module, most: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 15])
-def test_a_batch_that_does_not_fit_passes_in_pieces_with_the_same_update(most: int) -> None:
+def test_a_batch_that_does_not_fit_is_split_with_the_same_update(most: int) -> None:
     said: list[str] = []
     whole, pieces = network(), Hungry(network(), most)
     step, step_in_pieces = step_for(whole), step_for(pieces, said)
@@ -102,7 +102,7 @@ def test_an_attempt_that_ran_out_of_memory_leaves_no_trace_in_batch_norm() -> No
         assert torch.equal(ours, theirs)
 
 
-def test_one_sample_that_does_not_fit_ends_the_run_with_a_word() -> None:
+def test_one_sample_that_does_not_fit_ends_the_run_with_an_error() -> None:
     with pytest.raises(UserError, match="not have enough memory for 1 samples") as caught:
         step_for(Hungry(network(), 0))([batch()], 0)
     assert caught.value.name == "out-of-device-memory"
@@ -110,7 +110,7 @@ def test_one_sample_that_does_not_fit_ends_the_run_with_a_word() -> None:
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("name", ["32", "bf16-mixed", "16-mixed"])
-def test_a_loss_that_is_no_number_changes_nothing(name: str, clip: float | None) -> None:
+def test_a_nan_loss_changes_nothing(name: str, clip: float | None) -> None:
     model = network(norm=True)
     step = step_for(model, clip_grad_norm=clip, precision=Precision(name, CPU))
     assert not step([batch()], 0).skipped
@@ -123,7 +123,7 @@ def test_a_loss_that_is_no_number_changes_nothing(name: str, clip: float | None)
     for name_, value in model.state_dict().items():
         assert torch.equal(value, before[0][name_]), name_
     assert str(step.optimizer.state_dict()) == str(before[1])
-    # And the next batch is learnt from as if nothing had been.
+    # The next batch is learnt from as if nothing had happened.
     assert not step([batch(seed=2)], 2).skipped
     assert torch.isfinite(weights(model)).all()
     assert not torch.equal(weights(model), torch.cat([v.reshape(-1) for k, v in before[0].items() if k in dict(model.named_parameters())]))  # fmt: skip # noqa: E501

@@ -1,4 +1,4 @@
-"""Signals ask; the loop answers after a step."""
+"""A signal requests a stop; the loop acts on it after the step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.waiting import DEADLINE_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
-def test_a_notice_is_noted_and_ends_as_preempted(number: signal.Signals) -> None:
+def test_a_preemption_notice_ends_the_run_as_preempted(number: signal.Signals) -> None:
     stop = StopRequest()
     before = signal.getsignal(number)
     with stop.listening():
@@ -28,7 +28,7 @@ def test_a_notice_is_noted_and_ends_as_preempted(number: signal.Signals) -> None
     assert (ending.exit_code, ending.seen) == (143, f"{number.name}: saved at step 7")
 
 
-def test_ctrl_c_once_saves_and_twice_leaves_at_once() -> None:
+def test_ctrl_c_saves_and_a_second_one_exits_at_once() -> None:
     stop = StopRequest()
     with stop.listening():
         os.kill(os.getpid(), signal.SIGINT)
@@ -39,12 +39,12 @@ def test_ctrl_c_once_saves_and_twice_leaves_at_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_save_that_failed_is_not_called_saved() -> None:
+def test_a_failed_save_is_not_reported_as_saved() -> None:
     ending = StopRequest().ending(7, interrupted=False, saved=False)
     assert ending.seen == "another rank's signal: stopped at step 7, which could not be saved"
 
 
-def test_nohup_means_that_the_end_of_the_terminal_is_nothing() -> None:
+def test_nohup_ignores_the_end_of_the_terminal() -> None:
     program = (
         "import os, signal\nfrom stoker.train.launch import StopRequest\nstop = StopRequest()\n"
         "with stop.listening():\n    os.kill(os.getpid(), signal.SIGHUP)\n    print(stop.wanted)\n"

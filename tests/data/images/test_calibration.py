@@ -1,4 +1,4 @@
-"""The choice of a decoder by measurement."""
+"""Choosing a decoder by measurement."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_choice_is_remembered_and_not_measured_again(
     assert cache_file.is_file()
 
 
-def test_what_a_choice_depends_on_is_measured_anew(files: list[bytes], replace_trial: Replace) -> None:
+def test_a_change_in_what_the_choice_depends_on_is_measured_again(files: list[bytes], replace_trial: Replace) -> None:
     replace_trial(trials.by_length)
     assert not choose_fastest(NAMES, files, 64, CAP).remembered
     assert choose_fastest(NAMES, files, 64, CAP).remembered
@@ -93,7 +93,7 @@ def test_a_decoder_that_hangs_is_left_out(
 
 
 @pytest.mark.parametrize("trial", [trials.fails, trials.raises, trials.says_nonsense, trials.finds_nothing])
-def test_where_nothing_can_be_measured_the_first_is_taken(
+def test_the_first_decoder_is_used_if_nothing_can_be_measured(
     files: list[bytes], trial: Trial, replace_trial: Replace, cache_file: Path
 ) -> None:
     replace_trial(trial)
@@ -107,20 +107,18 @@ def test_no_files_or_one_decoder_need_no_measuring(monkeypatch: pytest.MonkeyPat
     assert choose_fastest(["pillow"], [b"x"], 64, CAP).choice == "pillow"
 
 
-def test_bad_files_among_the_users_do_not_disturb(files: list[bytes]) -> None:
+def test_bad_files_in_the_data_do_not_disturb(files: list[bytes]) -> None:
     bad = [images.bad_images()[name] for name in ("empty", "jpeg-420 cut at 50 %", "png bomb")]
     assert set(measure(NAMES, [*bad, *files], 64, CAP)) == set(NAMES)
     assert measure(NAMES, bad, 64, CAP) == {}
 
 
-def test_a_decoder_that_is_not_there_is_left_out(files: list[bytes]) -> None:
+def test_a_missing_decoder_is_left_out(files: list[bytes]) -> None:
     assert set(measure(["nothing-of-this-name", "pillow"], files, 64, CAP)) == {"pillow"}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "not json", '{"a": 1}'])
-def test_a_damaged_cache_is_as_good_as_none(
-    files: list[bytes], content: str, cache_file: Path, replace_trial: Replace
-) -> None:
+def test_a_damaged_cache_is_ignored(files: list[bytes], content: str, cache_file: Path, replace_trial: Replace) -> None:
     replace_trial(trials.by_length)
     cache_file.parent.mkdir(parents=True)
     cache_file.write_text(content)
@@ -137,7 +135,7 @@ def test_a_damaged_entry_is_measured_again(files: list[bytes], cache_file: Path,
         assert not choose_fastest(NAMES, files, 64, CAP).remembered
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
+def test_an_unwritable_cache_is_not_an_error(
     files: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace_trial: Replace
 ) -> None:
     replace_trial(trials.by_length)

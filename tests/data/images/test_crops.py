@@ -43,7 +43,7 @@ def features(found: np.ndarray, width: int, height: int) -> dict[str, np.ndarray
         "aspect": np.log(crop_width / crop_height),
         "width": crop_width / width,
         "height": crop_height / height,
-        # Among the places that a crop of its size could take; the middle where there is one place only.
+        # Relative to the positions that a crop of its size could take; 0.5 if there is only one.
         "down": np.where(crop_height < height, top / np.maximum(1, height - crop_height), 0.5),
         "right": np.where(crop_width < width, left / np.maximum(1, width - crop_width), 0.5),
     }
@@ -56,8 +56,8 @@ def test_crops_are_distributed_like_torchvisions(width: int, height: int, bounds
     theirs = features(torchvision_boxes(bounds, width, height), width, height)
     for name, mine in ours.items():
         others = theirs[name]
-        # Means within five standard errors, and no gap between the distributions above what
-        # one in 100,000 pairs of equal ones shows (Kolmogorov-Smirnov).
+        # Means within five standard errors, and a gap between the distributions that only one in 100,000 pairs of
+        # samples from the same distribution would exceed (Kolmogorov-Smirnov).
         error = math.sqrt((mine.var() + others.var()) / DRAWS) + 1e-9
         assert abs(mine.mean() - others.mean()) < 5 * error, name
         values = np.unique(np.concatenate([mine, others]))
@@ -70,7 +70,7 @@ def test_crops_are_distributed_like_torchvisions(width: int, height: int, bounds
 @pytest.mark.parametrize("bounds", RANGES, ids=["default", "large", "small and oblong"])
 def test_area_and_aspect_keep_their_bounds(bounds: CropRange) -> None:
     found = features(boxes(bounds, 4000, 3000, 1000), 4000, 3000)
-    # Sides are whole pixels: half of one in a thousand.
+    # Sides are whole pixels: rounding changes them by up to half a pixel in a thousand.
     assert found["area"].min() > bounds.scale[0] * 0.998
     assert found["area"].max() < bounds.scale[1] * 1.002
     assert np.exp(found["aspect"].min()) > bounds.aspect[0] * 0.998
@@ -108,16 +108,16 @@ def test_a_crop_depends_on_its_key_alone() -> None:
     part = draw_crops(keys(100)[some], CropRange())
     for place, sample in enumerate(some.tolist()):
         assert part.box(place, 500, 375) == whole.box(sample, 500, 375)
-    # Looking at one image's crop changes nobody else's, and asking twice changes nothing.
+    # Drawing one image's crop does not change the others, and drawing it twice changes nothing.
     assert whole.box(3, 500, 375) == whole.box(3, 500, 375)
 
 
-def test_every_epoch_has_other_crops() -> None:
+def test_every_epoch_has_different_crops() -> None:
     one, other = draw_crops(keys(200), CropRange()), draw_crops(keys(200, epoch=1), CropRange())
     assert sum(one.box(n, 500, 375) == other.box(n, 500, 375) for n in range(200)) == 0
 
 
-def test_flips_come_as_often_as_asked_and_apart_from_crops() -> None:
+def test_flips_have_the_requested_rate_and_are_independent_of_crops() -> None:
     many = keys(20_000)
     flips = draw_flips(many, 0.3)
     assert abs(flips.mean() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / 20_000)

@@ -1,4 +1,4 @@
-"""Every decoder against Pillow on every kind of file."""
+"""Every decoder compared with Pillow on every kind of file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SEEN_BOXES = {
 }
 
 
-# What is no JPEG is decoded by Pillow, whichever decoder was chosen: two of them show it.
+# Anything but JPEG is decoded by Pillow, whichever decoder was chosen; two of them are enough to show it.
 decoder_and_kind = pytest.mark.parametrize(
     ("decoder", "name"),
     [
@@ -56,7 +56,7 @@ decoder_and_kind = pytest.mark.parametrize(
 
 
 def reference(data: bytes) -> NDArray[np.uint8]:
-    """The whole image as a person sees it, by Pillow; 16 bit by their upper 8."""
+    """The whole image as displayed, decoded by Pillow; of 16-bit images the upper 8 bits."""
     with Image.open(io.BytesIO(data)) as image:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):
@@ -74,7 +74,7 @@ def difference(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> float:
     return float(np.abs(a.astype(int) - b).mean())
 
 
-def test_pillow_and_simplejpeg_are_always_here() -> None:
+def test_pillow_and_simplejpeg_are_always_available() -> None:
     assert {"pillow", "simplejpeg", "opencv"} <= set(HERE)
 
 
@@ -108,7 +108,7 @@ def test_a_crop_of_its_own_size_is_exactly_pillows(decoder: str, name: str) -> N
 def test_a_resized_crop_is_close_to_pillows(decoder: str, name: str) -> None:
     if name in ("png-1-bit", "png-palette", "gif", "gif-animated"):
         pytest.skip("dithered: without antialiasing it cannot be close")
-    # Stored, its edges are at multiples of eight from the top left: nothing is rounded in a smaller decoding.
+    # Its stored edges are at multiples of eight from the top left, so a reduced-size decode rounds nothing.
     box = SEEN_BOXES[int(name[-1])] if "exif" in name and "tiff" not in name else Box(8, 16, 104, 104)
     part = reference(GOOD[name])[box.top : box.top + box.height, box.left : box.left + box.width]
     for size, allowed in ((200, 0.3), (60, 0.7), (52, 0.8), (26, 0.8), (13, 1.3)):
@@ -119,7 +119,7 @@ def test_a_resized_crop_is_close_to_pillows(decoder: str, name: str) -> None:
 @every_decoder
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_image_is_seen_as_its_orientation_says(decoder: str, orientation: int, kind: str) -> None:
+def test_the_exif_orientation_is_applied(decoder: str, orientation: int, kind: str) -> None:
     options = (
         {"quality": 95, "subsampling": "4:2:0"} if kind == "JPEG" else {"lossless": True} if kind == "WEBP" else {}
     )
@@ -139,8 +139,8 @@ def test_an_image_is_seen_as_its_orientation_says(decoder: str, orientation: int
 
 
 @every_decoder
-def test_a_smaller_decoding_shifts_a_crop_by_half_a_pixel_at_most(decoder: str) -> None:
-    # An edge at column 400: wherever the crop begins, it must come out where it is.
+def test_a_reduced_decode_shifts_a_crop_by_at_most_half_a_pixel(decoder: str) -> None:
+    # An edge at column 400 must stay there, wherever the crop starts.
     pixels = np.zeros((640, 800, 3), np.uint8)
     pixels[:, 400:] = 255
     data = images.jpeg(pixels, "444")
@@ -188,7 +188,7 @@ def test_nothing_is_written_outside_the_slot(
 
 
 @every_decoder
-def test_a_slot_that_does_not_fit_is_our_own_mistake(decoder: str) -> None:
+def test_a_slot_that_does_not_fit_is_an_assertion_error(decoder: str) -> None:
     decoding, data = Decoding(decoder), GOOD["jpeg-420"]
     header = decoding.read_header(data)
     for out in (np.zeros((8, 8, 3)), np.zeros((8, 8), np.uint8), np.zeros((8, 16, 3), np.uint8)[:, ::2]):
@@ -199,7 +199,7 @@ def test_a_slot_that_does_not_fit_is_our_own_mistake(decoder: str) -> None:
 @every_decoder
 @pytest.mark.parametrize("wrap", [bytearray, memoryview, lambda data: memoryview(b"x" + data + b"y")[1:-1]])
 @pytest.mark.parametrize("name", ["jpeg-420", "jpeg-cmyk", "png", "webp", "tiff"])
-def test_any_buffer_will_do(decoder: str, wrap: type, name: str) -> None:
+def test_any_buffer_type_works(decoder: str, wrap: type, name: str) -> None:
     box = Box(3, 5, 80, 90)
     assert np.array_equal(fast(decoder, wrap(GOOD[name]), box, (40, 40)), fast(decoder, GOOD[name], box, (40, 40)))
 
@@ -222,7 +222,7 @@ def test_eight_threads_get_what_one_gets(decoder: str) -> None:
 @pytest.mark.parametrize("name", images.bad_images())
 @pytest.mark.parametrize("decoder", HERE)
 def test_a_bad_file_is_a_bad_image_with_a_reason(decoder: str, name: str) -> None:
-    # The crop is at the top, where a truncated file still has its pixels.
+    # The crop is at the top, which a truncated file still contains.
     data, decoding = images.bad_images()[name], Decoding(decoder)
     for faithful in (False, True):
         with pytest.raises(BadImage) as caught:
@@ -245,20 +245,22 @@ def test_after_a_bad_file_the_next_good_one_is_right(decoder: str) -> None:
         )
 
 
-def test_pillows_own_limit_has_no_say(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+def test_pillows_own_size_limit_does_not_apply(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
     for name in ("png", "jpeg-420", "jpeg-cmyk", "bmp"):
         fast("pillow", GOOD[name], Box(1, 1, 60, 60), (20, 20))
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_the_cap_is_ours() -> None:
+def test_our_size_limit_applies() -> None:
     with pytest.raises(BadImage, match="157x119"):
         Decoding("simplejpeg", max_pixels=10_000).read_header(GOOD["jpeg-420"])
 
 
-def test_a_reduction_is_averaged_whatever_the_decoder_can_do() -> None:
-    # A chessboard of single pixels: without averaging it would come out as noise.
+def test_a_reduction_is_averaged_with_every_decoder() -> None:
+    # A single-pixel checkerboard: without averaging it would turn into noise.
     board = np.indices((256, 256)).sum(axis=0) % 2 * 255
     data = images.jpeg(np.repeat(board[:, :, None], 3, axis=2).astype(np.uint8), "444", quality=98)
     for decoder in HERE:
@@ -276,14 +278,14 @@ def test_a_decoder_by_name_is_not_measured() -> None:
     assert (decoding, result) == (Decoding("opencv", 99), None)
 
 
-def test_a_decoder_that_is_not_here_is_refused_by_name() -> None:
+def test_an_unavailable_decoder_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="libjpeg9") as caught:
         choose_decoder("libjpeg9", list, 224)
     assert caught.value.name == "decoder-missing"
 
 
 @given(orientation=st.integers(1, 8), width=st.integers(1, 12), height=st.integers(1, 12), data=st.data())
-def test_a_box_and_its_stored_box_hold_the_same_pixels(
+def test_a_box_and_its_stored_box_contain_the_same_pixels(
     orientation: int, width: int, height: int, data: st.DataObject
 ) -> None:
     stored_size = (width, height) if orientation >= 5 else (height, width)

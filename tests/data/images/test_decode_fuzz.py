@@ -1,4 +1,4 @@
-"""Damaged files through every decoder, in a process of its own: a crash would be seen as a signal."""
+"""Damaged files through every decoder, in a separate process, where a crash shows as a signal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES_FOR_EACH = 2500
 
 
 def damaged(data: bytes, random_: random.Random) -> bytes:
-    """The file with bytes changed, cut out or cut off; mostly with its end marker, so that no decoder is spared."""
+    """The file with bytes changed, removed or cut off; usually with its end marker, so that no decoder stops early."""
     changed = bytearray(data)
     kind = random_.random()
     if kind < 0.25:
@@ -28,7 +28,7 @@ def damaged(data: bytes, random_: random.Random) -> bytes:
         start = random_.randrange(2, len(changed))
         del changed[start : start + random_.choice([1, 2, 64])]
     else:
-        # Headers are short and matter most.
+        # Headers are short, and damage there matters most.
         end = min(700, len(changed)) if random_.random() < 0.5 else len(changed)
         for _ in range(random_.choice([1, 1, 4, 40])):
             changed[random_.randrange(2, end)] = random_.choice([0, 0xFF, random_.randrange(256)])
@@ -38,13 +38,13 @@ def damaged(data: bytes, random_: random.Random) -> bytes:
 
 
 def fuzz(decoder: str, count: int, seed: int) -> Counter[str]:
-    """What became of so many damaged files."""
+    """Decodes that many damaged files and returns the outcomes."""
     small = images.noise(70, 52)
     files = [images.jpeg(small, s, progressive=p) for s in ("444", "422", "420", "440", "411") for p in (False, True)]
     files += [images.encode(small, "JPEG", mode, progressive=p) for mode in ("L", "CMYK") for p in (False, True)]
     files += [images.encode(small, "JPEG", restart_marker_rows=1), images.oriented(small, 6)]
     files += [images.encode(small, kind) for kind in ("PNG", "WEBP", "GIF", "BMP", "TIFF")]
-    # A cap as large as these pictures need: damage in a header may announce gigabytes.
+    # A size limit that just fits these pictures: a damaged header may claim gigabytes.
     random_, decoding, found = random.Random(seed), Decoding(decoder, max_pixels=1_000_000), Counter[str]()
     batch = np.zeros((3, 24, 20, 3), np.uint8)
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""The faithful path is torchvision's on Pillow images, to the last grey level."""
+"""The faithful path equals torchvision on Pillow images, to the last grey level."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every_decoder = pytest.mark.parametrize(
 )
 INTERPOLATIONS: list[Interpolation] = ["bilinear", "bicubic"]
 GOOD = images.jpegs() | images.other_kinds() | {"noise": images.jpeg(images.noise(), "420")}
-# torchvision never sees these as we do: Pillow clips 16 bit to 8.
+# Not comparable with torchvision: Pillow clips 16 bit to 8.
 SEEN = sorted(name for name in GOOD if "16-bit" not in name)
 
 decoder_and_kind = pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_any_centre_equals_torchvisions(
 ) -> None:
     data = images.oriented(images.noise(width, height), orientation, "PNG")
     expected = Compose([Resize(resize, InterpolationMode(interpolation)), CenterCrop((rows, columns))])(seen(data))
-    # Where a long strip is resized only in part, the passes over it may be rounded differently.
+    # If only part of a long strip is resized, the two passes may round differently.
     wasteful = expected.size != (0, 0) and max(width, height) / min(width, height) * resize**2 > 32 * rows * columns
     found = largest_difference(centre("pillow", data, resize, (rows, columns), interpolation), expected)
     assert found <= 1 or (wasteful and found <= 20)
@@ -122,7 +122,7 @@ def test_a_strip_does_not_become_gigabytes() -> None:
 
 
 def test_sixteen_bits_keep_their_range() -> None:
-    # Pillow's own conversion would turn nearly all of it white.
+    # Pillow's own conversion would turn almost all of it white.
     for name in ("png-16-bit-grey", "tiff-16-bit-grey"):
         out = crop("pillow", GOOD[name], Box(0, 0, 119, 157), (119, 157), "bilinear")
         assert np.array_equal(out[:, :, 1], images.smooth()[:, :, 0])

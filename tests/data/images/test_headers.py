@@ -1,4 +1,4 @@
-"""What is known of an image before it is decoded."""
+"""What the header says about an image before it is decoded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOOD = images.jpegs() | images.other_kinds()
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_kind_and_size_are_those_that_pillow_sees(name: str) -> None:
+def test_format_and_size_agree_with_pillow(name: str) -> None:
     header = read_header(GOOD[name], CAP)
     with Image.open(io.BytesIO(GOOD[name])) as image:
         assert header.kind == image.format.lower()
@@ -26,7 +26,7 @@ def test_kind_and_size_are_those_that_pillow_sees(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
-def test_any_buffer_will_do(wrap: type) -> None:
+def test_any_buffer_type_works(wrap: type) -> None:
     assert read_header(wrap(GOOD["jpeg-exif-6"]), CAP) == read_header(GOOD["jpeg-exif-6"], CAP)
 
 
@@ -53,7 +53,7 @@ def test_unusual_colours_of_a_jpeg_are_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["empty", "one byte", "text named .jpg", "html", "svg", "zeros", "jpeg without frame"])
-def test_what_is_no_image_is_refused_with_a_reason(name: str) -> None:
+def test_a_file_that_is_not_an_image_is_refused_with_a_reason(name: str) -> None:
     with pytest.raises(BadImage) as caught:
         read_header(images.bad_images()[name], CAP)
     assert caught.value.reason
@@ -65,7 +65,7 @@ def test_a_decompression_bomb_is_refused_by_its_header() -> None:
             read_header(images.bad_images()[name], CAP)
 
 
-def test_the_cap_counts_pixels_and_is_the_callers() -> None:
+def test_the_size_limit_counts_pixels_and_is_set_by_the_caller() -> None:
     data = GOOD["png"]
     assert read_header(data, 157 * 119).width == 157
     with pytest.raises(BadImage, match="157x119"):
@@ -77,8 +77,8 @@ def test_a_few_bytes_that_claim_millions_of_pixels_are_refused() -> None:
         read_header(images.bad_images()["jpeg of 12000x12000 in a few bytes"], CAP)
 
 
-def test_one_flat_colour_is_not_taken_for_a_hollow_file() -> None:
-    # The smallest file that a picture of this size can have.
+def test_a_single_colour_image_is_not_mistaken_for_an_empty_file() -> None:
+    # The smallest possible file for a picture of this size.
     flat = images.smooth(900, 700) * 0
     for progressive in (False, True):
         assert read_header(images.encode(flat, "JPEG", quality=1, progressive=progressive, optimize=True), CAP)

@@ -1,4 +1,4 @@
-"""Opening a split: what is found, that it is found once, and that a change is noticed."""
+"""Opening a split: what is found, that it is listed only once, and that a change is noticed."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def make_tree(root: Path, files: dict[str, list[str]], split: str = "train") -> 
 
 
 def age(root: Path) -> None:
-    """Makes every folder old enough that a change would show in its time."""
+    """Makes every folder old enough for a change to show in its modification time."""
     for folder, _, _ in os.walk(root):
         os.utime(folder, (time.time() - 3600, time.time() - 3600))
 
 
 class Opening:
-    """Opens a split and remembers what was said, and how many class folders were listed."""
+    """Opens a split and records the messages and how many class folders were listed."""
 
     def __init__(self, root: Path | str, split: str = "train", **options) -> None:
         self.said: list[str] = []
@@ -95,7 +95,7 @@ def test_a_class_whose_name_begins_another_comes_first(tmp_path: Path) -> None:
 
 def test_a_root_of_class_folders_is_opened_by_an_empty_split(tmp_path: Path) -> None:
     assert opened_names(make_tree(tmp_path, TREE, split=""), "") == SORTED
-    # The index that is now kept there is no class.
+    # The index now saved there is not a class.
     assert opened_names(tmp_path, "") == SORTED
 
 
@@ -110,7 +110,7 @@ def test_a_relative_root_is_remembered_as_an_absolute_one(tmp_path: Path, monkey
     assert Opening("data").index.root == str(tmp_path / "data" / "train")
 
 
-def test_images_are_told_by_their_suffix_in_any_case(tmp_path: Path) -> None:
+def test_images_are_recognised_by_their_suffix_in_any_case(tmp_path: Path) -> None:
     images = [
         f"1.{s}"
         for s in ["jpg", "JPG", "jpeg", "JPEG", "png", "webp", "bmp", "tif", "tiff", "gif", "ppm", "pgm", "jfif", "Jpg"]
@@ -154,7 +154,7 @@ def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_any_name_that_a_file_system_holds_comes_back(tmp_path: Path) -> None:
+def test_any_valid_file_name_is_preserved(tmp_path: Path) -> None:
     names = [
         b"caf\xe9.jpg", b"\xff\xfe.jpg", "ünï\u0301 日本 🐈.jpg".encode(), b"new\nline.jpg", b" two  words .jpg",
         b"'\"\\.jpg",
@@ -174,7 +174,7 @@ def test_any_name_that_a_file_system_holds_comes_back(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(opening.index))
 
 
-# That it is found once
+# Listed only once
 
 
 def test_the_second_opening_lists_nothing(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_the_second_opening_lists_nothing(tmp_path: Path) -> None:
     assert first.index.folder.parent == tmp_path / "train" / ".stoker-index"
 
 
-def test_a_folder_that_has_just_changed_is_looked_at_again_in_silence(tmp_path: Path) -> None:
-    """It could change once more within the same tick of the file system's clock."""
+def test_a_folder_that_has_just_changed_is_silently_listed_again(tmp_path: Path) -> None:
+    """It could change again within the same tick of the file system's clock."""
     age(make_tree(tmp_path, TREE))
     os.utime(tmp_path / "train" / "cat")
     first, second = Opening(tmp_path), Opening(tmp_path)
@@ -210,7 +210,7 @@ def test_a_change_within_one_tick_of_the_clock_is_noticed(tmp_path: Path) -> Non
     assert "cat/new.jpg" in opened_names(tmp_path)
 
 
-def test_it_can_be_kept_elsewhere(tmp_path: Path) -> None:
+def test_the_index_can_be_saved_elsewhere(tmp_path: Path) -> None:
     age(make_tree(tmp_path / "data", TREE))
     make_tree(tmp_path / "data", {"cat": ["v.jpg"]}, "val")
     age(tmp_path / "data")
@@ -237,7 +237,7 @@ def test_a_rebuild_lists_everything(tmp_path: Path) -> None:
     assert Opening(tmp_path, rebuild=True).listed == 3
 
 
-# That a change is noticed
+# Changes are noticed
 
 
 def add_file(train: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_change_is_noticed_and_only_that_class_is_listed(tmp_path: Path, chang
     assert fresh.index.classes == opening.index.classes
 
 
-def test_the_index_before_stays_for_the_run_that_uses_it_and_older_ones_go(tmp_path: Path) -> None:
+def test_the_previous_index_stays_for_the_run_that_uses_it_and_older_ones_are_removed(tmp_path: Path) -> None:
     age(make_tree(tmp_path, TREE))
     openings = []
     for number in range(4):
@@ -310,7 +310,7 @@ def test_the_index_before_stays_for_the_run_that_uses_it_and_older_ones_go(tmp_p
 
 @pytest.mark.parametrize("damaged", ["listing.json", "labels.npy", "index.json", "name_bytes.npy"])
 @pytest.mark.parametrize("damage", ["missing", "half"])
-def test_a_damaged_index_is_made_again(tmp_path: Path, damaged: str, damage: str) -> None:
+def test_a_damaged_index_is_rebuilt(tmp_path: Path, damaged: str, damage: str) -> None:
     age(make_tree(tmp_path, TREE))
     Opening(tmp_path)
     (file,) = (tmp_path / "train" / ".stoker-index").rglob(damaged)
@@ -338,7 +338,7 @@ print(len(listed), index.digest, len(index), index.name(len(index) - 1))
 """
 
 
-def test_of_many_processes_one_lists_and_all_see_the_same(tmp_path: Path) -> None:
+def test_one_of_many_processes_lists_and_all_see_the_same(tmp_path: Path) -> None:
     data = make_tree(tmp_path / "data", {f"class{n:03d}": [f"{i}.jpg" for i in range(20)] for n in range(100)})
     age(data)
     for attempt in range(2):
@@ -355,7 +355,7 @@ def test_of_many_processes_one_lists_and_all_see_the_same(tmp_path: Path) -> Non
         shutil.rmtree(data / "train" / ".stoker-index")
 
 
-def test_a_killed_lister_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_process_killed_while_listing_does_not_block_others(tmp_path: Path) -> None:
     age(make_tree(tmp_path, TREE))
     program = (
         "import os, signal, sys; from stoker.data.images.opening import open_index\n"
@@ -368,7 +368,7 @@ def test_a_killed_lister_is_no_obstacle(tmp_path: Path) -> None:
     assert opening.listed == 3
 
 
-# What numpy imports late is imported first: the new user may not read our environment.
+# Import what numpy loads lazily first: the new user may not be able to read our environment.
 WITHOUT_RIGHTS = """
 import mmap, os, sys
 from stoker.data.images.opening import open_index
@@ -435,7 +435,7 @@ def test_an_index_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert "index_dir=" in error.hint
 
 
-# Refusals
+# Errors
 
 
 def test_a_root_that_does_not_exist_names_what_is_near(tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     assert "is a file" in refusal(tmp_path, "train").seen
 
 
-def test_a_flat_folder_of_images_is_told_from_an_empty_one(tmp_path: Path) -> None:
+def test_a_flat_folder_of_images_is_distinguished_from_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "val").mkdir()
     assert refusal(tmp_path, "val").name == "no-class-folders"
     for number in range(3):
@@ -541,7 +541,7 @@ def test_a_torn_pack_is_refused_and_a_foreign_index_file_is_not_ours(tmp_path: P
     assert opened_names(tmp_path / "other") == SORTED
 
 
-# In a process of its own: a client that has been used must not be forked, which other tests do.
+# In a separate process: a client that has been used must not be forked, and other tests fork.
 OPEN_URL = """
 import sys
 from pathlib import Path
@@ -573,11 +573,11 @@ def test_packed_shards_at_a_url_bring_their_index(tmp_path: Path) -> None:
         assert "shard-000000.tar" in first
         assert "1536" in first
         assert f"{url}/train" in first
-        # The arrays are kept: only the small file is asked for.
+        # The arrays are saved locally: only the small file is requested.
         for file in (tmp_path / "data" / "train").glob("*.npy"):
             file.unlink()
         assert opened() == first
-        # Packed again, and copied in part: the old arrays are not used for it.
+        # Packed again and copied only in part: the old arrays must not be used.
         packed(tmp_path / "again")
         meta = json.loads((tmp_path / "again" / "index.json").read_text())
         (tmp_path / "data" / "train" / "index.json").write_text(json.dumps(meta | {"facts": {"packed": "again"}}))

@@ -1,4 +1,4 @@
-"""Packing a split: the plan, the bytes, the index, bad files, and going on after an interruption."""
+"""Packing a split: the plan, the bytes, the index, bad files, and resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PER_CLASS = 12
 
 
 def make_images(root: Path, per_class: int = PER_CLASS) -> dict[str, bytes]:
-    """Class folders, with dots in the names, and no two files alike."""
+    """Class folders with dots in their names and no two identical files."""
     random = np.random.default_rng(0)
     files = {}
     for class_name in ("a.b", "cat", "dog"):
@@ -61,7 +61,7 @@ def opened(folder: Path) -> SampleIndex:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """All files below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -71,7 +71,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def test_the_plan_deals_out_every_sample_once_within_the_size() -> None:
+def test_the_plan_assigns_every_sample_once_within_the_size() -> None:
     sizes = np.random.default_rng(1).integers(0, 5000, 1000)
     tasks = plan_shards(sizes, 100_000)
     dealt = np.concatenate([task.samples for task in tasks])
@@ -81,12 +81,12 @@ def test_the_plan_deals_out_every_sample_once_within_the_size() -> None:
     assert all(task.planned_bytes > 90_000 for task in tasks[:-1])
 
 
-def test_a_sample_larger_than_a_shard_has_one_to_itself() -> None:
+def test_a_sample_larger_than_a_shard_gets_its_own() -> None:
     tasks = plan_shards(np.array([10, 500_000, 10], np.int64), 100_000)
     assert 1 in [len(task.samples) for task in tasks if 1 in task.samples]
 
 
-def test_a_shard_holds_mixed_classes(source: Path, tmp_path: Path) -> None:
+def test_a_shard_contains_mixed_classes(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "packed")
     index = opened(tmp_path / "packed")
     assert index.shard_of is not None
@@ -127,7 +127,7 @@ def test_packs_are_bit_identical_for_any_number_of_workers(source: Path, tmp_pat
     assert content(tmp_path / "packed-1") == content(tmp_path / "packed-3")
 
 
-def test_shrunk_images_have_the_asked_size_and_the_rest_their_bytes(source: Path, tmp_path: Path) -> None:
+def test_shrunk_images_have_the_requested_size_and_the_rest_keep_their_bytes(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "packed", PackOptions(40_000, longest=40))
     index = opened(tmp_path / "packed")
     store, kept = open_store(index.root), 0
@@ -140,7 +140,7 @@ def test_shrunk_images_have_the_asked_size_and_the_rest_their_bytes(source: Path
     assert 0 < kept < len(index)
 
 
-def test_a_pack_of_a_pack_holds_the_same_samples(source: Path, tmp_path: Path) -> None:
+def test_a_pack_of_a_pack_contains_the_same_samples(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "once")
     pack(tmp_path / "once", tmp_path / "twice", PackOptions(shard_bytes=1_000_000))
     once, twice = opened(tmp_path / "once"), opened(tmp_path / "twice")
@@ -193,9 +193,7 @@ def _flip(path: Path) -> None:
     ],
     ids=["flipped", "missing", "no-record", "torn-record", "left-over", "no-index"],
 )
-def test_whatever_is_damaged_is_made_again_and_nothing_else(
-    source: Path, tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
+def test_only_what_is_damaged_is_written_again(source: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     whole = pack(source, tmp_path / "packed")
     before = content(tmp_path / "packed")
     damage(tmp_path / "packed")
@@ -206,7 +204,7 @@ def test_whatever_is_damaged_is_made_again_and_nothing_else(
 
 
 def spoil(source: Path) -> set[str]:
-    """Five files that are no images, each in its own way."""
+    """Five files that are not images, each for a different reason."""
     (source / "cat" / "empty.jpg").write_bytes(b"")
     (source / "cat" / "page.jpg").write_bytes(b"<html>" * 20)
     (source / "dog" / "cut.jpg").write_bytes((source / "dog" / "image.0.v2.JPEG").read_bytes()[:50])
@@ -235,7 +233,7 @@ def test_bad_files_are_left_out_and_named_with_the_reason(source: Path, tmp_path
     assert content(tmp_path / "packed") == content(tmp_path / "again")
 
 
-def test_too_many_bad_files_stop_before_the_index_and_more_patience_goes_on(source: Path, tmp_path: Path) -> None:
+def test_too_many_bad_files_stop_before_the_index_and_a_higher_limit_resumes(source: Path, tmp_path: Path) -> None:
     bad = spoil(source)
     one_shard = PackOptions(shard_bytes=10_000_000)
     with pytest.raises(UserError) as stopped:
@@ -247,7 +245,7 @@ def test_too_many_bad_files_stop_before_the_index_and_more_patience_goes_on(sour
     assert pack(source, tmp_path / "packed", one_shard, max_bad_fraction=0.2).kept_shards == 1
 
 
-def test_a_file_that_was_mended_is_taken_in(source: Path, tmp_path: Path) -> None:
+def test_a_repaired_file_is_included(source: Path, tmp_path: Path) -> None:
     mended = source / "cat" / "image.3.v2.JPEG"
     whole = mended.read_bytes()
     mended.write_bytes(b"?" * len(whole))
@@ -266,7 +264,7 @@ def refusal(call: Callable[[], Any]) -> UserError:
     return refused.value
 
 
-def test_another_source_or_other_options_are_refused(source: Path, tmp_path: Path) -> None:
+def test_a_different_source_or_different_options_are_refused(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "packed")
     before = content(tmp_path / "packed")
     other = refusal(lambda: pack(source, tmp_path / "packed", PackOptions(40_000, quality=90)))
@@ -286,7 +284,7 @@ def test_removing_a_pack_leaves_what_others_put_there(source: Path, tmp_path: Pa
     assert set(content(tmp_path / "packed")) == {"notes.txt", "shard-list.txt", "weights.npy", ".pack/lock"}
 
 
-def test_shards_that_somebody_else_made_are_not_overwritten(source: Path, tmp_path: Path) -> None:
+def test_foreign_shards_are_not_overwritten(source: Path, tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "shard-000000.tar").write_bytes(b"theirs")
     remove_pack(PackFolder(tmp_path / "packed", ""))
@@ -297,12 +295,12 @@ def test_shards_that_somebody_else_made_are_not_overwritten(source: Path, tmp_pa
 def test_a_disk_that_is_too_small_is_refused_before_the_first_shard(source: Path, tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
     with (source / "cat" / "huge.jpg").open("wb") as stream:
-        stream.truncate(status.f_frsize * status.f_bavail + 1_000_000)  # a hole: takes up nothing
+        stream.truncate(status.f_frsize * status.f_bavail + 1_000_000)  # a sparse file, which takes up no space
     assert refusal(lambda: pack(source, tmp_path / "packed")).name == "disk-too-small"
     assert not list((tmp_path / "packed").glob("*.tar"))
 
 
-def test_two_at_a_time_are_refused(source: Path, tmp_path: Path) -> None:
+def test_two_packs_at_the_same_time_are_refused(source: Path, tmp_path: Path) -> None:
     with claim_destination(tmp_path / "packed"):
         assert refusal(lambda: pack(source, tmp_path / "packed")).name == "pack-busy"
 

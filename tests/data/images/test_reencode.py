@@ -23,7 +23,7 @@ JPEG = Reencoding(quality=95)
 
 
 def picture(width: int = 64, height: int = 48) -> Image.Image:
-    """Red grows to the right, green downwards: every turn of it looks different."""
+    """Red increases to the right, green downwards: every rotation looks different."""
     y, x = np.mgrid[0:height, 0:width]
     pixels = np.stack([x * 255 // width, y * 255 // height, np.full_like(x, 64)], axis=2)
     return Image.fromarray(pixels.astype(np.uint8))
@@ -70,7 +70,7 @@ def test_sides_shrink_in_proportion(how: Reencoding, size: tuple[int, int]) -> N
 
 
 @pytest.mark.parametrize("how", [Reencoding(longest=64), Reencoding(shortest=48), Reencoding(longest=500)])
-def test_nothing_grows_and_what_needs_no_resize_keeps_its_bytes(how: Reencoding) -> None:
+def test_nothing_is_enlarged_and_images_that_need_no_resize_keep_their_bytes(how: Reencoding) -> None:
     data = encoded(picture(64, 48), "PNG")
     assert prepare(data, how) == ("png", data)
 
@@ -120,7 +120,7 @@ def test_sixteen_bits_keep_their_high_byte() -> None:
     assert abs(packed[:, :, 0] - (ramp >> 8)).max() <= 4
 
 
-def test_stray_bytes_behind_a_jpeg_are_forgiven() -> None:
+def test_stray_bytes_after_a_jpeg_are_tolerated() -> None:
     data = encoded(picture()) + b"\0" * 100
     assert prepare(data, JPEG).extension == "jpg"
 
@@ -135,14 +135,14 @@ def test_stray_bytes_behind_a_jpeg_are_forgiven() -> None:
         (b"\xff\xd8\xff", "truncated"),
     ],
 )
-def test_what_is_no_image_is_refused_even_where_bytes_are_kept(data: bytes, reason: str) -> None:
+def test_a_file_that_is_not_an_image_is_refused_even_where_bytes_are_kept(data: bytes, reason: str) -> None:
     with pytest.raises(BadImage) as refused:
         prepare(data, KEEP)
     assert reason in str(refused.value)
-    assert "0x" not in str(refused.value)  # an address would make two packs differ
+    assert "0x" not in str(refused.value)  # a memory address would make two packs differ
 
 
-def test_a_file_that_breaks_off_is_refused_when_it_is_decoded() -> None:
+def test_a_truncated_file_is_refused_when_it_is_decoded() -> None:
     whole = encoded(picture(400, 300))
     with pytest.raises(BadImage, match="truncated"):
         prepare(whole[: len(whole) // 2], JPEG)

@@ -1,4 +1,4 @@
-"""The index as arrays: what is written comes back, mapped, and what is torn or foreign is refused."""
+"""The index as arrays: saved ones are memory-mapped when loaded, and damaged or foreign ones are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_file_of_its_own_is_read_whole(tmp_path: Path) -> None:
     assert save_index(folder_index(), tmp_path).location(1) == Location("cat/two words.JPEG", 0, None)
 
 
-def test_a_class_name_that_is_no_utf8_survives(tmp_path: Path) -> None:
+def test_a_class_name_that_is_not_utf8_survives(tmp_path: Path) -> None:
     name = b"caf\xe9".decode("utf-8", "surrogateescape")
     assert save_index(replace(folder_index(), classes=(name, "dog")), tmp_path).classes == (name, "dog")
 
@@ -72,18 +72,18 @@ def test_a_worker_receives_the_folder_and_not_the_arrays(tmp_path: Path) -> None
     assert received.name(9_999) == "cat/009999.jpg"
 
 
-def test_an_index_that_is_kept_nowhere_is_sent_whole() -> None:
+def test_an_unsaved_index_is_sent_whole() -> None:
     assert pickle.loads(pickle.dumps(folder_index())).name(1) == "cat/two words.JPEG"
 
 
-def test_a_worker_refuses_an_index_that_was_replaced_meanwhile(tmp_path: Path) -> None:
+def test_a_worker_refuses_an_index_that_has_been_replaced(tmp_path: Path) -> None:
     sent = pickle.dumps(save_index(folder_index(), tmp_path))
     save_index(replace(folder_index(), labels=np.array([0, 1, 1, 1], np.int32)), tmp_path)
     with pytest.raises(IndexUnreadable, match="replaced"):
         pickle.loads(sent)
 
 
-def test_the_digest_tells_what_the_numbers_mean_and_not_where_the_data_lies(tmp_path: Path) -> None:
+def test_the_digest_covers_the_meaning_of_the_indices_and_not_the_location(tmp_path: Path) -> None:
     def digest(index: SampleIndex) -> str:
         return save_index(index, tmp_path).digest
 

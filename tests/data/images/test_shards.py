@@ -1,4 +1,4 @@
-"""The shard format: what other readers of tar see, and whether damage is noticed."""
+"""The shard format: what other tar readers see, and whether damage is detected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shard(tmp_path: Path) -> tuple[Path, ShardRecord]:
     return path, record
 
 
-def test_pythons_tarfile_reads_it_and_finds_nothing_that_could_differ(shard: tuple[Path, ShardRecord]) -> None:
+def test_pythons_tarfile_reads_it_and_finds_nothing_that_varies(shard: tuple[Path, ShardRecord]) -> None:
     with tarfile.open(shard[0]) as archive:
         members = archive.getmembers()
         read = [archive.extractfile(member).read() for member in members]  # type: ignore[union-attr]
@@ -48,7 +48,7 @@ def test_pythons_tarfile_reads_it_and_finds_nothing_that_could_differ(shard: tup
     assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in members} == {(0, 0, 0, "", "", 0o644)}
 
 
-def test_tar_lists_it_without_a_complaint(shard: tuple[Path, ShardRecord]) -> None:
+def test_tar_lists_it_without_complaint(shard: tuple[Path, ShardRecord]) -> None:
     listed = subprocess.run(["tar", "tf", shard[0]], capture_output=True, text=True)
     assert (listed.returncode, listed.stderr) == (0, "")
     assert listed.stdout.splitlines()[-1] == "000000103.cls"
@@ -77,7 +77,7 @@ def test_a_whole_shard_verifies(shard: tuple[Path, ShardRecord]) -> None:
     assert shard_is_whole(*shard)
 
 
-def test_every_changed_byte_is_noticed(shard: tuple[Path, ShardRecord]) -> None:
+def test_every_changed_byte_is_detected(shard: tuple[Path, ShardRecord]) -> None:
     path, record = shard
     whole = path.read_bytes()
     for position in range(0, len(whole), 37):
@@ -90,7 +90,7 @@ def test_every_changed_byte_is_noticed(shard: tuple[Path, ShardRecord]) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 100, 512, 1024, 3000])
-def test_every_cut_is_noticed(shard: tuple[Path, ShardRecord], length: int) -> None:
+def test_every_truncation_is_detected(shard: tuple[Path, ShardRecord], length: int) -> None:
     path, record = shard
     path.write_bytes(path.read_bytes()[:length])
     assert not shard_is_whole(path, record)
@@ -98,7 +98,7 @@ def test_every_cut_is_noticed(shard: tuple[Path, ShardRecord], length: int) -> N
         verify_shard(path, record)
 
 
-def test_samples_that_no_record_knows_are_noticed(shard: tuple[Path, ShardRecord]) -> None:
+def test_samples_missing_from_the_record_are_detected(shard: tuple[Path, ShardRecord]) -> None:
     path, record = shard
     for column in (record.keys, record.extensions, record.labels, record.offsets, record.sizes, record.hashes):
         column.pop()  # type: ignore[attr-defined]

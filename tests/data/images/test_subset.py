@@ -33,7 +33,7 @@ def chosen_names(index: SampleIndex, subset: Subset) -> set[str]:
     return {index.name(sample) for sample in subset.indices.tolist()}
 
 
-def test_so_many_classes_and_images_are_chosen() -> None:
+def test_the_requested_number_of_classes_and_images_is_chosen() -> None:
     index = index_of(images(*CLASSES))
     subset = choose_subset(index, classes=10, per_class=5, seed=42)
     assert len(subset.classes) == 10
@@ -45,7 +45,7 @@ def test_so_many_classes_and_images_are_chosen() -> None:
     assert (subset.indices.dtype, subset.labels.dtype) == (np.int64, np.int32)
 
 
-def test_nothing_asked_is_everything() -> None:
+def test_the_default_is_everything() -> None:
     index = index_of(images(*CLASSES))
     subset = choose_subset(index, classes=None, per_class=None, seed=42)
     assert subset.indices.tolist() == list(range(len(index)))
@@ -63,21 +63,21 @@ def test_the_seed_chooses() -> None:
 
 
 def test_the_choice_is_fixed_forever() -> None:
-    """On every machine and in every version: a paper's subset must be found again."""
+    """The same on every machine and in every version, so that a published subset can be reproduced."""
     subset = choose_subset(index_of(images(*CLASSES)), classes=4, per_class=1, seed=42)
     assert subset.classes == ("n0004", "n0010", "n0011", "n0039")
     assert subset.indices.tolist() == [58, 126, 134, 479]
 
 
-def test_over_many_seeds_every_class_has_its_turn() -> None:
+def test_over_many_seeds_every_class_is_chosen() -> None:
     index = index_of(images(*CLASSES, each=1))
     times = sum(np.isin(CLASSES, choose_subset(index, classes=10, per_class=None, seed=n).classes) for n in range(400))
-    # 100 of 400 on average, with a spread of 9.
+    # 100 of 400 on average, with a standard deviation of 9.
     assert times.min() > 55
     assert times.max() < 145
 
 
-def test_the_order_of_the_samples_has_no_say() -> None:
+def test_the_order_of_the_samples_does_not_matter() -> None:
     sorted_index, packed = index_of(images(*CLASSES)), index_of(images(*CLASSES), shuffled=True)
     one = choose_subset(sorted_index, classes=7, per_class=3, seed=5)
     other = choose_subset(packed, classes=7, per_class=3, seed=5)
@@ -86,14 +86,14 @@ def test_the_order_of_the_samples_has_no_say() -> None:
     assert np.bincount(other.labels).tolist() == [3] * 7
 
 
-def test_other_classes_have_no_say_in_which_images_are_chosen() -> None:
+def test_the_chosen_images_do_not_depend_on_other_classes() -> None:
     small, large = index_of(images(*CLASSES[:5])), index_of(images(*CLASSES))
     of_small = chosen_names(small, choose_subset(small, classes=None, per_class=3, seed=5))
     of_large = chosen_names(large, choose_subset(large, classes=None, per_class=3, seed=5))
     assert of_small == {name for name in of_large if name.split("/")[0] in CLASSES[:5]}
 
 
-def test_a_class_that_was_not_chosen_can_go_without_a_change() -> None:
+def test_removing_an_unchosen_class_changes_nothing() -> None:
     index = index_of(images(*CLASSES))
     chosen = choose_subset(index, classes=10, per_class=None, seed=5).classes
     unchosen = next(name for name in CLASSES if name not in chosen)
@@ -137,7 +137,7 @@ def test_a_validation_set_with_none_of_the_classes_is_an_error() -> None:
         choose_subset(index_of(images("cats", "dogs")), classes=None, per_class=None, seed=0, names=["cat", "dog"])
 
 
-def test_what_was_chosen_is_written_down(tmp_path: Path) -> None:
+def test_the_choice_is_recorded(tmp_path: Path) -> None:
     index = index_of(images(*CLASSES))
     train = choose_subset(index, classes=3, per_class=5, seed=42)
     val = choose_subset(index, classes=3, per_class=2, seed=42, names=train.classes)

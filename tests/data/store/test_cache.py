@@ -1,4 +1,4 @@
-"""The cache hands out what the source has, or nothing; several processes share one folder and one budget."""
+"""The cache returns what the source has, or nothing; several processes share one folder and one budget."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bytes_on_disk(cache: Path) -> int:
     return total
 
 
-def test_what_was_read_once_is_there_when_the_source_is_gone(source: Path, tmp_path: Path) -> None:
+def test_what_was_read_once_is_available_when_the_source_is_gone(source: Path, tmp_path: Path) -> None:
     store = CachedStore(LocalStore(source), tmp_path / "cache")
     for number in range(10):
         store.read(f"{number}.jpg")
@@ -62,7 +62,7 @@ def test_what_was_read_once_is_there_when_the_source_is_gone(source: Path, tmp_p
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "cut off", "empty", "another sample's file"])
-def test_a_damaged_file_is_fetched_again_and_never_handed_out(source: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_fetched_again_and_never_returned(source: Path, tmp_path: Path, damage: str) -> None:
     cache = tmp_path / "cache"
     store = CachedStore(LocalStore(source), cache)
     store.read("0.jpg")
@@ -97,7 +97,7 @@ def test_a_full_cache_stays_as_it_is_and_reads_go_to_the_source(source: Path, tm
         store.read("30.jpg")
 
 
-def test_changed_data_is_not_answered_from_old_files(source: Path, tmp_path: Path) -> None:
+def test_changed_data_is_not_served_from_old_files(source: Path, tmp_path: Path) -> None:
     store = CachedStore(LocalStore(source), tmp_path / "cache")
     store.read("0.jpg", 0, OBJECT_BYTES, whole=True)
     (source / "0.jpg").write_bytes(b"new and shorter")
@@ -108,7 +108,7 @@ def test_changed_data_is_not_answered_from_old_files(source: Path, tmp_path: Pat
     assert bytes(CachedStore(LocalStore(other), tmp_path / "cache").read("0.jpg")) == b"another store"
 
 
-def test_without_a_budget_it_takes_a_share_of_the_disk_and_keeps_to_it_later(tmp_path: Path) -> None:
+def test_the_default_budget_is_a_share_of_the_disk_and_includes_what_is_cached(tmp_path: Path) -> None:
     store = CachedStore(LocalStore(tmp_path), tmp_path / "cache")
     assert 0 < store.budget <= 0.91 * shutil.disk_usage(tmp_path).free
     store._ledger.add(10**9)
@@ -116,7 +116,7 @@ def test_without_a_budget_it_takes_a_share_of_the_disk_and_keeps_to_it_later(tmp
     assert later.budget - store.budget == pytest.approx(0.9e9, abs=0.5e9)
 
 
-def test_lost_records_are_made_again_from_the_folder(source: Path, tmp_path: Path) -> None:
+def test_lost_records_are_rebuilt_from_the_folder(source: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     store = CachedStore(LocalStore(source), cache)
     for number in range(5):
@@ -159,7 +159,7 @@ print(wrong, store.stopped)
 """
 
 
-def test_four_processes_share_it_and_the_death_of_one_harms_nobody(source: Path, tmp_path: Path) -> None:
+def test_four_processes_share_it_and_survive_the_death_of_one(source: Path, tmp_path: Path) -> None:
     cache, budget = tmp_path / "cache", int(OBJECTS * OBJECT_BYTES * 0.6)
     readers = [
         subprocess.Popen(
@@ -188,7 +188,7 @@ def test_four_processes_share_it_and_the_death_of_one_harms_nobody(source: Path,
     assert victim.returncode == -signal.SIGKILL
     assert max(most, bytes_on_disk(cache)) <= budget
     store = CachedStore(LocalStore(source), cache, cache_size=budget)
-    # What the killed one had claimed and not written, and what two wrote at once, is a handful of objects.
+    # The killed process had claimed a few objects without writing them, and a few were written by two at once.
     assert store.used_bytes() - bytes_on_disk(cache) <= 8 * (OBJECT_BYTES + 24)
     assert bytes_on_disk(cache) > 0.8 * budget
     assert all(bytes(store.read(f"{number}.jpg")) == content(number) for number in range(OBJECTS))
@@ -222,10 +222,10 @@ print(right, store.stopped)
 
 
 @pytest.mark.parametrize("how", ["full", "limited"])
-def test_a_disk_that_takes_no_more_ends_the_keeping_but_not_the_reading(source: Path, tmp_path: Path, how: str) -> None:
+def test_a_full_disk_stops_caching_but_not_reading(source: Path, tmp_path: Path, how: str) -> None:
     prefix: list[str] = []
     if how == "full":
-        # A disk of 200 kB, seen by this one process only.
+        # A 200 kB disk that only this process sees.
         prefix = ["unshare", "--mount", *(() if os.getuid() == 0 else ("--user", "--map-root-user"))]
         if subprocess.run([*prefix, "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
             pytest.skip("this machine lets nobody mount a small disk")
@@ -238,7 +238,7 @@ def test_a_disk_that_takes_no_more_ends_the_keeping_but_not_the_reading(source: 
     assert ("the disk is full" if how == "full" else "cannot be written to") in note
 
 
-def test_a_folder_that_cannot_be_made_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used as a cache"):
         CachedStore(LocalStore(source), tmp_path / "file" / "cache")

@@ -35,7 +35,7 @@ def content(number: int, size: int) -> bytes:
 
 
 class SlowStore:
-    """A store of ours that answers after a while, and counts."""
+    """A store that answers after a delay and counts its reads."""
 
     url, is_remote = "slow", True
 
@@ -65,7 +65,9 @@ def test_latency_is_paid_once_and_not_for_each_sample(s3_server: S3Server, s3_pr
         s3_server.put(f"latency/{number}.jpg", content(number, 5000))
     reader = Reader(ObjectStore(f"s3://{BUCKET}/latency"), index_of(64, 5000), lookahead_bytes=10**7)
     reader.take(np.arange(64))
-    assert len([line for line in s3_proxy.requests if "list-type" in line]) == 1  # the first contact, for all threads
+    assert (
+        len([line for line in s3_proxy.requests if "list-type" in line]) == 1
+    )  # opens the first connection, for all threads
     s3_proxy.latency = 0.5
     reader.expect(np.arange(64))
     order = np.arange(64)
@@ -88,7 +90,7 @@ def test_samples_come_in_the_order_in_which_they_are_taken(announced: bool) -> N
     reader.close()
 
 
-def test_each_announced_sample_is_read_once_ahead_of_its_turn() -> None:
+def test_each_announced_sample_is_read_ahead_exactly_once() -> None:
     store = SlowStore()
     reader = Reader(store, index_of(100, 1000), lookahead_bytes=10**6)
     reader.expect(np.arange(50))
@@ -99,7 +101,7 @@ def test_each_announced_sample_is_read_once_ahead_of_its_turn() -> None:
     reader.close()
 
 
-def test_what_is_buffered_keeps_to_the_budget() -> None:
+def test_buffered_samples_stay_within_the_budget() -> None:
     store = SlowStore(size=100_000, delay=0.0005)
     reader = Reader(store, index_of(1000), lookahead_bytes=1_000_000, max_in_flight=8)
     reader.expect(np.arange(1000))
@@ -129,7 +131,7 @@ def test_a_single_sample_above_the_budget_is_still_read_ahead_and_alone() -> Non
 def test_a_batch_larger_than_the_budget_does_not_wait_for_room() -> None:
     reader = Reader(SlowStore(), index_of(300, 1000), lookahead_bytes=5000, max_in_flight=4)
     reader.expect(np.arange(300))
-    # The second batch first: what stands before it fills the budget and is not taken yet.
+    # The second batch first: the samples before it fill the budget and have not been taken yet.
     assert reader.take(np.arange(100, 200)) == [content(number, 1000) for number in range(100, 200)]
     assert reader.take(np.arange(100)) == [content(number, 1000) for number in range(100)]
     assert reader.take(np.arange(200, 300)) == [content(number, 1000) for number in range(200, 300)]
@@ -150,7 +152,7 @@ def test_repeats_of_a_sample_are_read_once() -> None:
     reader.close()
 
 
-def test_threads_that_take_different_batches_get_their_own() -> None:
+def test_threads_taking_different_batches_get_the_right_samples() -> None:
     reader = Reader(SlowStore(delay=0.0002), index_of(2000, 1000), lookahead_bytes=100_000, max_in_flight=16)
     order = np.random.default_rng(2).integers(0, 2000, 4000)
     batches = [order[first : first + 16] for first in range(0, 4000, 16)]
@@ -168,7 +170,7 @@ def test_threads_that_take_different_batches_get_their_own() -> None:
     reader.close()
 
 
-def test_forgotten_samples_give_their_room_back() -> None:
+def test_forgotten_samples_free_their_space() -> None:
     store = SlowStore()
     reader = Reader(store, index_of(1000, 1000), lookahead_bytes=10_000)
     reader.expect(np.arange(1000))
@@ -181,7 +183,7 @@ def test_forgotten_samples_give_their_room_back() -> None:
     reader.close()
 
 
-def test_a_closed_reader_frees_whoever_waits() -> None:
+def test_a_closed_reader_releases_all_waiting_threads() -> None:
     store = SlowStore(delay=0.2)
     reader = Reader(store, index_of(200), lookahead_bytes=10**6, max_in_flight=2)
     with ThreadPoolExecutor(1) as pool:
@@ -198,7 +200,7 @@ class DeadStore(SlowStore):
         raise StoreDown("gone", "the store is gone")
 
 
-def test_a_dead_store_is_told_to_every_thread_at_once() -> None:
+def test_a_dead_store_is_reported_to_every_thread_at_once() -> None:
     reader = Reader(DeadStore(), index_of(1000), lookahead_bytes=10**6, max_in_flight=2)
     with ThreadPoolExecutor(4) as pool:
         takes = [pool.submit(reader.take, np.arange(first, first + 250)) for first in range(0, 1000, 250)]
@@ -269,7 +271,7 @@ def test_a_folder_that_blocks_is_read_ahead_by_threads_until_it_flows_again() ->
     reader.close()
 
 
-def test_one_hiccup_does_not_call_for_threads_but_two_do() -> None:
+def test_one_slow_read_does_not_start_threads_but_two_do() -> None:
     blocking = Blocking(remote=False)
     blocking.note(5.0)
     assert not blocking.blocks
@@ -290,7 +292,7 @@ def test_time_spent_waiting_counts_as_blocked_and_computing_does_not() -> None:
     assert computing.mean_s < BLOCKS_ABOVE_S < sleeping.mean_s
 
 
-def test_the_queue_passes_over_what_was_taken_early() -> None:
+def test_the_queue_skips_samples_that_were_taken_early() -> None:
     queue = Announced()
     queue.add(np.array([1, 2, 2, 3], np.int64))
     for sample in (3, 2, 77):
@@ -327,8 +329,8 @@ print("ends")
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
 
 
-def test_a_short_wait_that_moved_no_bytes_is_not_taken_for_slow_storage() -> None:
-    """It is a wait for Python's lock; threads that read ahead would make it worse, and the mistake would stay."""
+def test_a_short_wait_without_io_is_not_mistaken_for_slow_storage() -> None:
+    """It is a wait for the GIL; read-ahead threads would make it worse, and they would not be stopped again."""
     blocking = Blocking(remote=False)
     for _ in range(40):
         blocking.timed(lambda: time.sleep(0.0006), lambda: False)

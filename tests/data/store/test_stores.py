@@ -1,4 +1,4 @@
-"""Stores give exactly the bytes that are there, or name what is wrong."""
+"""Stores return exactly the bytes that are there, or name what is wrong."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def store(request: pytest.FixtureRequest, folder: Path) -> Store:
     return open_store(url, cache_dir=folder / "cache" if "cache" in request.param else None)
 
 
-def test_whole_and_part_are_exact(store: Store) -> None:
+def test_whole_and_partial_reads_are_exact(store: Store) -> None:
     for _ in range(2):
         assert bytes(store.read("class/a.jpg")) == CONTENT
         assert bytes(store.read("class/a.jpg", 0, len(CONTENT), whole=True)) == CONTENT
@@ -60,7 +60,7 @@ def test_whole_and_part_are_exact(store: Store) -> None:
         assert bytes(store.read("class/a.jpg", len(CONTENT) - 7, 7)) == CONTENT[-7:]
 
 
-def test_what_is_wrong_with_an_object_has_a_name(store: Store) -> None:
+def test_every_problem_with_an_object_has_a_name(store: Store) -> None:
     assert reason_of(store, "class/none.jpg") == "missing"
     assert reason_of(store, "class/a.jpg", 0, len(CONTENT) - 1, whole=True) == "changed"
     assert reason_of(store, "class/a.jpg", 100, len(CONTENT)) == "short"
@@ -90,7 +90,7 @@ def test_things_that_only_look_like_images_are_named(folder: Path) -> None:
     assert store.read("empty.jpg") == b""
 
 
-def test_names_that_are_no_utf8_are_read(folder: Path) -> None:
+def test_names_that_are_not_utf8_are_read(folder: Path) -> None:
     name = b"\xff\xfe.jpg"
     Path(os.fsdecode(bytes(folder) + b"/" + name)).write_bytes(b"x")
     assert LocalStore(folder).read(name.decode("utf-8", "surrogateescape")) == b"x"
@@ -101,7 +101,7 @@ def test_a_folder_that_vanished_is_not_the_samples_fault(tmp_path: Path) -> None
         LocalStore(tmp_path / "unmounted").read("a.jpg")
 
 
-def test_shards_stay_open_in_bounded_number(tmp_path: Path) -> None:
+def test_the_number_of_open_shards_is_bounded(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number}.tar").write_bytes(bytes([number]) * 100)
     store = LocalStore(tmp_path)
@@ -183,7 +183,7 @@ def test_keys_of_a_profile_are_used_where_the_environment_has_none(
     assert caught.value.name == "credentials-refused"
 
 
-def test_a_profile_whose_keys_only_aws_can_make_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_profile_whose_keys_only_aws_can_issue_is_refused_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "config").write_text("[profile sso]\nsso_session = corp\nregion = eu-west-1\n")
     with pytest.raises(UserError, match="sso_session") as caught:

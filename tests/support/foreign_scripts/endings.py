@@ -1,4 +1,4 @@
-"""A training script that ends in the way its argument names."""
+"""A training script whose options choose how it ends."""
 
 import argparse
 import os

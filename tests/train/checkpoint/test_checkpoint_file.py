@@ -1,4 +1,4 @@
-"""One file: what goes in comes out, bit by bit, and any reader of safetensors can open it."""
+"""The checkpoint file: a state is read back bit by bit, and any safetensors reader can open it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what is kept, where training goes on, and saving beside it."""
+"""The checkpoint folder: what is kept, where training resumes, and saving in the background."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_without_last_and_previous_the_newest_of_the_best_is_taken(tmp_path: Pat
     assert found.notes == ("last.ckpt is missing", "resuming from epoch=10-val_acc1=0.5000.ckpt instead")
 
 
-def test_checkpoints_that_are_all_damaged_are_an_error_and_no_fresh_start(tmp_path: Path) -> None:
+def test_an_error_instead_of_a_fresh_start_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     folder = Checkpoints(tmp_path)
     for step in range(2):
         folder.save_last(state(step))
@@ -105,7 +105,7 @@ def test_checkpoints_that_are_all_damaged_are_an_error_and_no_fresh_start(tmp_pa
         Checkpoints(tmp_path).latest()
 
 
-def test_the_best_five_stay_and_of_equal_ones_the_newer(tmp_path: Path) -> None:
+def test_the_best_five_are_kept_and_the_newer_of_equal_ones(tmp_path: Path) -> None:
     (tmp_path / "notes.ckpt").write_text("somebody's own")
     values = [0.5, 0.1, 0.3, 0.3, 0.2, 0.3, 0.1, 0.30001, 0.9]
     for epoch, value in enumerate(values):
@@ -130,7 +130,7 @@ def test_one_that_is_not_among_the_best_is_not_written(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "none", keep_best=0).save_best(state(0), 0, 1.0) is None
 
 
-def test_leftovers_go_when_the_first_save_begins_and_not_when_somebody_looks(tmp_path: Path) -> None:
+def test_leftovers_are_removed_by_the_first_save_and_not_by_reading(tmp_path: Path) -> None:
     leftover = tmp_path / ".last.ckpt.abc.tmp"
     leftover.write_bytes(b"half")
     folder = Checkpoints(tmp_path)
@@ -149,7 +149,7 @@ def test_updates_after_an_asynchronous_save_do_not_reach_the_file(tmp_path: Path
     training = {"weight": weight, "tied": weight, "holed": holed, "count": torch.tensor(1), "progress": progress}
     with closing(BackgroundWriter(folder)) as saver:
         saver.save(training)
-        # The thread stands before its first byte: everything that follows happens after the snapshot.
+        # The thread is held before its first byte: everything that follows happens after the snapshot.
         for tensor in (weight, holed, training["count"]):
             tensor.add_(5)
         progress["step"] = 99
@@ -161,7 +161,7 @@ def test_updates_after_an_asynchronous_save_do_not_reach_the_file(tmp_path: Path
     assert (int(found["count"]), found["progress"]) == (1, {"step": 1})
 
 
-def test_weights_are_copied_while_the_next_step_computes_and_the_update_waits_for_that(tmp_path: Path) -> None:
+def test_weights_are_copied_during_the_next_step_and_the_update_waits_for_the_copy(tmp_path: Path) -> None:
     weight, running_mean = torch.zeros(1000, 100), torch.zeros(100)
     gate = threading.Event()
     with closing(BackgroundWriter(Checkpoints(tmp_path))) as saver, ThreadPoolExecutor(1) as pool:
@@ -211,7 +211,7 @@ def test_an_error_in_the_thread_is_raised_at_the_next_call(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_training_that_goes_on_from_a_checkpoint_gives_the_same_bits(tmp_path: Path, kind: str) -> None:
+def test_training_resumed_from_a_checkpoint_gives_the_same_bits(tmp_path: Path, kind: str) -> None:
     def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Sequential(
             torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.Linear(8, 2)

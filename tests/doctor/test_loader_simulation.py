@@ -1,4 +1,4 @@
-"""The simulated loader against what can be computed by hand."""
+"""The simulated loader compared with results worked out by hand."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def test_a_slow_consumer_sets_the_pace(round_robin: bool) -> None:
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
 @pytest.mark.parametrize("round_robin", [True, False])
-def test_waiting_workers_add_up_whatever_the_cores(workers: int, round_robin: bool) -> None:
+def test_workers_that_wait_scale_beyond_the_cores(workers: int, round_robin: bool) -> None:
     setup = Setup(workers=workers, round_robin=round_robin, cores=1)
     assert rate(setup, Work(0.0, 0.04)) == pytest.approx(workers / 0.04, rel=0.02)
 
 
 @pytest.mark.parametrize(("workers", "cores"), [(1, 2), (2, 2), (4, 2), (8, 3), (6, 1.5)])
-def test_computing_workers_add_up_to_the_cores(workers: int, cores: float) -> None:
+def test_workers_that_compute_scale_up_to_the_cores(workers: int, cores: float) -> None:
     setup = Setup(workers=workers, cores=cores)
     assert rate(setup, Work(0.04, 0.0)) == pytest.approx(min(workers, cores) / 0.04, rel=0.03)
 
 
 def test_a_consumer_that_computes_takes_cores_from_the_workers() -> None:
-    # Two cores: a batch needs 20 ms of them, a step 20 ms; together no more than 50 of each a second.
+    # Two cores: a batch needs 20 ms of CPU time and so does a step, so at most 50 of each per second.
     assert rate(Setup(workers=4, cores=2), Work(0.02, 0.0), Work(0.02, 0.0)) == pytest.approx(50, rel=0.05)
     assert rate(Setup(workers=4, cores=1), Work(0.02, 0.0), Work(0.02, 0.0)) == pytest.approx(25, rel=0.05)
 
 
-def test_without_workers_making_and_computing_follow_each_other() -> None:
+def test_without_workers_loading_and_computing_alternate() -> None:
     found = simulate(Setup(workers=0), [Work(0.01, 0.02)] * 50, [Work(0.0, 0.01)])
     assert found.batches_per_second == pytest.approx(25)
     assert found.wait_share == pytest.approx(0.75)
@@ -67,7 +67,7 @@ def test_one_slow_batch_holds_up_the_workers_behind_it_and_prefetching_hides_it(
 
 
 def test_the_next_free_thread_takes_the_next_batch_but_a_workers_batches_wait_for_it() -> None:
-    # Worker 0 is given every slow batch in turns; threads share them out.
+    # Round-robin gives worker 0 every slow batch; threads share them.
     batches = [Work(0.0, 0.03 if number % 2 == 0 else 0.01) for number in range(400)]
     turns = simulate(Setup(workers=2, prefetch=8, cores=4), batches, LIGHT)
     shared = simulate(Setup(workers=2, prefetch=8, cores=4, round_robin=False), batches, LIGHT)

@@ -46,7 +46,7 @@ def job(seconds: float, **parts: Any) -> dict[str, Any]:
     return {"seconds": seconds, "workers": 2, "cpus": 1, "pace_s": None} | parts
 
 
-def test_a_paced_consumer_shows_everything_but_the_model(config_file: Path) -> None:
+def test_a_paced_consumer_measures_everything_but_the_model(config_file: Path) -> None:
     told: list[tuple[str, float, float]] = []
     seen = run_trials(load(config_file), 1.5, pace_s=0.02, progress=lambda *parts: told.append(parts))
     assert seen.missing == ("the model: replaced by a consumer of 400 images/s",)
@@ -77,7 +77,7 @@ def test_a_paced_consumer_shows_everything_but_the_model(config_file: Path) -> N
     assert all(done <= total for _, done, total in told)
 
 
-def test_the_real_loop_runs_for_a_while_on_batches_that_are_there(config_file: Path) -> None:
+def test_the_real_loop_is_tried_on_batches_in_memory(config_file: Path) -> None:
     told: list[float] = []
     found = ceiling_trial(load(config_file), job(0.5), told.append)
     assert found["images_per_second"] > 1
@@ -85,7 +85,7 @@ def test_the_real_loop_runs_for_a_while_on_batches_that_are_there(config_file: P
     assert told[0] == 0.0
 
 
-def test_the_real_loop_runs_for_a_while_with_its_loader(config_file: Path) -> None:
+def test_the_real_loop_is_tried_with_its_loader(config_file: Path) -> None:
     found = together_trial(load(config_file), job(0.5), lambda _seconds: None)
     seen = observed_from(found["lines"], "the trial")
     assert seen.steps >= 1
@@ -97,13 +97,13 @@ def test_the_real_loop_runs_for_a_while_with_its_loader(config_file: Path) -> No
     assert seen.consumer_cpu_s > 0
 
 
-def test_data_that_is_not_there_is_said_at_once(config_file: Path, tmp_path: Path) -> None:
+def test_missing_data_is_reported_at_once(config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         run_trials(load(config_file, f"data_root={tmp_path}/nowhere"), 1.0)
     assert caught.value.name == "data-not-found"
 
 
-def test_an_error_of_the_user_comes_back_from_the_process_as_one(config_file: Path, tmp_path: Path) -> None:
+def test_a_user_error_in_the_trial_process_is_raised_as_one(config_file: Path, tmp_path: Path) -> None:
     config = load(config_file, f"data_root={tmp_path}/nowhere")
     with pytest.raises(UserError) as caught:
         try_in_child({**job(1.0), "trial": "storage", "config": config_values(config)}, lambda _seconds: None)
@@ -112,7 +112,7 @@ def test_an_error_of_the_user_comes_back_from_the_process_as_one(config_file: Pa
 
 
 def children_of(session: int) -> list[str]:
-    """Every process that was started below this one, by what it was started with."""
+    """Command lines of the live processes that inherited this session's number."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -127,7 +127,7 @@ def children_of(session: int) -> list[str]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
-def test_ctrl_c_and_even_a_kill_leave_nothing(config_file: Path, ending: signal.Signals) -> None:
+def test_ctrl_c_and_even_a_kill_leave_nothing_behind(config_file: Path, ending: signal.Signals) -> None:
     mark = os.getpid() * 100 + ending
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(config_file)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

@@ -1,4 +1,4 @@
-"""Predictions from observations: where they are sure, where they are silent, what they are of."""
+"""Predictions from observations: when they are made, when they are not, and how certain they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.doctor.what_if import model_of, speed_up, what_if, with_loader
 
 
 def observed(*, cpu: float, blocked: float, step: float = 0.004, workers: int = 2, cpus: int = 8) -> Observed:
-    """A loop that is fed by workers which need so much for each batch of 8."""
+    """A loop fed by workers, with the given times per batch of 8."""
     count = 200
     every = max(step, (cpu + blocked) / workers)
     return Observed(
@@ -34,19 +34,19 @@ def named(seen: Observed, name: str) -> Prediction:
     return next(prediction for prediction in what_if(seen) if prediction.id == name)
 
 
-def test_workers_that_wait_are_worth_more_of_them() -> None:
+def test_more_workers_help_if_workers_wait() -> None:
     prediction = named(observed(cpu=0.0, blocked=0.04), "workers")
     assert prediction.label.startswith("num_workers 2 -> ")
-    assert prediction.speedup.expected == pytest.approx(5.0, rel=0.1)  # 20 ms a batch become the step's 4
+    assert prediction.speedup.expected == pytest.approx(5.0, rel=0.1)  # from 20 ms per batch to the 4 ms of the step
     assert prediction.speedup.low < prediction.speedup.expected < prediction.speedup.high
     assert prediction.images_per_second.expected == pytest.approx(400 * prediction.speedup.expected, rel=0.01)
 
 
-def test_full_cores_are_worth_no_more_workers() -> None:
+def test_more_workers_do_not_help_if_the_cores_are_full() -> None:
     assert "workers" not in {p.id for p in what_if(observed(cpu=0.04, blocked=0.0, cpus=2))}
 
 
-def test_too_many_workers_are_worth_fewer() -> None:
+def test_fewer_workers_help_if_there_are_too_many() -> None:
     seen = observed(cpu=0.04, blocked=0.0, workers=2, cpus=1)
     seen = replace(seen, loader=LoaderShape(workers=8, prefetch=2, engine="process"))
     prediction = named(seen, "workers")
@@ -54,13 +54,13 @@ def test_too_many_workers_are_worth_fewer() -> None:
     assert prediction.speedup.expected == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_starved_loop_gains_nothing_from_a_faster_accelerator_and_a_fed_one_much() -> None:
+def test_a_faster_accelerator_helps_only_a_loop_that_does_not_wait() -> None:
     assert named(observed(cpu=0.0, blocked=0.1), "accelerator").speedup.expected == pytest.approx(1.0, abs=0.03)
     assert named(observed(cpu=0.0, blocked=0.02, step=0.05), "accelerator").speedup.expected > 1.8
 
 
-def test_what_a_client_of_a_store_computes_is_neither_the_loops_nor_there_after_staging() -> None:
-    # Two workers wait 200 ms for a batch; threads of the same process take 60 ms of a core to get it.
+def test_the_cpu_time_of_a_store_client_is_not_the_loops_and_is_gone_after_staging() -> None:
+    # Two workers wait 200 ms for a batch; threads in the same process use 60 ms of CPU time to fetch it.
     storage = StorageFacts(remote=True, bytes_per_sample=100_000, local_bytes_per_second=1e9)
     shape = LoaderShape(workers=2, prefetch=2, engine="thread")
     seen = replace(observed(cpu=0.04, blocked=0.2, cpus=2), storage=storage, consumer_cpu_s=200 * 0.068, loader=shape)
@@ -70,15 +70,15 @@ def test_what_a_client_of_a_store_computes_is_neither_the_loops_nor_there_after_
     assert (model.batches[0].cpu_s, model.batches[0].blocked_s) == pytest.approx((0.1, 0.14))
     assert model.fetching is not None
     assert (model.fetching[0].cpu_s, model.fetching[0].blocked_s) == pytest.approx((0.06, 0.14))
-    # Worker processes fetch by themselves: what the training process computes is its own.
+    # Worker processes fetch for themselves, so the training process's CPU time is its own.
     processes = model_of(replace(seen, loader=replace(shape, engine="process")))
     assert processes is not None
     assert processes.batches[0].cpu_s == pytest.approx(0.04)
-    # Of the 120 ms between two batches, 20 of computing by each of two workers are left, and the loop's own 8 of CPU.
+    # Of the 120 ms between two batches, two workers' 20 ms of computing each remain, and the loop's own 8 ms of CPU.
     assert named(seen, "staging").speedup.expected == pytest.approx(0.120 / 0.024, rel=0.15)
 
 
-def test_a_consumer_that_keeps_a_pace_computes_nothing() -> None:
+def test_a_paced_consumer_uses_no_cpu() -> None:
     shape = LoaderShape(workers=2, prefetch=2, engine="thread")
     paced = replace(observed(cpu=0.04, blocked=0.2), pace_images_per_second=2000.0)
     seen = replace(paced, consumer_cpu_s=200 * 0.003, loader=shape)
@@ -88,15 +88,15 @@ def test_a_consumer_that_keeps_a_pace_computes_nothing() -> None:
     assert model.steps[0].blocked_s == pytest.approx(0.004)
 
 
-def test_staging_brings_what_the_local_rate_says() -> None:
+def test_the_gain_from_staging_follows_the_local_read_rate() -> None:
     storage = StorageFacts(remote=True, bytes_per_sample=100_000, warm_bytes_per_second=100e6)
     seen = replace(observed(cpu=0.002, blocked=0.2), storage=storage)
-    # 8 samples of 100 kB take 8 ms instead of 200; with 2 ms of computing two workers make a batch every 5 ms.
+    # 8 samples of 100 kB take 8 ms instead of 200; with 2 ms of computing, two workers make a batch every 5 ms.
     assert named(seen, "staging").speedup.expected == pytest.approx(0.202 / 0.010, rel=0.1)
     assert "staging" not in {p.id for p in what_if(replace(seen, storage=replace(storage, remote=False)))}
     unknown = replace(storage, warm_bytes_per_second=None)
     assert "staging" not in {p.id for p in what_if(replace(seen, storage=unknown))}
-    # An object store has no page cache on this side; this host's own disk was measured instead.
+    # An object store has no local page cache, so this host's own disk was measured instead.
     nearby = replace(unknown, local_bytes_per_second=storage.warm_bytes_per_second)
     assert named(replace(seen, storage=nearby), "staging") == named(seen, "staging")
 
@@ -111,7 +111,7 @@ def test_packing_is_predicted_for_our_own_decoding_only() -> None:
         assert "packing" not in {p.id for p in what_if(other)}
 
 
-def test_remote_storage_that_is_full_caps_what_workers_bring() -> None:
+def test_saturated_remote_storage_limits_the_gain_from_workers() -> None:
     storage = StorageFacts(remote=True, bytes_per_sample=100_000, parallel_bytes_per_second=400 * 100_000 * 1.5)
     seen = replace(observed(cpu=0.0, blocked=0.04), storage=storage)
     assert named(seen, "workers").speedup.expected == pytest.approx(1.5, rel=0.05)
@@ -123,12 +123,12 @@ def test_workers_that_take_turns_are_predicted_no_gain() -> None:
 
 
 @pytest.mark.parametrize("lost", ["batches", "steps_s"])
-def test_nothing_measured_nothing_predicted(lost: str) -> None:
+def test_without_measurements_nothing_is_predicted(lost: str) -> None:
     assert what_if(replace(observed(cpu=0.01, blocked=0.01), **{lost: ()})) == ()
     assert what_if(replace(observed(cpu=0.01, blocked=0.01), loader=None)) == ()
 
 
-def test_times_without_their_kind_are_not_guessed() -> None:
+def test_unattributed_time_is_not_guessed() -> None:
     seen = observed(cpu=0.01, blocked=0.01)
     bare = tuple(replace(batch, cpu_s=None, runq_s=None, blocked_s=None) for batch in seen.batches)
     assert what_if(replace(seen, batches=bare)) == ()

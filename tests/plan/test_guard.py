@@ -1,4 +1,4 @@
-"""The plan before a run: what cannot fit is refused with the keys that would."""
+"""The plan before a run: a config that does not fit is refused, with settings that would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def config(*words: str) -> Config:
     return load_config(None, [*(word for word in small if word.partition("=")[0] not in given), *words]).config
 
 
-def test_what_fits_starts_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_fits_starts_silently(capsys: pytest.CaptureFixture[str]) -> None:
     refuse_what_cannot_fit(config(), None, HERE, force=False)
     assert capsys.readouterr() == ("", "")
 
@@ -48,7 +48,7 @@ def test_the_suggested_keys_fit() -> None:
     assert "ram-exceeded" not in {finding.id for finding in cured.refused}
 
 
-def test_force_starts_all_the_same_and_says_what_was_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+def test_force_starts_anyway_and_says_what_was_ignored(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Machine(cpus=2, ram_bytes=1_000_000_000, shm_bytes=64_000_000, accelerators=0)
     refuse_what_cannot_fit(config(), None, tiny, force=True)
     assert "warning: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The host's budgets: every part is there, and users' own tables come out."""
+"""The host's budgets: every part is counted, and the published tables are reproduced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THREADS = replace(PROCESSES, engine="thread")
 BATCH_BYTES = 256 * 224 * 224 * 3
 
 
-def test_a_float_batch_of_256_is_as_large_as_users_say() -> None:
+def test_a_float_batch_of_256_has_the_reported_size() -> None:
     assert torch_loader_bytes(1, 1, 256, 224) == pytest.approx(230_000_000)
     assert 256 * 3 * 224 * 224 * 4 == 154_140_672
 
@@ -34,7 +34,7 @@ def test_a_float_batch_of_256_is_as_large_as_users_say() -> None:
     ("workers", "prefetch", "verdict"),
     [(12, 3, "safe"), (8, 4, "safe"), (16, 4, "risky"), (32, 8, "refused")],
 )
-def test_the_table_for_62_gb_comes_out(workers: int, prefetch: int, verdict: str) -> None:
+def test_the_table_for_62_gb_is_reproduced(workers: int, prefetch: int, verdict: str) -> None:
     assert torch_loader_verdict(workers, prefetch, 256, 224, 62 * GB) == verdict
 
 
@@ -81,7 +81,7 @@ def test_what_is_per_accelerator_is_counted_for_each_and_what_is_per_host_once()
     assert single["CUDA"] == CUDA_HOST_BYTES
 
 
-def test_nothing_of_cuda_is_counted_without_a_gpu_but_the_step_is() -> None:
+def test_without_a_gpu_cuda_is_not_counted_but_the_step_is() -> None:
     parts = ram_budget(HostShape(THREADS, step_bytes=5 * GB, state_bytes=GB)).parts
     assert "CUDA" not in parts
     assert parts["training step"] == 5 * GB
@@ -116,7 +116,7 @@ def test_a_batch_that_no_host_holds_does_not_fit() -> None:
     assert ram_budget(HostShape(replace(PROCESSES, batch=65_536)), limit_bytes=62 * GB).fits is False
 
 
-def test_what_others_use_is_taken_as_measured_or_else_stated_and_small_on_a_small_host() -> None:
+def test_memory_used_by_others_is_measured_or_assumed_and_small_on_a_small_host() -> None:
     assert ram_budget(HostShape(THREADS), os_bytes=7 * GB).parts["system"] == 7 * GB
     assert ram_budget(HostShape(THREADS), limit_bytes=62 * GB).parts["system"] == 3 * GB
     assert ram_budget(HostShape(THREADS), limit_bytes=4 * GB).parts["system"] == 400_000_000

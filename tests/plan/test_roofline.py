@@ -1,4 +1,4 @@
-"""The roofline of a step: each rule by itself, on operators made up for it."""
+"""The roofline of a step: each rule on its own, on made-up operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MB = 10**6
 
 
 def op(name: str, phase: Phase = "forward", gflop: float = 0, read: float = 0, written: float = 0) -> TracedOp:
-    """An operator of so many GFLOP that reads and writes so many MB, in half precision."""
+    """A half-precision operator with the given GFLOP and MB read and written."""
     kernels = 2 if name == "convolution_backward" else 1
     return TracedOp(name, phase, int(gflop * 1e9), "float16", int(read * MB), int(written * MB), kernels)
 
@@ -65,7 +65,7 @@ def test_contiguous_convolutions_pay_for_their_conversion_on_tensor_cores_only()
     )
 
 
-def test_depthwise_convolutions_know_no_tensor_cores() -> None:
+def test_depthwise_convolutions_do_not_use_tensor_cores() -> None:
     dense = op("convolution", gflop=10, read=10, written=10)
     assert seconds(replace(dense, depthwise=True)) > 20 * seconds(dense)
 
@@ -114,7 +114,7 @@ def test_a_compiled_chain_is_read_once_and_written_once() -> None:
     assert seconds(*apart, compiled=True) == pytest.approx(seconds(*apart)), "products are no part of a chain"
 
 
-def test_gradients_are_sent_while_the_backward_goes_on() -> None:
+def test_gradients_are_sent_during_the_backward_pass() -> None:
     backward = op("convolution_backward", "backward", gflop=20_000, read=900, written=900)
     hundred_mb = 100 * MB
     alone = step_seconds([backward], A100, channels_last=True, gradient_bytes=hundred_mb)

@@ -26,7 +26,7 @@ def test_the_slowest_part_sets_the_pace_and_is_named() -> None:
     assert time.cost == pytest.approx(time.total_s / 3600 * 1.5 * 2)
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_unknown_times_are_not_reported() -> None:
     time = time_budget(
         {}, total_batch=8, samples=None, steps_per_epoch=None, epochs=3, nodes=1, price_per_hour=2.0
     )  # fmt: skip
@@ -44,21 +44,21 @@ def test_an_accelerator_that_is_the_slowest_part_needs_nothing() -> None:
     assert list(findings(budget(accelerator=1000.0, loader=1200.0, storage=5000.0))) == ["accelerator-bound"]
 
 
-def test_too_few_cores_are_counted_and_packing_is_weighed() -> None:
+def test_missing_cores_are_counted_and_packing_is_considered() -> None:
     found = findings(budget(accelerator=1000.0, loader=250.0))
     assert set(found) == {"loader-bound", "packing-helps"}
     assert "32 cores" in found["loader-bound"]
 
 
-def test_slow_storage_tells_when_a_copy_pays_off() -> None:
+def test_slow_storage_says_when_a_copy_pays_off() -> None:
     found = findings(budget(accelerator=1000.0, loader=2000.0, storage=200.0))
-    # A million images at 200/s take 5,000 s to copy; each epoch then saves 4,000 s of them.
+    # A million images at 200/s take 5,000 s to copy; each epoch then saves 4,000 s.
     assert "83 min and pays off after 1.2 epochs" in found["storage-bound"]
     assert "20 MB/s" in found["storage-bound"]
     assert "100 MB/s" in found["storage-bound"]
 
 
-def test_workers_beyond_the_cores_bring_nothing() -> None:
+def test_workers_beyond_the_cores_gain_nothing() -> None:
     few = loader_rate(4, 8, 1, 1, 224, None).images_per_second
     enough = loader_rate(8, 8, 1, 1, 224, None).images_per_second
     many = loader_rate(64, 8, 1, 1, 224, None).images_per_second
@@ -83,7 +83,7 @@ def test_storage_is_named_or_stated() -> None:
     ("word", "name", "told"),
     [("fxs", "unknown-storage", "fsx"), ("500/s", "storage-rate", "unit"), ("fast", "unknown-storage", "")],
 )
-def test_storage_that_nobody_knows_is_refused(word: str, name: str, told: str) -> None:
+def test_unknown_storage_is_refused(word: str, name: str, told: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_storage(word)
     assert caught.value.name == name

@@ -1,4 +1,4 @@
-"""Traces against numbers that are known, or can be worked out by hand."""
+"""Traces compared with numbers that are published or worked out by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESNET50_FORWARD_FLOPS = 2 * 4_089_184_256
 
 
 class Tiny(nn.Module):
-    """Two layers whose memory fits on a line."""
+    """Two layers whose memory is easy to work out by hand."""
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def tiny_step(**changes: object) -> TraceableStep:
 
 
 def by_category(trace: Trace) -> dict[str, int]:
-    """The most that each category has at once."""
+    """Peak bytes of each category."""
     now: dict[str, int] = {}
     most: dict[str, int] = {}
     for event in trace.events:
@@ -81,7 +81,7 @@ def test_resnet50_has_its_parameters_and_its_flops(resnet50: Trace) -> None:
     forward = sum(op.flops for op in resnet50.ops if op.phase == "forward")
     assert forward == 16 * RESNET50_FORWARD_FLOPS
     first_layer = 2 * 64 * 3 * 7 * 7 * 112 * 112
-    # Backward is twice forward, less the gradient of the images, which nobody needs.
+    # Backward is twice forward, less the gradient of the images, which is not needed.
     assert resnet50.flops == 16 * (3 * RESNET50_FORWARD_FLOPS - first_layer)
 
 
@@ -99,14 +99,14 @@ def test_the_memory_of_a_tiny_network_by_hand() -> None:
     assert most["parameters"] == parameters
     assert most["gradients"] == parameters
     assert most["optimizer"] == parameters
-    # Three results of tanh; logits, log-softmax, and the loss with its mean's weight.
+    # Three outputs of tanh; logits, log-softmax, and the loss with the weight of its mean.
     hidden = 3 * 32 * 256 * 4
     assert hidden < most["activations"] <= hidden + 3 * 32 * 8 * 4 + 64
-    # Inputs of float32 and labels of int64: this step's, and the last one's, which the loop still holds.
+    # float32 inputs and int64 labels: this step's and the previous one's, which the loop still holds.
     assert most["batch"] == 2 * (32 * 64 * 4 + 32 * 8)
 
 
-def test_views_cost_nothing_and_are_no_operators() -> None:
+def test_views_cost_nothing_and_are_not_operators() -> None:
     class Views(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -131,23 +131,23 @@ def test_adamw_has_twice_the_state_and_an_average_its_own_copy() -> None:
         )
         for name in ("sgd", "adamw")
     )
-    # AdamW counts its steps as well, in a number for each of the six tensors.
+    # AdamW also stores a step count for each of the six tensors.
     assert adamw["optimizer"] == 2 * sgd["optimizer"] + 6 * 4
     assert sgd["ema"] == sgd["parameters"]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
-def test_every_optimizer_goes_with_the_loss_scaler(name: str) -> None:
+def test_every_optimizer_works_with_the_loss_scaler(name: str) -> None:
     trace = trace_step(
         tiny_step(build_optimizer=lambda m: build_optimizer(m, name, 0.1), precision="16-mixed", clip_grad_norm=1.0)
     )
     assert any(op.phase == "update" for op in trace.ops)
 
 
-def test_accumulated_batches_are_all_held_but_passed_one_by_one() -> None:
+def test_accumulated_batches_are_all_held_but_computed_one_by_one() -> None:
     one, four = (by_category(trace_step(tiny_step(accumulation=count))) for count in (1, 4))
     assert four["batch"] == 4 * one["batch"]
-    assert four["activations"] < 1.1 * one["activations"]  # the logits of each are held for the metrics
+    assert four["activations"] < 1.1 * one["activations"]  # the logits of each batch are held for the metrics
 
 
 def test_any_batch_follows_from_two() -> None:
@@ -196,7 +196,7 @@ def test_a_3d_unet_of_monai_traces() -> None:
     )
     assert {"convolution", "convolution_backward"} <= {op.name for op in trace.ops}
     assert {op.dtype for op in trace.ops if op.name == "convolution"} == {"bfloat16"}
-    # The labels of the last step and of this one, of int64.
+    # The int64 labels of the previous step and this one.
     assert by_category(trace)["batch"] == 2 * 2 * (16 * 32 * 32 * (4 + 8) + 8)
 
 

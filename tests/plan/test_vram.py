@@ -1,4 +1,4 @@
-"""The budget of an accelerator: parts that add up, a search that ends, a bound where there is no trace."""
+"""The accelerator's memory budget: the parts add up, the search ends, and a bound replaces a missing trace."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert budget.largest_batch_checkpointed > budget.largest_batch
 
 
-def test_where_not_even_one_sample_fits_the_largest_batch_is_none_at_all() -> None:
+def test_the_largest_batch_is_zero_if_not_even_one_sample_fits() -> None:
     budget = vram_budget(resnet18_step(), 32, 450 * MIB)
     assert budget.largest_batch == 0
     assert budget.fits is False
@@ -101,13 +101,13 @@ def test_a_bound_grows_with_the_batch() -> None:
     assert bound.parts(64)["parameters"] == bound.parts(32)["parameters"]
 
 
-def test_the_step_of_a_config_can_be_planned_and_nothing_fake_remains() -> None:
+def test_the_step_of_a_config_can_be_planned_without_leaving_fake_tensors() -> None:
     from stoker.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, to_float
 
     step = traceable_step(demo_config(mixup_alpha=0.2, ema_decay=0.99), 10)
     budget = vram_budget(step)
     assert budget.parts["ema"] > 0
-    # The bytes of the images become floats; this step's and the last one's are held, with their soft targets.
+    # Image bytes become floats; this step's and the previous one's are held, with their soft targets.
     size, batch = demo_config().img_size, step.batch_size
     floats = batch * 3 * size * size * 4
     assert budget.parts["batch"] >= 2 * floats

@@ -71,7 +71,7 @@ def test_a_script_without_a_loader_says_so() -> None:
     assert "no batch from a torch DataLoader" in result.notes[0]
 
 
-def test_the_users_own_sitecustomize_still_runs_and_the_path_is_as_it_was(
+def test_the_users_own_sitecustomize_still_runs_and_the_path_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
@@ -83,7 +83,7 @@ def test_the_users_own_sitecustomize_still_runs_and_the_path_is_as_it_was(
     assert capfd.readouterr().out == f"mine\n[] {tmp_path}/sitecustomize.py\n"
 
 
-def test_a_python_in_which_stoker_is_not_installed_is_attached_to_as_well() -> None:
+def test_attaching_works_in_a_python_without_stoker() -> None:
     bare = sys._base_executable  # type: ignore[attr-defined]
     result = run_attached([bare, "-c", "import importlib.util as u; assert u.find_spec('typer') is None"])
     assert result.exit_code == 0

@@ -16,14 +16,14 @@ def test_a_crash_keeps_its_traceback_its_code_and_the_records_so_far(
     err = capfd.readouterr().err
     assert result.exit_code == 1
     assert err.endswith("ValueError: the script's own mistake\n")
-    # No frame of ours: the checkout itself may lie in a folder of that name.
+    # No stack frame of ours; the checkout itself may be in a folder of that name.
     assert "stoker/doctor/attach" not in err
     assert "stoker." not in err
     assert result.observed is not None
     assert result.observed.steps == 4
 
 
-def test_a_death_by_signal_is_128_and_its_number(attached: Attached) -> None:
+def test_a_script_killed_by_a_signal_exits_with_128_plus_its_number(attached: Attached) -> None:
     result = attached("endings.py", "--kill-self-at", "6")
     assert result.exit_code == 128 + signal.SIGKILL
     assert result.observed is not None

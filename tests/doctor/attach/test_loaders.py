@@ -15,7 +15,7 @@ def test_a_stream_has_samples_but_no_length(attached: Attached) -> None:
     assert seen.loader.samples is None
     assert seen.samples == 14 * 4
     assert len(seen.batches) == 16
-    assert {batch.worker for batch in seen.batches[:2]} == {0, 1}  # in the order in which they were handed out
+    assert {batch.worker for batch in seen.batches[:2]} == {0, 1}  # in the order they were handed out
 
 
 def test_without_workers_batches_are_made_in_the_loop_and_validation_is_not_included(attached: Attached) -> None:
@@ -41,7 +41,7 @@ def sleeping_and_spinning() -> AttachResult:
 
 
 def test_sleeping_and_computing_are_distinguished_on_a_busy_machine(sleeping_and_spinning: AttachResult) -> None:
-    # Three workers that spin, on what may be two cores that others use as well: much of the time is in the queue.
+    # Three spinning workers, perhaps on two cores that others use too: much of the time they are runnable.
     seen = sleeping_and_spinning.observed
     assert seen is not None
     stage = seen.stages["other"]

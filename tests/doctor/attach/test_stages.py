@@ -1,4 +1,4 @@
-"""Reading, decoding, augmenting and collating are told apart in scripts in the style of torchvision and timm."""
+"""Reading, decoding, augmenting and collating are distinguished in scripts in the style of torchvision and timm."""
 
 from __future__ import annotations
 

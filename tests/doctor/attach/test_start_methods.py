@@ -1,4 +1,4 @@
-"""Workers that are forked, spawned or come from a fork server all carry the clock."""
+"""Workers are timed whether they are forked, spawned or started by a fork server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.doctor.attach.conftest import Attached
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_what_the_workers_made_is_seen(attached: Attached, method: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_workers_batches_are_recorded(attached: Attached, method: str, capfd: pytest.CaptureFixture[str]) -> None:
     result = attached("plain.py", "--start", method, "--workers", "1", "--persistent")
     out, err = capfd.readouterr()
     assert out.startswith("trained 16 batches")

@@ -28,7 +28,7 @@ def test_after_the_requested_seconds_too(attached: Attached) -> None:
     assert 0 < result.observed.steps < 100 * 1000
 
 
-def test_a_signal_for_the_doctor_reaches_the_script_which_ends_as_it_sees_fit(tmp_path: Path) -> None:
+def test_a_signal_to_the_doctor_reaches_the_script_which_ends_in_its_own_way(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     program = (
         "import sys; from stoker.doctor.attach.running import run_attached; r = run_attached(sys.argv[1:]);"

@@ -1,4 +1,4 @@
-"""From records of `__next__` to steps, with records made up."""
+"""From records of `__next__` to steps, with made-up records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MS = 1_000_000
 
 
 class Loop:
-    """A training loop on paper: time goes on as it is told to."""
+    """A simulated training loop whose clock is advanced explicitly."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -58,7 +58,7 @@ def train(loop: Loop, batches: int, wait_ms: float = 5, work_ms: float = 10) -> 
     loop.epoch_ends(1)
 
 
-def test_a_step_is_its_wait_and_its_work() -> None:
+def test_a_step_consists_of_wait_and_work() -> None:
     loop = Loop()
     train(loop, 5)
     steps = steady_steps(loop.records, [1])
@@ -67,7 +67,7 @@ def test_a_step_is_its_wait_and_its_work() -> None:
     assert steps.samples == 4 * 8
 
 
-def test_the_first_batch_of_an_epoch_stands_apart_with_the_start_of_its_workers() -> None:
+def test_the_first_batch_of_an_epoch_is_counted_separately_with_the_worker_start() -> None:
     loop = Loop()
     loop.take(1, wait_ms=300, start_ms=200)
     loop.work(10)
@@ -77,7 +77,7 @@ def test_the_first_batch_of_an_epoch_stands_apart_with_the_start_of_its_workers(
     assert sum(steps.waits_s) == pytest.approx(0.015)
 
 
-def test_validation_is_in_no_step() -> None:
+def test_validation_belongs_to_no_step() -> None:
     loop = Loop()
     for _ in range(2):
         train(loop, 4)
@@ -91,7 +91,7 @@ def test_validation_is_in_no_step() -> None:
     assert steps.validation_s == pytest.approx(2 * 3 * 0.027)
 
 
-def test_a_validation_loader_with_more_batches_than_training_is_not_taken_for_it() -> None:
+def test_a_validation_loader_with_more_batches_is_not_mistaken_for_training() -> None:
     loop = Loop()
     for _ in range(3):
         train(loop, 2)
@@ -101,7 +101,7 @@ def test_a_validation_loader_with_more_batches_than_training_is_not_taken_for_it
     assert training_loaders(loop.records) == [1]
 
 
-def test_of_two_loaders_that_are_read_side_by_side_the_slower_one_counts_and_both_waits() -> None:
+def test_with_two_interleaved_loaders_the_slower_one_counts_and_both_waits() -> None:
     loop = Loop()
     for _ in range(5):
         loop.take(1, wait_ms=1)
@@ -117,7 +117,7 @@ def test_of_two_loaders_that_are_read_side_by_side_the_slower_one_counts_and_bot
     assert steps.works_s == pytest.approx([0.010] * 4, abs=0.002)
 
 
-def test_steps_that_share_an_optimizer_step_are_steps_of_their_own() -> None:
+def test_accumulated_batches_are_separate_steps() -> None:
     loop = Loop()
     for number in range(8):
         loop.take(1, wait_ms=5)
@@ -142,7 +142,7 @@ def test_work_after_the_optimizer_step_is_not_computing() -> None:
     assert sum(steps.works_s) == pytest.approx(3 * 0.014)
 
 
-def test_a_wait_that_the_device_did_not_notice_is_no_wait() -> None:
+def test_a_wait_hidden_by_the_device_is_not_a_wait() -> None:
     loop = Loop()
     for _ in range(4):
         loop.take(1, wait_ms=8, idle_ms=1)
@@ -154,7 +154,7 @@ def test_a_wait_that_the_device_did_not_notice_is_no_wait() -> None:
     assert steps.works_s == pytest.approx([0.009] * 3)
 
 
-def test_without_an_optimizer_the_loader_with_most_batches_is_taken() -> None:
+def test_without_an_optimizer_the_loader_with_most_batches_counts() -> None:
     loop = Loop()
     loop.take(2, 1)
     for _ in range(3):

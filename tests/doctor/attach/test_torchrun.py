@@ -9,7 +9,7 @@ from stoker.doctor.attach.running import run_attached
 from tests.doctor.attach.conftest import SCRIPTS
 
 
-def test_of_two_ranks_rank_0_is_reported() -> None:
+def test_rank_0_of_two_is_reported() -> None:
     torchrun = str(Path(sys.executable).parent / "torchrun")
     script = [str(SCRIPTS / "plain.py"), "--workers", "1", "--epochs", "1"]
     result = run_attached([torchrun, "--standalone", "--nproc-per-node", "2", *script])

@@ -52,7 +52,7 @@ def test_scripting_compiling_pickling_and_reading(tmp_path: Path) -> None:
     text.write_bytes(b"0123456789" * 1000)
     records = tmp_path / "records"
     records.mkdir()
-    program = tmp_path / "program.py"  # TorchScript reads sources
+    program = tmp_path / "program.py"  # TorchScript reads the source
     program.write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, str(program), str(records), str(text)], capture_output=True, text=True, timeout=DEADLINE_S

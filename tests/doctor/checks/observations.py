@@ -1,4 +1,4 @@
-"""Made-up observations for tests of the checks: a healthy loop, and how to make it ill."""
+"""Made-up observations for testing the checks: a healthy loop, and ways to break it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BATCH = 8
 
 
 def healthy(**changes: Any) -> Observed:
-    """100 steps of 100 ms that wait for nothing; 2 workers on 8 cores."""
+    """100 steps of 100 ms without any wait; 2 workers on 8 cores."""
     observed = Observed(
         source="script",
         steps=STEPS,
@@ -32,7 +32,7 @@ def healthy(**changes: Any) -> Observed:
 
 
 def starved(*, cpu: float, runq: float = 0.0, blocked: float = 0.0, workers: int = 2, **changes: Any) -> Observed:
-    """Workers that need so many seconds for each batch, all the time; the loop takes 5 ms a step."""
+    """Busy workers that need the given seconds per batch; the loop takes 5 ms per step."""
     wall = cpu + runq + blocked
     every = max(wall / max(1, workers), 0.005) if workers else wall + 0.005
     shape = LoaderShape(
@@ -58,7 +58,7 @@ def batches(*, cpu: float, runq: float = 0.0, blocked: float = 0.0, count: int =
 
 
 def stages(**made: tuple[BatchTime, ...]) -> dict[str, StageTime]:
-    """Stages that take what these batches take."""
+    """Stages with the same times as these batches."""
     return {
         name: StageTime(
             wall_s=sum(b.wall_s for b in each),

@@ -1,4 +1,4 @@
-"""From facts to a verdict: each fault is called by its name, and what was not measured is not reported."""
+"""From observation to verdict: each fault is named correctly, and nothing unmeasured is reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.doctor.checks.observations import BATCH, batches, healthy, stages, st
 FULL = HostFacts(cpus=2, cpu_busy_share=1.0)
 
 
-def test_a_loop_that_waits_for_nothing_is_told_to_stop_tuning() -> None:
+def test_a_loop_without_waits_is_told_to_stop_tuning() -> None:
     found = judge(healthy())
     assert found.verdict == "compute-bound"
     assert found.findings[0].fix == "stop tuning the data pipeline"
@@ -38,19 +38,19 @@ def test_an_empty_observation_says_nothing() -> None:
     assert "no DataLoader" in found.line
 
 
-def test_a_starved_loop_whose_workers_were_not_seen_is_no_verdict() -> None:
+def test_a_starved_loop_with_unobserved_workers_gets_no_verdict() -> None:
     found = judge(healthy(wait_s=8.0, compute_s=None, other_s=None, batches=(), host=None, loader=None))
     assert found.verdict == "unknown"
     assert found.findings == ()
 
 
-def test_computing_with_idle_cores_asks_for_workers() -> None:
+def test_computing_with_idle_cores_calls_for_more_workers() -> None:
     found = judge(starved(cpu=0.04))
     assert found.verdict == "too-few-workers"
     assert found.findings[0].fix == "DataLoader(..., num_workers=8)"
 
 
-def test_a_loop_that_makes_its_own_batches_asks_for_workers() -> None:
+def test_a_loop_that_makes_its_own_batches_calls_for_workers() -> None:
     assert judge(starved(cpu=0.04, workers=0)).verdict == "too-few-workers"
 
 
@@ -73,7 +73,7 @@ def test_full_cores_in_an_unknown_stage_are_cpu_bound() -> None:
     assert judge(starved(cpu=0.04, host=FULL)).verdict == "cpu-bound"
 
 
-def test_more_workers_than_cores_that_wait_for_one_are_too_many() -> None:
+def test_more_workers_than_cores_are_too_many_if_they_queue_for_a_core() -> None:
     found = judge(starved(cpu=0.04, runq=0.12, workers=8, host=FULL))
     assert found.verdict == "too-many-workers"
     assert found.findings[0].fix == "DataLoader(..., num_workers=2)"
@@ -91,19 +91,19 @@ def test_cores_that_others_use_are_not_blamed_on_the_workers() -> None:
     assert found.verdict == "cores-are-taken"
 
 
-def test_a_quota_that_stops_everything_comes_first() -> None:
+def test_a_cpu_quota_comes_first() -> None:
     host = replace(FULL, throttled_share=0.4)
     found = judge(starved(cpu=0.04, runq=0.12, workers=8, host=host))
     assert found.verdict == "cpu-throttled"
 
 
-def test_waiting_for_a_core_beside_idle_cores_is_a_quota_that_the_kernel_does_not_show() -> None:
+def test_waiting_for_a_core_while_cores_are_idle_is_a_hidden_quota() -> None:
     half_idle = HostFacts(cpus=2, cpu_busy_share=0.3)
     assert judge(starved(cpu=0.01, runq=0.03, workers=2, host=half_idle)).verdict == "cpu-throttled"
     assert judge(starved(cpu=0.04, workers=1, host=half_idle)).verdict == "too-few-workers"
 
 
-def test_a_workers_first_batch_is_no_slow_sample() -> None:
+def test_a_workers_first_batch_is_not_a_slow_sample() -> None:
     first = tuple(replace(one, wall_s=2.0, worker=number) for number, one in enumerate(batches(cpu=0.04, count=8)))
     later = tuple(replace(one, worker=number % 8) for number, one in enumerate(batches(cpu=0.04, count=92)))
     observed = replace(starved(cpu=0.04, workers=8, host=HostFacts(cpus=16)), batches=(*first, *later))
@@ -121,7 +121,7 @@ def remote(**facts: float) -> Observed:
     return starved(cpu=0.003, blocked=0.08, stages=made, storage=storage)
 
 
-def test_remote_storage_that_answers_late_is_told_from_one_that_is_full() -> None:
+def test_remote_latency_is_distinguished_from_remote_bandwidth() -> None:
     rate = remote().images_per_second
     assert rate is not None
     assert judge(remote(parallel_bytes_per_second=rate * 100_000 * 10)).verdict == "storage-bound-latency"
@@ -145,7 +145,7 @@ def test_blocked_workers_that_read_nothing_wait_for_something_else() -> None:
     assert judge(starved(cpu=0.003, blocked=0.05)).verdict == "waits-elsewhere"
 
 
-def test_workers_that_together_use_one_core_take_turns() -> None:
+def test_workers_that_use_one_core_together_take_turns() -> None:
     observed = starved(cpu=0.01, blocked=0.03, workers=4)
     assert judge(observed).verdict == "workers-take-turns"
     assert Case(observed).takes_turns
@@ -163,12 +163,12 @@ def test_a_few_slow_samples_are_named() -> None:
     assert "scans/7.tif 480 ms" in found.line
 
 
-def test_idle_workers_before_a_waiting_loop_mean_that_batches_are_held_up() -> None:
+def test_idle_workers_and_a_waiting_loop_mean_that_batches_are_held_up() -> None:
     observed = replace(starved(cpu=0.04), batches=batches(cpu=0.005), stages={})
     assert judge(observed).verdict == "handover-bound"
 
 
-def test_of_few_slow_batches_most_work_is_in_those_that_were_not_finished() -> None:
+def test_with_few_slow_batches_most_work_is_in_unfinished_ones() -> None:
     slow = batches(cpu=0.01, blocked=4.0, count=1)
     few = replace(starved(cpu=0.01), steps=1, samples=8, elapsed_s=4.1, wait_s=4.0, batches=slow, stages={})
     assert few.loader is not None
@@ -177,7 +177,7 @@ def test_of_few_slow_batches_most_work_is_in_those_that_were_not_finished() -> N
     assert judge(few).verdict != "handover-bound"
 
 
-def test_epochs_that_begin_late_without_persistent_workers() -> None:
+def test_slow_epoch_starts_without_persistent_workers() -> None:
     shape = LoaderShape(workers=2, prefetch=2, persistent=False)
     found = judge(healthy(epoch_starts_s=(5.0, 4.0, 4.0), loader=shape))
     assert found.verdict == "epoch-start-stalls"
@@ -187,7 +187,7 @@ def test_epochs_that_begin_late_without_persistent_workers() -> None:
     assert gain.low < 1.8 == pytest.approx(gain.high)
 
 
-def test_the_first_start_of_a_run_is_no_fault() -> None:
+def test_the_first_start_of_a_run_is_not_a_fault() -> None:
     assert judge(healthy(epoch_starts_s=(60.0,))).verdict == "compute-bound"
 
 
@@ -207,7 +207,7 @@ def ids(observed: Observed) -> set[str]:
     return {finding.id for finding in judge(observed).findings}
 
 
-def test_a_narrow_link_is_said() -> None:
+def test_a_narrow_link_is_reported() -> None:
     assert "slow-pcie-link" in ids(healthy(accelerator=AcceleratorFacts(pcie_width=4, pcie_width_max=16)))
     assert "slow-pcie-link" not in ids(healthy(accelerator=AcceleratorFacts(pcie_width=16, pcie_width_max=16)))
 
@@ -239,7 +239,7 @@ def test_our_own_runs_get_config_lines() -> None:
     assert judge(starved(cpu=0.04, source="run")).findings[0].fix == "num_workers=8"
 
 
-def test_needs_stand_beside_what_there_is() -> None:
+def test_needs_are_listed_next_to_what_is_available() -> None:
     storage = StorageFacts(bytes_per_sample=100_000, cold_bytes_per_second=20e6)
     needs = judge(starved(cpu=0.04, storage=storage, ceiling_images_per_second=1600.0)).needs
     cpu, cold = {need.what: need for need in needs}["CPU"], {need.what: need for need in needs}["storage, cold"]
@@ -255,13 +255,13 @@ def test_every_check_says_what_why_and_an_example() -> None:
         assert all(f"{part}:" in text for part in ("What", "Why", "Example")), check.id
 
 
-def test_a_check_is_declared_once_and_has_words_where_it_can_be_the_verdict() -> None:
+def test_a_check_is_declared_once_and_has_a_text_if_it_can_be_the_verdict() -> None:
     assert len({check.id for check in CHECKS}) == len(CHECKS)
     assert all((check.words is None) == (check.loss is None) for check in CHECKS)
 
 
 def test_the_first_of_the_checks_that_explain_the_same_wait_names_it() -> None:
-    """The order of the checks decides; a change of it changes verdicts."""
+    """The order of the checks decides; changing it changes verdicts."""
     assert [check.id for check in CHECKS if check.loss is waiting_for_data] == [
         "cpu-throttled", "slow-samples", "workers-take-turns", "too-many-workers", "cores-are-taken", "handover-bound",
         "storage-bound", "storage-bound-cold", "storage-bound-latency", "storage-bound-bandwidth", "waits-elsewhere",
@@ -283,7 +283,7 @@ def test_the_document_has_exactly_the_promised_keys() -> None:
     assert document["ceiling_images_per_second"] is None
 
 
-def test_full_cores_promise_no_more_of_workers_than_the_prediction() -> None:
+def test_with_full_cores_more_workers_promise_no_more_than_the_prediction() -> None:
     full = starved(cpu=0.04, host=FULL)
     assert "more workers cannot help" in judge(full).line
     some = Prediction(
@@ -293,7 +293,7 @@ def test_full_cores_promise_no_more_of_workers_than_the_prediction() -> None:
 
 
 def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> None:
-    # One worker on two cores, and a loop whose threads use nearly all of the second one.
+    # One worker on two cores, and a loop whose threads use almost all of the second one.
     alone = starved(cpu=0.04, workers=1, host=FULL, stages=stages(decode=batches(cpu=0.04)))
     busy = replace(alone, consumer_cpu_s=3.6)
     few = Prediction("workers", "num_workers 1 -> 2", Estimate(1.3, 1.4, 1.5), Estimate(1, 1, 1), (("num_workers", 2),))
@@ -302,7 +302,7 @@ def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> 
     assert judge(busy, (little,)).verdict == "decode-bound"
 
 
-def test_a_script_that_waits_for_a_network_is_told_to_copy_where_that_helps_most() -> None:
+def test_a_script_that_waits_for_a_network_is_told_to_copy_if_that_helps_most() -> None:
     away = starved(cpu=0.002, blocked=0.04, storage=StorageFacts(remote=True, kind="network", bytes_per_sample=1e5))
     away = replace(away, stages=stages(fetch=batches(cpu=0.002, blocked=0.04)))
     copy = Prediction("staging", "staging to local disk", Estimate(3.0, 3.3, 3.6), Estimate(1, 1, 1))

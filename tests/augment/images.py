@@ -1,4 +1,4 @@
-"""Images for the tests of this folder: smooth as photographs are, with noise, flat areas and extremes."""
+"""Images for the tests in this folder: smooth like photographs, with noise, flat areas and extremes."""
 
 from __future__ import annotations
 

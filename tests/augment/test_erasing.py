@@ -1,4 +1,4 @@
-"""Random erasing: where, how often and how large, and that torchvision erases the same."""
+"""Random erasing: where, how often and how large, compared with torchvision."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_areas_and_aspects_are_within_bounds_and_spread_over_them() -> None:
     assert np.log(aspect).mean() == pytest.approx(0, abs=0.02)
 
 
-def test_as_many_are_erased_as_asked() -> None:
+def test_the_requested_share_is_erased() -> None:
     assert len(draw_erasures(some_keys(20_000), 0.1, 64, 64).samples) / 20_000 == pytest.approx(0.1, abs=0.01)
     assert len(draw_erasures(some_keys(100), 0.0, 64, 64).samples) == 0
 
@@ -59,7 +59,7 @@ def test_an_image_of_one_pixel_survives() -> None:
     assert erase(torch.ones(50, 3, 1, 1), draw).sum() == 150
 
 
-def test_a_sample_is_erased_alike_alone_and_in_a_batch() -> None:
+def test_a_sample_is_erased_the_same_way_alone_and_in_a_batch() -> None:
     keys = some_keys(12)
     together = erase(floats(), draw_erasures(keys, 0.5, 24, 20))
     for sample in range(12):

@@ -1,4 +1,4 @@
-"""Mixup, CutMix and soft targets, against timm's."""
+"""Mixup, CutMix and soft targets, compared with timm's."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def labels(count: int = 6) -> torch.Tensor:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("switch", [0.0, 1.0], ids=["mixup", "cutmix"])
 @pytest.mark.parametrize("seed", range(6))
-def test_images_and_targets_are_timms_for_what_timm_draws(seed: int, switch: float, smoothing: float) -> None:
+def test_images_and_targets_equal_timms_for_the_same_draws(seed: int, switch: float, smoothing: float) -> None:
     theirs = Mixup(0.4, 1.0, switch_prob=switch, mode="batch", label_smoothing=smoothing, num_classes=CLASSES)
     np.random.seed(seed)
     images, targets = theirs(floats(), labels())
-    # The same seed again, and timm tells what it drew.
+    # The same seed again, to learn what timm drew.
     np.random.seed(seed)
     kept, cut = theirs._params_per_batch()
     box = None
@@ -66,7 +66,7 @@ def test_boxes_lie_anywhere_and_within_the_image() -> None:
 
 
 @pytest.mark.parametrize("box", [None, Box(2, 1, 5, 6)])
-def test_the_middle_of_an_odd_batch_stays_what_it_is(box: Box | None) -> None:
+def test_the_middle_of_an_odd_batch_is_unchanged(box: Box | None) -> None:
     ours = apply_mixing(floats(5), soft_targets(labels(5), CLASSES), Recipe(0.3, box))
     torch.testing.assert_close(ours.images[2], floats(5)[2])
     torch.testing.assert_close(ours.targets[2], soft_targets(labels(5), CLASSES)[2])
@@ -108,7 +108,7 @@ def test_probabilities_are_kept() -> None:
     assert np.mean([recipe.box is not None for recipe in mixed]) == pytest.approx(0.25, abs=0.02)
 
 
-def test_lambda_is_betas() -> None:
+def test_lambda_follows_the_beta_distribution() -> None:
     for alpha in (0.2, 1.0):
         kept = [recipe.kept for step in range(4000) if (recipe := Mixer(mixup_alpha=alpha).draw(0, step, 8, 8))]
         assert np.mean(kept) == pytest.approx(0.5, abs=0.03)

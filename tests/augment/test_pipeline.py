@@ -36,7 +36,7 @@ def everything(mixing_on: bool = True) -> TrainAugment:
     return TrainAugment(mixer, RandAugment(magnitude=9, probability=1), erasing=0.5)
 
 
-def test_the_parts_come_in_the_order_of_timm_and_torchvision() -> None:
+def test_the_parts_run_in_the_order_of_timm_and_torchvision() -> None:
     images = apply_policy(RandAugment(magnitude=9, probability=1), flip(some_batch(8), torch.from_numpy(FLIPS)), KEYS)
     expected = erase(to_float(images, IMAGENET_MEAN, IMAGENET_STD), draw_erasures(KEYS, 0.5, 48, 40))
     inputs, targets, mixed = everything(mixing_on=False)(some_batch(8), LABELS, FLIPS, KEYS, 0, 0)
@@ -70,7 +70,7 @@ def test_the_same_call_gives_the_same_bits_whatever_torchs_generator_has_done() 
     assert torch.equal(first.targets, second.targets)
 
 
-def test_tensors_serve_as_well_as_arrays_and_the_loaders_bytes_stay() -> None:
+def test_tensors_work_like_arrays_and_the_loaders_bytes_are_unchanged() -> None:
     images = some_batch(8)
     arrays = everything()(images, LABELS, FLIPS, KEYS, 0, 0)
     tensors = everything()(images, torch.from_numpy(LABELS), torch.from_numpy(FLIPS), KEYS, 0, 0)
@@ -92,13 +92,13 @@ def test_evaluation_only_normalises() -> None:
     assert torch.equal(EvalPrepare()(some_batch()), to_float(some_batch(), IMAGENET_MEAN, IMAGENET_STD))
 
 
-def test_a_config_becomes_what_it_says() -> None:
+def test_a_config_builds_the_pipeline_it_describes() -> None:
     config = Config(
         auto_augment="randaugment", randaugment_magnitude=6, randaugment_ops=3, mixup_alpha=0.1, cutmix_alpha=1.0,
         random_erasing=0.25, label_smoothing=0.1, mix_probability=0.9, mix_switch_probability=0.3, seed=5,
     )  # fmt: skip
     augment = build_train_augment(config, 100, dtype=torch.bfloat16)
-    # timm fills what comes into view with the mean colour.
+    # timm fills uncovered areas with the mean colour.
     assert augment.policy == RandAugment(6, 0.5, 3, (124, 116, 104))
     assert augment.mixer == Mixer(0.1, 1.0, 0.9, 0.3, 0.1, 100, 5)
     assert augment.erasing == 0.25

@@ -1,4 +1,4 @@
-"""The policies: what they choose, against timm and torchvision, and that a sample's result is its own."""
+"""The policies: their choices compared with timm's and torchvision's, and independent results per sample."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_randaugment_takes_timms_arguments_at_every_magnitude(op: Op) -> None:
         return
     size = {Op.TRANSLATE_X: WIDTH, Op.TRANSLATE_Y: HEIGHT}.get(op, 1)
     for magnitude in np.arange(0, 10.01, 0.37):
-        # timm tosses a coin for the direction inside: ask until both sides have come up.
+        # timm draws the direction internally: repeat until both have come up.
         theirs = {level_to_argument(magnitude, {})[0] * size for _ in range(40)}
         ours = {
             float(randaugment_arguments(np.array([op]), np.array([magnitude / 10]), np.array([sign]), HEIGHT, WIDTH)[0])
@@ -79,7 +79,7 @@ def test_an_operation_of_randaugment_does_what_timms_does(op: Op) -> None:
         hparams={"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BILINEAR},
     )  # fmt: skip
     for sample, image in enumerate(some_images()):
-        # timm chooses the direction itself: one of its two results is ours.
+        # timm draws the direction itself: one of its two results is ours.
         results = [np.asarray(theirs(Image.fromarray(image))).astype(int) for _ in range(12)]
         nearest = min(np.mean(np.abs(ours[sample].numpy() - result) > 1) for result in results)
         assert nearest < 0.001
@@ -100,7 +100,7 @@ def test_an_operation_of_trivialaugment_does_what_torchvisions_does_in_every_bin
                 InterpolationMode.BILINEAR, None,
             )  # fmt: skip
             different = np.abs(ours[sample].numpy() - np.asarray(theirs).astype(int)) > 1
-            # A pixel or two at the border to the fill may fall on the other side.
+            # A pixel or two at the edge of the fill may end up on the other side.
             assert different.mean() < 0.004, (sample, sign)
 
 
@@ -124,7 +124,7 @@ def test_the_two_operations_of_a_sample_are_independent() -> None:
     assert np.mean(first.ops == second.ops) == pytest.approx(1 / 15, rel=0.1)
 
 
-def test_magnitudes_spread_as_asked_and_stay_within_bounds() -> None:
+def test_magnitudes_have_the_requested_spread_and_stay_within_bounds() -> None:
     layer = RandAugment(magnitude=6, magnitude_std=0.5, num_ops=1, probability=1).plan(some_keys(30_000), 10, 10)[0]
     degrees = np.abs(layer.arguments[layer.ops == Op.ROTATE])
     assert degrees.mean() == pytest.approx(18, rel=0.01)
@@ -163,7 +163,7 @@ def test_the_number_of_threads_does_not_matter() -> None:
         torch.set_num_threads(before)
 
 
-def test_the_given_images_stay_and_global_generators_are_left_alone() -> None:
+def test_the_input_images_and_global_generators_are_unchanged() -> None:
     images = some_batch()
     random.seed(1)
     torch.manual_seed(1)
@@ -175,7 +175,7 @@ def test_the_given_images_stay_and_global_generators_are_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_another_epoch_gives_other_operations() -> None:
+def test_a_different_epoch_gives_different_operations() -> None:
     policy = RandAugment()
     first, second = (policy.plan(some_keys(100, epoch=epoch), 10, 10)[0] for epoch in (0, 1))
     assert np.mean(first.ops == second.ops) < 0.6

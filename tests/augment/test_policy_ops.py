@@ -1,4 +1,4 @@
-"""Each operation against Pillow's, through timm's own functions, on the same images and arguments."""
+"""Each operation compared with Pillow's, through timm's own functions, on the same images and arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT = len(FACTORS)
 
 
 def with_pillow(change: Callable[..., Image.Image], images: NDArray[np.uint8], arguments: list[tuple]) -> NDArray:
-    """What timm makes of each image with its own argument."""
+    """timm's result for each image with its own argument."""
     changed = [change(Image.fromarray(image), *given) for image, given in zip(images, arguments, strict=True)]
     return np.stack([np.asarray(image) for image in changed]).astype(np.int64)
 
@@ -53,7 +53,7 @@ def test_table_operations_are_exactly_pillows(tables, change, arguments) -> None
 
 
 def test_posterize_to_no_bits_is_black() -> None:
-    # What timm asks for at full magnitude; Pillow 13 refuses it, older ones gave black.
+    # What timm requests at full magnitude; Pillow 13 refuses it, older versions returned black.
     assert through_tables(ops.posterize_tables(np.zeros(2))).max() == 0
 
 
@@ -64,7 +64,7 @@ def test_posterize_to_no_bits_is_black() -> None:
     ids=["equalize", "autocontrast"],
 )
 def test_histogram_operations_are_exactly_pillows(tables, change, size) -> None:
-    # Flat images, few pixels (no whole step between levels) and narrow ranges are where the formulas have corners.
+    # Flat images, few pixels (no whole step between levels) and narrow ranges are the edge cases of the formulas.
     images = some_images(12, *size)
     images[3:6] = 100 + images[3:6] // 16
     images[6, ..., 1] = 255
@@ -122,7 +122,7 @@ def test_geometry_is_pillows_within_a_level(matrices, change, arguments) -> None
 
     theirs = with_pillow(through_timm, some_images(len(arguments)), [(value,) for value in arguments])
     different = difference(warped(matrices(np.array(arguments, np.float64))), theirs)
-    # Single precision may see a pixel on the other side of the border, where the fill begins: one in a thousand.
+    # In single precision one pixel in a thousand may end up on the other side of the edge of the fill.
     assert (different.max(axis=-1) > 1).mean() < 0.001
     assert (different > 0).mean() < 0.05
 

@@ -1,4 +1,4 @@
-"""Mirroring, floats and layout."""
+"""Flipping, conversion to float, and memory layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock tells running, waiting for a core and being blocked apart, stage by stage, and costs next to nothing."""
+"""The clock distinguishes running, runnable and blocked time stage by stage, at almost no cost."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def test_a_sleeping_stage_is_blocked_and_a_spinning_one_runs() -> None:
     assert fetch.cpu_s is not None
     assert fetch.blocked_s is not None
     assert fetch.cpu_s < 0.02
-    # Waking up may take a while where others use the cores: that is time in the run queue.
+    # Waking up may take a while if others use the cores: that is time in the run queue.
     assert fetch.blocked_s >= 0.08
     assert decode.cpu_s == pytest.approx(0.1, abs=0.02)
     assert decode.blocked_s is not None
     assert decode.blocked_s < 0.03
 
 
-def test_a_short_stage_gets_its_own_time_on_the_core_and_not_a_tick_of_its_neighbour() -> None:
-    """The kernel brings schedstat up to date every few milliseconds only."""
+def test_a_short_stage_gets_its_own_cpu_time_and_not_a_tick_of_its_neighbour() -> None:
+    """The kernel updates schedstat only every few milliseconds."""
     found = []
     for _ in range(11):
         clock = BatchClock()
@@ -108,7 +108,7 @@ def test_waiting_for_a_core_that_others_use_is_neither_running_nor_blocked() -> 
     assert decode.cpu_s == pytest.approx(0.1, abs=0.02)
 
 
-def test_each_thread_has_its_own_account_and_closes_it() -> None:
+def test_each_thread_opens_and_closes_its_own_schedstat() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     found: list[int] = []
 
@@ -148,7 +148,7 @@ def cost_of(seconds: float, *, measured: bool = True, **parts: int | float) -> B
     return BatchCost({"fetch": stage}, wall_s=seconds, samples=2, **parts)  # type: ignore[arg-type]
 
 
-def test_sums_keep_what_was_never_measured_apart_from_zero() -> None:
+def test_sums_distinguish_unmeasured_from_zero() -> None:
     total = BatchCost()
     assert total.on_cpu_s is None
     total.add(cost_of(1.0))
@@ -166,7 +166,7 @@ def test_a_sum_names_the_slowest_sample_of_all() -> None:
     assert (total.slowest_sample, total.slowest_s) == (8, 0.5)
 
 
-def test_a_cost_travels_from_a_worker_process() -> None:
+def test_a_cost_survives_the_trip_from_a_worker_process() -> None:
     clock = BatchClock()
     clock.begins("decode")
     cost = clock.finish()

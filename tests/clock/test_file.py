@@ -1,4 +1,4 @@
-"""clock.jsonl says what the clock saw: it is read back to the same sums, cut on resume, refused where it is foreign."""
+"""clock.jsonl is read back to the clock's sums, truncated on resume, and refused if its version is unknown."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from stoker.run.folder import RunFolder
 from stoker.run.metrics import truncate_after
 
 LONGEST_LINE = 2000
-"""Bytes, of an interval of 50 steps: 5,004 steps are then below 200 kB."""
+"""Bytes for an interval of 50 steps: 5,004 steps then stay below 200 kB."""
 
 
 class Made:
-    """What the clock needs of a batch."""
+    """The part of a batch that the clock needs."""
 
     def __init__(self, number: int) -> None:
         stages = {
@@ -52,7 +52,7 @@ def names(samples: Any) -> list[str]:
 
 
 def write(folder: Path, steps: int, every: int, first: int = 0, **shape: Any) -> StepClock:
-    """Steps of a run, as the loop and its observer would tell of them; the clock has the sums of all."""
+    """Records steps as the loop and its observer would; the clock has the sums of all of them."""
     clock, file = (
         StepClock(),
         ClockFile(folder / "clock.jsonl", header(**shape), HostWatch(), step=first, name_samples=names),
@@ -77,7 +77,7 @@ def test_the_file_reads_back_to_the_sums_of_the_clock(tmp_path: Path) -> None:
     clock = write(tmp_path, 105, every=10)
     seen = read_observed(tmp_path)
     assert seen.source == "run"
-    # The first step of the epoch stands apart.
+    # The first step of the epoch is counted separately.
     others = (clock.steps - 1) / clock.steps
     assert (seen.steps, seen.samples) == (clock.steps - 1, clock.samples - 256)
     assert clock.first_wait_s is not None
@@ -109,7 +109,7 @@ def test_the_file_reads_back_to_the_sums_of_the_clock(tmp_path: Path) -> None:
 
 
 def test_short_epochs_do_not_look_faster_than_long_ones() -> None:
-    # A worker takes 0.12 s for a batch, the loop 0.06 s for a step: epochs of 6 steps, of which the first waits longer.
+    # A worker takes 0.12 s per batch, the loop 0.06 s per step; in each epoch of 6 steps the first waits longer.
     epoch = {"kind": "step", "steps": 6, "samples": 6 * 64, "wait_s": 5 * 0.06, "elapsed_s": 5 * 0.12 + 0.06,
              "compute_s": 6 * 0.06, "other_s": 0.0, "epoch_starts_s": [0.12]}  # fmt: skip
     seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[epoch] * 40], "these")
@@ -119,7 +119,7 @@ def test_short_epochs_do_not_look_faster_than_long_ones() -> None:
     assert seen.wait_s + (seen.compute_s or 0) == pytest.approx(seen.elapsed_s)
 
 
-def test_epochs_of_a_single_step_are_told_as_they_are() -> None:
+def test_epochs_of_a_single_step_are_reported_as_they_are() -> None:
     epoch = {"kind": "step", "steps": 1, "samples": 8, "wait_s": 0.0, "elapsed_s": 0.1, "epoch_starts_s": [1.0]}
     seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[epoch] * 3], "these")
     assert (seen.steps, seen.samples) == (3, 24)
@@ -131,7 +131,7 @@ def test_a_line_stays_small_however_long_its_interval_is(tmp_path: Path) -> None
     assert max(map(len, lines)) < LONGEST_LINE
 
 
-def test_resuming_takes_back_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resuming_removes_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     path = RunFolder(tmp_path).clock_file
     write(tmp_path, 40, every=10)
     truncate_after(path, 20, 0)
@@ -140,7 +140,7 @@ def test_resuming_takes_back_what_came_after_the_checkpoint(tmp_path: Path) -> N
     assert read_observed(tmp_path).steps == 40 - 2
 
 
-def test_what_was_before_another_set_up_does_not_count(tmp_path: Path) -> None:
+def test_steps_before_a_change_of_setup_do_not_count(tmp_path: Path) -> None:
     write(tmp_path, 40, every=10)
     write(tmp_path, 20, every=10, first=40, workers=2)
     seen = read_observed(tmp_path)
@@ -149,7 +149,7 @@ def test_what_was_before_another_set_up_does_not_count(tmp_path: Path) -> None:
     assert seen.loader.workers == 2
 
 
-def test_half_a_line_at_the_end_is_passed_over(tmp_path: Path) -> None:
+def test_half_a_line_at_the_end_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, 20, every=10)
     path = tmp_path / "clock.jsonl"
     path.write_bytes(path.read_bytes()[:-30])
@@ -204,7 +204,7 @@ def test_a_file_without_its_first_line_is_not_guessed_at(tmp_path: Path) -> None
     assert caught.value.name == "no-clock"
 
 
-def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_can_be_written(tmp_path: Path) -> None:
     clock, file = (
         StepClock(),
         ClockFile(

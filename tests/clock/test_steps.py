@@ -1,4 +1,4 @@
-"""A step's time goes to one part each; epoch starts, validation and checkpoints stand apart from all of them."""
+"""Every moment of a step belongs to one part; epoch starts, validation and checkpoints are counted separately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.clock.steps import KEPT_STEPS, DeviceTimes, StepClock
 
 @dataclass
 class Eight:
-    """What the clock needs of a batch."""
+    """The part of a batch that the clock needs."""
 
     cost: BatchCost = field(
         default_factory=lambda: BatchCost({"decode": StageCost(0.01, 0.01, 0.0, 1)}, 0.01, samples=8)
@@ -47,7 +47,7 @@ def step(clock: StepClock, wait_s: float = 0.0, compute_s: float = 0.0, other_s:
     clock.step_ends([Eight()])
 
 
-def test_the_wait_for_an_epochs_first_batch_is_no_part_of_steady_steps() -> None:
+def test_the_wait_for_an_epochs_first_batch_is_not_part_of_steady_steps() -> None:
     clock = StepClock()
     clock.epoch_begins()
     step(clock, wait_s=0.2, compute_s=0.01)
@@ -78,7 +78,7 @@ def test_parts_add_up_to_the_time_of_the_steps() -> None:
     assert single == pytest.approx([0.035] * 5)
 
 
-def test_checkpoints_and_validation_are_in_no_step() -> None:
+def test_checkpoints_and_validation_belong_to_no_step() -> None:
     clock = StepClock()
     clock.epoch_begins()
     step(clock)
@@ -115,7 +115,7 @@ def test_an_interval_keeps_the_details_of_few_steps_and_the_sums_of_all() -> Non
     assert clock.steps == 50
 
 
-def test_what_the_consumer_computes_is_told_from_what_the_making_of_batches_took() -> None:
+def test_the_consumers_cpu_time_is_distinguished_from_that_of_making_batches() -> None:
     clock = StepClock()
     clock.epoch_begins()
     for _ in range(5):
@@ -127,7 +127,7 @@ def test_what_the_consumer_computes_is_told_from_what_the_making_of_batches_took
 
 
 class Queue:
-    """A device that has come so far, in milliseconds; its events know when they were put in."""
+    """A device that has progressed to a given millisecond; its events know when they were recorded."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -155,7 +155,7 @@ class Event:
         return other.at - self.at
 
 
-def test_events_are_read_when_the_device_has_passed_them_and_used_again() -> None:
+def test_events_are_read_once_the_device_has_passed_them_and_then_reused() -> None:
     queue = Queue()
     times = DeviceTimes(queue.event)
     for _ in range(3):

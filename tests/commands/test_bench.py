@@ -46,7 +46,7 @@ def test_text_picture_and_gpu(stoker: Run, data: Path, tmp_path: Path) -> None:
         assert image.size[0] > 400
 
 
-def test_a_config_and_the_familiar_script_do_the_same(data: Path, tmp_path: Path) -> None:
+def test_a_config_and_the_wrapper_script_do_the_same(data: Path, tmp_path: Path) -> None:
     config = tmp_path / "small.yaml"
     config.write_text(f"data_root: {data}\nimg_size: 16\nbatch_size: 4\nsubset_classes: 2\n")
     done = subprocess.run(
@@ -65,7 +65,7 @@ def test_an_unknown_gpu_is_refused_before_anything_is_measured(stoker: Run, data
 
 
 @pytest.mark.parametrize("place", ["nowhere", "nowhere.yaml"])
-def test_a_place_that_does_not_exist_is_named(stoker: Run, tmp_path: Path, place: str) -> None:
+def test_a_folder_that_does_not_exist_is_named(stoker: Run, tmp_path: Path, place: str) -> None:
     ended = stoker("bench", "data", tmp_path / place)
     assert ended.code in (1, 2)
     assert "nowhere" in ended.err

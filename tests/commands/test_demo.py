@@ -1,4 +1,4 @@
-"""`stoker demo` learns to read, in the time and by the code that it promises."""
+"""`stoker demo` learns to read digits, with the code that every run uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import PROJECT, Run
 
 
-def test_the_packages_config_is_the_one_that_people_see() -> None:
+def test_the_packaged_config_is_the_one_in_configs() -> None:
     assert (PROJECT / "src/stoker/demo.yaml").read_text() == (PROJECT / "configs/demo.yaml").read_text()
 
 
@@ -19,8 +19,8 @@ def test_make_demo_is_this_command() -> None:
 
 
 @pytest.mark.slow
-def test_it_reads_97_percent_and_says_where_the_time_went(stoker: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "a demo"  # a path that has to be quoted
+def test_it_reaches_97_percent_and_says_where_the_time_went(stoker: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "a demo"  # a path that needs quoting
     ended = stoker("demo", "--folder", folder, "--json")
     assert ended.code == 0, ended.err
     found = ended.json
@@ -38,7 +38,7 @@ def test_it_reads_97_percent_and_says_where_the_time_went(stoker: Run, tmp_path:
     assert "Epoch" not in again.err
     assert "where the time of the epochs went" in again.out
     assert "waiting for data" in again.out
-    # What it says to type can be typed.
+    # The commands it suggests work.
     line = next(line for line in again.out.splitlines() if line.strip().startswith("stoker eval"))
     evaluated = stoker(*shlex.split(line, comments=True)[1:], "--json")
     assert evaluated.code == 0, evaluated.err

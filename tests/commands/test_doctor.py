@@ -57,7 +57,7 @@ def test_a_script_keeps_its_arguments_its_output_and_its_exit_code(stoker: Run, 
     ended = stoker("doctor", "--fail-if", "wait_share>0.1", "--", sys.executable, script, "--json", "--", "x", "-h")
     assert ended.code == 7
     assert ended.out == "arguments ['--json', '--', 'x', '-h']\n"
-    # Which one is for the machine to decide: other tests may take its cores meanwhile.
+    # Which one depends on the machine: other tests may be using its cores.
     assert "\nverdict: " in ended.err
     assert "preparing a batch " in ended.err
     assert "failed: wait_share is" in ended.err
@@ -98,12 +98,12 @@ def test_a_script_that_reads_over_a_network_gets_the_speed_up_of_a_local_copy(st
     assert ended.code == 7, ended.err
     staging = next(one for one in ended.json["what_if"] if one["id"] == "staging")
     assert staging["speedup"]["expected"] > 1.5
-    # Which verdict is for the machine to decide: other tests may take its cores meanwhile.
+    # The verdict depends on the machine: other tests may be using its cores.
     bound = [finding for finding in ended.json["findings"] if finding["id"].startswith("storage-bound")]
     assert all(finding["speedup"]["expected"] >= staging["speedup"]["expected"] for finding in bound)
 
 
-def test_a_page_about_a_script_is_written_where_it_is_asked_for(stoker: Run, script: Path, tmp_path: Path) -> None:
+def test_a_page_about_a_script_is_written_where_requested(stoker: Run, script: Path, tmp_path: Path) -> None:
     ended = stoker("doctor", "--report", tmp_path / "page.html", "--json", "--", sys.executable, script)
     assert ended.code == 7
     assert ended.err.splitlines()[-1] == f"page: {tmp_path / 'page.html'}"
@@ -192,7 +192,7 @@ def test_a_run_is_judged_by_its_clock_and_its_predictions_are_kept(
         "stages": {"decode": {"wall_s": 4.0, "cpu_s": 3.9, "runq_s": 0.0, "blocked_s": 0.1}},
     }  # fmt: skip
     (tmp_path / "clock.jsonl").write_text("".join(json.dumps(part) + "\n" for part in (header, line)))
-    # The page predicts as well, before any doctor has looked.
+    # The page predicts too, before the doctor has ever run.
     assert main(["report", str(tmp_path), "--json"]) == 0
     (page,) = json.loads(capsys.readouterr().out)["runs"]
     assert page["predictions"][0]["label"].startswith("num_workers 2 -> ")
@@ -272,7 +272,7 @@ WORKERS = Prediction(
 )
 
 
-def test_a_prediction_is_settled_when_its_setting_is_seen_once(tmp_path: Path) -> None:
+def test_a_prediction_is_settled_once_its_setting_is_observed(tmp_path: Path) -> None:
     before = starved(cpu=0.04, loader=LoaderShape(workers=2, prefetch=2, batch_size=8))
     keep_predictions(tmp_path, Diagnosis("too-few-workers", "", (), before, (WORKERS,)))
     keep_predictions(tmp_path, Diagnosis("too-few-workers", "", (), before, (WORKERS,)))
@@ -288,7 +288,7 @@ def test_a_prediction_is_settled_when_its_setting_is_seen_once(tmp_path: Path) -
     assert settle_predictions(tmp_path, after) is None
 
 
-def test_a_prediction_of_one_consumer_is_not_settled_by_another(tmp_path: Path) -> None:
+def test_a_prediction_for_one_consumer_is_not_settled_by_another(tmp_path: Path) -> None:
     before = starved(cpu=0.04, loader=LoaderShape(workers=2, prefetch=2, batch_size=8))
     keep_predictions(tmp_path, Diagnosis("too-few-workers", "", (), before, (WORKERS,)))
     after = starved(cpu=0.04, workers=4, loader=LoaderShape(workers=4, prefetch=2, batch_size=8))
@@ -313,7 +313,7 @@ def test_the_screen_has_a_verdict_a_bar_needs_and_fixes() -> None:
     assert max(map(len, text.splitlines())) < 160
 
 
-def test_the_screen_of_nothing_still_says_something() -> None:
+def test_the_screen_of_an_empty_diagnosis_is_not_empty() -> None:
     from stoker.doctor.checks.verdict import judge
 
     nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=("no batch was taken",))

@@ -1,4 +1,4 @@
-"""`stoker eval` says how good a checkpoint is, and counts every image once."""
+"""`stoker eval` measures a checkpoint's accuracy and counts every image once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict:
     return json.loads(capsys.readouterr().out)["error"]
 
 
-def test_it_finds_what_validation_found(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_agrees_with_validation(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     last = next(line for line in reversed(lines) if "val/acc1" in line)
     found = evaluated(capsys, trained / "checkpoints" / "last.ckpt", "val_batch_size=5")
@@ -70,7 +70,7 @@ def test_matrix_and_classes_add_up(trained: Path, capsys: pytest.CaptureFixture[
     assert "could not be written" in ended.err
 
 
-def test_text_for_people(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_output(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(trained), "--per-class"]) == 0
     ended = capsys.readouterr()
     assert "test_resnet after 2 epochs (6 steps), averaged weights" in ended.out
@@ -95,7 +95,7 @@ def test_an_unreadable_image_is_left_out_and_named(
 
 
 def test_classes_are_matched_by_name(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    # Only two of the classes, so that numbers and names disagree; and no val/ above them.
+    # Only two of the classes, so that numbers and names disagree; and no val/ folder.
     for name in ("green", "red"):
         shutil.copytree(trained.parents[1] / "data" / "val" / name, tmp_path / name)
     found = evaluated(capsys, trained, tmp_path)
@@ -179,7 +179,7 @@ def test_outputs_without_a_class_have_a_name(capsys: pytest.CaptureFixture[str],
     assert found["confused"] == [{"class": "b", "taken_for": "output 3", "wrong": 2, "images": 2}]
 
 
-def test_a_run_does_not_go_on_with_other_classes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_does_not_resume_with_other_classes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_colours(tmp_path / "data", train=3, val=1)
     train_on_colours(tmp_path, epochs=1)
     for split in ("train", "val"):
@@ -189,7 +189,7 @@ def test_a_run_does_not_go_on_with_other_classes(capsys: pytest.CaptureFixture[s
     assert "class 1: green in the checkpoint, red in this run" in capsys.readouterr().err
 
 
-def test_nothing_judged_is_not_zero() -> None:
+def test_no_images_is_not_zero_accuracy() -> None:
     empty = Evaluation("", "", False, 0, 0, "", ("a", "b"), np.zeros(0, np.int64), np.zeros((0, 2), np.int64), None)
     assert empty.acc1 is None
     assert empty.per_class() == []

@@ -1,4 +1,4 @@
-"""`stoker export` writes models for other programs, and only files that answer as the checkpoint does."""
+"""`stoker export` writes models for other programs, and keeps only files whose outputs match the checkpoint's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def exported(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: i
     return found["error"] if code else found
 
 
-def test_safetensors_carry_weights_and_what_they_mean(
+def test_safetensors_contain_weights_and_metadata(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "model.safetensors"
@@ -55,12 +55,12 @@ def test_safetensors_carry_weights_and_what_they_mean(
 
 
 @pytest.mark.parametrize("model", ["test_resnet", "test_vit"])
-def test_torch_export_takes_any_batch(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_export_accepts_any_batch_size(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     checkpoint = write_untrained(tmp_path / "a.ckpt", CLASSES, model=model)
     out = tmp_path / "model.pt2"
     found = exported(capsys, checkpoint, out, "--to", "torch-export")
-    assert len(found["differences"]) == 2  # no data, no real image
+    assert len(found["differences"]) == 2  # without data there is no real image
     extra = {"metadata.json": ""}
     program = torch.export.load(out, extra_files=extra)
     assert json.loads(extra["metadata.json"])["classes"] == CLASSES
@@ -70,7 +70,7 @@ def test_torch_export_takes_any_batch(tmp_path: Path, model: str, capsys: pytest
 
 
 @pytest.mark.parametrize("checker", ["onnxruntime", "onnx"])
-def test_onnx_takes_any_batch(
+def test_onnx_accepts_any_batch_size(
     checkpoint: Path,
     tmp_path: Path,
     checker: str,
@@ -104,7 +104,7 @@ def test_a_missing_package_is_named_before_any_work(
     assert error["hint"] == "pip install 'stoker[export]'"
 
 
-def test_a_file_that_answers_differently_is_removed(
+def test_a_file_with_different_outputs_is_removed(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_slightly_wrong(model: torch.nn.Module, *rest: object) -> None:
@@ -124,7 +124,7 @@ def test_a_file_that_answers_differently_is_removed(
     assert out.read_text() == "the old one"
 
 
-def test_what_exists_is_replaced_only_by_force(
+def test_an_existing_file_is_replaced_only_with_force(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "model.safetensors"

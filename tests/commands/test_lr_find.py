@@ -1,4 +1,4 @@
-"""`stoker lr-find` finds a learning rate on real data, and leaves nothing behind."""
+"""`stoker lr-find` finds a learning rate on real data and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_it_suggests_a_rate_that_is_neither_tiny_nor_huge(stoker: Run, digits: P
 
 
 @pytest.mark.slow
-def test_it_stops_where_the_loss_runs_away(stoker: Run, digits: Path, tmp_path: Path) -> None:
+def test_it_stops_where_the_loss_diverges(stoker: Run, digits: Path, tmp_path: Path) -> None:
     ended = stoker(
         "lr-find", PROJECT / "configs/demo.yaml", f"data_root={digits}", *SMALL, "--steps", "40", "--min", "0.01",
         "--max", "1e6", "scale_lr=false",
@@ -58,7 +58,7 @@ def test_it_stops_where_the_loss_runs_away(stoker: Run, digits: Path, tmp_path: 
     assert files_below(tmp_path) == set()
 
 
-def test_ctrl_c_leaves_nothing(digits: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing_behind(digits: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stoker", "lr-find", str(PROJECT / "configs/demo.yaml"), f"data_root={digits}"]
     process = subprocess.Popen(
         [*command, "--steps", "5000"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -94,7 +94,7 @@ def test_an_error_of_the_trial_reaches_the_user(stoker: Run, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "wrong", [["--min", "1", "--max", "0.1"], ["--min", "0"], ["--plot", "nowhere/lr.png"], ["--plot", "lr.txt"]]
 )
-def test_slips_are_refused_before_anything_starts(stoker: Run, wrong: list[str]) -> None:
+def test_mistakes_are_refused_before_anything_starts(stoker: Run, wrong: list[str]) -> None:
     ended = stoker("lr-find", PROJECT / "configs/demo.yaml", *wrong)
     assert ended.code == 2
     assert wrong[0] in ended.err

@@ -21,7 +21,7 @@ ANEW = ("--shard-size", "300KB", "--quality", "90", "--workers", "2")
 
 
 def make_split(folder: Path, per_class: int, side: int = 32) -> None:
-    """Class folders whose images differ by their size; links to few files, so that large sets cost nothing."""
+    """Class folders with images of different sizes; links to a few files, so that large sets cost nothing."""
     random = np.random.default_rng(0)
     kinds = [simplejpeg.encode_jpeg(random.integers(0, 255, (side, side + n, 3), np.uint8), 60) for n in range(4)]
     for class_name in ("cat", "dog"):
@@ -64,7 +64,7 @@ def test_both_splits_are_packed_and_the_source_is_left_alone(stoker: Run, source
     assert not (tmp_path / "packed/.pack/source-index").exists()
 
 
-def test_the_text_says_what_came_out_and_a_second_run_keeps_it(stoker: Run, source: Path, tmp_path: Path) -> None:
+def test_the_text_describes_the_result_and_a_second_run_keeps_it(stoker: Run, source: Path, tmp_path: Path) -> None:
     first = stoker("pack", source, "packed")
     assert first.code == 0
     assert "train" in first.out
@@ -84,7 +84,7 @@ def test_a_folder_of_class_folders_is_packed_into_the_destination_itself(
     assert (tmp_path / "packed" / "train" / "shard-000000.tar").exists()
 
 
-def test_only_the_splits_that_were_asked_for(stoker: Run, source: Path, tmp_path: Path) -> None:
+def test_only_the_requested_splits(stoker: Run, source: Path, tmp_path: Path) -> None:
     ended = stoker("pack", source, tmp_path / "packed", "--split", "val", "--json")
     assert list(ended.json["splits"]) == ["val"]
     assert not (tmp_path / "packed" / "train").exists()
@@ -165,7 +165,7 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
     make_split(open_folder / "images", 1)
     (open_folder / "closed").mkdir(mode=0o555)
     program = (
-        # What the command imports is imported first: the new user may not read our environment.
+        # Import what the command needs first: the new user may not be able to read our environment.
         "import os, sys\n"
         "import stoker.commands.pack, stoker.data.images.pack.packing\n"
         "import stoker.data.images.opening, stoker.machine.host, stoker.config.fields\n"
@@ -184,8 +184,8 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
         assert (done.returncode, "error: destination-not-writable" in done.stderr) == (1, True), done.stderr
 
 
-def test_a_write_that_fails_names_the_shard_and_leaves_no_half_of_it(source: Path, tmp_path: Path) -> None:
-    limit = 20_000  # bytes in one file: fails as a full disk does
+def test_a_failed_write_names_the_shard_and_leaves_no_partial_file(source: Path, tmp_path: Path) -> None:
+    limit = 20_000  # bytes per file: fails like a full disk
 
     done = subprocess.run(
         [sys.executable, "-m", "stoker", "pack", source, "packed", "--split", "train"],
@@ -200,7 +200,7 @@ def test_a_write_that_fails_names_the_shard_and_leaves_no_half_of_it(source: Pat
 
 @pytest.fixture(scope="module")
 def slow_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A set that takes some seconds to encode."""
+    """A data set that takes a few seconds to encode."""
     folder = tmp_path_factory.mktemp("slow") / "images"
     make_split(folder, 40, side=900)
     return folder
@@ -218,7 +218,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The processes that encode, without Python's own helper."""
+    """The encoding processes, without Python's own helper process."""
     return [child for child in children_of(pid) if b"make_shards" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
@@ -231,14 +231,14 @@ def test_however_it_is_interrupted_the_same_command_finishes_it_with_the_same_by
         [sys.executable, "-m", "stoker", "pack", slow_source, packed, *ANEW],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    # After the first shard: some are finished then, and others half written.
+    # After the first shard: by then some are finished and others half written.
     wait_until((packed / ".pack" / "shard-000000.json").exists)
     children = children_of(process.pid)
     assert len(workers_of(process.pid)) == 2
     if how == "kill -9":
         process.kill()
     elif how == "Ctrl-C":
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
+        os.killpg(process.pid, signal.SIGINT)  # a terminal signals every process of the group
     else:
         os.kill(workers_of(process.pid)[0], signal.SIGKILL)
     _, said = process.communicate(timeout=DEADLINE_S)

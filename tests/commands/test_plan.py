@@ -1,4 +1,4 @@
-"""`stoker plan`: memory, time and money of a config, with no GPU at hand."""
+"""`stoker plan`: memory, time and cost of a config, without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_plan_is_one_document_with_everything_that_can_run_out(stoker: Run) ->
     assert sum(ram["parts"].values()) == ram["total_bytes"] > ram["loader_bytes"] > 0
     assert (ram["limit_bytes"], ram["fits"]) == (62_000_000_000, True)
     assert found["shm"]["fits"] is found["disk"]["fits"] is True
-    # As ImageNet has them: the data is not here.
+    # ImageNet's figures: the data is not here.
     assert found["steps_per_epoch"] == 1_281_167 // 32
     assert time["bound_by"] == "storage"  # 125 MB/s
     assert time["images_per_second"] == pytest.approx(125e6 / 114_660)
@@ -45,7 +45,7 @@ def test_a_plan_is_one_document_with_everything_that_can_run_out(stoker: Run) ->
     assert all(set(finding) >= {"id", "message", "fix", "speedup"} for finding in found["findings"])
 
 
-def test_what_does_not_fit_is_refused_with_the_keys_that_would(stoker: Run, tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_is_refused_with_settings_that_would(stoker: Run, tmp_path: Path) -> None:
     sheet = tmp_path / "tiny.yaml"
     sheet.write_text(
         "title: a small card\nvram_gib: 1.0\nmemory_gb_per_s: 100\npeak_tflops: {fp32: 5, fp16: 10}\n"
@@ -82,7 +82,7 @@ def test_the_text_begins_with_the_verdict_and_shows_every_budget(stoker: Run) ->
         (("task=segment3d", "patch_size=[8,8,8]"), "cannot be planned yet"),
     ],
 )
-def test_bad_input_gets_a_clear_word(stoker: Run, words: tuple[str, ...], told: str) -> None:
+def test_bad_input_gets_a_clear_error(stoker: Run, words: tuple[str, ...], told: str) -> None:
     done = stoker("plan", str(CONFIG), *SMALL, *words)
     assert done.code in (1, 2)
     assert told in done.err
@@ -99,7 +99,7 @@ def test_without_options_the_plan_is_for_this_machine(stoker: Run) -> None:
     found = plan(stoker)
     assert found["hardware"].endswith("(this machine)")
     assert found["ram"]["limit_bytes"] is not None
-    if found["vram"] is None:  # no accelerator: the step's memory is the host's
+    if found["vram"] is None:  # no accelerator: the step uses host memory
         assert found["ram"]["parts"]["training step"] > 0
 
 

@@ -1,4 +1,4 @@
-"""`stoker predict` tells what a checkpoint takes images for."""
+"""`stoker predict` classifies images with a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def predicted(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: 
     return json.loads(capsys.readouterr().out)
 
 
-def test_it_sees_images_as_torchvision_does(
+def test_it_prepares_images_as_torchvision_does(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_images(tmp_path / "images", 1, name="{}.png")
@@ -64,7 +64,7 @@ def test_folders_stand_for_their_images(checkpoint: Path, tmp_path: Path, capsys
     assert all(len(one["top"]) == 1 for one in found["images"])
 
 
-def test_a_bad_image_is_named_and_the_others_answered(
+def test_a_bad_image_is_named_and_the_others_are_classified(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_images(tmp_path, 2)
@@ -83,16 +83,16 @@ def test_a_bad_image_is_named_and_the_others_answered(
     assert "%  " in ended.out
 
 
-def test_each_class_for_itself_after_bce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_class_has_its_own_probability_after_bce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = write_untrained(tmp_path / "a.ckpt", CLASSES, always=[2, 4], loss="bce")
     write_images(tmp_path, 1)
     (one,) = predicted(capsys, checkpoint, tmp_path / "001.jpg")["images"]
-    # By softmax they could not both be certain, nor the others at a half.
+    # With softmax they could not both be certain, nor the others at one half.
     assert [guess["class"] for guess in one["top"]][:2] == ["cat", "elk"]
     assert np.allclose([guess["probability"] for guess in one["top"]], [1, 1, 0.5, 0.5, 0.5])
 
 
-def test_the_average_is_taken_unless_raw_is_asked_for(tmp_path: Path) -> None:
+def test_the_averaged_weights_are_used_unless_raw_is_requested(tmp_path: Path) -> None:
     from stoker.train.checkpoint.format import read_checkpoint, write_checkpoint
 
     path = write_untrained(tmp_path / "a.ckpt", CLASSES, ema=True)

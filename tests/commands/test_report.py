@@ -1,4 +1,4 @@
-"""`stoker report` writes a page where it is asked to, and says why where it cannot."""
+"""`stoker report` writes a page where requested, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_json_is_the_document_of_the_page_with_the_checks_findings(stoker: objec
     assert not (folder / "report.html").exists()
 
 
-def test_two_runs_go_into_a_page_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_get_a_separate_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.5)
     assert main(["report", str(a), str(b)]) == 0
     assert capsys.readouterr().out == f"{a / 'report-beside-b.html'}\n"
@@ -59,7 +59,7 @@ def test_a_run_without_a_clock_says_what_its_page_lacks(tmp_path: Path, capsys: 
     assert "clock.jsonl has no steps:" in capsys.readouterr().err
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run")
     (tmp_path / "file").write_text("")
     assert main(["report", str(folder), "--out", str(tmp_path / "file" / "page.html")]) == 1
@@ -68,7 +68,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.
     assert "--out" in said
 
 
-def test_a_clock_of_another_version_is_said_and_the_page_is_made(
+def test_a_clock_of_another_version_is_reported_and_the_page_is_still_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "run")

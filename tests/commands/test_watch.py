@@ -1,4 +1,4 @@
-"""`stoker watch` shows a run in a terminal, in a pipe and in a browser; a real one: tests/end_to_end/test_watch.py."""
+"""`stoker watch` shows a run in a terminal, a pipe and a browser; for a live run see tests/end_to_end/test_watch.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.waiting import DEADLINE_S
 
 @contextmanager
 def web(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`stoker watch --web` in a process of its own, and its address."""
+    """`stoker watch --web` in a separate process, and its address."""
     process = subprocess.Popen(
         [sys.executable, "-m", "stoker", "watch", str(folder), "--web"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -38,7 +38,7 @@ def web(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 def ask(url: str, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
-    """Status and body; the path is sent as it is."""
+    """Status and body; the path is sent unmodified."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=DEADLINE_S)
     connection.putrequest(method, path, skip_host=True)
@@ -66,13 +66,13 @@ def test_once_shows_one_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert expected in shown
 
 
-def test_a_run_that_is_over_ends_the_watching(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_ends_when_the_run_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(write_run(tmp_path / "run"))]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("run finished: epoch 3 of 3, step 120, 640 images/s, wait 30%")
 
 
-def test_names_cannot_paint_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_cannot_send_escape_codes_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run \x1b[2J[red]")
     assert main(["watch", str(folder), "--once"]) == 0
     shown = capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_json_is_what_is_known_now(tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == "finished"
 
 
-def test_on_a_terminal_the_screen_is_renewed_in_place(tmp_path: Path) -> None:
+def test_on_a_terminal_the_screen_is_redrawn_in_place(tmp_path: Path) -> None:
     code, shown = on_a_terminal(sys.executable, "-m", "stoker", "watch", write_run(tmp_path / "run"))
     assert code == 0, shown
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
@@ -93,7 +93,7 @@ def test_on_a_terminal_the_screen_is_renewed_in_place(tmp_path: Path) -> None:
     assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_the_page_is_for_browsers_of_this_machine_only(tmp_path: Path) -> None:
+def test_the_page_is_only_served_to_browsers_on_this_machine(tmp_path: Path) -> None:
     with web(write_run(tmp_path / "run")) as (url, process):
         assert re.fullmatch(r"http://127\.0\.0\.1:[0-9]+/", url)
         port = urlsplit(url).port

@@ -1,4 +1,4 @@
-"""Files that are no config: a clear error, exit 2, nothing written."""
+"""Files that are not a config: a clear error, exit code 2, nothing written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BAD_FILES: dict[str, tuple[bytes | str, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_it_is_refused_politely(kind: str, stoker: Run, tmp_path: Path) -> None:
+def test_it_is_refused_with_a_clear_error(kind: str, stoker: Run, tmp_path: Path) -> None:
     content, expected = BAD_FILES[kind]
     folder = tmp_path / "work"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""A config comes from defaults, files and overrides; everything wrong with it is said at once."""
+"""A config comes from defaults, files and overrides; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_later_sources_win(yaml_file: Write) -> None:
     assert "momentum" not in resolved.origins
 
 
-def test_the_documents_sections_and_aliases_load_as_printed(yaml_file: Write) -> None:
+def test_the_documented_sections_and_aliases_load_as_printed(yaml_file: Write) -> None:
     text = "training:\n  train_batch_size: 4\n  workers: 6\n  accumulate_steps: 2\n  max_epochs: 32\n"
     config = load_config(yaml_file(text)).config
     assert (config.batch_size, config.num_workers, config.gradient_accumulation, config.epochs) == (
@@ -84,7 +84,7 @@ def test_all_problems_come_at_once_with_their_lines(yaml_file: Write) -> None:
     assert "must be below 1" in found[f"{path}:5"]
 
 
-def test_a_rule_over_a_wrong_value_stays_silent(yaml_file: Write) -> None:
+def test_a_rule_is_not_applied_to_an_invalid_value(yaml_file: Write) -> None:
     (problem,) = problems_of(yaml_file("epochs: many\nwarmup_epochs: 100\n"))
     assert "epochs: 'many' is not a whole number" in problem
 
@@ -136,14 +136,14 @@ def _mutations(name: str) -> set[str]:
     return (changed | dropped | doubled | swapped) - {name, ""}
 
 
-def test_every_key_with_one_slip_is_refused_and_the_right_key_suggested() -> None:
+def test_every_key_with_one_typo_is_refused_and_the_right_key_suggested() -> None:
     known = {*key_names(), *ALIASES}
     tried = wrongly_suggested = 0
     for name in sorted(known):
         for slip in _mutations(name) - known:
             tried += 1
             (problem,) = problems_of(None, f"{slip}=1")
-            # 'l' or 'r' alone could be anything that short; there any suggestion or none will do.
+            # 'l' or 'r' alone could be any short key; any suggestion or none will do.
             if not re.search(rf"did you mean .*\b{name}\b.*\?", problem) and len(slip) > 1:
                 wrongly_suggested += 1
                 print(f"{slip} -> {problem} (meant {name})")
@@ -176,7 +176,7 @@ def test_look_alike_letters_are_named() -> None:
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "nan", "inf", "Infinity"])
 @pytest.mark.parametrize("key", ["lr", "momentum", "crop_ratio", "mixup_alpha"])
-def test_what_is_no_number_is_refused(key: str, value: str) -> None:
+def test_a_value_that_is_not_a_number_is_refused(key: str, value: str) -> None:
     assert len(problems_of(None, f"{key}={value}")) == 1
 
 
@@ -201,7 +201,7 @@ def test_what_is_no_number_is_refused(key: str, value: str) -> None:
         ("training.lr=0.1", "did you mean lr?"),
     ],
 )
-def test_wrong_values_say_what_would_be_right(override: str, expected: str) -> None:
+def test_errors_for_wrong_values_say_what_is_allowed(override: str, expected: str) -> None:
     assert expected in problems_of(None, override)[0]
 
 
@@ -228,7 +228,7 @@ def test_values_are_read_as_people_write_them(override: str, key: str, value: ob
     assert getattr(load_config(None, [override, *extra]).config, key) == value
 
 
-def test_a_base_that_leads_back_is_refused(yaml_file: Write) -> None:
+def test_a_circular_base_is_refused(yaml_file: Write) -> None:
     yaml_file("base: b.yaml\n", "a.yaml")
     path = yaml_file("base: a.yaml\n", "b.yaml")
     assert "is circular" in problems_of(path)[0]

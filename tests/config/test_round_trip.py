@@ -1,4 +1,4 @@
-"""A resolved config that is written out and loaded again is the same one."""
+"""A resolved config is unchanged after being written and loaded again."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_sizes_as_people_write_them(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "1 2GB", "-1GB", "1XB", "1e999GB", "1G B", "62"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_bytes(text)
 
@@ -113,6 +113,6 @@ def test_times_as_people_write_them(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "h", "1:30", "-5s", "5 parsecs", "12"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_an_invalid_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_seconds(text)

@@ -1,4 +1,4 @@
-"""What an accelerator's driver says about its link; without an accelerator nothing is claimed."""
+"""What the driver says about an accelerator's link; without an accelerator nothing is reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stoker.clock.observed import AcceleratorFacts
 from stoker.machine.accelerators import covered_share, device_busy_share, measure_transfer, read_link
 
 
-def test_a_link_below_its_best_is_read() -> None:
+def test_a_link_below_its_maximum_is_detected() -> None:
     assert read_link("NVIDIA A10G, 1, 4, 8, 16") == AcceleratorFacts(
         name="NVIDIA A10G", pcie_generation=1, pcie_generation_max=4, pcie_width=8, pcie_width_max=16
     )
@@ -26,7 +26,7 @@ def test_overlapping_kernels_count_once_and_gaps_do_not() -> None:
     assert covered_share([]) is None
 
 
-def test_on_a_cpu_there_is_no_way_to_a_device() -> None:
+def test_a_cpu_has_no_device_link() -> None:
     cpu = torch.device("cpu")
     assert measure_transfer(cpu, 1000, 0.1, pinned=False) is None
     assert device_busy_share(lambda: None, cpu) is None

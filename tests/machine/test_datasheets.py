@@ -1,4 +1,4 @@
-"""Datasheets: what ships is complete and right, what a user writes is checked, devices are recognised by name."""
+"""Datasheets: shipped ones are complete and correct, user files are checked, devices are recognised by name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_peak_follows_the_precision_of_the_config() -> None:
     assert turing.peak("bf16-mixed") is None
 
 
-def test_names_are_taken_as_people_write_them() -> None:
+def test_names_are_accepted_in_common_spellings() -> None:
     assert load_datasheet("A100_80") is load_datasheet("a100-80")
 
 
@@ -95,11 +95,11 @@ def test_a_device_is_recognised_by_its_name(device: str, name: str) -> None:
         "NVIDIA L40",
     ],
 )
-def test_a_relative_with_other_peaks_is_not_taken_for_it(device: str) -> None:
+def test_a_similar_card_with_other_peaks_is_not_mistaken_for_it(device: str) -> None:
     assert datasheet_for_device(device) is None
 
 
-def test_a_file_describes_an_accelerator_of_ones_own(tmp_path: Path) -> None:
+def test_a_file_describes_a_custom_accelerator(tmp_path: Path) -> None:
     sheet = load_datasheet(write(tmp_path / "mine.yaml"))
     assert (sheet.name, sheet.title, sheet.vram_bytes) == ("mine", "My card", 10 * GIB)
     assert sheet.peak("16-mixed") == 40e12
@@ -130,7 +130,7 @@ def test_a_broken_file_is_refused_with_its_field(tmp_path: Path, change: dict[st
     assert told in refused.value.seen
 
 
-def test_a_file_that_is_missing_or_no_yaml_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_not_yaml_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         load_datasheet(str(tmp_path / "none.yaml"))
     (tmp_path / "bad.yaml").write_text("a: [")

@@ -1,4 +1,4 @@
-"""FLOPs of a training step of one image, against what is published and what can be counted by hand."""
+"""FLOPs of a training step per image, compared with published figures and with counts by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.machine.flops import training_flops_per_image
 
 
 def without_weights(name: str) -> nn.Module:
-    """Its shapes only: drawing the weights takes longer than counting."""
+    """The model's shapes only: initialising the weights takes longer than counting."""
     with torch.device("meta"):
         model: nn.Module = timm.create_model(name)
     return model
@@ -30,7 +30,7 @@ def test_grouped_convolutions_are_not_counted_once_for_every_group() -> None:
     assert 2.2e9 < flops < 2.4e9, "three times 0.39 GMAC"
 
 
-def test_a_convolution_forward_backward_and_transposed_is_what_a_hand_counts() -> None:
+def test_convolutions_match_a_count_by_hand_forward_backward_and_transposed() -> None:
     convolution = nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False)
     forward = 2 * 8 * 8 * 6 * 2 * 9
     assert training_flops_per_image(convolution, 8, channels=4) == 2 * forward, "forward, and dw"
@@ -63,7 +63,7 @@ def test_counting_leaves_model_and_generator_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def test_a_model_that_asks_for_values_has_no_known_flops() -> None:
+def test_a_model_that_reads_values_has_unknown_flops() -> None:
     class Asks(nn.Module):
         def __init__(self) -> None:
             super().__init__()

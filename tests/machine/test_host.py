@@ -1,4 +1,4 @@
-"""What this process may use: affinity and container limits count, not what the host has."""
+"""What this process may use: affinity and container limits count, not the size of the host."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_a_config_is_fitted_to_the_machine_and_says_so() -> None:
     assert (fitted.precision, fitted.num_workers, fitted.devices, notes) == ("16-mixed", 4, 4, [])
 
 
-def test_what_is_not_known_changes_nothing_but_the_number_of_devices() -> None:
+def test_unknown_values_change_only_the_number_of_devices() -> None:
     config = load_config(None, ["precision=16-mixed", "num_workers=3"]).config
     fitted, notes = fit_to_machine(config, Machine(cpus=2, accelerators=None))
     assert (dict(fitted), notes) == (dict(config) | {"devices": 1}, [])
 
 
-def test_where_nobody_chooses_cores_all_of_them_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_an_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     assert usable_cpus(tmp_path) == os.cpu_count()

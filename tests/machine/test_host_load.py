@@ -1,4 +1,4 @@
-"""What a run uses of its host: the quota that stopped it, shared memory, cores."""
+"""A run's use of its host: throttling by a quota, shared memory, cores."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def proc(folder: Path, lines: str) -> Path:
     return folder
 
 
-def test_the_count_of_a_quota_is_read_from_version_2(tmp_path: Path) -> None:
+def test_the_throttling_count_is_read_from_cgroup_v2(tmp_path: Path) -> None:
     own = tmp_path / "pod" / "container"
     own.mkdir(parents=True)
     (own / "cpu.stat").write_text("usage_usec 5\nnr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")
     (tmp_path / "pod" / "cpu.stat").write_text("usage_usec 5\nnr_periods 50\nnr_throttled 9\nthrottled_usec 2500000\n")
-    # The limit may be set on a cgroup above.
+    # The limit may be set on a parent cgroup.
     assert read_throttling(tmp_path, proc(tmp_path, "0::/pod/container\n")) == Throttling(2.5)
 
 
-def test_the_count_of_a_quota_is_read_from_version_1(tmp_path: Path) -> None:
+def test_the_throttling_count_is_read_from_cgroup_v1(tmp_path: Path) -> None:
     own = tmp_path / "cpu" / "docker"
     own.mkdir(parents=True)
     (own / "cpu.stat").write_text("nr_periods 10\nnr_throttled 4\nthrottled_time 1500000000\n")
     assert read_throttling(tmp_path, proc(tmp_path, "4:memory:/x\n2:cpu,cpuacct:/docker\n")) == Throttling(1.5)
 
 
-def test_a_limit_on_a_nested_group_of_version_1_counts(tmp_path: Path) -> None:
+def test_a_limit_on_a_nested_cgroup_v1_counts(tmp_path: Path) -> None:
     for name, file, value in (("cpu", "cpu.cfs_quota_us", 150_000), ("memory", "memory.limit_in_bytes", 123_456)):
         own = tmp_path / name / "docker" / "task"
         own.mkdir(parents=True)
@@ -46,18 +46,18 @@ def test_a_limit_on_a_nested_group_of_version_1_counts(tmp_path: Path) -> None:
     assert [memory_limit(folder) for folder in cgroup_folders("memory", tmp_path, shown)] == [123_456, None, None]
 
 
-def test_without_a_quota_nothing_is_said(tmp_path: Path) -> None:
+def test_without_a_quota_nothing_is_reported(tmp_path: Path) -> None:
     (tmp_path / "cpu.stat").write_text("nr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")
     assert read_throttling(tmp_path, proc(tmp_path, "0::/\n")) is None
     assert throttled_share(None, None, 10.0, 2) is None
 
 
-def test_a_share_is_of_the_time_of_all_cores() -> None:
+def test_a_share_is_relative_to_the_time_of_all_cores() -> None:
     assert throttled_share(Throttling(1.0), Throttling(6.0), 10.0, 1) == pytest.approx(0.5)
     assert throttled_share(Throttling(1.0), Throttling(11.0), 10.0, 2) == pytest.approx(0.5)
 
 
-def test_a_busy_core_and_used_shared_memory_are_seen() -> None:
+def test_a_busy_core_and_used_shared_memory_are_measured() -> None:
     watch = HostWatch()
     path = Path(f"/dev/shm/stoker-test-{os.getpid()}")
     before = watch.facts().shm_used_bytes
@@ -72,7 +72,7 @@ def test_a_busy_core_and_used_shared_memory_are_seen() -> None:
     facts = watch.facts()
     assert before is not None
     assert facts.shm_used_bytes is not None
-    # Others use it too: a little less than ours may be left of the difference.
+    # Others use it too, so the difference may be a little less than our share.
     assert facts.shm_used_bytes >= 8 << 20
     assert facts.cpu_busy_share is not None
     assert 0.1 < facts.cpu_busy_share <= 1

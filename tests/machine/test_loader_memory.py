@@ -1,4 +1,4 @@
-"""Memory of processes and of a loader's parts, measured; and what is left before the kernel ends a process."""
+"""Measured memory of processes and of a loader's parts, and what is left before the kernel kills a process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_loader_is_measured_once_and_then_remembered(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = measure_loader_memory(decoder="simplejpeg")
     assert found.measured
-    # Wide, but each would fail with a part that is left out or counted twice.
+    # Wide bounds, but each would fail if a part were left out or counted twice.
     assert 100 * MEGABYTE < found.process < 2_000 * MEGABYTE
     assert 50 * MEGABYTE < found.fork_server < found.process
     assert 2 * MEGABYTE < found.worker < 200 * MEGABYTE
@@ -51,7 +51,7 @@ def test_a_loader_is_measured_once_and_then_remembered(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("trial", [trials.fails, trials.raises])
-def test_the_stated_figures_are_used_where_nothing_can_be_measured(
+def test_documented_figures_are_used_where_nothing_can_be_measured(
     trial: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -63,7 +63,7 @@ def test_the_stated_figures_are_used_where_nothing_can_be_measured(
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_are_told_apart() -> None:
+def test_parts_are_distinguished() -> None:
     batch_bytes, held = 16 * 224 * 224 * 3, 16 * 100_000
 
     def trial(*anonymous: int) -> Trial:
@@ -118,7 +118,7 @@ def test_a_cgroup_limit_on_any_level_counts_and_file_cache_does_not_use_it_up(tm
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/"])
-def test_the_older_cgroups_count_also_where_a_container_sees_its_own_as_the_root(tmp_path: Path, path: str) -> None:
+def test_cgroup_v1_limits_count_even_if_a_container_sees_its_own_group_as_the_root(tmp_path: Path, path: str) -> None:
     root, proc = fake_system(tmp_path, f"5:devices:/\n4:cpu,memory:{path}\n0::/\n")
     (root / "memory").mkdir()
     (root / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIGABYTE}\n")
@@ -129,7 +129,7 @@ def test_the_older_cgroups_count_also_where_a_container_sees_its_own_as_the_root
     assert (state.available_bytes, state.limit_bytes) == (2 * GIGABYTE + 7, 4 * GIGABYTE)
 
 
-def test_a_system_that_tells_nothing_gives_none(tmp_path: Path) -> None:
+def test_a_system_without_figures_gives_none(tmp_path: Path) -> None:
     assert read_memory(tmp_path, tmp_path) is None
 
 

@@ -1,4 +1,4 @@
-"""This host's own disk is measured with files of a sample's size, and nothing of it stays."""
+"""This host's own disk is measured with files the size of a sample, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_samples_larger_than_what_is_written_are_measured_with_one_file(tmp_path: Path) -> None:
+def test_samples_larger_than_the_test_size_are_measured_with_one_file(tmp_path: Path) -> None:
     assert (measure_local_disk(tmp_path, 1e10, seconds=0.2) or 0) > 0
 
 
-def test_where_nothing_may_be_written_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A folder that is not there: temporary files go where they always go.
+def test_an_unwritable_folder_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A folder that does not exist: temporary files go to the usual place.
     assert measure_local_disk(tmp_path / "nowhere", 1000, seconds=0.1) is not None
     if os.geteuid() != 0:  # root may write anywhere
         tmp_path.chmod(0o500)

@@ -1,4 +1,4 @@
-"""The kernel's list of mounts says on what a folder lies, whatever is mounted over what."""
+"""The kernel's list of mounts says what storage a folder is on, even with mounts on top of mounts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_the_innermost_and_newest_mount_counts(tmp_path: Path, path: str, mount:
     assert mount_of(path, tmp_path / "mountinfo") == mount
 
 
-def test_a_link_is_where_it_leads(tmp_path: Path) -> None:
+def test_a_link_counts_as_its_target(tmp_path: Path) -> None:
     (tmp_path / "mountinfo").write_text(f"1 1 0:1 / / rw - ext4 a rw\n2 1 0:2 / {tmp_path}/there rw - lustre b rw\n")
     (tmp_path / "there").mkdir()
     (tmp_path / "here").symlink_to(tmp_path / "there")
     assert mount_of(tmp_path / "here" / "train", tmp_path / "mountinfo") == Mount("lustre", True)
 
 
-def test_what_a_kind_does_not_tell_is_not_guessed(tmp_path: Path) -> None:
+def test_what_a_file_system_type_does_not_say_is_not_guessed(tmp_path: Path) -> None:
     assert is_remote("fuse", "something") is None
     assert mount_of("/", tmp_path / "missing") is None
 

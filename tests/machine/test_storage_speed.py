@@ -1,4 +1,4 @@
-"""Storage is measured as it is: cold is cold, what cannot be made cold is not guessed, a bad file stops nothing."""
+"""Storage speed: cold reads are really cold or not reported, and a bad file stops nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.s3_server import BUCKET, S3Server
 
 
 def write_files(root: Path, count: int, size: int) -> SampleSet:
-    """Files that are on the disk, and not only on their way there."""
+    """Files that have reached the disk and are not only in the write cache."""
     for number in range(count):
         path = root / "train" / f"class{number % 2}" / f"{number:03d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def test_a_file_leaves_the_page_cache_without_root(tmp_path: Path) -> None:
 
 
 def test_what_stays_in_memory_is_not_called_cold() -> None:
-    """Files of a tmpfs are memory: nothing can put them out."""
+    """Files on tmpfs are memory and cannot be evicted."""
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK):
         pytest.skip("no /dev/shm")
@@ -75,7 +75,7 @@ def test_what_stays_in_memory_is_not_called_cold() -> None:
     assert "page cache" in missing[0]
 
 
-def test_bad_files_are_passed_over(tmp_path: Path) -> None:
+def test_bad_files_are_skipped(tmp_path: Path) -> None:
     samples = write_files(tmp_path, 20, 5_000)
     (tmp_path / "train" / "class0" / "000.jpg").unlink()
     facts = measure_storage(open_store(samples.index.root), samples, 0.2)
@@ -94,7 +94,7 @@ def test_a_part_of_a_shard_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_subset_is_described_by_its_own_bytes(tmp_path: Path) -> None:
-    """Of an index that knows sizes, as that of an object store or of shards does."""
+    """For an index with sizes, such as that of an object store or of shards."""
     index = replace(write_files(tmp_path, 4, 1000).index, sizes=np.array([1000, 2000, 3000, 4000]), folder=None)
     some = SampleSet(index, index.classes, np.array([1, 2]), np.array([0, 1], np.int32))
     assert describe_storage(some).dataset_bytes == 5000
@@ -117,5 +117,5 @@ def test_an_object_store_is_remote_and_its_latency_is_that_of_a_request(
     assert facts.bytes_per_sample == 2000
     assert facts.cold_bytes_per_second is not None
     assert facts.parallel_bytes_per_second is not None
-    # Many requests at once wait side by side.
+    # Many concurrent requests wait in parallel.
     assert facts.parallel_bytes_per_second > 2 * facts.cold_bytes_per_second

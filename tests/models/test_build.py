@@ -1,4 +1,4 @@
-"""Networks of the timm zoo."""
+"""Networks from timm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_resnet50_has_the_published_number_of_parameters() -> None:
     assert count_parameters(build_model("resnet50", 1000)) == 25_557_032
 
 
-def test_a_small_resnet_takes_digits() -> None:
+def test_a_small_resnet_accepts_digits() -> None:
     model = build_model("resnet18", 10, img_size=32, other_sizes=[28], channels_last=True)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr,operator]
@@ -29,14 +29,14 @@ def test_a_tag_names_weights_that_are_not_fetched() -> None:
     assert build_model("resnet18.a1_in1k", 10).num_classes == 10
 
 
-def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
+def test_a_mistyped_name_suggests_the_nearest() -> None:
     with pytest.raises(UserError) as caught:
         build_model("resnet5O", 10)
     assert caught.value.name == "model-unknown"
     assert "resnet50" in str(caught.value.hint)
 
 
-def test_a_name_far_from_all_still_gets_a_way_on() -> None:
+def test_a_name_unlike_any_other_still_gets_a_hint() -> None:
     for name in ("squeezenet_of_my_own", "?"):
         with pytest.raises(UserError) as caught:
             build_model(name, 10)
@@ -51,12 +51,12 @@ def test_nothing_is_fetched_from_a_hub() -> None:
 
 def test_stochastic_depth_reaches_the_network() -> None:
     assert max(drop_probabilities(build_model("resnet18", 10, drop_path=0.05))) == pytest.approx(0.05)
-    # Swin has a default of its own; 0 means 0.
+    # Swin has its own default; 0 means 0.
     assert not any(drop_probabilities(build_model("swin_tiny_patch4_window7_224", 10, img_size=224)))
 
 
 @pytest.mark.parametrize("name", ["vgg11", "res2net50_14w_8s"])
-def test_stochastic_depth_that_would_be_refused_or_ignored_is_said(name: str) -> None:
+def test_stochastic_depth_that_would_be_refused_or_ignored_is_reported(name: str) -> None:
     with pytest.raises(UserError, match=f"drop_path: 0.1 is not possible with model: {name}"):
         build_model(name, 10, drop_path=0.1)
 
@@ -71,7 +71,7 @@ def test_a_vision_transformer_gets_the_size() -> None:
     assert model.training
 
 
-def test_a_vision_transformer_takes_every_size_of_the_run() -> None:
+def test_a_vision_transformer_accepts_every_size_of_the_run() -> None:
     model = build_model("vit_tiny_patch16_224", 10, img_size=64, other_sizes=[48, 80])
     assert model(torch.zeros(1, 3, 48, 48)).shape == model(torch.zeros(1, 3, 80, 80)).shape == (1, 10)
 
@@ -84,7 +84,7 @@ def test_a_network_of_one_size_refuses_others_before_training() -> None:
     assert build_model("mixer_s32_224", 10, img_size=64)(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
 
 
-def test_what_timm_cannot_make_is_a_users_error() -> None:
+def test_a_model_that_timm_cannot_build_is_a_user_error() -> None:
     with pytest.raises(UserError) as caught:
         build_model("swinv2_tiny_window8_256", 10, img_size=192)
     assert caught.value.name in ("model-not-built", "model-refuses-size")
@@ -100,7 +100,7 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def test_gradient_checkpointing_where_there_is_none_is_said() -> None:
+def test_unsupported_gradient_checkpointing_is_reported() -> None:
     with pytest.raises(UserError, match="gradient_checkpointing: true is not possible with model: inception_v3"):
         build_model("inception_v3", 10, gradient_checkpointing=True)
 
@@ -111,7 +111,7 @@ def test_the_weights_follow_from_the_seed_alone() -> None:
     torch.manual_seed(5)
     first = build_model("resnet18", 10, seed=3)
     assert torch.equal(torch.rand(3), expected)
-    # With an argument that this architecture lacks, and that had to be left out on the way.
+    # With an argument that this architecture does not have and that had to be dropped.
     second = build_model("resnet18", 10, img_size=32, seed=3)
     assert torch.equal(first.conv1.weight, second.conv1.weight)  # type: ignore[union-attr,arg-type]
     assert not torch.equal(first.conv1.weight, build_model("resnet18", 10, seed=4).conv1.weight)  # type: ignore[union-attr,arg-type]

@@ -1,4 +1,4 @@
-"""What importing networks costs."""
+"""The cost of importing networks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from tests.support.waiting import DEADLINE_S
 
 
-def test_networks_are_there_without_importing_wandb_and_wandb_can_still_be_imported() -> None:
+def test_networks_load_without_importing_wandb_and_wandb_can_still_be_imported() -> None:
     program = (
         "import sys, stoker.models.build, timm; assert 'wandb' not in sys.modules; "
         "assert timm.is_model('resnet50'); import wandb; assert wandb.__version__"

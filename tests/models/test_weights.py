@@ -1,4 +1,4 @@
-"""Weights from files, friendly and hostile."""
+"""Weights from files, valid and hostile."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_single_missing_tensor_is_an_error(tmp_path: Path, source: Tensors) ->
 
 
 class Payload:
-    """Runs when it is unpickled by a careless program."""
+    """Runs when a careless program unpickles it."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

@@ -1,4 +1,4 @@
-"""The page about what the doctor saw of a script: the same page, without what only a run folder has."""
+"""The page about a script that the doctor watched: the same page, without what only a run folder has."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_document_says_what_was_observed() -> None:
     document = diagnosis_document(seen(), "python train.py")
     assert (document["name"], document["state"]) == ("python train.py", "watched")
     assert document["verdict"]["id"] == "too-few-workers"
-    # A batch of 8 every 20 ms, of which the loop takes 5.
+    # A batch of 8 every 20 ms, 5 of which are the loop's.
     assert document["figures"]["images_per_second"] == pytest.approx(400)
     assert document["figures"]["wait_share"] == pytest.approx(0.75)
     assert document["figures"]["step_ms"] == pytest.approx(20)
@@ -54,12 +54,12 @@ def test_the_document_says_what_was_observed() -> None:
     assert (prediction["expected"], prediction["measured"]) == (1.8, 1.75)
 
 
-def test_parts_that_were_not_told_apart_stay_together() -> None:
+def test_parts_that_could_not_be_distinguished_stay_together() -> None:
     document = diagnosis_document(judge(healthy(compute_s=None, other_s=None)), "x")
     assert document["parts"] == {"wait": pytest.approx(0.05), "rest": pytest.approx(9.95)}
 
 
-def test_a_script_in_which_nothing_was_seen_has_a_page_too(page: Page, tmp_path: Path) -> None:
+def test_a_script_without_records_has_a_page_too(page: Page, tmp_path: Path) -> None:
     nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=("no batch was taken",))
     show(page, tmp_path, judge(nothing))
     assert page.problems == []
@@ -67,7 +67,7 @@ def test_a_script_in_which_nothing_was_seen_has_a_page_too(page: Page, tmp_path:
 
 
 @pytest.mark.parametrize("width", [1280, 360])
-def test_the_browser_shows_it_without_a_complaint(page: Page, tmp_path: Path, width: int) -> None:
+def test_the_browser_shows_it_without_errors(page: Page, tmp_path: Path, width: int) -> None:
     page.resize(width)
     show(page, tmp_path, seen())
     assert page.problems == []
@@ -83,7 +83,7 @@ def test_the_browser_shows_it_without_a_complaint(page: Page, tmp_path: Path, wi
     assert page.evaluate("window.hacked === undefined") is True
 
 
-def test_two_watched_scripts_stand_side_by_side(page: Page, tmp_path: Path) -> None:
+def test_two_watched_scripts_are_shown_side_by_side(page: Page, tmp_path: Path) -> None:
     faster = judge(starved(cpu=0.02, loader=LoaderShape(workers=4, prefetch=2, batch_size=8)))
     show(page, tmp_path, seen(), faster)
     assert page.problems == []

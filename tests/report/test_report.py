@@ -1,4 +1,4 @@
-"""report.html: what it says is what the run's files say, and a real browser shows it without a complaint."""
+"""report.html agrees with the run's files, and a real browser shows it without errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def shown(page: Page, tmp_path: Path) -> Page:
-    """A run with everything that a page can show, in a window of a usual size."""
+    """A run with everything that a page can show, in a window of normal size."""
     folder = write_run(tmp_path / "run")
     write_lines(folder / "quarantine.jsonl", [{"sample": 1, "name": EVIL, "reason": "truncated"}])
     write_lines(
@@ -90,7 +90,7 @@ def test_the_parts_of_a_step_are_those_of_the_clock(tmp_path: Path) -> None:
     assert run["missing"] == []
 
 
-def test_work_of_the_device_during_a_wait_is_counted_once(tmp_path: Path) -> None:
+def test_device_work_during_a_wait_is_counted_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", epochs=1, lines=1)
     lines = [json.loads(line) for line in (folder / "clock.jsonl").read_text().splitlines()]
     lines[1] |= {"elapsed_s": 1.0, "wait_s": 0.8, "compute_s": 0.5, "other_s": 0.0}
@@ -105,7 +105,7 @@ def test_a_run_without_a_clock_says_what_is_missing(tmp_path: Path) -> None:
     assert [text for text in run["missing"] if "clock.jsonl has no steps:" in text]
 
 
-def test_what_is_broken_is_passed_over_and_counted(tmp_path: Path) -> None:
+def test_broken_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     whole = read(folder)
     for name in ("metrics.jsonl", "clock.jsonl"):
@@ -127,12 +127,12 @@ def test_what_is_broken_is_passed_over_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [(), ("config.yaml",), ("metrics.jsonl",), ("clock.jsonl",)])
-def test_a_folder_with_next_to_nothing_gives_a_page(tmp_path: Path, kept: tuple[str, ...]) -> None:
+def test_an_almost_empty_folder_still_gives_a_page(tmp_path: Path, kept: tuple[str, ...]) -> None:
     folder = write_run(tmp_path / "run")
     for file in folder.glob("*.*"):
         if file.name not in kept:
             file.unlink()
-    assert "<h1" not in report_page(report_document([read(folder)]))  # the script makes it
+    assert "<h1" not in report_page(report_document([read(folder)]))  # created by the script
     assert read(folder)["missing"]
 
 
@@ -172,10 +172,10 @@ def test_a_run_is_running_while_its_process_holds_the_lease(tmp_path: Path) -> N
         holder.communicate()
     wait_until(lambda: not is_held(lease))
     assert read(folder)["state"] == "stopped"
-    Lease(lease).acquire().release()  # looking has taken nothing
+    Lease(lease).acquire().release()  # reading it did not take the lease
 
 
-def test_a_prediction_that_was_tried_is_told_once(tmp_path: Path) -> None:
+def test_a_prediction_that_was_tried_is_shown_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     guess = {"id": "workers", "label": "num_workers 2 -> 6", "speedup": {"low": 1.2, "expected": 1.4, "high": 1.6}}
     other = guess | {"label": "num_workers 2 -> 8"}
@@ -194,7 +194,7 @@ def test_secrets_that_got_into_a_file_do_not_get_into_the_page(tmp_path: Path) -
     assert "AKIAABCDEFGHIJKLMNOP" not in page
 
 
-def test_the_browser_has_nothing_to_complain_about_and_asks_nobody(shown: Page) -> None:
+def test_the_browser_reports_no_errors_and_makes_no_requests(shown: Page) -> None:
     assert shown.problems == []
     assert len(shown.requests) == 1  # the page itself
     assert shown.evaluate("document.querySelector('h1').textContent") == "Too few workers."
@@ -223,7 +223,7 @@ def test_even_a_script_that_got_in_would_not_run(page: Page, tmp_path: Path) -> 
     assert any("Content Security Policy" in problem for problem in page.problems)
 
 
-def test_hovering_tells_the_values_of_a_step(shown: Page) -> None:
+def test_hovering_shows_the_values_of_a_step(shown: Page) -> None:
     x, y, width, height = shown.place("[data-chart=timeline-0] svg")
     shown.mouse("mouseMoved", x + width / 2, y + height / 2)
     shown.settle()
@@ -282,7 +282,7 @@ def test_a_phone_needs_no_scrolling_sideways(shown: Page, dark: bool) -> None:
     assert (light < 200) is dark
 
 
-def test_two_runs_stand_side_by_side(page: Page, tmp_path: Path) -> None:
+def test_two_runs_are_shown_side_by_side(page: Page, tmp_path: Path) -> None:
     slow = read(write_run(tmp_path / "slow", num_workers=2))
     fast = read(write_run(tmp_path / "fast", num_workers=6, faster=2.0))
     document = report_document([slow, fast])
@@ -299,7 +299,7 @@ def test_two_runs_stand_side_by_side(page: Page, tmp_path: Path) -> None:
     assert page.evaluate("document.querySelector('h1').textContent") == "fast is 2× as fast as slow."
     assert page.evaluate("document.querySelectorAll('#timeline svg').length") == 2
     assert page.evaluate("document.querySelectorAll('[data-chart=loss] path[data-series]').length") == 2
-    # Both over one scale, so that heights can be compared.
+    # Both on the same scale, so that heights can be compared.
     ends = "[...svg.querySelectorAll('text[text-anchor=end]')].map(text => text.textContent).join()"
     first, second = page.evaluate(f"[...document.querySelectorAll('#timeline svg')].map(svg => {ends})")
     assert first == second

@@ -1,4 +1,4 @@
-"""The run folder: what is in it, that writes are whole, and that one process holds it."""
+"""The run folder: its contents, atomic writes, and one process at a time."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_crash_frees_it(tmp_path: Path, program: str) -> None:
         assert folder.config_file.exists()
 
 
-def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
+def test_one_of_many_concurrent_processes_wins(tmp_path: Path) -> None:
     racers = [start_racer(tmp_path) for _ in range(6)]
     # Whoever holds it does so until its input ends: after all have tried.
     answers = [racer.stdout.readline() for racer in racers if racer.stdout is not None]
@@ -124,7 +124,7 @@ def test_a_lease_that_another_host_renews_is_respected(tmp_path: Path) -> None:
     Lease(lease).acquire().release()
 
 
-def test_rubbish_in_a_lease_is_no_obstacle(tmp_path: Path) -> None:
+def test_garbage_in_a_lease_is_ignored(tmp_path: Path) -> None:
     lease = tmp_path / "lease.json"
     lease.write_text("{half")
     Lease(lease).acquire().release()
@@ -152,7 +152,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_old_file(tmp_path: Path) -> 
     assert path.read_text() == "old"
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
     with pytest.raises(ConfigError, match="cannot be written") as caught:
@@ -168,7 +168,7 @@ def test_a_folder_without_permission_is_refused_and_left_alone(open_folder: Path
         "try:\n    open_run(load_config(None, ['runs_dir=' + sys.argv[1]]).config, None)\n"
         "except ConfigError as error:\n    print(error.seen)\n"
     )
-    open_folder.chmod(0o555)  # closed to its owner as well, who may be the one that runs the tests
+    open_folder.chmod(0o555)  # closed to its owner too, who may be running the tests
     done = subprocess.run([sys.executable, "-c", program, str(open_folder)], capture_output=True, text=True)
     assert "cannot be written: Permission denied" in done.stdout
     assert list(open_folder.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A run's .jsonl files are read while they are written: whole lines once, damaged ones skipped."""
+"""A run's .jsonl files are read while they are written: whole lines once each, damaged lines skipped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from stoker.run.json_lines import JsonLines
 
 
-def test_a_line_is_read_once_it_is_whole_and_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+def test_a_line_is_read_once_it_is_whole_and_a_replaced_file_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     lines: JsonLines[list[dict[str, object]]] = JsonLines(file, list)
     assert not lines.refresh()

@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines, absent is not zero, and after a resume what an uninterrupted run would have."""
+"""metrics.jsonl: whole lines, absent is not zero, and after a resume the same as an uninterrupted run's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def without_time(path: Path) -> list[dict[str, object]]:
 
 
 def write_run(path: Path, first: int, last: int, steps_per_epoch: int = 10, every: int = 2) -> None:
-    """The lines of the steps after `first` up to `last`, and of the epochs that end among them."""
+    """Lines for the steps after `first` up to `last`, and for the epochs that end among them."""
     with MetricsFile(path) as metrics:
         for step in range(first + 1, last + 1):
             epoch = (step - 1) // steps_per_epoch
@@ -32,7 +32,7 @@ def write_run(path: Path, first: int, last: int, steps_per_epoch: int = 10, ever
                 metrics.epoch(step, epoch, {"train/loss": 6.0 - epoch, "val/acc1": 1.0 + epoch})
 
 
-def test_a_line_holds_what_was_measured_and_nothing_else(tmp_path: Path) -> None:
+def test_a_line_contains_what_was_measured_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     with MetricsFile(path) as metrics:
         written = metrics.step(50, 0, {"train/loss": np.float32(6.5), "train/acc1": None, "wait_share": 0.25})
@@ -44,7 +44,7 @@ def test_a_line_holds_what_was_measured_and_nothing_else(tmp_path: Path) -> None
     assert abs(written["time"] - time.time()) < 60
 
 
-def test_a_loss_that_is_no_number_is_null_and_an_event(tmp_path: Path) -> None:
+def test_a_nan_loss_is_null_and_an_event(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as metrics:
         metrics.step(3, 0, {"train/loss": float("nan"), "train/lr": 0.1})
@@ -83,7 +83,7 @@ def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(
     assert without_time(broken) == without_time(whole)
 
 
-def test_an_epoch_that_was_not_validated_at_the_checkpoint_is_taken_back(tmp_path: Path) -> None:
+def test_an_epoch_not_yet_validated_at_the_checkpoint_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_run(path, 0, 20)
     assert truncate_after(path, 20, epochs_done=1) == 1
@@ -91,7 +91,7 @@ def test_an_epoch_that_was_not_validated_at_the_checkpoint_is_taken_back(tmp_pat
     assert [record["step"] for record in read_metrics(path, "step")] == list(range(2, 21, 2))
 
 
-def test_nothing_to_take_back_leaves_the_file_untouched(tmp_path: Path) -> None:
+def test_with_nothing_to_remove_the_file_is_untouched(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert truncate_after(path, 5) == 0
     assert not path.exists()
@@ -126,7 +126,7 @@ def test_every_line_is_whole_after_a_kill(tmp_path: Path) -> None:
     wait_until(lambda: path.exists() and path.stat().st_size > 20_000)
     os.kill(writer.pid, signal.SIGKILL)
     writer.wait()
-    MetricsFile(path).close()  # the kernel writes page by page: a kill may leave a part of a line, which goes here
+    MetricsFile(path).close()  # removes a partial line: the kernel writes page by page, so a kill may leave one
     data = path.read_bytes()
     assert data.endswith(b"\n")
     steps = [json.loads(line)["step"] for line in data.splitlines()]
@@ -134,8 +134,8 @@ def test_every_line_is_whole_after_a_kill(tmp_path: Path) -> None:
     assert len(steps) > 10
 
 
-def test_a_full_disk_stops_nobody_and_loses_no_line_once_there_is_room(tmp_path: Path) -> None:
-    # A limit on the file's size stands for the disk: the kernel takes a part of the line, then refuses.
+def test_a_full_disk_does_not_stop_training_and_loses_no_line_once_there_is_room(tmp_path: Path) -> None:
+    # A file size limit stands in for a full disk: the kernel accepts part of the line, then refuses.
     path = tmp_path / "metrics.jsonl"
     program = (
         "import resource, signal, sys; from pathlib import Path; from stoker.run.metrics import MetricsFile\n"

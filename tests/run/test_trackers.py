@@ -1,4 +1,4 @@
-"""Trackers: what each writes, and that none of them can delay or stop a step."""
+"""Trackers: what each one writes, and that none can delay or stop a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 
 
 class Recorder:
-    """A tracker that keeps what it gets, and that can be made to hang or to fail."""
+    """A tracker that stores what it receives and can be made to hang or fail."""
 
     name = "recorder"
 
@@ -86,7 +86,7 @@ def test_closing_a_tracker_that_hangs_ends_with_the_timeout() -> None:
     assert said == ["note: recorder did not finish in time; 1 record was not delivered; metrics.jsonl has everything"]
 
 
-def test_a_tracker_that_fails_is_said_once_and_switched_off() -> None:
+def test_a_failing_tracker_is_reported_once_and_switched_off() -> None:
     said: list[str] = []
     failing, fine = Recorder(fails_at=3), Recorder()
     with Trackers([failing, fine], said.append) as trackers:
@@ -97,7 +97,7 @@ def test_a_tracker_that_fails_is_said_once_and_switched_off() -> None:
     assert said == ["warning: recorder is disabled: the line is dead; metrics.jsonl has everything"]
 
 
-def test_the_config_says_which(tmp_path: Path) -> None:
+def test_the_config_chooses_the_trackers(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert trackers_for(load_config(None).config, folder).names == []
     with trackers_for(load_config(None, ["csv=true", "tensorboard=true"]).config, folder) as trackers:

@@ -1,4 +1,4 @@
-"""What a subset chose is shown and saved, so that the same one can be copied, named and found again."""
+"""The classes chosen for a subset are shown and saved, so that it can be copied, cited and reproduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests see the same surroundings wherever they are started: by nohup, by a scheduler, with a user's settings."""
+"""Tests see the same environment however they are started: by nohup, by a scheduler, with a user's settings."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_signals_do_what_they_do_in_a_terminal() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_settings_of_the_user_are_gone() -> None:
+def test_settings_of_the_user_are_removed() -> None:
     assert SETTINGS.keys() & os.environ.keys() == set()
     assert time.tzname == ("UTC", "UTC")
 
 
-def test_the_home_is_a_folder_of_our_own_and_files_are_utf_8_for_everybody() -> None:
+def test_the_home_is_temporary_and_files_are_utf_8_and_world_readable() -> None:
     file = Path.home() / "file"
     file.write_text("ü")
     assert file.read_bytes() == b"\xc3\xbc"

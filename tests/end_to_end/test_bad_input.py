@@ -131,7 +131,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", folder], capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs rights that this user lacks")
+        pytest.skip("mounting a small disk needs permissions that this user does not have")
     yield folder
     subprocess.run(["umount", folder], check=True)
 

@@ -79,7 +79,7 @@ def group() -> Iterator[Path]:
     try:
         folder.mkdir()
     except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
+        pytest.skip(f"cannot create a cgroup here: {error}")
     try:
         if not any((folder / name).exists() for name in ("memory.max", "memory.limit_in_bytes")):
             pytest.skip("cgroups here do not limit memory")

@@ -1,4 +1,4 @@
-"""A terminal for programs that look different on one."""
+"""A pseudo-terminal, for programs whose output differs on one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Thread
 
 
 def on_a_terminal(*command: str | Path) -> tuple[int, str]:
-    """The exit code of a program and what it shows; all of it reads from and writes to the terminal."""
+    """The exit code and the output of a program whose stdin, stdout and stderr are a terminal."""
     ours, theirs = pty.openpty()
     parts: list[bytes] = []
 
@@ -18,10 +18,10 @@ def on_a_terminal(*command: str | Path) -> tuple[int, str]:
         try:
             while data := os.read(ours, 65_536):
                 parts.append(data)
-        except OSError:  # how Linux says that the other side is closed
+        except OSError:  # how Linux reports that the other end is closed
             pass
 
-    # Beside the program: a terminal that nobody reads is full after 4 KB, and the program waits.
+    # In a thread: an unread terminal is full after 4 KB, and the program would block.
     reader = Thread(target=read)
     reader.start()
     try:

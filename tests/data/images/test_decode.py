@@ -28,7 +28,10 @@ GOOD = images.jpegs() | images.other_kinds()
 HERE = available_decoders()
 every_decoder = pytest.mark.parametrize(
     "decoder",
-    [pytest.param(name, marks=pytest.mark.skipif(name not in HERE, reason=f"{name} is not here")) for name in DECODERS],
+    [
+        pytest.param(name, marks=pytest.mark.skipif(name not in HERE, reason=f"{name} is not installed"))
+        for name in DECODERS
+    ],
 )
 
 SEEN_BOXES = {
@@ -47,7 +50,7 @@ SEEN_BOXES = {
 decoder_and_kind = pytest.mark.parametrize(
     ("decoder", "name"),
     [
-        pytest.param(name, kind, marks=pytest.mark.skipif(name not in HERE, reason=f"{name} is not here"))
+        pytest.param(name, kind, marks=pytest.mark.skipif(name not in HERE, reason=f"{name} is not installed"))
         for name in DECODERS
         for kind in GOOD
         if kind in images.jpegs() or name in ("pillow", "simplejpeg")

@@ -69,7 +69,7 @@ def fuzz(decoder: str, count: int, seed: int) -> Counter[str]:
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_damaged_files_are_decoded_or_refused_but_never_crash(decoder: str) -> None:
     if decoder not in available_decoders():
-        pytest.skip(f"{decoder} is not here")
+        pytest.skip(f"{decoder} is not installed")
     done = subprocess.run(
         [sys.executable, "-m", "tests.data.images.test_decode_fuzz", decoder, str(FILES_FOR_EACH), "0"],
         capture_output=True, text=True, timeout=250,

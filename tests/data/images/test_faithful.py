@@ -22,7 +22,10 @@ from tests.support import images
 HERE = available_decoders()
 every_decoder = pytest.mark.parametrize(
     "decoder",
-    [pytest.param(name, marks=pytest.mark.skipif(name not in HERE, reason=f"{name} is not here")) for name in DECODERS],
+    [
+        pytest.param(name, marks=pytest.mark.skipif(name not in HERE, reason=f"{name} is not installed"))
+        for name in DECODERS
+    ],
 )
 INTERPOLATIONS: list[Interpolation] = ["bilinear", "bicubic"]
 GOOD = images.jpegs() | images.other_kinds() | {"noise": images.jpeg(images.noise(), "420")}
@@ -32,7 +35,7 @@ SEEN = sorted(name for name in GOOD if "16-bit" not in name)
 decoder_and_kind = pytest.mark.parametrize(
     ("decoder", "name"),
     [
-        pytest.param(name, kind, marks=pytest.mark.skipif(name not in HERE, reason=f"{name} is not here"))
+        pytest.param(name, kind, marks=pytest.mark.skipif(name not in HERE, reason=f"{name} is not installed"))
         for name in DECODERS
         for kind in SEEN
         if kind not in images.other_kinds() or name == "pillow"

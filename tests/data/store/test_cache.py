@@ -228,7 +228,7 @@ def test_a_full_disk_stops_caching_but_not_reading(source: Path, tmp_path: Path,
         # A 200 kB disk that only this process sees.
         prefix = ["unshare", "--mount", *(() if os.getuid() == 0 else ("--user", "--map-root-user"))]
         if subprocess.run([*prefix, "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
-            pytest.skip("this machine lets nobody mount a small disk")
+            pytest.skip("mounting a small disk is not permitted here")
     done = subprocess.run(
         [*prefix, sys.executable, "-c", FILL_DISK, source, tmp_path / "cache", how], capture_output=True, text=True
     )

@@ -24,7 +24,7 @@ def without_proc() -> list[str]:
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
     before = ["unshare", *user, "--mount", "sh", "-c", HIDE, "sh"]
     if subprocess.run([*before, "true"], capture_output=True).returncode != 0:
-        pytest.skip("no mount namespace can be made here")
+        pytest.skip("cannot create a mount namespace here")
     return before
 
 

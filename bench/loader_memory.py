@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.rounds import keep
 from stoker.machine.loader_memory import SIZE, Engine, measure_loader_memory, start_trial, trial_of
-from stoker.plan.host_memory import LoaderShape, loader_parts
+from stoker.plan.host_memory import LoaderSettings, loader_parts
 
 WORKERS, PREFETCH, BATCHES = (1, 2, 4), (2, 4), (32, 128)
 ENGINES: tuple[Engine, ...] = ("thread", "process")
@@ -30,7 +30,7 @@ def main() -> int:
             for prefetch in PREFETCH:
                 for batch in BATCHES:
                     cell = (workers, prefetch, batch)
-                    predicted = sum(loader_parts(LoaderShape(engine, *cell, SIZE), memory).values())
+                    predicted = sum(loader_parts(LoaderSettings(engine, *cell, SIZE), memory).values())
                     with start_trial(engine, [cell], images=arguments.images) as child:
                         trial = trial_of(child)
                     peak = trial.peaks[0]

@@ -10,7 +10,7 @@ from stoker.machine.loader_memory import STATED
 from stoker.plan.host_memory import (
     CUDA_HOST_BYTES,
     HostShape,
-    LoaderShape,
+    LoaderSettings,
     open_files_budget,
     pinned_bytes,
     ram_budget,
@@ -20,7 +20,7 @@ from stoker.plan.host_memory import (
 )
 
 GB = 1_000_000_000
-PROCESSES = LoaderShape("process", workers=12, prefetch=3, batch=256, size=224)
+PROCESSES = LoaderSettings("process", workers=12, prefetch=3, batch=256, size=224)
 THREADS = replace(PROCESSES, engine="thread")
 BATCH_BYTES = 256 * 224 * 224 * 3
 

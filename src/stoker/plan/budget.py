@@ -10,7 +10,7 @@ from stoker.errors import UsageError
 from stoker.machine.datasheets import Datasheet
 from stoker.machine.loader_memory import STATED, LoaderMemory
 from stoker.plan.findings import batch_finding, budget_findings, ram_findings, vram_findings
-from stoker.plan.host_memory import HostShape, LoaderShape, open_files_budget, ram_budget, shm_budget
+from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
 from stoker.plan.records import Budget, Finding, Plan, RamBudget, Rate, ScalingRow, VramBudget
 from stoker.plan.roofline import step_seconds
 from stoker.plan.timing import Storage, loader_rate, time_budget, time_findings
@@ -207,8 +207,8 @@ def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
 def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
     config, hardware = job.config, job.hardware
     engine = choose_engine(config.loader, job.workers)
-    train = LoaderShape(engine, job.workers, job.prefetch, config.batch_size, config.img_size)
-    val = LoaderShape(
+    train = LoaderSettings(engine, job.workers, job.prefetch, config.batch_size, config.img_size)
+    val = LoaderSettings(
         engine, job.workers, job.prefetch, config.val_batch_size or config.batch_size,
         config.val_img_size or config.img_size,
     )  # fmt: skip

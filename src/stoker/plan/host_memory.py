@@ -44,7 +44,7 @@ Verdict = Literal["safe", "risky", "refused"]
 
 
 @dataclass(frozen=True)
-class LoaderShape:
+class LoaderSettings:
     """One loader of one process."""
 
     engine: Literal["process", "thread"]
@@ -72,9 +72,9 @@ class LoaderShape:
 class HostShape:
     """What runs on one host."""
 
-    loader: LoaderShape
+    loader: LoaderSettings
     """Of training, in each process."""
-    validation: LoaderShape | None = None
+    validation: LoaderSettings | None = None
     """Of validation; its workers stay beside those of training where they persist."""
     persistent_workers: bool = True
     processes: int = 1
@@ -145,7 +145,7 @@ def ram_budget(
     )
 
 
-def loader_parts(loader: LoaderShape, memory: LoaderMemory) -> dict[str, int]:
+def loader_parts(loader: LoaderSettings, memory: LoaderMemory) -> dict[str, int]:
     """One process with one loader: everything but what is fetched ahead."""
     held = loader.batch * memory.image_bytes
     each = memory.worker if loader.engine == "process" else memory.thread

@@ -76,7 +76,7 @@ _UPDATE_PREFIXES = ("_foreach_", "_fused_", "_amp_")
 
 
 @dataclass(slots=True)
-class Storage:
+class TracedStorage:
     """One piece of memory over its life."""
 
     size: int
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: list[Storage] = []
+        self.storages: list[TracedStorage] = []
         self.events: list[int] = []
         self.ops: list[TracedOp] = []
         self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = len(self.storages)
         # With gradients on inside the engine, a checkpointed part is computed once more.
         again = backward and torch.is_grad_enabled()
-        self.storages.append(Storage(size, phase, "activations" if again else self._default))
+        self.storages.append(TracedStorage(size, phase, "activations" if again else self._default))
         self.events.append(number)
 
         def freed(_: Any, key: int = key, number: int = number) -> None:
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for size in sizes:
             if size:
                 self.events += [len(self.storages), ~len(self.storages)]
-                self.storages.append(Storage(size, None, "workspace"))
+                self.storages.append(TracedStorage(size, None, "workspace"))
 
     def _keep_for_backward(self) -> None:
         """What of the forward pass still lives when the backward pass begins is kept for it."""

@@ -174,7 +174,7 @@ def main() -> int:
         folder = Path(name)
         words = [f"data_root={write_digits(folder / 'digits')}", f"runs_dir={folder}", *arguments.overrides]
         config, _ = fit_to_machine(
-            load_config(Path(__file__).parents[1] / "configs/demo.yaml", [*words, "num_workers=0"]).config,
+            load_config(Path(__file__).parents[1] / "configs/demo.yaml", [*words, "num_workers=0", "prefetch_factor=null"]).config,
             read_machine(),
         )
         found = measure(config, folder, arguments.rounds, arguments.steps)

@@ -45,6 +45,7 @@ from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import Horizon, Progress, default_resize_epochs, image_size, scaled_lr
 from stoker.train.step import Prepared, TraceableStep, TrainStep
+from stoker.train.transfers import Uploader, queue_of
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,12 @@ def build_run(
     horizon = _horizon(config, loaders.of_epoch(0).steps())
     mean, std = colours_of(model)
     augment = build_train_augment(config, num_classes, mean=mean, std=std)
+    uploader = Uploader(queue_of(device))
     return Run(
         model=model, ema=ema, step=step, total_batch=total_batch,
-        prepare=partial(_prepare, augment, device),
-        prepare_val=partial(_prepare_val, EvalPrepare(mean, std), device),
+        uploader=uploader,
+        prepare=partial(prepare_batch, augment, uploader, ranks.rank),
+        prepare_val=partial(_prepare_val, EvalPrepare(mean, std), uploader),
         train_loader=loaders.of_epoch, val_loader=loaders.validation(),
         val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr,
         accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
@@ -223,7 +226,8 @@ def _for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch
         # Batch norm's statistics are shared before each validation; sending them at each step would only cost time.
         known = inspect.signature(DistributedDataParallel).parameters
         every_step = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.15
-        keys: dict[str, Any] = {every_step: False}
+        # Gradients live in the buckets that are sent: one copy, and their memory, less.
+        keys: dict[str, Any] = {every_step: False, "gradient_as_bucket_view": True}
         computing = DistributedDataParallel(computing, device_ids=ids, **keys)
     return computing
 
@@ -246,16 +250,26 @@ def colours_of(model: nn.Module) -> tuple[Colour, Colour]:
     return tuple(mean), tuple(std)
 
 
-def _prepare(augment: TrainAugment, device: torch.device, batch: Batch, epoch: int, step: int) -> Prepared:
-    images = batch.images.to(device, non_blocking=True)
-    labels = to_device(batch.labels, device)
+def prepare_batch(
+    augment: TrainAugment,
+    uploader: Uploader,
+    rank: int,
+    batch: Batch,
+    epoch: int,
+    step: int,
+    number: int,  # noqa: ARG001
+) -> Prepared:
+    """A training batch on the device, augmented; `number` is its place among the batches of a step."""
+    images = uploader.copy(batch.images)
+    labels = to_device(batch.labels, images.device)
     mixed = augment(images, labels, batch.flips, batch.keys, epoch, step)
     return Prepared(mixed.images, mixed.targets, labels, mixed.mixed)
 
 
-def _prepare_val(prepare: EvalPrepare, device: torch.device, batch: Batch) -> Prepared:
-    labels = to_device(batch.labels, device)
-    return Prepared(prepare(batch.images.to(device, non_blocking=True)), labels, labels, mixed=False)
+def _prepare_val(prepare: EvalPrepare, uploader: Uploader, batch: Batch) -> Prepared:
+    images = uploader.copy(batch.images)
+    labels = to_device(batch.labels, images.device)
+    return Prepared(prepare(images), labels, labels, mixed=False)
 
 
 def traceable_step(config: Config, num_classes: int) -> TraceableStep:

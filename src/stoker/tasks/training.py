@@ -56,7 +56,7 @@ def train_here(
     if chosen is not None and ranks.is_first:
         say_here(f"classes: {', '.join(chosen['classes'])}")
         write_text(folder.subset_file, json.dumps(chosen, indent=1) + "\n")
-    stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
+    ranks = stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
     run = build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
     stack.callback(run.close)
     checkpoints = Checkpoints(folder.checkpoints, config.save_top_k)

@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 from stoker.data.batch import Batch
 from stoker.data.engines.buffers import SharedSlots, shared_array
 from stoker.data.engines.making import IN_HAND, Announcer, BatchMaker, BatchPlan, batches_held
+from stoker.data.priority import step_back
 from stoker.data.store.reader import Reader
 from stoker.errors import StokerError, UserError
 
@@ -228,6 +229,7 @@ def _prepare_worker(environment: dict[str, str], _worker: int) -> None:
 
     os.environ.clear()
     os.environ.update(environment)
+    step_back()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     # Ctrl-C is handled by the parent, which shuts its workers down.

@@ -15,6 +15,7 @@ import torch
 from stoker.data.batch import Batch
 from stoker.data.engines.buffers import BufferPool
 from stoker.data.engines.making import IN_HAND, Announcer, BatchMaker
+from stoker.data.priority import step_back
 
 
 class ThreadEngine:
@@ -76,7 +77,7 @@ class ThreadEngine:
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="stoker-loader")
+            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="stoker-loader", initializer=step_back)
         return self._pool
 
     def _make_unless(self, stopped: threading.Event, epoch: int, step: int, start: int) -> Batch:

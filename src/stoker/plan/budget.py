@@ -207,7 +207,9 @@ def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
 def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
     config, hardware = job.config, job.hardware
     engine = choose_engine(config.loader, job.workers)
-    train = LoaderSettings(engine, job.workers, job.prefetch, config.batch_size, config.img_size)
+    train = LoaderSettings(
+        engine, job.workers, job.prefetch, config.batch_size, config.img_size, held=config.gradient_accumulation
+    )
     val = LoaderSettings(
         engine, job.workers, job.prefetch, config.val_batch_size or config.batch_size,
         config.val_img_size or config.img_size,

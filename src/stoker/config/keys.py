@@ -66,8 +66,8 @@ class LoaderKeys(KeyGroup):
     """Run workers as threads or processes; `auto` uses threads for up to six workers, processes for more."""
 
     num_workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = key("auto")
-    """Workers per GPU; `auto` uses the cores available to this process, 0 makes batches in the training
-    process."""
+    """Workers per GPU; `auto` uses the cores available to each rank, less one for the thread that launches the
+    GPU's work; 0 makes batches in the training process."""
 
     prefetch_factor: int | None = key(None, unit="batches", ge=1, le=1024)
     """Batches in flight per worker; default 2. Needs workers."""

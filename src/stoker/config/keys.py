@@ -304,6 +304,10 @@ class RunKeys(KeyGroup):
     """Datasheet of the device, by name (`a100-80`) or as a YAML file; `mfu` in the metrics is a share of its peak.
     Default: recognised by the device name; no `mfu` if the device is unknown."""
 
+    numa_binding: Literal["auto", "off"] = key("auto")
+    """On hosts with several NUMA nodes: run each rank and its workers on the cores next to its GPU. `auto` leaves a
+    rank where it is if a launcher has bound it already, or if it would have fewer cores than its share."""
+
     num_nodes: int = key(1, unit="nodes", ge=1)
     """Number of nodes."""
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from stoker.clock.file import ClockFile
 from stoker.console import progress_bar
 from stoker.errors import StokerError, UserError
 from stoker.files import write_text
-from stoker.machine.host import HostConfig, HostWatch, Machine
+from stoker.machine.host import HostConfig, HostWatch, Machine, usable_cpus
+from stoker.machine.numa import bind_rank
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
@@ -56,6 +58,11 @@ def train_here(
     here = ranks.local_world or max(1, ranks.world // config.num_nodes)
     # On a GPU too: the few operators on the host would otherwise start as many threads in each rank as it has cores.
     torch.set_num_threads(max(1, machine.cpus // here))
+    if device.type == "cuda" and config.numa_binding == "auto":
+        binding = bind_rank(device.index, here)
+        machine = replace(machine, cpus=usable_cpus())
+        if (line := binding.describe()) is not None:
+            say_here(line)
     with progress_bar("listing", None) as advance:
         data = open_data(config, say_here, advance)
     chosen = chosen_record(config, data.train, data.val)

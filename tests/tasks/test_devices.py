@@ -1,13 +1,18 @@
-"""Which GPU a process takes, whoever started it; more processes than GPUs are refused where that can be told."""
+"""Which GPU a process takes, whoever started it; more processes than GPUs are refused where that can be told.
+
+The last test is about how that GPU is set up.
+"""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from stoker.config import load_config
 from stoker.errors import UserError
 from stoker.machine.host import Machine, fit_to_machine
 from stoker.tasks.training import check_devices, device_index
+from stoker.train.compute import choose_fastest_kernels
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
 
@@ -64,3 +69,11 @@ def test_a_config_for_several_devices_is_accepted_where_each_process_sees_one() 
     check_devices(config, machine, SRUN | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"})
     with pytest.raises(UserError, match="this machine has 1"):
         check_devices(config, machine, {})
+
+
+def test_cudnn_times_its_algorithms_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    choose_fastest_kernels(torch.device("cpu"))
+    assert torch.backends.cudnn.benchmark is False
+    choose_fastest_kernels(torch.device("cuda", 0))
+    assert torch.backends.cudnn.benchmark is True

@@ -36,7 +36,7 @@ from stoker.machine.host import HostConfig
 from stoker.models.build import build_model, count_parameters, with_sync_batchnorm
 from stoker.models.weights import load_weights
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
-from stoker.train.compute import Compiled, Precision, set_matmul_precision
+from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, set_matmul_precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator
 from stoker.train.launch import StopRequest
@@ -94,6 +94,7 @@ def build_run(
     """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
     rank. `resume` moves it to where a checkpoint was saved."""
     set_matmul_precision(config.matmul_precision)
+    choose_fastest_kernels(device)
     num_classes = config.num_classes or len(data.train.classes)
     model = build_network(config, num_classes, device, ranks, say)
     total_batch = config.batch_size * ranks.world * config.gradient_accumulation

@@ -99,11 +99,12 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5"}
         (SRUN | {"SLURM_TASKS_PER_NODE": "4(x2),3"}, 4),
         (SRUN | {"SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
         (SRUN | {"SLURM_TASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "12"}, 1),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "3"}, 4),  # not bound to them
         ({"SLURM_TASKS_PER_NODE": "4", "SLURM_PROCID": "0"}, None),  # inside sbatch, not started by srun
     ],
 )
 def test_a_launcher_says_how_many_ranks_share_the_cores(environment: dict[str, str], ranks: int | None) -> None:
-    assert ranks_sharing_cores(environment) == ranks
+    assert ranks_sharing_cores(12, environment) == ranks
 
 
 def test_unknown_values_change_only_the_number_of_devices() -> None:

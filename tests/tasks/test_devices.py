@@ -67,8 +67,9 @@ def test_a_config_for_several_devices_is_accepted_where_each_process_sees_one() 
     machine = Machine(cpus=8, accelerators=1)
     config, _ = fit_to_machine(load_config(None, ["devices=4"]).config, machine)
     check_devices(config, machine, SRUN | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"})
-    with pytest.raises(UserError, match="this machine has 1"):
-        check_devices(config, machine, {})
+    for environment in ({}, {"CUDA_VISIBLE_DEVICES": "0"}):  # nobody has started the other processes yet
+        with pytest.raises(UserError, match="this machine has 1"):
+            check_devices(config, machine, environment)
 
 
 def test_cudnn_times_its_algorithms_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:

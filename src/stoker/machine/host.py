@@ -46,12 +46,13 @@ class Machine:
 def read_machine() -> Machine:
     """What this process may use here. Cheap: reads a few files under /proc, /sys and /dev."""
     shm = _filesystem(SHARED_MEMORY)
+    cpus = usable_cpus()
     return Machine(
-        cpus=usable_cpus(),
+        cpus=cpus,
         ram_bytes=usable_ram_bytes(),
         shm_bytes=None if shm is None else shm.f_frsize * shm.f_blocks,
         accelerators=count_accelerators(),
-        ranks=ranks_sharing_cores(),
+        ranks=ranks_sharing_cores(cpus),
     )
 
 
@@ -94,14 +95,15 @@ def workers_for(cpus: int, ranks: int, *, on_gpu: bool) -> int:
     return max(1, cpus // ranks - (1 if on_gpu else 0))
 
 
-def ranks_sharing_cores(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Processes that a launcher started on this node and that share its cores; None without a launcher."""
+def ranks_sharing_cores(cpus: int, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Processes that a launcher started on this node and that share these cores; None without a launcher."""
     if "LOCAL_RANK" in environment and environment.get("LOCAL_WORLD_SIZE", "").isdigit():
         return max(1, int(environment["LOCAL_WORLD_SIZE"]))
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return None
     if environment.get("SLURM_CPUS_PER_TASK", "").isdigit():
-        return 1  # srun gave this process cores of its own
+        # Where srun binds its tasks, these cores are all this one's; where it does not, so many share what is seen.
+        return max(1, cpus // max(1, int(environment["SLURM_CPUS_PER_TASK"])))
     # For each node in turn, runs of equal counts folded: 4(x2),3. Nodes of one job hardly ever differ.
     first = re.match(
         r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")

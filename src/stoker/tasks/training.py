@@ -32,7 +32,7 @@ from stoker.train.launch import LAUNCHED
 from stoker.train.loop import Run, train
 from stoker.train.observer import RunObserver, Silence, run_header
 from stoker.train.progress_line import TrainProgress
-from stoker.train.ranks import Ranks, from_first, process_group
+from stoker.train.ranks import Ranks, from_first, process_group, ranks_from_environment
 from stoker.train.schedule import lr_warning
 
 Summary = dict[str, Any]
@@ -180,9 +180,9 @@ def device_index(local_rank: int, visible: int, environment: Mapping[str, str] =
 def sees_own_device(environment: Mapping[str, str]) -> bool:
     """Whether whoever started this process gave it one GPU of its own, and other processes theirs.
 
-    torchrun and our own launcher give all processes of a node the same environment: there, one visible GPU is shared.
+    torchrun and our own launcher give all processes of a node the same environment: one visible GPU would be shared.
     """
-    if "TORCHELASTIC_RUN_ID" in environment or LAUNCHED in environment:
+    if ranks_from_environment(environment) is None or "TORCHELASTIC_RUN_ID" in environment or LAUNCHED in environment:
         return False
     if any(len(_listed(environment.get(name, ""))) == 1 for name in ONE_DEVICE):
         return True

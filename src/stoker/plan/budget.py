@@ -8,6 +8,7 @@ from stoker.config import Config
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.errors import UsageError
 from stoker.machine.datasheets import Datasheet
+from stoker.machine.host import workers_for
 from stoker.machine.loader_memory import STATED, LoaderMemory
 from stoker.plan.findings import batch_finding, budget_findings, ram_findings, vram_findings
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
@@ -121,7 +122,9 @@ class Job:
     def workers(self) -> int:
         """Of each rank."""
         number = self.config.num_workers
-        return number if isinstance(number, int) else max(1, self.hardware.cpus // self.hardware.gpus)
+        if isinstance(number, int):
+            return number
+        return workers_for(self.hardware.cpus, self.hardware.gpus, on_gpu=not self.hardware.on_cpu)
 
     @property
     def prefetch(self) -> int:
@@ -207,7 +210,9 @@ def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
 def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
     config, hardware = job.config, job.hardware
     engine = choose_engine(config.loader, job.workers)
-    train = LoaderSettings(engine, job.workers, job.prefetch, config.batch_size, config.img_size)
+    train = LoaderSettings(
+        engine, job.workers, job.prefetch, config.batch_size, config.img_size, held=config.gradient_accumulation
+    )
     val = LoaderSettings(
         engine, job.workers, job.prefetch, config.val_batch_size or config.batch_size,
         config.val_img_size or config.img_size,

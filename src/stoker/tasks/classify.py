@@ -26,6 +26,7 @@ from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
 from stoker.console import Advance, Say
 from stoker.data.batch import Batch
+from stoker.data.engines.making import BatchPlan
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.opening import check_same_classes
 from stoker.data.images.sample_index import SampleSet
@@ -35,7 +36,7 @@ from stoker.machine.host import HostConfig
 from stoker.models.build import build_model, count_parameters, with_sync_batchnorm
 from stoker.models.weights import load_weights
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
-from stoker.train.compute import Compiled, Precision, set_matmul_precision
+from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, set_matmul_precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator
 from stoker.train.launch import StopRequest
@@ -94,6 +95,7 @@ def build_run(
     """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
     rank. `resume` moves it to where a checkpoint was saved."""
     set_matmul_precision(config.matmul_precision)
+    choose_fastest_kernels(device)
     num_classes = config.num_classes or len(data.train.classes)
     model = build_network(config, num_classes, device, ranks, say)
     total_batch = config.batch_size * ranks.world * config.gradient_accumulation
@@ -105,7 +107,7 @@ def build_run(
         Precision(config.precision, device), ranks, micro_batch=config.batch_size,
         clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=say,
     )  # fmt: skip
-    loaders = _Loaders(config, data, ranks, quarantine_file)
+    loaders = _Loaders(config, data, ranks, quarantine_file, say)
     horizon = _horizon(config, loaders.of_epoch(0).steps())
     mean, std = colours_of(model)
     augment = build_train_augment(config, num_classes, mean=mean, std=std)
@@ -147,11 +149,15 @@ def describe_run(config: Config, run: Run, data: TrainingData) -> str:
 class _Loaders:
     """The loaders of a run; progressive resizing opens a new one when the image size changes."""
 
-    def __init__(self, config: HostConfig, data: TrainingData, ranks: Ranks, quarantine_file: Path | None) -> None:
+    def __init__(
+        self, config: HostConfig, data: TrainingData, ranks: Ranks, quarantine_file: Path | None, say: Say
+    ) -> None:
         self._config = config
         self._data = data
         self._ranks = ranks
         self._quarantine_file = quarantine_file
+        self._say = say
+        self._said: set[str] = set()
         self._open: ImageLoader | None = None
         self._size: int | None = None
         self._val: ImageLoader | None = None
@@ -167,7 +173,7 @@ class _Loaders:
             plan = training_plan(sized, self._data.train, self._data.decoding, self._ranks)
             if plan.steps.count() // config.gradient_accumulation < 1:
                 raise _too_few(config, len(self._data.train), plan.steps.total_batch * config.gradient_accumulation)
-            self._open = open_loader(sized, plan, workers=config.num_workers, quarantine_file=self._quarantine_file)
+            self._open = self._loader(sized, plan, held=config.gradient_accumulation)
             self._size = size
         return self._open
 
@@ -176,13 +182,24 @@ class _Loaders:
             return None
         config = self._config
         plan = validation_plan(config, self._data.val, self._data.decoding, self._ranks)
-        self._val = open_loader(config, plan, workers=config.num_workers, quarantine_file=self._quarantine_file)
+        self._val = self._loader(config, plan, held=1)
         return self._val
 
     def close(self) -> None:
         for loader in (self._open, self._val):
             if loader is not None:
                 loader.close()
+
+    def _loader(self, config: HostConfig, plan: BatchPlan, *, held: int) -> ImageLoader:
+        return open_loader(
+            config, plan, workers=config.num_workers, held=held, quarantine_file=self._quarantine_file, say=self._once
+        )
+
+    def _once(self, line: str) -> None:
+        """Progressive resizing opens many loaders: what is true of all of them is said once."""
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
 
 
 def _too_few(config: Config, samples: int, total: int) -> UserError:

@@ -47,6 +47,13 @@ def set_matmul_precision(name: str) -> None:
     torch.backends.cudnn.allow_tf32 = name != "highest"
 
 
+def choose_fastest_kernels(device: torch.device) -> None:
+    """On a GPU, lets cuDNN time its algorithms for each new shape of a convolution and remember the fastest."""
+    # Shapes are fixed within an image size, so this costs a second or so at each size. The algorithms may differ in
+    # rounding from one start to the next; those that are chosen without timing do too, between cards and versions.
+    torch.backends.cudnn.benchmark = device.type == "cuda"
+
+
 class Compiled(nn.Module):
     """A model that is compiled at its first call; if that fails, it runs uncompiled, with one warning."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.augment.operations import to_device
+from stoker.augment.packing import Copy, copy_to
 from stoker.augment.pipeline import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -21,6 +21,7 @@ from stoker.augment.pipeline import (
     EvalPrepare,
     TrainAugment,
     build_train_augment,
+    memory_format_of,
 )
 from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
@@ -35,7 +36,7 @@ from stoker.machine.host import HostConfig
 from stoker.models.build import build_model, count_parameters, with_sync_batchnorm
 from stoker.models.weights import load_weights
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
-from stoker.train.compute import Compiled, Precision, set_matmul_precision
+from stoker.train.compute import Compiled, Precision, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator
 from stoker.train.launch import StopRequest
@@ -107,11 +108,11 @@ def build_run(
     loaders = _Loaders(config, data, ranks, quarantine_file)
     horizon = _horizon(config, loaders.of_epoch(0).steps())
     mean, std = colours_of(model)
-    augment = build_train_augment(config, num_classes, mean=mean, std=std)
+    augment = build_train_augment(config, num_classes, mean=mean, std=std, dtype=input_dtype(config, device))
     return Run(
         model=model, ema=ema, step=step, total_batch=total_batch,
-        prepare=partial(_prepare, augment, device),
-        prepare_val=partial(_prepare_val, EvalPrepare(mean, std), device),
+        prepare=partial(_prepare, augment, copy_to(device), ranks.rank * config.gradient_accumulation),
+        prepare_val=partial(_prepare_val, eval_prepare(config, model, device), copy_to(device)),
         train_loader=loaders.of_epoch, val_loader=loaders.validation(),
         val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr,
         accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
@@ -246,16 +247,27 @@ def colours_of(model: nn.Module) -> tuple[Colour, Colour]:
     return tuple(mean), tuple(std)
 
 
-def _prepare(augment: TrainAugment, device: torch.device, batch: Batch, epoch: int, step: int) -> Prepared:
-    images = batch.images.to(device, non_blocking=True)
-    labels = to_device(batch.labels, device)
-    mixed = augment(images, labels, batch.flips, batch.keys, epoch, step)
-    return Prepared(mixed.images, mixed.targets, labels, mixed.mixed)
+def input_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What inputs are made in: on a GPU what the first layer computes in, which spares it the conversion."""
+    return compute_dtype(config.precision) if device.type == "cuda" else torch.float32
 
 
-def _prepare_val(prepare: EvalPrepare, device: torch.device, batch: Batch) -> Prepared:
-    labels = to_device(batch.labels, device)
-    return Prepared(prepare(batch.images.to(device, non_blocking=True)), labels, labels, mixed=False)
+def eval_prepare(config: Config, model: nn.Module, device: torch.device) -> EvalPrepare:
+    """How bytes become the model's inputs wherever it is not trained."""
+    return EvalPrepare(*colours_of(model), input_dtype(config, device), memory_format_of(config))
+
+
+def _prepare(
+    augment: TrainAugment, copy: Copy, first_part: int, batch: Batch, epoch: int, step: int, number: int = 0
+) -> Prepared:
+    """`number` is that of the batch within the update on this rank; `first_part` that of the rank's first over all."""
+    images = copy(batch.images)
+    return Prepared(*augment(images, batch.labels, batch.flips, batch.keys, epoch, step, first_part + number, copy))
+
+
+def _prepare_val(prepare: EvalPrepare, copy: Copy, batch: Batch) -> Prepared:
+    labels = copy(torch.from_numpy(batch.labels))
+    return Prepared(prepare(copy(batch.images)), labels, labels, mixed=False)
 
 
 def traceable_step(config: Config, num_classes: int) -> TraceableStep:
@@ -272,15 +284,15 @@ def traceable_step(config: Config, num_classes: int) -> TraceableStep:
 
     always = {"mix_probability": 1.0, "mix_switch_probability": 0.0 if config.mixup_alpha > 0 else 1.0}
     plain = {"auto_augment": "none", "random_erasing": 0.0}
-    augment = build_train_augment(config.model_copy(update=always | plain), num_classes)
-    # `to_float` keeps tensors for the life of the process: made here, so that it does not keep fake ones.
-    augment(torch.zeros(2, 2, 2, 3, dtype=torch.uint8), np.zeros(2, np.int64), *_no_draws(2), 0, 0)
+    # A plan is for a GPU, wherever it is made.
+    dtype = compute_dtype(config.precision)
+    augment = build_train_augment(config.model_copy(update=always | plain), num_classes, dtype=dtype)
 
     def make_batch(batch: int) -> Prepared:
         images = torch.empty(batch, config.img_size, config.img_size, 3, dtype=torch.uint8)
-        labels = torch.empty(batch, dtype=torch.int64)
-        mixed = augment(images, labels, *_no_draws(batch), 0, 0)
-        return Prepared(mixed.images, mixed.targets, labels, mixed.mixed)
+        # Labels, flips and keys of a batch whose content does not matter.
+        nothing = np.zeros(batch, np.int64), np.zeros(batch, np.bool_), np.zeros(batch, np.uint64)
+        return Prepared(*augment(images, *nothing, 0, 0))
 
     checkpointing = config.model_copy(update={"gradient_checkpointing": True})
     return TraceableStep(
@@ -295,8 +307,3 @@ def traceable_step(config: Config, num_classes: int) -> TraceableStep:
         clip_grad_norm=config.clip_grad_norm,
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, num_classes),
     )
-
-
-def _no_draws(batch: int) -> tuple[Any, Any]:
-    """Flips and keys for a batch whose content does not matter."""
-    return np.zeros(batch, np.bool_), np.zeros(batch, np.uint64)

@@ -50,7 +50,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("images"), train=24, val=21)
 
 
-def train_on(device: DelayedDevice, folder: Path, images: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> LateQueue:
+def train_on(
+    device: DelayedDevice, folder: Path, images: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any
+) -> LateQueue:
     queue = LateQueue(device)
     monkeypatch.setattr(classify, "queue_of", lambda _device: queue)
     usual = {"model": "test_resnet", "batch_size": 4, "val_batch_size": 4, "num_workers": 2, "mixup_alpha": 0.2}

@@ -26,6 +26,11 @@ Utilisation = Callable[[float, int], float | None]
 """(images per second over all ranks, epoch) to a share of the peak between 0 and 1; None if it is not known."""
 
 
+def compute_dtype(precision: str) -> torch.dtype:
+    """What convolutions and products are computed in on a GPU; inputs made in this type need no conversion."""
+    return _AUTOCAST.get(precision, torch.float32)
+
+
 class Precision:
     """The autocast and the loss scaler of a config's `precision` on a device."""
 

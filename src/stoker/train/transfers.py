@@ -24,6 +24,7 @@ class OnDevice(Protocol):
 
 
 T = TypeVar("T", bound=OnDevice)
+SMALL_BYTES = 4 << 20
 MOST_AHEAD = 2
 """Batches that are prepared before the model is done with them; each one more would take the memory of its inputs."""
 
@@ -69,6 +70,10 @@ class CudaQueue:
         return torch.cuda.stream(self._side)
 
     def copy(self, source: Tensor) -> Tensor:
+        if source.nbytes <= SMALL_BYTES and not source.is_pinned():
+            # From ordinary memory the driver may wait for the queue before it copies. Labels and choices go through
+            # page-locked memory that torch keeps, and reuses when their copies have passed; images are there already.
+            source = source.pin_memory()
         return source.to(self._device, non_blocking=True)
 
     def mark(self) -> Passing:
@@ -101,6 +106,12 @@ class CudaQueue:
 def queue_of(device: torch.device) -> DeviceQueue | None:
     """The queues of a device; None if it computes in the host's memory, while the host waits."""
     return CudaQueue(device) if device.type == "cuda" else None
+
+
+def batches_in_hand(accumulation: int, *, on_gpu: bool) -> int:
+    """Batches whose host memory the loop holds when it asks for the next: those of an update and, on a GPU, those that
+    are still being copied."""
+    return accumulation + (MOST_AHEAD if on_gpu else 0)
 
 
 class Uploader:

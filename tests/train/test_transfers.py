@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from stoker.config import load_config
 from stoker.machine.host import fit_to_machine, read_machine
-from stoker.tasks import classify
+from stoker.tasks.classify import build_run, open_data
 from stoker.train import transfers
-from stoker.train.loop import train
+from stoker.train.loop import Run, train
 from stoker.train.ranks import Ranks
+from stoker.train.schedule import Progress
 from stoker.train.transfers import Passing, Uploader
 from tests.support.delayed_device import DelayedDevice
 from tests.support.tiny_training import write_config, write_images
@@ -50,48 +52,46 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("images"), train=24, val=21)
 
 
-def train_on(
-    device: DelayedDevice, folder: Path, images: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any
-) -> LateQueue:
-    queue = LateQueue(device)
-    monkeypatch.setattr(classify, "queue_of", lambda _device: queue)
-    usual = {"model": "test_resnet", "batch_size": 4, "val_batch_size": 4, "num_workers": 2, "mixup_alpha": 0.2}
-    config = load_config(write_config(folder, images, **(usual | keys)), []).config
+@pytest.fixture(scope="module", params=["thread", "process"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, images: Path) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("run")
+    keys = {"model": "test_resnet", "batch_size": 4, "num_workers": 2, "mixup_alpha": 0.2, "epochs": 1}
+    config = load_config(write_config(folder, images, loader=request.param, gradient_accumulation=2, **keys), []).config
     fitted, _ = fit_to_machine(config, read_machine())
-    run = classify.build_run(fitted, classify.open_data(fitted, lambda _text: None), Ranks(), torch.device("cpu"))
-    try:
-        train(run)
-    finally:
-        run.close()
+    built = build_run(fitted, open_data(fitted, lambda _text: None), Ranks(), torch.device("cpu"))
+    yield built
+    built.close()
+
+
+def train_on(device: DelayedDevice, run: Run) -> LateQueue:
+    """An epoch of training and validation, with the loader of the run and another device."""
+    queue = LateQueue(device)
+    run.uploader.queue = queue
+    train(replace(run, progress=Progress()))
     device.finish()
     return queue
 
 
-@pytest.mark.parametrize("delay", [1, 2, 3, 4, 5, 6, None])
-@pytest.mark.parametrize("engine", ["thread", "process"])
 @pytest.mark.parametrize("ahead", [transfers.MOST_AHEAD, 100])
-def test_no_batch_is_overwritten_before_it_is_copied(
-    ahead: int, engine: str, delay: int | None, tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_batch_is_overwritten_before_it_is_copied(ahead: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # With nothing to hold it back, only the sources that the uploader keeps protect the batches.
     monkeypatch.setattr(transfers, "MOST_AHEAD", ahead)
-    device = DelayedDevice(delay, seed=7)
-    accumulation = 2 if delay == 3 else 1
-    queue = train_on(device, tmp_path, images, monkeypatch, loader=engine, gradient_accumulation=accumulation)
-    batches = 2 * (18 + 16)  # two epochs of 72 training and 63 validation images
-    assert queue.asides == batches
-    assert device.executed == device.asked >= batches
-    assert device.corrupted == 0
+    for delay in (1, 2, 3, 4, 5, 6, None):
+        device = DelayedDevice(delay, seed=7)
+        queue = train_on(device, run)
+        batches = 18 + 16  # 72 training and 63 validation images
+        assert queue.asides == batches
+        assert device.executed == device.asked == 2 * batches, "the images, and everything else about them"
+        assert device.corrupted == 0, delay
 
 
-@pytest.mark.parametrize("engine", ["thread", "process"])
 def test_an_uploader_that_forgets_its_sources_lets_batches_be_overwritten(
-    engine: str, tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "MOST_AHEAD", 100)
-    monkeypatch.setattr(Uploader, "copy", lambda uploader, source: uploader.queue.copy(source))
-    device = DelayedDevice(3)
-    train_on(device, tmp_path, images, monkeypatch, loader=engine)
+    monkeypatch.setattr(LateQueue, "join", lambda *_: run.uploader._in_flight.clear())
+    device = DelayedDevice(5)
+    train_on(device, run)
     assert device.corrupted > 0
 
 

@@ -178,5 +178,6 @@ class Uploader:
     def finish(self) -> None:
         """Waits for all copies: their sources may go."""
         while self._in_flight:
-            self._in_flight.popleft()[0].synchronize()
+            self._in_flight[0][0].synchronize()
+            self._in_flight.popleft()  # only now: it holds the sources
         self._model_work.clear()

@@ -202,7 +202,14 @@ class ModelKeys(KeyGroup):
     """Dropout probability before the classifier."""
 
     ema_decay: float | None = key(None, gt=0, lt=1)
-    """Keep an exponential moving average of the weights with this decay per step, and validate that."""
+    """Keep an exponential moving average of the weights with this decay per update, and validate that."""
+
+    ema_every: int = key(1, unit="steps", ge=1)
+    """Update the average at the first step of an epoch and every so many steps after it."""
+
+    ema_warmup: Literal["ramp", "copy", "none"] = key("ramp")
+    """How the average begins: `ramp` lets the decay rise from 0 to `ema_decay`; `copy` copies the weights during
+    `warmup_epochs`, as torchvision does; `none` starts from the initial weights with the full decay."""
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -98,7 +98,6 @@ def build_run(
     total_batch = config.batch_size * ranks.world * config.gradient_accumulation
     peak_lr = scaled_lr(config.lr, total_batch, config.lr_reference_batch, config.scale_lr)
     optimizer = optimizer_for(config, model, peak_lr)
-    ema = WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None
     step = TrainStep(
         _for_computing(config, model, ranks, device, say), optimizer, build_loss(config),
         Precision(config.precision, device), ranks, micro_batch=config.batch_size,
@@ -106,6 +105,7 @@ def build_run(
     )  # fmt: skip
     loaders = _Loaders(config, data, ranks, quarantine_file)
     horizon = _horizon(config, loaders.of_epoch(0).steps())
+    ema = _average(config, model, horizon)
     mean, std = colours_of(model)
     augment = build_train_augment(config, num_classes, mean=mean, std=std)
     return Run(
@@ -234,6 +234,15 @@ def _horizon(config: Config, batches: int) -> Horizon:
         warmup_epochs=config.warmup_epochs, warmup_start=config.warmup_start, min_lr=config.min_lr,
         scheduler=config.lr_scheduler, update=config.lr_update, step_epochs=config.lr_step_epochs,
         step_factor=config.lr_step_factor,
+    )  # fmt: skip
+
+
+def _average(config: Config, model: nn.Module, horizon: Horizon) -> WeightAverage | None:
+    if config.ema_decay is None:
+        return None
+    return WeightAverage(
+        model, config.ema_decay, warmup=config.ema_warmup, every=config.ema_every,
+        steps_per_epoch=horizon.steps_per_epoch, warmup_steps=horizon.warmup_epochs * horizon.steps_per_epoch,
     )  # fmt: skip
 
 

@@ -63,8 +63,8 @@ def build_optimizer(
 
     Each of them can skip an update on the device: set `optimizer.found_inf` to a float32 tensor of no dimensions (1.0
     skips the update, 0.0 makes it) and `optimizer.grad_scale` to None before `step()`, and delete both afterwards. A
-    skipped update changes no bit of parameters and state, whatever the gradients hold. For SGD and AdamW torch's fused
-    kernels do it, so on a device other than a CPU or a CUDA GPU `step()` raises an error instead.
+    skipped update changes no bit of parameters and state, whatever the gradients hold. SGD and AdamW can because they
+    are fused; on a device other than a CPU or a CUDA GPU they are not, and torch's `step()` refuses the tensor.
     """
     groups = parameter_groups(model, weight_decay, decay_bias_and_norm)
     if name == "sgd":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stoker.config import load_config
 from stoker.errors import UserError
 from stoker.train.ema import WARMUP_GAMMA, WeightAverage
+from tests.conftest import PROJECT
 
 
 def small_model(classes: int = 5) -> nn.Module:
@@ -140,7 +140,7 @@ def torchvisions(model: nn.Module, alpha: float) -> AveragedModel:
 
 
 def test_the_average_of_torchvisions_recipe_is_torchvisions() -> None:
-    config = load_config(Path("configs/torchvision_v2.yaml"), []).config
+    config = load_config(PROJECT / "configs/torchvision_v2.yaml", []).config
     alpha = min(1.0, (1 - 0.99998) * 8 * 128 * 32 / 600)
     assert config.ema_decay == pytest.approx(1 - alpha, abs=1e-15)
     assert (config.ema_every, config.ema_warmup, config.warmup_epochs, config.epochs) == (32, "copy", 5, 600)

@@ -222,7 +222,8 @@ class OptimizationKeys(KeyGroup):
     """Passes over the training data."""
 
     steps_per_epoch: int | None = key(None, unit="steps", ge=1)
-    """Steps per epoch, if an epoch is not one pass over the data (random patches)."""
+    """Updates per epoch, if an epoch is not one pass over the data. Images: at most as many as the data has; the next
+    epoch continues with a new order of all images. Random patches: any number."""
 
     batch_size: int = key(256, unit="samples", ge=1)
     """Samples per step and GPU."""
@@ -268,7 +269,8 @@ class OptimizationKeys(KeyGroup):
     """Final learning rate of the cosine."""
 
     warmup_epochs: int = key(0, unit="epochs", ge=0)
-    """Epochs of linear warmup."""
+    """Epochs of linear warmup. By step, the peak is reached with the first step after them; by epoch, in the last of
+    them."""
 
     warmup_start: float = key(0.01, gt=0, le=1)
     """Share of the learning rate at which the warmup starts."""

@@ -162,8 +162,7 @@ class _Loaders:
                 self._open.close()
             sized = config.model_copy(update={"img_size": size})
             plan = training_plan(sized, self._data.train, self._data.decoding, self._ranks)
-            if plan.steps.count() // config.gradient_accumulation < 1:
-                raise _too_few(config, len(self._data.train), plan.steps.total_batch * config.gradient_accumulation)
+            _check_length(config, len(self._data.train), plan.steps.total_batch * config.gradient_accumulation)
             self._open = open_loader(sized, plan, workers=config.num_workers, quarantine_file=self._quarantine_file)
             self._size = size
         return self._open
@@ -182,13 +181,24 @@ class _Loaders:
                 loader.close()
 
 
-def _too_few(config: Config, samples: int, total: int) -> UserError:
-    return UserError(
-        "batch-larger-than-data",
-        f"{samples} training images are fewer than one batch of {total}",
-        why="the last, partial batch of an epoch is dropped, so every epoch would be empty",
-        hint=f"batch_size={max(1, samples // max(1, total // config.batch_size))} or less",
-    )
+def _check_length(config: Config, samples: int, total: int) -> None:
+    """Refuses epochs without a single update of `total` samples, and epochs longer than the data."""
+    if samples < total:
+        raise UserError(
+            "batch-larger-than-data",
+            f"{samples} training images are fewer than one batch of {total}",
+            why="the last, partial batch of an epoch is dropped, so every epoch would be empty",
+            hint=f"batch_size={max(1, samples // max(1, total // config.batch_size))} or less",
+        )
+    if config.steps_per_epoch is not None and config.steps_per_epoch > samples // total:
+        raise UserError(
+            "epoch-longer-than-data",
+            f"steps_per_epoch is {config.steps_per_epoch:,}, but {samples:,} training images are {samples // total:,} "
+            f"updates of {total}",
+            why="an epoch of images shows none of them twice, so epochs, warmup and schedule would be shorter than "
+            "the config says",
+            hint=f"steps_per_epoch={samples // total}, or leave it out and set epochs",
+        )
 
 
 def build_network(config: Config, num_classes: int, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:

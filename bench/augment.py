@@ -17,9 +17,10 @@ from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 
 from bench.rounds import interleave, keep, ratio
-from stoker.augment.mixing import Mixer
+from stoker.augment.layers import apply_policy
+from stoker.augment.mixing import Mixer, fill_targets, mix_images, target_rows
 from stoker.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, TrainAugment, draw_erasures, erase, flip, to_float
-from stoker.augment.policies import RandAugment, TrivialAugmentWide, apply_policy
+from stoker.augment.policies import RandAugment, TrivialAugmentWide
 from stoker.data.draws import Keys, sample_keys
 
 FILL = (124, 116, 104)
@@ -42,8 +43,9 @@ class Parts:
         self.batch, self.size, self.step = batch, size, 0
         self.images = some_images(batch, size)
         self.pillow = [Image.fromarray(image) for image in self.images.numpy()]
-        self.labels = torch.arange(batch) % 1000
-        self.flips = torch.from_numpy(np.random.default_rng(1).random(batch) < 0.5)
+        self.labels = np.arange(batch) % 1000
+        self.flips = np.random.default_rng(1).random(batch) < 0.5
+        self.flipped = torch.from_numpy(np.flatnonzero(self.flips))
         self.inputs = to_float(self.images, IMAGENET_MEAN, IMAGENET_STD)
         self.mixup, self.cutmix = Mixer(mixup_alpha=0.2), Mixer(cutmix_alpha=1.0)
         self.rand, self.trivial = RandAugment(fill=FILL), TrivialAugmentWide()
@@ -55,19 +57,33 @@ class Parts:
         self.step += 1
         return sample_keys(0, self.step, np.arange(self.batch), np.zeros(self.batch, np.int64))
 
+    def erase(self) -> None:
+        erasures = draw_erasures(self.keys(), 0.1, self.size, self.size)
+        if len(erasures.samples):
+            erase(self.inputs, *map(torch.from_numpy, (erasures.samples, *erasures.masks(self.size, self.size))))
+
+    def mix(self, mixer: Mixer) -> None:
+        self.step += 1
+        recipe = mixer.draw(0, self.step, 0, self.size, self.size)
+        assert recipe is not None
+        mix_images(self.inputs, recipe, torch.float32)
+        rows = target_rows(self.labels, mixer.num_classes, 0.0, recipe)
+        columns, values = torch.from_numpy(rows.columns), torch.from_numpy(rows.values)
+        fill_targets(rows.elsewhere, columns, values, mixer.num_classes)
+
     def contenders(self) -> dict[str, Callable[[], float]]:
         parts: dict[str, Callable[[], object]] = {
             COPY: self.images.clone,
             PILLOW: lambda: [self.timm(image) for image in self.pillow],
             WHOLE: lambda: self.whole(self.images, self.labels, self.flips, self.keys(), 0, self.step),
-            "flip": lambda: flip(self.images, self.flips),
+            "flip": lambda: flip(self.images.clone(), self.flipped),
             "RandAugment": lambda: apply_policy(self.rand, self.images, self.keys()),
             "RandAugment, choices only": lambda: self.rand.plan(self.keys(), self.size, self.size),
             "TrivialAugment": lambda: apply_policy(self.trivial, self.images, self.keys()),
             "float": lambda: to_float(self.images, IMAGENET_MEAN, IMAGENET_STD),
-            "erasing (0.1)": lambda: erase(self.inputs, draw_erasures(self.keys(), 0.1, self.size, self.size)),
-            "mixup": lambda: self.mixup(self.inputs, self.labels, 0, self.step),
-            "CutMix": lambda: self.cutmix(self.inputs, self.labels, 0, self.step),
+            "erasing (0.1)": self.erase,
+            "mixup": lambda: self.mix(self.mixup),
+            "CutMix": lambda: self.mix(self.cutmix),
         }
         return {name: lambda run=run: milliseconds(run) for name, run in parts.items()}  # type: ignore[misc]
 

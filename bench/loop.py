@@ -126,7 +126,7 @@ def our_run(config: HostConfig, batches: list[Batch], prepared: list[Prepared]) 
     data = open_data(config, lambda _text: None)
     run = build_run(config, data, Ranks(), torch.device("cpu"))
     by_identity = {id(batch): ready for batch, ready in zip(batches, prepared, strict=True)}
-    return replace(run, prepare=lambda batch, _epoch, _step: by_identity[id(batch)], val_loader=None)
+    return replace(run, prepare=lambda batch, *_place: by_identity[id(batch)], val_loader=None)
 
 
 def our_observer(config: Config, folder: Path) -> RunObserver:
@@ -174,7 +174,9 @@ def main() -> int:
         folder = Path(name)
         words = [f"data_root={write_digits(folder / 'digits')}", f"runs_dir={folder}", *arguments.overrides]
         config, _ = fit_to_machine(
-            load_config(Path(__file__).parents[1] / "configs/demo.yaml", [*words, "num_workers=0"]).config,
+            load_config(
+                Path(__file__).parents[1] / "configs/demo.yaml", [*words, "num_workers=0", "prefetch_factor=null"]
+            ).config,
             read_machine(),
         )
         found = measure(config, folder, arguments.rounds, arguments.steps)

@@ -12,7 +12,9 @@ WITHOUT_DATA = (
     "startup", "index", "augment", "checkpoint", "loop", "clock_cost", "attach_overhead", "what_if", "verdicts", "vram",
     "roofline",
 )  # fmt: skip
-WITH_DATA = ("decode", "interpreter_lock", "loaders", "memory", "object_store", "paced", "loader_memory", "cures")
+WITH_DATA = (
+    "decode", "interpreter_lock", "loaders", "memory", "object_store", "paced", "priority", "loader_memory", "cures",
+)  # fmt: skip
 BY_HAND = {
     "known_scripts": "checkouts of timm and torchvision: python -m bench.known_scripts --help",
     "revisions": "two checkouts of stoker: python -m bench.revisions --help",

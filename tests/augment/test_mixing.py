@@ -8,7 +8,7 @@ import torch
 from timm.data import Mixup
 from timm.data import mixup as timm_mixup
 
-from stoker.augment.mixing import Mixer, Recipe, apply_mixing, cut_box, soft_targets
+from stoker.augment.mixing import Mixer, Recipe, cut_box, fill_targets, mix_images, target_rows
 from stoker.data.images.headers import Box
 
 CLASSES = 7
@@ -23,6 +23,11 @@ def labels(count: int = 6) -> torch.Tensor:
     return torch.arange(count) % CLASSES
 
 
+def targets_of(labels: torch.Tensor, smoothing: float = 0.0, recipe: Recipe | None = None) -> torch.Tensor:
+    rows = target_rows(labels.numpy(), CLASSES, smoothing, recipe)
+    return fill_targets(rows.elsewhere, torch.from_numpy(rows.columns), torch.from_numpy(rows.values), CLASSES)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("switch", [0.0, 1.0], ids=["mixup", "cutmix"])
 @pytest.mark.parametrize("seed", range(6))
@@ -33,14 +38,13 @@ def test_images_and_targets_equal_timms_for_the_same_draws(seed: int, switch: fl
     # The same seed again, to learn what timm drew.
     np.random.seed(seed)
     kept, cut = theirs._params_per_batch()
-    box = None
+    box, share = None, kept
     if cut:
-        (top, bottom, left, right), _ = timm_mixup.cutmix_bbox_and_lam(floats().shape, kept)
+        (top, bottom, left, right), share = timm_mixup.cutmix_bbox_and_lam(floats().shape, kept)
         box = Box(int(top), int(left), int(bottom - top), int(right - left))
-    ours = apply_mixing(floats(), soft_targets(labels(), CLASSES, smoothing), Recipe(kept, box))
-    assert torch.equal(ours.images, images)
-    torch.testing.assert_close(ours.targets, targets, rtol=0, atol=1e-7)
-    assert ours.mixed == (not torch.equal(images, floats()))
+    recipe = Recipe(share, box)
+    assert torch.equal(mix_images(floats(), recipe, torch.float32), images)
+    torch.testing.assert_close(targets_of(labels(), smoothing, recipe), targets, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("kept", [0.001, 0.3, 0.77, 0.999])
@@ -55,7 +59,7 @@ def test_the_box_is_the_one_that_timm_cuts_at_the_same_centre(seed: int, kept: f
 
 def test_boxes_lie_anywhere_and_within_the_image() -> None:
     mixer = Mixer(cutmix_alpha=1.0, num_classes=CLASSES)
-    boxes = np.array([recipe.box for step in range(2000) if (recipe := mixer.draw(0, step, 32, 48))])
+    boxes = np.array([recipe.box for step in range(2000) if (recipe := mixer.draw(0, step, 0, 32, 48))])
     top, left, height, width = boxes.T
     assert (boxes >= 0).all()
     assert (top + height).max() == 32
@@ -67,42 +71,63 @@ def test_boxes_lie_anywhere_and_within_the_image() -> None:
 
 @pytest.mark.parametrize("box", [None, Box(2, 1, 5, 6)])
 def test_the_middle_of_an_odd_batch_is_unchanged(box: Box | None) -> None:
-    ours = apply_mixing(floats(5), soft_targets(labels(5), CLASSES), Recipe(0.3, box))
-    torch.testing.assert_close(ours.images[2], floats(5)[2])
-    torch.testing.assert_close(ours.targets[2], soft_targets(labels(5), CLASSES)[2])
-    assert not torch.allclose(ours.images[0], floats(5)[0])
+    recipe = Recipe(0.3, box)
+    images, targets = mix_images(floats(5), recipe, torch.float32), targets_of(labels(5), 0.0, recipe)
+    torch.testing.assert_close(images[2], floats(5)[2])
+    torch.testing.assert_close(targets[2], targets_of(labels(5))[2])
+    assert not torch.allclose(images[0], floats(5)[0])
 
 
 def test_one_sample_can_be_mixed_with_itself() -> None:
-    ours = Mixer(mixup_alpha=0.2, num_classes=CLASSES)(floats(1), labels(1), 0, 0)
-    torch.testing.assert_close(ours.images, floats(1))
+    torch.testing.assert_close(mix_images(floats(1), Recipe(0.3, None), torch.float32), floats(1))
 
 
-def test_targets_sum_to_one_and_the_layout_is_kept() -> None:
-    mixer = Mixer(mixup_alpha=0.2, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=CLASSES)
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_targets_sum_to_one_and_the_layout_is_kept(layout: torch.memory_format) -> None:
+    mixer = Mixer(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=CLASSES)
     for step in range(20):
-        ours = mixer(floats(), labels(), 0, step)
-        torch.testing.assert_close(ours.targets.sum(1), torch.ones(6))
-        assert ours.images.is_contiguous(memory_format=torch.channels_last)
+        recipe = mixer.draw(0, step, 0, 12, 10)
+        assert recipe is not None
+        torch.testing.assert_close(targets_of(labels(), 0.1, recipe).sum(1), torch.ones(6))
+        mixed = mix_images(floats().contiguous(memory_format=layout), recipe, torch.float32)
+        assert mixed.is_contiguous(memory_format=layout)
 
 
-def test_without_mixing_the_batch_is_left_alone() -> None:
-    ours = Mixer(label_smoothing=0.1, num_classes=CLASSES)(floats(), labels(), 0, 0)
-    assert torch.equal(ours.images, floats())
-    assert torch.equal(ours.targets, soft_targets(labels(), CLASSES, 0.1))
-    assert not ours.mixed
+def test_two_samples_of_one_class_keep_its_target() -> None:
+    same = torch.full((4,), 3)
+    torch.testing.assert_close(targets_of(same, 0.1, Recipe(0.3, None)), targets_of(same, 0.1))
+
+
+def test_a_target_without_mixing_is_one_at_the_label_minus_what_smoothing_takes() -> None:
+    assert torch.equal(targets_of(labels()), torch.nn.functional.one_hot(labels(), CLASSES).float())
+    smooth = targets_of(labels(), 0.1)
+    assert smooth[2, 2].item() == pytest.approx(0.9 + 0.1 / CLASSES)
+    assert smooth[2, 3].item() == pytest.approx(0.1 / CLASSES)
 
 
 def test_a_box_without_pixels_mixes_nothing() -> None:
-    ours = apply_mixing(floats(), soft_targets(labels(), CLASSES), Recipe(0.9999, Box(3, 3, 0, 0)))
-    assert torch.equal(ours.images, floats())
-    assert torch.equal(ours.targets, soft_targets(labels(), CLASSES))
-    assert not ours.mixed
+    recipe = Recipe(1.0, Box(3, 3, 0, 0))
+    assert torch.equal(mix_images(floats(), recipe, torch.float32), floats())
+    assert torch.equal(targets_of(labels(), 0.0, recipe), targets_of(labels()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixup_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    exact = mix_images(floats(), Recipe(0.3, None), torch.float32)
+    assert torch.equal(mix_images(floats(), Recipe(0.3, None), dtype), exact.to(dtype))
+
+
+def test_cutmix_keeps_as_much_of_the_target_as_of_the_pixels() -> None:
+    recipes = [Mixer(cutmix_alpha=1.0).draw(0, step, 0, 32, 48) for step in range(50)]
+    for recipe in recipes:
+        assert recipe is not None
+        assert recipe.box is not None
+        assert recipe.kept == 1 - recipe.box.height * recipe.box.width / (32 * 48)
 
 
 def test_probabilities_are_kept() -> None:
     mixer = Mixer(mixup_alpha=0.2, cutmix_alpha=1.0, probability=0.8, switch_probability=0.25, num_classes=CLASSES)
-    drawn = [mixer.draw(1, step, 32, 32) for step in range(8000)]
+    drawn = [mixer.draw(1, step, 0, 32, 32) for step in range(8000)]
     mixed = [recipe for recipe in drawn if recipe is not None]
     assert len(mixed) / 8000 == pytest.approx(0.8, abs=0.02)
     assert np.mean([recipe.box is not None for recipe in mixed]) == pytest.approx(0.25, abs=0.02)
@@ -110,20 +135,30 @@ def test_probabilities_are_kept() -> None:
 
 def test_lambda_follows_the_beta_distribution() -> None:
     for alpha in (0.2, 1.0):
-        kept = [recipe.kept for step in range(4000) if (recipe := Mixer(mixup_alpha=alpha).draw(0, step, 8, 8))]
+        kept = [recipe.kept for step in range(4000) if (recipe := Mixer(mixup_alpha=alpha).draw(0, step, 0, 8, 8))]
         assert np.mean(kept) == pytest.approx(0.5, abs=0.03)
         assert np.var(kept) == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.08)
 
 
-def test_the_recipe_follows_from_seed_epoch_and_step() -> None:
+def test_the_recipe_follows_from_seed_epoch_step_and_part() -> None:
     mixer = Mixer(mixup_alpha=0.2, cutmix_alpha=1.0, seed=3)
     np.random.seed(0)  # the global generator must not matter
-    first = mixer.draw(2, 5, 32, 32)
+    first = mixer.draw(2, 5, 1, 32, 32)
     np.random.seed(1)
-    assert mixer.draw(2, 5, 32, 32) == first
+    assert mixer.draw(2, 5, 1, 32, 32) == first
     others = [
-        mixer.draw(2, 6, 32, 32),
-        mixer.draw(3, 5, 32, 32),
-        Mixer(mixup_alpha=0.2, cutmix_alpha=1.0, seed=4).draw(2, 5, 32, 32),
+        mixer.draw(2, 6, 1, 32, 32),
+        mixer.draw(3, 5, 1, 32, 32),
+        mixer.draw(2, 5, 0, 32, 32),
+        Mixer(mixup_alpha=0.2, cutmix_alpha=1.0, seed=4).draw(2, 5, 1, 32, 32),
     ]
     assert first not in others
+
+
+def test_the_batches_of_one_update_are_mixed_independently() -> None:
+    mixer = Mixer(mixup_alpha=0.2, cutmix_alpha=1.0)
+    updates = [[mixer.draw(0, step, part, 32, 32) for part in range(8)] for step in range(500)]
+    assert all(len(set(update)) == 8 for update in updates)
+    cut = np.array([[recipe is not None and recipe.box is not None for recipe in update] for update in updates])
+    assert np.corrcoef(cut[:, 0], cut[:, 1])[0, 1] == pytest.approx(0, abs=0.15)
+    assert cut.mean(axis=0) == pytest.approx(0.5, abs=0.1)

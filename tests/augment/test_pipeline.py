@@ -8,7 +8,8 @@ import torch
 
 from stoker.augment import mixing, policies
 from stoker.augment import pipeline as erasing
-from stoker.augment.mixing import Mixer, soft_targets
+from stoker.augment.layers import apply_policy
+from stoker.augment.mixing import Mixer, mix_images
 from stoker.augment.pipeline import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -21,7 +22,7 @@ from stoker.augment.pipeline import (
     flip,
     to_float,
 )
-from stoker.augment.policies import RandAugment, TrivialAugmentWide, apply_policy
+from stoker.augment.policies import RandAugment, TrivialAugmentWide
 from stoker.config import Config
 from stoker.data import draws
 from tests.augment.images import some_batch, some_keys
@@ -36,18 +37,29 @@ def everything(mixing_on: bool = True) -> TrainAugment:
     return TrainAugment(mixer, RandAugment(magnitude=9, probability=1), erasing=0.5)
 
 
+def by_hand() -> torch.Tensor:
+    """The inputs of the batch without mixing, one step after the other."""
+    images = some_batch(8)
+    flip(images, torch.from_numpy(np.flatnonzero(FLIPS)))
+    inputs = to_float(apply_policy(RandAugment(magnitude=9, probability=1), images, KEYS), IMAGENET_MEAN, IMAGENET_STD)
+    erasures = draw_erasures(KEYS, 0.5, 48, 40)
+    erase(inputs, *map(torch.from_numpy, (erasures.samples, *erasures.masks(48, 40))))
+    return inputs
+
+
 def test_the_parts_run_in_the_order_of_timm_and_torchvision() -> None:
-    images = apply_policy(RandAugment(magnitude=9, probability=1), flip(some_batch(8), torch.from_numpy(FLIPS)), KEYS)
-    expected = erase(to_float(images, IMAGENET_MEAN, IMAGENET_STD), draw_erasures(KEYS, 0.5, 48, 40))
-    inputs, targets, mixed = everything(mixing_on=False)(some_batch(8), LABELS, FLIPS, KEYS, 0, 0)
-    assert torch.equal(inputs, expected)
-    assert torch.equal(targets, soft_targets(torch.from_numpy(LABELS), 10, 0.1))
+    inputs, targets, labels, mixed = everything(mixing_on=False)(some_batch(8), LABELS, FLIPS, KEYS, 0, 0)
+    assert torch.equal(inputs, by_hand())
+    assert torch.equal(targets.argmax(1), torch.from_numpy(LABELS))
+    assert torch.equal(labels, torch.from_numpy(LABELS))
     assert not mixed
-    mixed_inputs, mixed_targets, is_mixed = everything()(some_batch(8), LABELS, FLIPS, KEYS, 3, 4)
-    again = Mixer(0.2, 1.0, 1.0, 0.5, 0.1, 10, seed=1)(expected, torch.from_numpy(LABELS), 3, 4)
-    assert torch.equal(mixed_inputs, again.images)
-    assert torch.equal(mixed_targets, again.targets)
-    assert is_mixed
+    for part in range(4):
+        recipe = everything().mixer.draw(3, 4, part, 48, 40)
+        assert recipe is not None
+        mixed_inputs, mixed_targets, _, is_mixed = everything()(some_batch(8), LABELS, FLIPS, KEYS, 3, 4, part)
+        assert torch.equal(mixed_inputs, mix_images(by_hand(), recipe, torch.float32))
+        torch.testing.assert_close(mixed_targets, targets * recipe.kept + targets.flip(0) * (1 - recipe.kept))
+        assert is_mixed
 
 
 def test_a_sample_has_the_same_bits_alone_in_a_batch_and_in_any_order() -> None:
@@ -78,18 +90,25 @@ def test_tensors_work_like_arrays_and_the_loaders_bytes_are_unchanged() -> None:
     assert torch.equal(images, some_batch(8))
 
 
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_inputs_are_channels_last_in_any_precision(dtype: torch.dtype) -> None:
-    augment = TrainAugment(Mixer(0.2, 1.0, num_classes=10), TrivialAugmentWide(), 0.5, dtype=dtype)
+def test_inputs_have_the_layout_and_precision_asked_for(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    mixer = Mixer(0.2, 1.0, num_classes=10)
+    exact = TrainAugment(mixer, TrivialAugmentWide(), 0.5)
+    augment = TrainAugment(mixer, TrivialAugmentWide(), 0.5, dtype=dtype, memory_format=layout)
     for step in range(4):
-        inputs, targets, _ = augment(some_batch(8), LABELS, FLIPS, KEYS, 0, step)
+        inputs, targets, _, _ = augment(some_batch(8), LABELS, FLIPS, KEYS, 0, step)
         assert inputs.dtype == dtype
-        assert inputs.is_contiguous(memory_format=torch.channels_last)
+        assert inputs.is_contiguous(memory_format=layout)
         assert targets.dtype == torch.float32
+        assert torch.equal(inputs, exact(some_batch(8), LABELS, FLIPS, KEYS, 0, step).images.to(dtype))
 
 
-def test_evaluation_only_normalises() -> None:
-    assert torch.equal(EvalPrepare()(some_batch()), to_float(some_batch(), IMAGENET_MEAN, IMAGENET_STD))
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_evaluation_only_normalises(layout: torch.memory_format) -> None:
+    inputs = EvalPrepare(memory_format=layout)(some_batch())
+    assert torch.equal(inputs, to_float(some_batch(), IMAGENET_MEAN, IMAGENET_STD))
+    assert inputs.is_contiguous(memory_format=layout)
 
 
 def test_a_config_builds_the_pipeline_it_describes() -> None:
@@ -103,6 +122,8 @@ def test_a_config_builds_the_pipeline_it_describes() -> None:
     assert augment.mixer == Mixer(0.1, 1.0, 0.9, 0.3, 0.1, 100, 5)
     assert augment.erasing == 0.25
     assert augment.dtype == torch.bfloat16
+    assert augment.memory_format == torch.channels_last
+    assert build_train_augment(Config(channels_last=False), 10).memory_format == torch.contiguous_format
     assert build_policy(Config(auto_augment="trivialaugment"), IMAGENET_MEAN) == TrivialAugmentWide((0, 0, 0))
     assert build_policy(Config(), IMAGENET_MEAN) is None
 

@@ -14,6 +14,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import TrivialAugmentWide as TorchvisionTrivialAugmentWide
 from torchvision.transforms.autoaugment import _apply_op
 
+from stoker.augment.layers import apply_layers, apply_policy
 from stoker.augment.policies import (
     RANDAUGMENT_OPS,
     TRIVIALAUGMENT_OPS,
@@ -21,8 +22,6 @@ from stoker.augment.policies import (
     Op,
     RandAugment,
     TrivialAugmentWide,
-    apply_layer,
-    apply_policy,
     randaugment_arguments,
     trivialaugment_arguments,
 )
@@ -72,8 +71,7 @@ def test_randaugment_takes_timms_arguments_at_every_magnitude(op: Op) -> None:
 def test_an_operation_of_randaugment_does_what_timms_does(op: Op) -> None:
     policy = RandAugment(magnitude=9, magnitude_std=0, fill=(124, 116, 104))
     arguments = randaugment_arguments(np.full(6, op), np.full(6, 0.9), np.tile([-1.0, 1.0], 3), HEIGHT, WIDTH)
-    ours = some_batch()
-    apply_layer(Layer(np.full(6, op), arguments), ours, policy.fill)
+    ours = apply_layers([Layer(np.full(6, op), arguments)], some_batch(), policy.fill)
     theirs = timm_ops.AugmentOp(
         IN_TIMM[op], prob=1, magnitude=9,
         hparams={"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BILINEAR},
@@ -90,9 +88,8 @@ def test_an_operation_of_trivialaugment_does_what_torchvisions_does_in_every_bin
     magnitudes, signed = TorchvisionTrivialAugmentWide()._augmentation_space(31)[IN_TORCHVISION[op]]
     images = some_images(31, 32, 32)
     for sign in (-1.0, 1.0):
-        ours = torch.from_numpy(images.copy())
         arguments = trivialaugment_arguments(np.full(31, op), np.arange(31.0), np.full(31, sign))
-        apply_layer(Layer(np.full(31, op), arguments), ours, TrivialAugmentWide().fill)
+        ours = apply_layers([Layer(np.full(31, op), arguments)], torch.from_numpy(images), TrivialAugmentWide().fill)
         for sample, image in enumerate(images):
             magnitude = float(magnitudes[sample]) if magnitudes.ndim else 0.0
             theirs = _apply_op(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from stoker.clock.costs import BatchCost, StageCost
-from stoker.clock.steps import KEPT_STEPS, DeviceTimes, StepClock
+from stoker.clock.steps import KEPT_STEPS, DeviceStep, DeviceTimes, StepClock
 
 
 @dataclass
@@ -155,20 +155,80 @@ class Event:
         return other.at - self.at
 
 
+def on_device(
+    times: DeviceTimes, queue: Queue, *, idle: float, copy: float, compute: float, waited_s: float = 0.0
+) -> None:
+    """A step whose copy ends just before the step begins, `idle` milliseconds after the last one."""
+    queue.now += idle - copy
+    times.copy_edge()
+    queue.now += copy
+    times.copy_edge()
+    times.compute_begins()
+    queue.now += compute
+    times.compute_ends()
+    times.step_ends(waited_s, first=False)
+
+
 def test_events_are_read_once_the_device_has_passed_them_and_then_reused() -> None:
     queue = Queue()
     times = DeviceTimes(queue.event)
     for _ in range(3):
-        for milliseconds in (0.0, 2.0, 30.0):
-            queue.now += milliseconds
-            times.mark()
-        times.step_ends()
+        on_device(times, queue, idle=4.0, copy=2.0, compute=30.0, waited_s=0.001)
     assert list(times.passed()) == []
-    queue.reached = 64.0
-    assert [pytest.approx(parts) for parts in times.passed()] == [[0.002, 0.03], [0.002, 0.03]]
+    queue.reached = 68.0
+    first, second = times.passed()
+    assert first.idle_s is None, "nothing came before it"
+    assert (second.idle_s, second.transfer_s, second.compute_s) == pytest.approx((0.004, 0.002, 0.03))
     queue.reached = queue.now
-    assert list(times.passed()) == [pytest.approx([0.002, 0.03])]
+    assert [step.idle_s for step in times.passed()] == [pytest.approx(0.004)]
     made = queue.made
-    for _ in range(3):
-        times.mark()
+    for _ in range(2):
+        on_device(times, queue, idle=4.0, copy=2.0, compute=30.0)
     assert queue.made == made
+
+
+@pytest.mark.parametrize(
+    ("waited", "idle", "copy", "parts"),
+    [
+        # The host waited, but the device still had work: nobody was starved.
+        (50.0, 0.0, 2.0, (0.0, 0.0)),
+        # The loader is too slow: the device runs dry for most of the host's wait, then for the copy.
+        (50.0, 42.0, 2.0, (42.0, 0.0)),
+        (40.0, 42.0, 2.0, (40.0, 2.0)),
+        # The host was late for other reasons, such as Python or logging: that is neither waiting nor transfer.
+        (0.0, 10.0, 2.0, (0.0, 2.0)),
+        (0.0, 1.0, 2.0, (0.0, 1.0)),
+    ],
+)
+def test_a_device_is_starved_only_while_it_has_nothing_to_do(
+    waited: float, idle: float, copy: float, parts: tuple[float, float]
+) -> None:
+    step = DeviceStep(waited / 1e3, idle / 1e3, copy / 1e3, 0.03)
+    assert (step.starved_s, step.exposed_transfer_s) == pytest.approx((parts[0] / 1e3, parts[1] / 1e3))
+
+
+def test_a_loop_that_runs_ahead_of_its_device_reports_what_the_device_waited_for() -> None:
+    queue, clock = Queue(), StepClock()
+    clock._times = DeviceTimes(queue.event)
+    clock.epoch_begins()
+    for number in range(20):
+        # The loader takes 30 ms a batch and the device 20: the host waits in the loader, and so does the device, but
+        # only for the 10 ms that are missing.
+        with clock.waiting():
+            time.sleep(0.030)
+        queue.now += 10.0 if number else 0.0
+        with clock.computing():
+            with clock.transferring():
+                pass
+            clock.data_is_there()
+            clock.data_is_there()  # a second micro-batch changes nothing
+            queue.now += 20.0
+        queue.reached = queue.now - 40.0
+        clock.step_ends([Eight()])
+    interval = clock.take_interval()
+    steps = 20 - 1 - 2  # the first has no step before it, and two are still on their way
+    assert interval.wait_s == pytest.approx(steps * 0.010)
+    assert interval.compute_s == pytest.approx((steps + 1) * 0.020)
+    assert interval.transfer_s == pytest.approx(0.0)
+    assert interval.epoch_starts_s == pytest.approx([0.030])
+    assert list(interval.newest_steps)[-1] == pytest.approx((0.010, 0.020))

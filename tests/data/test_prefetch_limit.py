@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,12 +40,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def opened(images: Path, engine: Engine, *, size: int, batch: int, steps: int) -> Iterator[ImageLoader]:
+def opened(images: Path, engine: Engine, *, size: int, batch: int, steps: int, held: int = 1) -> Iterator[ImageLoader]:
     samples = repeated(all_samples(open_index(str(images), "", index_dir=images.parent / "index")), batch * steps)
     decoding, _ = choose_decoder("pillow", list, size)
-    loader = ImageLoader(
-        plan_over(samples, decoding, size, batch), LoaderOptions(engine=engine, workers=WORKERS, prefetch=PREFETCH)
-    )
+    options = LoaderOptions(engine=engine, workers=WORKERS, prefetch=PREFETCH, held=held)
+    loader = ImageLoader(plan_over(samples, decoding, size, batch), options)
     try:
         yield loader
     finally:
@@ -121,7 +121,7 @@ def test_memory_falls_and_rises_with_the_limit(images: Path, engine: Engine) -> 
 
 
 def test_a_slot_in_use_is_not_emptied() -> None:
-    slots = SharedSlots(4, (MEGABYTE,), pinned=False)
+    slots = SharedSlots(4, (MEGABYTE,))
     numbers = [slots.take() for _ in range(4)]
     assert numbers == [0, 1, 2, 3]
     seen = []
@@ -137,6 +137,27 @@ def test_a_slot_in_use_is_not_emptied() -> None:
     assert [int(tensor.max()) for tensor in slots.tensors] == [1, 0, 0, 0]
     slots.keep(4)
     assert slots.take() == 1
+
+
+@pytest.mark.parametrize("held", [1, 4])
+def test_a_consumer_that_accumulates_gets_every_batch_in_a_slot(images: Path, held: int) -> None:
+    """In groups, as the batches of an update are taken, and in a window that slides, as copies in flight are held."""
+    with opened(images, "process", size=16, batch=4, steps=40, held=held) as loader:
+        addresses = {tensor.data_ptr() for tensor in loader._engine._slots.tensors}  # type: ignore[union-attr]
+        assert len(addresses) == WORKERS * PREFETCH + 1 + held
+        for limit in (loader.most_in_flight, 1):
+            loader.limit_prefetch(limit)
+            group: list[torch.Tensor] = []
+            for batch in loader.epoch(0):
+                group.append(batch.images)
+                assert batch.images.data_ptr() in addresses
+                if len(group) == held:
+                    group.clear()
+            window: deque[torch.Tensor] = deque(maxlen=held)
+            for batch in loader.epoch(1):
+                window.append(batch.images)
+                assert batch.images.data_ptr() in addresses
+            window.clear()
 
 
 def test_a_buffer_in_use_is_kept() -> None:

@@ -57,12 +57,12 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
         run = build_run(*arguments, **keys)
         prepare = run.prepare
 
-        def watched(batch: Batch, epoch: int, step: int) -> Prepared:
+        def watched(batch: Batch, epoch: int, step: int, number: int) -> Prepared:
             wanted["ledger"].append((epoch, step, batch.indices.tolist(), batch.keys.tolist()))
             if step + 1 == wanted["stop_at"]:
                 wanted["stop_at"] = None  # only once: a second Ctrl-C means 'immediately'
                 os.kill(os.getpid(), wanted["number"])
-            return prepare(batch, epoch, step)
+            return prepare(batch, epoch, step, number)
 
         return replace(run, prepare=watched)
 

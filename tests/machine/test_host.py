@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from stoker.config import load_config
-from stoker.machine.host import Machine, count_accelerators, fit_to_machine, read_machine, usable_cpus, usable_ram_bytes
+from stoker.machine.host import (
+    Machine,
+    count_accelerators,
+    fit_to_machine,
+    ranks_sharing_cores,
+    read_machine,
+    usable_cpus,
+    usable_ram_bytes,
+)
 
 
 def test_affinity_counts() -> None:
@@ -57,7 +65,46 @@ def test_a_config_is_fitted_to_the_machine_and_says_so() -> None:
     )
     assert len(notes) == 2
     fitted, notes = fit_to_machine(config, Machine(cpus=16, accelerators=4))
-    assert (fitted.precision, fitted.num_workers, fitted.devices, notes) == ("16-mixed", 4, 4, [])
+    assert (fitted.precision, fitted.num_workers, fitted.devices, notes) == ("16-mixed", 3, 4, [])
+
+
+@pytest.mark.parametrize(
+    ("machine", "workers"),
+    [
+        (Machine(cpus=16, accelerators=4), 3),
+        (Machine(cpus=64, accelerators=8), 7),
+        (Machine(cpus=8, accelerators=1), 7),
+        (Machine(cpus=4, accelerators=8), 1),  # never none
+        (Machine(cpus=1, accelerators=1), 1),
+        (Machine(cpus=6, accelerators=0), 6),  # without a GPU the training thread computes on all of them
+        (Machine(cpus=6, accelerators=None), 5),
+        (Machine(cpus=8, accelerators=1, ranks=1), 7),  # srun: one GPU and eight cores for each process
+        (Machine(cpus=32, accelerators=1, ranks=4), 7),  # srun: one GPU for each process, the cores shared
+        (Machine(cpus=32, accelerators=8, ranks=2), 15),  # torchrun started fewer processes than there are GPUs
+    ],
+)
+def test_auto_workers_leave_a_core_of_each_rank_to_the_launching_thread(machine: Machine, workers: int) -> None:
+    assert fit_to_machine(load_config(None, []).config, machine)[0].num_workers == workers
+
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, None),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"LOCAL_WORLD_SIZE": "8"}, None),  # exported by hand: no launcher sets it alone
+        (SRUN | {"SLURM_TASKS_PER_NODE": "4(x2),3"}, 4),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "12"}, 1),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "3"}, 4),  # not bound to them
+        ({"SLURM_TASKS_PER_NODE": "4", "SLURM_PROCID": "0"}, None),  # inside sbatch, not started by srun
+    ],
+)
+def test_a_launcher_says_how_many_ranks_share_the_cores(environment: dict[str, str], ranks: int | None) -> None:
+    assert ranks_sharing_cores(12, environment) == ranks
 
 
 def test_unknown_values_change_only_the_number_of_devices() -> None:

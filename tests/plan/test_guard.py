@@ -65,3 +65,14 @@ def test_train_refuses_before_it_touches_the_run_folder(stoker: Run, tmp_path: P
     assert done.code == 1
     assert "error: does-not-fit" in done.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_batches_of_an_accumulated_update_are_planned_for_training_and_not_for_validation() -> None:
+    words = ("loader=process", "num_workers=2", "batch_size=16", "img_size=64")
+    batch_bytes = 16 * 64 * 64 * 3
+    plans = [quick_plan(config(*words, f"gradient_accumulation={number}"), None, HERE) for number in (1, 4)]
+    shared = [plan.shm.parts for plan in plans]
+    assert shared[1]["training batches"] - shared[0]["training batches"] == 3 * batch_bytes
+    assert shared[1]["validation batches"] == shared[0]["validation batches"]
+    parts = [plan.ram.parts["batches in flight"] for plan in plans]
+    assert parts[1] - parts[0] == 3 * batch_bytes

@@ -128,6 +128,14 @@ def test_a_loader_without_workers_still_holds_a_batch() -> None:
     assert parts["training process"] == STATED.process + 256 * STATED.image_bytes
 
 
+@pytest.mark.parametrize(("engine", "in_hand"), [(PROCESSES, 2), (THREADS, 1), (replace(THREADS, workers=0), 2)])
+def test_batches_of_an_accumulated_update_are_counted(engine: LoaderSettings, in_hand: int) -> None:
+    accumulated = replace(engine, held=4)
+    assert engine.batches == engine.workers * engine.prefetch + in_hand
+    assert accumulated.batches == engine.batches + 3
+    assert accumulated.shared_bytes == (accumulated.batches * BATCH_BYTES if engine is PROCESSES else 0)
+
+
 def test_page_locked_memory_is_batches_and_the_checkpoint_copy_and_none_without_a_gpu() -> None:
     shape = HostShape(PROCESSES, on_gpu=True, pinned=True, state_bytes=GB)
     assert pinned_bytes(shape) == 38 * BATCH_BYTES + GB

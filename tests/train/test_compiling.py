@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
 import torch._inductor.config
 from torch import nn
 
+from stoker.config import load_config
+from stoker.machine.host import fit_to_machine, read_machine
+from stoker.tasks.classify import build_run, open_data
 from stoker.train.compute import Compiled
+from stoker.train.loop import train
+from stoker.train.ranks import Ranks
+from tests.support.tiny_training import write_config, write_images
 
 
 def test_a_model_that_cannot_be_compiled_runs_uncompiled_with_one_note() -> None:
@@ -61,3 +71,33 @@ def test_a_compiled_model_computes_and_learns_the_same() -> None:
     assert all(line.startswith("compiled for training in ") for line in said)
     assert isinstance(model, Compiled)
     assert [name.removeprefix("plain.") for name in model.state_dict()] == list(plain.state_dict())
+
+
+def test_each_image_size_is_compiled_once_and_the_last_validation_batch_is_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[bool, tuple[int, ...]]] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        images = next(value for value in inputs if value.ndim == 4 and value.shape[1] == 3 and not value.requires_grad)
+        compiled.append((torch.is_grad_enabled(), tuple(images.shape)))
+        return graph.forward
+
+    def compile_with_a_counter(model: nn.Module, *, mode: str | None, dynamic: bool) -> object:
+        assert mode is None
+        return torch_compile(model, backend=count, dynamic=dynamic)
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_with_a_counter)
+    torch._dynamo.reset()
+    images = write_images(tmp_path / "images", train=8, val=7)  # 21 for validation: 8, 8 and 5
+    keys = {"start_img_size": 32, "img_size": 96, "epochs": 4, "resize_epochs": 2, "compile_model": True}
+    config = load_config(write_config(tmp_path, images, **keys), []).config
+    fitted, _ = fit_to_machine(config, read_machine())
+    run = build_run(fitted, open_data(fitted, lambda _text: None), Ranks(), torch.device("cpu"))
+    assert isinstance(run.step.model, Compiled)
+    train(run)
+    run.close()
+    training = [shape for training, shape in compiled if training]
+    assert [shape[-1] for shape in training] == [32, 64, 96]
+    assert [shape for training, shape in compiled if not training] == [(8, 3, 96, 96)]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.data.draws import mix
@@ -15,28 +16,18 @@ from stoker.data.images.headers import Box
 MIXING = 18  # purpose of these draws; see stoker.augment.policies.POLICY
 
 
-class Mixed(NamedTuple):
-    """A batch for the model."""
-
-    images: Tensor
-    targets: Tensor
-    """(samples, classes), each row sums to 1."""
-    mixed: bool
-    """Whether images contain parts of others: then a sample does not have one true class."""
-
-
 class Recipe(NamedTuple):
     """How one batch is mixed."""
 
     kept: float
-    """Lambda: the share of itself that each sample keeps, as drawn."""
+    """The share of itself that each sample keeps, in pixels and in its target."""
     box: Box | None
     """CutMix: the rectangle that comes from the partner. None is mixup."""
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """Mixes batches, as determined by (seed, epoch, step) alone."""
+    """Decides how batches are mixed, from (seed, epoch, step, part) alone."""
 
     mixup_alpha: float = 0.0
     cutmix_alpha: float = 0.0
@@ -46,48 +37,82 @@ class Mixer:
     num_classes: int = 1000
     seed: int = 0
 
-    def __call__(self, images_nchw: Tensor, labels: Tensor, epoch: int, step: int) -> Mixed:
-        """The batch mixed with its own reverse; changes the images in place."""
-        targets = soft_targets(labels, self.num_classes, self.label_smoothing)
-        recipe = self.draw(epoch, step, images_nchw.shape[-2], images_nchw.shape[-1])
-        if recipe is None:
-            return Mixed(images_nchw, targets, False)
-        return apply_mixing(images_nchw, targets, recipe)
+    def draw(self, epoch: int, step: int, part: int, height: int, width: int) -> Recipe | None:
+        """How a batch is mixed; None if it is not.
 
-    def draw(self, epoch: int, step: int, height: int, width: int) -> Recipe | None:
-        """How this step's batch is mixed; None if it is not."""
+        `part` numbers the batches of one update over all ranks: each has its own draw. One for all of them would mix
+        thousands of images alike.
+        """
         if self.mixup_alpha == 0 and self.cutmix_alpha == 0:
             return None
         # A generator for this batch only, because Beta has no short formula; there is no state to save.
-        generator = np.random.Generator(np.random.PCG64(int(mix(mix(mix(self.seed, epoch), step), MIXING))))
+        key = mix(mix(mix(mix(self.seed, epoch), step), part), MIXING)
+        generator = np.random.Generator(np.random.PCG64(int(key)))
         lot, switch, down, right = generator.random(4)
         if lot >= self.probability:
             return None
         cut = self.mixup_alpha == 0 or (self.cutmix_alpha > 0 and switch < self.switch_probability)
         alpha = self.cutmix_alpha if cut else self.mixup_alpha
         kept = float(generator.beta(alpha, alpha))
-        return Recipe(kept, cut_box(kept, down, right, height, width) if cut else None)
+        if not cut:
+            return Recipe(kept, None)
+        box = cut_box(kept, down, right, height, width)
+        # The box is clipped at the borders and has whole pixels: the targets follow the pixels.
+        return Recipe(1 - box.height * box.width / (height * width), box)
 
 
-def apply_mixing(images_nchw: Tensor, targets: Tensor, recipe: Recipe) -> Mixed:
-    """Mixes each sample with its mirror image in the batch: the first with the last, and so on."""
-    # In a batch of odd size the middle sample is its own partner, and neither it nor its target changes: the last batch
-    # of an epoch needs no special case.
+def mix_images(images_nchw: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Mixes each sample with its mirror image in the batch, the first with the last and so on; overwrites the input.
+
+    Mixup wants float32 images: products and sum are computed in it, and rounded to `dtype` once. In half precision each
+    of the three would round. CutMix only moves pixels, so its images already have the `dtype`.
+    """
+    # In a batch of odd size the middle sample is its own partner, and does not change: the last batch of an epoch needs
+    # no special case.
     kept, box = recipe
-    if box is None:
-        partners = images_nchw.flip(0).mul_(1 - kept)
-        images_nchw.mul_(kept).add_(partners)
-    else:
+    if box is not None:
         rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
         part = images_nchw[:, :, rows, columns]
         part.copy_(part.flip(0))
-        # The box is clipped at the borders and has whole pixels: the targets follow the pixels.
-        kept = 1 - box.height * box.width / (images_nchw.shape[-2] * images_nchw.shape[-1])
-    return Mixed(images_nchw, targets * kept + targets.flip(0) * (1 - kept), kept != 1)
+        return images_nchw
+    partners = images_nchw.flip(0).mul_(1 - kept)
+    images_nchw.mul_(kept)
+    if dtype == images_nchw.dtype:
+        return images_nchw.add_(partners)
+    return torch.add(images_nchw, partners, out=torch.empty_like(images_nchw, dtype=dtype))
+
+
+class TargetRows(NamedTuple):
+    """The soft targets of a batch in short: the value at most classes, and the others."""
+
+    elsewhere: float
+    columns: NDArray[np.int64]
+    """(samples, 1), or 2 if samples are mixed."""
+    values: NDArray[np.float32]
+
+
+def target_rows(labels: NDArray[np.int64], num_classes: int, smoothing: float, recipe: Recipe | None) -> TargetRows:
+    """1 at the label, minus what smoothing spreads over all classes; mixed like the images."""
+    spread = smoothing / num_classes
+    off, on = np.float32(spread), np.float32(1 - smoothing + spread)
+    if recipe is None:
+        return TargetRows(float(off), labels[:, None], np.full((len(labels), 1), on))
+    partners = labels[::-1]
+    kept, rest = np.float32(recipe.kept), np.float32(1 - recipe.kept)
+    own = on * kept + np.where(partners == labels, on, off) * rest
+    other = np.where(partners == labels, on, off) * kept + on * rest
+    columns, values = np.stack([labels, partners], axis=1), np.stack([own, other], axis=1)
+    return TargetRows(float(off * kept + off * rest), columns, values)
+
+
+def fill_targets(elsewhere: float, columns: Tensor, values: Tensor, num_classes: int) -> Tensor:
+    """Soft targets (samples, classes) in float32; each row sums to 1."""
+    targets = torch.full((len(columns), num_classes), elsewhere, device=columns.device, dtype=torch.float32)
+    return targets.scatter_(1, columns, values)
 
 
 def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
-    """One row for each label: 1 at the label, minus what smoothing spreads over all classes."""
+    """The targets of labels that are already on the device, without mixing."""
     spread = smoothing / num_classes
     rows = torch.full((len(labels), num_classes), spread, device=labels.device, dtype=torch.float32)
     return rows.scatter_(1, labels[:, None], 1 - smoothing + spread)

@@ -1,18 +1,22 @@
 """The operations of augmentation policies, for many samples at once, each with its own strength.
 
-Images are uint8 (samples, height, width, 3) on any device. Nothing here waits for the device, and everything rounds as
-Pillow does, so that a policy means the same as in timm and torchvision. A sample's result does not depend on the others
-in its batch: sums are sums of integers, and no product is fused with a sum.
+Nothing here waits for the device, and everything rounds as Pillow does, so that a policy means the same as in timm and
+torchvision. A sample's result does not depend on the others in its batch: sums are sums of whole numbers, and no
+product is fused with a sum where that could change a result. On a GPU the number of kernels is what costs
+(tests/augment/test_kernels.py limits it): hence the operators that do two things at once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
+
+from stoker.augment.packing import kept_on
 
 Floats = NDArray[np.float64]
 Tables = NDArray[np.uint8]
@@ -20,15 +24,19 @@ Tables = NDArray[np.uint8]
 LEVELS = np.arange(256)
 # Pillow truncates. In single precision 200 may have become 199.995.
 CUT_SLACK = 1 / 64
+# The largest number below 1 in single precision.
+BELOW_ONE = 1 - 2**-24
+# In front of a table's 256 entries: a histogram with an empty place below level 0 has, once summed up, the number of
+# darker pixels at each level. Tables and histograms have the same shape, so that one set of places serves both.
+TABLE_SIZE = 257
 
 
-def to_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """A small array on the device, copied without waiting for it."""
-    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        # The driver may wait for the stream before it copies from ordinary memory, never from page-locked memory.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+def plus(images: Tensor, addends: Tensor) -> Tensor:
+    """Bytes plus numbers of a wider type: the sum, in that type."""
+    if images.device.type == "cpu":
+        # For mixed types torch would make two temporary tensors; fresh memory is what costs time here.
+        return images.to(addends.dtype).add_(addends)
+    return torch.add(images, addends)
 
 
 # --- geometry: where each pixel of the result comes from, as Pillow's six numbers (a, b, c, d, e, f):
@@ -66,32 +74,43 @@ def rotate_matrices(degrees: Floats, height: int, width: int) -> Floats:
     )
 
 
-def warp(images_nhwc: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
-    """The images warped by their matrices (samples, 6), bilinear; `fill` (3,) is the colour outside the source."""
-    _, height, width, _ = images_nhwc.shape
-    a, b, c, d, e, f = (column[:, None, None] for column in matrices.to(torch.float32).unbind(1))
-    xs = torch.arange(width, device=images_nhwc.device, dtype=torch.float32)[None, None, :] + 0.5
-    ys = torch.arange(height, device=images_nhwc.device, dtype=torch.float32)[None, :, None] + 0.5
-    # In grid_sample's units (-1 and 1 are the borders). What depends on one axis is computed first, so that the whole
-    # grid is one sum of a row and a column.
-    source_x = (a * xs + c) * (2 / width) - 1 + b * ys * (2 / width)
-    source_y = (e * ys + f) * (2 / height) - 1 + d * xs * (2 / height)
-    grid = torch.stack([source_x, source_y], dim=-1)
-    images_nchw = images_nhwc.permute(0, 3, 1, 2).to(torch.float32)
-    # As in Pillow, a pixel whose centre is inside the source is all source (the outermost half pixel is repeated).
-    found = torch.nn.functional.grid_sample(images_nchw, grid, "bilinear", "border", align_corners=False)
-    inside = (source_x >= -1) & (source_x < 1) & (source_y >= -1) & (source_y < 1)
-    # Source or fill is chosen by arithmetic on bytes, which wrap around: on a CPU `where` takes several times as long.
-    colour = fill.view(1, 3, 1, 1)
-    warped = (found.add_(CUT_SLACK).to(torch.uint8) - colour).mul_(inside[:, None].to(torch.uint8)).add_(colour)
-    return warped.permute(0, 2, 3, 1)
-
-
 def _matrices(count: int, columns: dict[int, Floats]) -> Floats:
     matrices = np.tile(np.array([1.0, 0, 0, 0, 1, 0]), (count, 1))
     for column, values in columns.items():
         matrices[:, column] = values
     return matrices
+
+
+class SourceGrid(NamedTuple):
+    """Where the pixels come from, in grid_sample's units (-1 and 1 are the borders): a sum of what follows from the
+    column and what follows from the row."""
+
+    by_column: NDArray[np.float32]
+    """(samples, 1, width, 2): x and y."""
+    by_row: NDArray[np.float32]
+    """(samples, height, 1, 2)."""
+
+
+def source_grid(matrices: Floats, height: int, width: int) -> SourceGrid:
+    """The grid of each matrix (samples, 6), made on the host: two short vectors a sample, which the device adds up."""
+    a, b, c, d, e, f = (column[:, None] for column in matrices.astype(np.float32).T)
+    xs, ys = (np.arange(length, dtype=np.float32)[None] + np.float32(0.5) for length in (width, height))
+    wide, tall, one = np.float32(2 / width), np.float32(2 / height), np.float32(1)
+    by_column = np.stack([(a * xs + c) * wide - one, d * xs * tall], axis=-1)
+    by_row = np.stack([b * ys * wide, (e * ys + f) * tall - one], axis=-1)
+    return SourceGrid(by_column[:, None], by_row[:, :, None])
+
+
+def warp(planes: Tensor, by_column: Tensor, by_row: Tensor, fill: Tensor, out: Tensor) -> None:
+    """The planes (samples, 3, height, width) taken from their grids, bilinear; `fill` (1, 3, 1, 1) lies outside."""
+    # As complex numbers: x and y of a pixel are added, and compared, in one go.
+    grid = torch.view_as_real(torch.view_as_complex(by_column) + torch.view_as_complex(by_row))
+    # As in Pillow, a pixel whose centre is inside the source is all source (the outermost half pixel is repeated).
+    found = functional.grid_sample(planes, grid, "bilinear", "border", align_corners=False).add_(CUT_SLACK)
+    inside = grid.clamp(-1, BELOW_ONE)
+    torch.view_as_complex(inside).eq_(torch.view_as_complex(grid))
+    # With weights of 0 and 1, lerp returns one of the two, exactly; on a CPU `where` takes fifteen times as long.
+    torch.lerp(fill, found, inside[:, None, :, :, 0], out=out)
 
 
 # --- tables: the new value of each level of each channel. Those that do not depend on the image are made on the host.
@@ -127,84 +146,84 @@ def brightness_tables(factors: Floats) -> Tables:
     return tables
 
 
-def contrast_tables(images_nhwc: Tensor, factors: Tensor) -> Tensor:
-    """Move away from (above 1) or towards (below 1) the image's mean grey."""
-    pixels = images_nhwc.shape[1] * images_nhwc.shape[2]
-    total = _grey(images_nhwc).sum(dim=(1, 2), dtype=torch.int64)
-    mean = torch.div(2 * total + pixels, 2 * pixels, rounding_mode="floor").to(torch.float32)
-    levels = torch.arange(256, device=images_nhwc.device, dtype=torch.float32)
-    return _blend(mean[:, None], levels[None], factors[:, None])[:, None].expand(-1, 3, -1)
+def table_starts(samples: int) -> NDArray[np.int64]:
+    """The place of level 0 of each sample's channels in flat (samples, 3, TABLE_SIZE) tables."""
+    return (np.arange(samples * 3, dtype=np.int64) * TABLE_SIZE + 1).reshape(-1, 1, 1, 3)
 
 
-def autocontrast_tables(images_nhwc: Tensor) -> Tensor:
-    """Stretch each channel over all levels."""
-    low, high = (bound.to(torch.float64)[..., None] for bound in torch.aminmax(images_nhwc.flatten(1, 2), dim=1))
-    levels = torch.arange(256, device=images_nhwc.device, dtype=torch.float64)
-    # Double precision and exactly these operations give Pillow's level in every case: `255 / tensor` would be 255 times
-    # a rounded reciprocal.
-    scale = torch.full_like(low, 255.0).div_((high - low).clamp(min=1))
-    stretched = (levels * scale + -low * scale).clamp(0, 255)
-    return torch.where(high > low, stretched, levels).to(torch.uint8)
+def equalize(places: Tensor, samples: int, pixels: int, out: Tensor) -> None:
+    """New levels (samples, 3, 256) in float64 that are all about equally frequent; `places` are those of every pixel in
+    the samples' tables."""
+    constants = _constants(places.device)
+    # Not bincount: on a GPU it waits for the largest value. Whole numbers up to 2**53 are exact, in any order.
+    counts = torch.zeros(samples * 3 * TABLE_SIZE, device=places.device, dtype=torch.float64)
+    counts.scatter_add_(0, places, constants["one"].expand_as(places))
+    darker = counts.view(samples, 3, TABLE_SIZE).cumsum(2)
+    # All pixels but those of the brightest level: the largest sum that is not yet the whole.
+    step = torch.div(darker.remainder(pixels).amax(dim=2, keepdim=True), 255, rounding_mode="floor")
+    # Pillow adds half a step and divides, in whole numbers. A quotient is never so close to the next level that double
+    # precision could not tell, and on the way to bytes it is truncated.
+    spread = torch.addcdiv(constants["half"], darker[..., :256], step)
+    torch.where(step > 0, spread, constants["levels"], out=out)
 
 
-def equalize_tables(images_nhwc: Tensor) -> Tensor:
-    """Spread each channel so that all levels are about equally frequent."""
-    samples, height, width, _ = images_nhwc.shape
-    counts = torch.zeros(samples * 3 * 256, device=images_nhwc.device, dtype=torch.int64)
-    places = _table_places(images_nhwc, torch.int64).reshape(-1)
-    # Not bincount: on a GPU it waits for the largest value.
-    counts.scatter_add_(0, places, torch.ones((), device=places.device, dtype=torch.int64).expand_as(places))
-    counts = counts.view(samples, 3, 256)
-    levels = torch.arange(256, device=images_nhwc.device)
-    highest = ((counts > 0) * levels).amax(dim=2, keepdim=True)
-    step = torch.div(height * width - counts.gather(2, highest), 255, rounding_mode="floor")
-    below = counts.cumsum(2) - counts + torch.div(step, 2, rounding_mode="floor")
-    spread = torch.div(below, step.clamp(min=1), rounding_mode="floor").clamp(max=255)
-    return torch.where(step > 0, spread, levels).to(torch.uint8)
+def stretch(images_nhwc: Tensor, out: Tensor) -> None:
+    """Autocontrast: new levels (samples, 3, 256) in float64 that reach from black to white in each channel."""
+    low, high = torch.aminmax(images_nhwc.flatten(1, 2), dim=1)
+    span = torch.sub(high, low, out=torch.empty(low.shape, device=low.device, dtype=torch.int64))
+    # Double precision and exactly these operations give Pillow's level in every case.
+    scaled = functional.embedding(span, _constants(low.device)["scaled"])
+    torch.add(scaled[..., :256], low[..., None] * scaled[..., 256:], out=out)
 
 
-def look_up(images_nhwc: Tensor, tables: Tensor) -> Tensor:
-    """The images with each level replaced by their tables (samples, 3, 256)."""
-    places = _table_places(images_nhwc, torch.int32)
-    return tables.reshape(-1).index_select(0, places.reshape(-1)).view(images_nhwc.shape)
+def look_up(places: Tensor, tables: Tensor, out: Tensor) -> None:
+    """Each pixel's entry in the tables, which are bytes (samples, 3, TABLE_SIZE)."""
+    torch.index_select(tables.view(-1), 0, places, out=out.view(-1))
 
 
-def _table_places(images_nhwc: Tensor, dtype: torch.dtype) -> Tensor:
-    """The index of each pixel's entry in a flat (samples, 3, 256) table."""
-    starts = torch.arange(len(images_nhwc) * 3, device=images_nhwc.device, dtype=dtype).mul_(256)
-    return images_nhwc.to(dtype).add_(starts.view(-1, 1, 1, 3))
+def _constants(device: torch.device) -> dict[str, Tensor]:
+    return kept_on(device, "operations", _make_constants)
 
 
-# --- blends of an image with a changed one
+def _make_constants() -> dict[str, NDArray[np.float64]]:
+    # For each distance of the brightest from the darkest level: all levels times the scale, then minus the scale, for
+    # the darkest one. A flat channel stays as it is.
+    scale = np.concatenate([[1.0], 255.0 / np.arange(1.0, 256.0)])[:, None]
+    scaled = np.concatenate([LEVELS[None] * scale, -scale], axis=1)
+    scaled[0, 256] = 0
+    return {"one": np.array(1.0), "half": np.array(0.5), "levels": LEVELS.astype(np.float64), "scaled": scaled}
 
 
-def saturate(images_nhwc: Tensor, factors: Tensor) -> Tensor:
-    """Colour: 0 is grey, 1 changes nothing, more is gaudier."""
-    grey = _grey(images_nhwc)[:, None].to(torch.float32)
-    # One plane for each channel: a grey value that three neighbours share cannot be used by wide instructions.
-    planes = images_nhwc.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-    return _blend(grey, planes, factors[:, None, None, None]).permute(0, 2, 3, 1)
+# --- blends of planes (samples, 3, height, width) in float32 with changed ones
 
 
-def sharpen(images_nhwc: Tensor, factors: Tensor) -> Tensor:
-    """Sharpness: 0 is smoothed, 1 changes nothing, more is sharper."""
-    if min(images_nhwc.shape[1:3]) < 3:
-        return images_nhwc.clone()  # all border, which Pillow does not change
-    images = images_nhwc.to(torch.float32)
-    middle = images[:, 1:-1, 1:-1]
-    rows = (images[:, :-2] + images[:, 1:-1]).add_(images[:, 2:])
-    blocks = (rows[:, :, :-2] + rows[:, :, 1:-1]).add_(rows[:, :, 2:])
-    # All nine weigh 1, the middle one 5. Rounded before blending; thirteenths are never close to a half.
-    smooth = blocks.add_(middle * 4).mul_(1 / 13).add_(0.5).floor_()
-    sharper = images_nhwc.clone()
-    sharper[:, 1:-1, 1:-1] = _blend(smooth, middle, factors[:, None, None, None])
-    return sharper
+def grey_of(planes: Tensor) -> Tensor:
+    """Pillow's grey plus a half, to be truncated."""
+    # Weights in 65536ths; every product and sum is a whole number of them below 2**24, so exact in single precision.
+    red, green, blue = planes.unbind(1)
+    half = _constants(planes.device)["half"]
+    return torch.add(half, red, alpha=19595 / 65536).add_(green, alpha=38470 / 65536).add_(blue, alpha=7471 / 65536)
 
 
-def _blend(changed: Tensor, images: Tensor, factors: Tensor) -> Tensor:
-    return (images - changed).mul_(factors).add_(changed).clamp_(0, 255).to(torch.uint8)
+def mean_of(grey: Tensor) -> Tensor:
+    """The mean (samples, 1, 1, 1) of each sample's grey, rounded as in Pillow."""
+    pixels = grey[0].numel()
+    total = grey.sum(dim=(1, 2), dtype=torch.int64)  # truncates each pixel first
+    return torch.div(total.add_(pixels // 2), pixels, rounding_mode="floor").view(-1, 1, 1, 1)
 
 
-def _grey(images_nhwc: Tensor) -> Tensor:
-    red, green, blue = images_nhwc.to(torch.int32).unbind(3)
-    return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+def smooth(planes: Tensor, out: Tensor) -> None:
+    """What sharpness blends with: the mean of each pixel and its eight neighbours, in which it weighs 5 of 13. The
+    border of `out` is left alone, as in Pillow."""
+    if min(planes.shape[2:]) < 3:
+        return
+    blocks = planes.unfold(2, 3, 1).mean(-1).unfold(3, 3, 1).mean(-1)
+    # Nine of 13 parts are the mean of the block. Thirteenths are never close to a half: any rounding error vanishes.
+    torch.lerp(planes[:, :, 1:-1, 1:-1], blocks, 9 / 13, out=blocks)
+    torch.round(blocks, out=out[:, :, 1:-1, 1:-1])
+
+
+def blend(changed: Tensor, planes: Tensor, factors: Tensor) -> None:
+    """`changed` becomes the blend, to be truncated: all changed at 0, unchanged at 1, further away above; overwrites
+    `planes`."""
+    changed.add_(planes.sub_(changed).mul_(factors.view(-1, 1, 1, 1))).clamp_(0, 255)

@@ -1,12 +1,10 @@
-"""Augmentation policies: which operations each sample gets, and how strong; then all samples at once.
+"""Augmentation policies: which operations each sample gets, and how strong.
 
-The choice follows from the samples' keys alone and is known on the host. So samples are grouped by kind of operation
-without asking the device, and each kind runs only over the samples that need it.
+The choice follows from the samples' keys alone and is known on the host; stoker.augment.layers carries it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -14,10 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from stoker.augment import operations as ops
-from stoker.augment.operations import Floats, to_device
+from stoker.augment.operations import Floats
 from stoker.data.draws import Keys, uniforms
 
 # Purpose of these draws (stoker.data.draws uses 1 to 15, this package 16 and above).
@@ -45,12 +41,6 @@ class Op(IntEnum):
     SHEAR_Y = 13
     TRANSLATE_X = 14
     TRANSLATE_Y = 15
-
-
-GEOMETRIC = (Op.ROTATE, Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y)
-BY_TABLE = (
-    Op.AUTO_CONTRAST, Op.EQUALIZE, Op.INVERT, Op.POSTERIZE, Op.SOLARIZE, Op.SOLARIZE_ADD, Op.CONTRAST, Op.BRIGHTNESS,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,77 +162,3 @@ def _choose(chosen: NDArray[np.int64], arguments: dict[Op, Floats]) -> Floats:
     for op, values in arguments.items():
         result = np.where(chosen == op, values, result)
     return result
-
-
-def apply_policy(policy: Policy, images_nhwc: Tensor, keys: Keys) -> Tensor:
-    """The images (uint8) after the operations that the policy chooses for their keys; does not change the input."""
-    _, height, width, _ = images_nhwc.shape
-    images = images_nhwc.clone()
-    for layer in policy.plan(keys, height, width):
-        apply_layer(layer, images, policy.fill)
-    return images
-
-
-def apply_layer(layer: Layer, images: Tensor, fill: Level) -> None:
-    """Applies one operation to each sample, in place: one pass for each kind of operation."""
-    kinds: tuple[tuple[tuple[Op, ...], Callable[[Tensor, Layer], Tensor]], ...] = (
-        (GEOMETRIC, lambda part, chosen: _warp(part, chosen, fill)),
-        (BY_TABLE, _look_up),
-        ((Op.COLOR,), lambda part, chosen: ops.saturate(part, _factors(chosen, part))),
-        ((Op.SHARPNESS,), lambda part, chosen: ops.sharpen(part, _factors(chosen, part))),
-    )
-    for members, apply in kinds:
-        samples = np.flatnonzero(np.isin(layer.ops, members))
-        if len(samples):
-            index = to_device(samples, images.device)
-            chosen = Layer(layer.ops[samples], layer.arguments[samples])
-            images[index] = apply(images.index_select(0, index), chosen).contiguous()
-
-
-def _warp(images: Tensor, layer: Layer, fill: Level) -> Tensor:
-    _, height, width, _ = images.shape
-    arguments = layer.arguments
-    makers: dict[Op, Callable[[Floats], Floats]] = {
-        Op.ROTATE: lambda degrees: ops.rotate_matrices(degrees, height, width),
-        Op.SHEAR_X: ops.shear_x_matrices,
-        Op.SHEAR_Y: ops.shear_y_matrices,
-        Op.TRANSLATE_X: ops.translate_x_matrices,
-        Op.TRANSLATE_Y: ops.translate_y_matrices,
-    }
-    matrices = np.zeros((len(arguments), 6))
-    for op, make in makers.items():
-        members = layer.ops == op
-        matrices[members] = make(arguments[members])
-    colour = np.array(fill, np.uint8)
-    return ops.warp(images, to_device(matrices.astype(np.float32), images.device), to_device(colour, images.device))
-
-
-def _look_up(images: Tensor, layer: Layer) -> Tensor:
-    tables = np.zeros((len(layer.ops), 256), np.uint8)
-    makers: dict[Op, Callable[[Floats], ops.Tables]] = {
-        Op.INVERT: lambda arguments: ops.invert_tables(len(arguments)),
-        Op.POSTERIZE: ops.posterize_tables,
-        Op.SOLARIZE: ops.solarize_tables,
-        Op.SOLARIZE_ADD: ops.solarize_add_tables,
-        Op.BRIGHTNESS: ops.brightness_tables,
-    }
-    for op, make in makers.items():
-        members = layer.ops == op
-        tables[members] = make(layer.arguments[members])
-    on_device = to_device(tables, images.device)[:, None].repeat(1, 3, 1)
-    from_images: dict[Op, Callable[[Tensor, Layer], Tensor]] = {
-        Op.AUTO_CONTRAST: lambda part, _: ops.autocontrast_tables(part),
-        Op.EQUALIZE: lambda part, _: ops.equalize_tables(part),
-        Op.CONTRAST: lambda part, chosen: ops.contrast_tables(part, _factors(chosen, part)),
-    }
-    for op, make_from in from_images.items():
-        samples = np.flatnonzero(layer.ops == op)
-        if len(samples):
-            index = to_device(samples, images.device)
-            chosen = Layer(layer.ops[samples], layer.arguments[samples])
-            on_device.index_copy_(0, index, make_from(images.index_select(0, index), chosen))
-    return ops.look_up(images, on_device)
-
-
-def _factors(layer: Layer, images: Tensor) -> Tensor:
-    return to_device(layer.arguments.astype(np.float32), images.device).to(torch.float32)

@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.clock.costs import BatchCost
 from stoker.clock.observed import BatchTime
 from stoker.run.json_lines import Record
 
-# A step that never ends on the device must not fill the memory with events.
+# A step that never ends on the device must not fill the memory with events; nor must copies outside of steps.
 MOST_PENDING = 1024
+MOST_COPIES = 256
 # Consecutive ones, so that they include head-of-line waits and a turn of every worker: 40 lines of 8 are the few
 # hundred that a simulation of the loader draws from, and a line stays below 1.5 kB.
 KEPT_STEPS = 8
@@ -31,33 +31,76 @@ BATCH_COLUMNS = ("wall_s", "cpu_s", "runq_s", "blocked_s", "samples", "worker", 
 """A batch in a line is a list in this order: names would take two thirds of the file."""
 
 
+class DeviceStep(NamedTuple):
+    """One step as the device saw it, in seconds."""
+
+    waited_s: float
+    """How long the host waited for the step's data; the device may have been busy with earlier steps meanwhile."""
+    idle_s: float | None
+    """Between the end of the step before and the beginning of this one; None for the first step of an epoch."""
+    transfer_s: float
+    """The step's copies, most of which run beside the step before."""
+    compute_s: float
+
+    @property
+    def starved_s(self) -> float:
+        """How long the device was idle because the host waited for data."""
+        return self.waited_s if self.idle_s is None else min(self.waited_s, self.idle_s)
+
+    @property
+    def exposed_transfer_s(self) -> float:
+        """How long it was idle for copies that did not fit beside the step before."""
+        return 0.0 if self.idle_s is None else min(self.transfer_s, self.idle_s - self.starved_s)
+
+
 class DeviceTimes:
-    """Times on an accelerator: events in its queue, read once they have passed and never waited for."""
+    """Times on an accelerator: events in its queues, read once they have passed and never waited for."""
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
         self._free: list[Any] = []
-        self._step: list[Any] = []
-        self._pending: deque[list[Any]] = deque()
+        self._copies: list[Any] = []
+        self._begin: Any = None
+        self._end: Any = None
+        self._pending: deque[tuple[float, bool, list[Any], Any, Any]] = deque()
+        self._end_before: Any = None
 
-    def mark(self) -> None:
-        """Puts an event after everything queued so far; takes about five microseconds."""
+    def copy_edge(self) -> None:
+        """The beginning or the end of a copy, in the current queue; takes about five microseconds."""
+        if len(self._copies) < MOST_COPIES:
+            self._copies.append(self._mark())
+
+    def compute_begins(self) -> None:
+        """The model's queue has the step's first batch; later batches of a step do not count."""
+        if self._begin is None:
+            self._begin = self._mark()
+
+    def compute_ends(self) -> None:
+        self._end = self._mark()
+
+    def step_ends(self, waited_s: float, *, first: bool) -> None:
+        """Ends a step: the events since the last call belong to it."""
+        if self._begin is not None and self._end is not None and len(self._pending) < MOST_PENDING:
+            self._pending.append((waited_s, first, self._copies, self._begin, self._end))
+        self._copies, self._begin, self._end = [], None, None
+
+    def passed(self) -> Iterator[DeviceStep]:
+        """The steps that the device has finished since the last call."""
+        while self._pending and self._pending[0][-1].query():
+            waited_s, first, copies, begin, end = self._pending.popleft()
+            idle_s = None
+            if not first and self._end_before is not None:
+                idle_s = max(0.0, self._end_before.elapsed_time(begin) / 1e3)
+            pairs = zip(copies[::2], copies[1::2], strict=False)
+            transfer_s = sum(a.elapsed_time(b) for a, b in pairs) / 1e3
+            yield DeviceStep(waited_s, idle_s, transfer_s, begin.elapsed_time(end) / 1e3)
+            self._free += [*copies, begin, *([] if self._end_before is None else [self._end_before])]
+            self._end_before = end
+
+    def _mark(self) -> Any:
         event = self._free.pop() if self._free else self._new_event()
         event.record()
-        self._step.append(event)
-
-    def step_ends(self) -> None:
-        """Ends a step: the marks since the last call belong to it."""
-        if len(self._step) > 1 and len(self._pending) < MOST_PENDING:
-            self._pending.append(self._step)
-        self._step = []
-
-    def passed(self) -> Iterator[list[float]]:
-        """For each step that the device has finished since the last call: the seconds between its marks."""
-        while self._pending and self._pending[0][-1].query():
-            events = self._pending.popleft()
-            yield [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
-            self._free += events
+        return event
 
 
 def times_on(device: Any) -> DeviceTimes | None:
@@ -81,7 +124,7 @@ class Interval:
     """wait + transfer + compute + other."""
     wait_s: float = 0.0
     transfer_s: float | None = None
-    """On the device; None if the device uses the host's memory."""
+    """Copies that the device waited for; None if it uses the host's memory."""
     compute_s: float = 0.0
     consumer_cpu_s: float = 0.0
     """CPU time of this process in these steps, all threads, without making batches."""
@@ -165,15 +208,16 @@ def _rounded(value: Any) -> Any:
 class StepClock:
     """Adds up the parts of steps, for the epoch so far and for the interval since the last line of clock.jsonl.
 
-    Costs 22 microseconds a step including the file (results/clock_cost). On a GPU, transfer and compute are measured on
-    the device and arrive a step late: nothing here waits for it. The attributes are sums over the epoch, including its
-    first wait.
+    Costs 22 microseconds a step including the file (results/clock_cost). On a GPU the loop runs ahead, and what the
+    host waits for says little: waiting, transfer and compute are derived from events on the device and arrive a step
+    late, because nothing here waits for it. The attributes are sums over the epoch, including its first wait.
     """
 
     def __init__(self, device: Any = None, *, keep: int = KEPT_STEPS) -> None:
         self._times = times_on(device)
         self._keep = keep
         self._workers: dict[int, int] = {}
+        self._outside = False
         self._interval = Interval.keeping(keep)
         self.epoch_begins()
 
@@ -201,20 +245,26 @@ class StepClock:
 
     @contextmanager
     def transferring(self) -> Iterator[None]:
-        """While batches are copied to the device."""
-        if self._times is not None:
-            self._times.mark()
+        """Around a copy to the device, in the queue that makes it."""
+        if self._times is None or self._outside:
+            yield
+            return
+        self._times.copy_edge()
         yield
+        self._times.copy_edge()
+
+    def data_is_there(self) -> None:
+        """The model's queue has the step's first batch; only a device of its own needs to know."""
         if self._times is not None:
-            self._times.mark()
+            self._times.compute_begins()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """During augmentation on the device, forward, backward and update; must follow `transferring` directly."""
+        """During augmentation on the device, forward, backward and update."""
         start = time.perf_counter()
         yield
         if self._times is not None:
-            self._times.mark()
+            self._times.compute_ends()
         else:
             self._add_compute(time.perf_counter() - start)
 
@@ -231,9 +281,11 @@ class StepClock:
     def validating(self) -> Iterator[None]:
         """During validation, between the steps of two epochs."""
         start = time.perf_counter()
+        self._outside = True
         try:
             yield
         finally:
+            self._outside = False
             self._interval.validation_s = (self._interval.validation_s or 0.0) + time.perf_counter() - start
 
     def step_ends(self, batches: Sequence[Any]) -> None:
@@ -243,17 +295,16 @@ class StepClock:
         self._mark_s, self._waited_s = now, 0.0
         self._count_cpu(batches)
         self.total_s += took
-        self.wait_s += waited
         self.steps += 1
         interval.steps += 1
-        if self.first_wait_s is None:
+        first = self.first_wait_s is None
+        if first:
             self.first_wait_s = waited
+            self.wait_s += waited
             interval.epoch_starts_s.append(waited)
             took -= waited
-        else:
-            interval.wait_s += waited
-            interval.newest_steps.append((waited, took - waited))
-            interval.longest_s = max(interval.longest_s, took)
+        elif self._times is None:
+            self._add_step(waited, took - waited)
         interval.elapsed_s += took
         for batch in batches:
             count, cost = len(batch), batch.cost
@@ -267,11 +318,13 @@ class StepClock:
                 if cost.slowest_sample is not None:
                     interval.note_slowest(cost.slowest_s, cost.slowest_sample)
         if self._times is not None:
-            self._times.step_ends()
-            for transfer_s, compute_s in self._times.passed():
-                self._add_compute(compute_s)
-                self.transfer_s = (self.transfer_s or 0.0) + transfer_s
-                interval.transfer_s = (interval.transfer_s or 0.0) + transfer_s
+            self._times.step_ends(waited, first=first)
+            for step in self._times.passed():
+                self._add_compute(step.compute_s)
+                self.transfer_s = (self.transfer_s or 0.0) + step.exposed_transfer_s
+                interval.transfer_s = (interval.transfer_s or 0.0) + step.exposed_transfer_s
+                if step.idle_s is not None:
+                    self._add_step(step.starved_s, step.idle_s - step.starved_s + step.compute_s)
 
     def take_interval(self) -> Interval:
         """The interval since the last call; a new one begins."""
@@ -296,6 +349,13 @@ class StepClock:
         # Threads make batches ahead of the steps that take them: the two only match over many steps.
         made = sum(batch.cost.on_cpu_s or 0.0 for batch in batches if batch.cost.process == here)
         self._interval.consumer_cpu_s += used - made
+
+    def _add_step(self, wait_s: float, rest_s: float) -> None:
+        """A step other than an epoch's first: what of it was waiting for data, and the rest."""
+        self.wait_s += wait_s
+        self._interval.wait_s += wait_s
+        self._interval.newest_steps.append((wait_s, rest_s))
+        self._interval.longest_s = max(self._interval.longest_s, wait_s + rest_s)
 
     def _add_compute(self, seconds: float) -> None:
         self.compute_s += seconds

@@ -66,8 +66,8 @@ class LoaderKeys(KeyGroup):
     """Run workers as threads or processes; `auto` uses threads for up to six workers, processes for more."""
 
     num_workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = key("auto")
-    """Workers per GPU; `auto` uses the cores available to this process, 0 makes batches in the training
-    process."""
+    """Workers per GPU; `auto` uses the cores available to each rank, less one for the thread that launches the
+    GPU's work; 0 makes batches in the training process."""
 
     prefetch_factor: int | None = key(None, unit="batches", ge=1, le=1024)
     """Batches in flight per worker; default 2. Needs workers."""
@@ -312,6 +312,10 @@ class RunKeys(KeyGroup):
     accelerator: str | None = key(None, min_length=1)
     """Datasheet of the device, by name (`a100-80`) or as a YAML file; `mfu` in the metrics is a share of its peak.
     Default: recognised by the device name; no `mfu` if the device is unknown."""
+
+    numa_binding: Literal["auto", "off"] = key("auto")
+    """On hosts with several NUMA nodes: run each rank and its workers on the cores next to its GPU. `auto` leaves a
+    rank where it is if a launcher has bound it already, or if it would have fewer cores than its share."""
 
     num_nodes: int = key(1, unit="nodes", ge=1)
     """Number of nodes."""

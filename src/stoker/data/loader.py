@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from stoker.console import Say
 from stoker.data.batch import Batch, Quarantine
+from stoker.data.engines.buffers import PageLock
 from stoker.data.engines.making import BatchMaker, BatchPlan
 from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
@@ -30,6 +32,8 @@ class LoaderOptions:
     engine: Engine = "auto"
     workers: int = 0
     prefetch: int | None = None
+    held: int = 1
+    """Batches that the consumer holds when it asks for the next: with gradient accumulation, those of an update."""
     pin_memory: bool = False
     persistent_workers: bool = True
     worker_start: str = "auto"
@@ -44,7 +48,7 @@ class LoaderOptions:
 class ImageLoader:
     """Yields the batches of any epoch, from any position."""
 
-    def __init__(self, plan: BatchPlan, options: LoaderOptions) -> None:
+    def __init__(self, plan: BatchPlan, options: LoaderOptions, say: Say = lambda _line: None) -> None:
         self.plan = plan
         self.engine = choose_engine(options.engine, options.workers)
         self.quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
@@ -60,6 +64,8 @@ class ImageLoader:
                 prefetch=prefetch,
                 pin_memory=options.pin_memory,
                 lookahead=options.lookahead,
+                held=options.held,
+                say=say,
             )
         else:
             self._engine = ProcessEngine(
@@ -67,10 +73,11 @@ class ImageLoader:
                 open_reader,
                 workers=options.workers,
                 prefetch=prefetch,
-                pin_memory=options.pin_memory,
                 persistent=options.persistent_workers,
                 start_method="forkserver" if options.worker_start == "auto" else options.worker_start,
                 lookahead=options.lookahead,
+                held=options.held,
+                page_lock=PageLock(say) if options.pin_memory else None,
             )
 
     def steps(self, start: int = 0) -> int:

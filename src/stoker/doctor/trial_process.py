@@ -27,7 +27,7 @@ from stoker.machine.loader_speed import (
 from stoker.machine.storage import describe_storage, measure_local_disk, measure_storage
 from stoker.tasks.classify import build_run, open_data
 from stoker.tasks.image_data import choose_decoding, measure_speed, open_loader, open_samples, training_plan
-from stoker.train.loop import Run, train
+from stoker.train.loop import Run, pending, train
 from stoker.train.observer import Silence, loader_shape, run_header
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import Progress
@@ -134,7 +134,7 @@ def ceiling_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> Tri
     interval = train_for(run, job["seconds"], tell)
     accelerator = measure_transfer(run.device, batches[0].images.nbytes, 1.0, batches[0].images.is_pinned())
     if accelerator is not None:
-        busy = device_busy_share(lambda: run.step([run.prepare(batches[0], 0, 0)], 0), run.device)
+        busy = device_busy_share(lambda: run.step([pending(run, batches[0], 0, 0)], 0), run.device)
         accelerator = replace(accelerator, device_busy_share=busy)
     return {
         "images_per_second": interval.samples / (interval.elapsed_s - interval.wait_s),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,16 +39,20 @@ class Machine:
     """Size of /dev/shm, through which worker processes hand over batches."""
     accelerators: int | None = None
     """Accelerators that the kernel shows; None where it does not say."""
+    ranks: int | None = None
+    """Processes that share these cores, if a launcher says so; None: as many as devices."""
 
 
 def read_machine() -> Machine:
     """What this process may use here. Cheap: reads a few files under /proc, /sys and /dev."""
     shm = _filesystem(SHARED_MEMORY)
+    cpus = usable_cpus()
     return Machine(
-        cpus=usable_cpus(),
+        cpus=cpus,
         ram_bytes=usable_ram_bytes(),
         shm_bytes=None if shm is None else shm.f_frsize * shm.f_blocks,
         accelerators=count_accelerators(),
+        ranks=ranks_sharing_cores(cpus),
     )
 
 
@@ -74,9 +80,35 @@ def fit_to_machine(config: Config, machine: Machine) -> tuple[HostConfig, list[s
             changes["sync_batchnorm"] = False
             notes.append("sync_batchnorm: true needs GPUs; each process keeps its own statistics on this machine")
     devices = config.devices if isinstance(config.devices, int) else max(1, machine.accelerators or 1)
-    workers = config.num_workers if isinstance(config.num_workers, int) else max(1, machine.cpus // devices)
+    workers = config.num_workers
+    if not isinstance(workers, int):
+        workers = workers_for(machine.cpus, machine.ranks or devices, on_gpu=machine.accelerators != 0)
     changes |= {"devices": devices, "num_workers": workers}
     return HostConfig.model_construct(config.model_fields_set, **dict(config) | changes), notes
+
+
+def workers_for(cpus: int, ranks: int, *, on_gpu: bool) -> int:
+    """Loader workers of one rank: its share of the cores, less one for the thread that launches the GPU's kernels.
+
+    Without a GPU that thread computes on all cores anyway, and none is set aside.
+    """
+    return max(1, cpus // ranks - (1 if on_gpu else 0))
+
+
+def ranks_sharing_cores(cpus: int, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Processes that a launcher started on this node and that share these cores; None without a launcher."""
+    if "LOCAL_RANK" in environment and environment.get("LOCAL_WORLD_SIZE", "").isdigit():
+        return max(1, int(environment["LOCAL_WORLD_SIZE"]))
+    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
+        return None
+    if environment.get("SLURM_CPUS_PER_TASK", "").isdigit():
+        # Where srun binds its tasks, these cores are all this one's; where it does not, so many share what is seen.
+        return max(1, cpus // max(1, int(environment["SLURM_CPUS_PER_TASK"])))
+    # For each node in turn, runs of equal counts folded: 4(x2),3. Nodes of one job hardly ever differ.
+    first = re.match(
+        r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+    )
+    return None if first is None else max(1, int(first[0]))
 
 
 def usable_cpus(cgroup_root: Path = CGROUP_ROOT) -> int:

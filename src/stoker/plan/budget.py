@@ -8,6 +8,7 @@ from stoker.config import Config
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.errors import UsageError
 from stoker.machine.datasheets import Datasheet
+from stoker.machine.host import workers_for
 from stoker.machine.loader_memory import STATED, LoaderMemory
 from stoker.plan.findings import batch_finding, budget_findings, ram_findings, vram_findings
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
@@ -19,6 +20,7 @@ from stoker.plan.vram import trace_vram
 from stoker.tasks.image_data import DataFacts
 from stoker.train.schedule import lr_warning, scaled_lr
 from stoker.train.step import TraceableStep
+from stoker.train.transfers import batches_in_hand
 
 # The machines that a plan is made for: this one, or one that is only described.
 
@@ -121,7 +123,9 @@ class Job:
     def workers(self) -> int:
         """Of each rank."""
         number = self.config.num_workers
-        return number if isinstance(number, int) else max(1, self.hardware.cpus // self.hardware.gpus)
+        if isinstance(number, int):
+            return number
+        return workers_for(self.hardware.cpus, self.hardware.gpus, on_gpu=not self.hardware.on_cpu)
 
     @property
     def prefetch(self) -> int:
@@ -208,10 +212,14 @@ def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
 def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
     config, hardware = job.config, job.hardware
     engine = choose_engine(config.loader, job.workers)
-    train = LoaderSettings(engine, job.workers, job.prefetch, config.batch_size, config.img_size)
+    on_gpu = not hardware.on_cpu
+    train = LoaderSettings(
+        engine, job.workers, job.prefetch, config.batch_size, config.img_size,
+        held=batches_in_hand(config.gradient_accumulation, on_gpu=on_gpu),
+    )  # fmt: skip
     val = LoaderSettings(
         engine, job.workers, job.prefetch, config.val_batch_size or config.batch_size,
-        config.val_img_size or config.img_size,
+        config.val_img_size or config.img_size, held=batches_in_hand(1, on_gpu=on_gpu),
     )  # fmt: skip
     parts = {} if needs is None else needs.vram.parts
     weights = parts.get("parameters", 0)
@@ -221,7 +229,7 @@ def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
     outside = sum(parts.get(name, 0) for name in ("context", "workspace", "fragmentation"))
     return HostShape(
         loader=train, validation=val, persistent_workers=config.persistent_workers, processes=hardware.gpus,
-        on_gpu=not hardware.on_cpu, pinned=config.pin_memory, samples=samples, lookahead_bytes=config.lookahead,
+        on_gpu=on_gpu, pinned=config.pin_memory, samples=samples, lookahead_bytes=config.lookahead,
         remote="://" in (config.data_root or ""), model_bytes=weights, state_bytes=state,
         step_bytes=needs.vram.peak_bytes - outside if needs is not None and hardware.on_cpu else 0,
     )  # fmt: skip

@@ -52,6 +52,8 @@ class LoaderSettings:
     prefetch: int
     batch: int
     size: int
+    held: int = 1
+    """Batches that the consumer holds when it asks for the next: with gradient accumulation, those of an update."""
 
     @property
     def batch_bytes(self) -> int:
@@ -60,7 +62,7 @@ class LoaderSettings:
     @property
     def batches(self) -> int:
         """Batches in memory at the most: in flight, and in the consumer's hand."""
-        return batches_held(self.engine, self.workers, self.prefetch)
+        return batches_held(self.engine, self.workers, self.prefetch, self.held)
 
     @property
     def shared_bytes(self) -> int:

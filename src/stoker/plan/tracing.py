@@ -26,7 +26,7 @@ from stoker.plan.records import Phase, TracedOp
 from stoker.train.compute import Precision
 from stoker.train.ema import WeightAverage
 from stoker.train.ranks import Ranks
-from stoker.train.step import TraceableStep, TrainStep
+from stoker.train.step import Pending, Prepared, TraceableStep, TrainStep
 
 # A model without memory: the real module tree, its tensors only shapes.
 
@@ -311,20 +311,34 @@ def _run(step: TraceableStep, batch: int, model: nn.Module, recorder: Recorder) 
     model.register_forward_pre_hook(recorder.enter_model)
     model.register_forward_hook(recorder.leave_model)
     optimizer.register_step_pre_hook(recorder.begin_update)
-    prepared: Any = None
+    batches = _Batches(step, batch, recorder)
     result: Any = None
     for number in range(TRACED_STEPS):
         recorder.begin_step(watch_ops=number == TRACED_STEPS - 1)
-        # As in the loop: the names are bound anew only when the new batches, and the new result, are there.
-        with recorder.making("batch"):
-            prepared = [step.make_batch(batch) for _ in range(step.accumulation)]
-        result = train_step(prepared, number)
+        result = train_step([Pending(batch, batches.take) for _ in range(step.accumulation)], number)
         if ema is not None:
             ema.update()
         recorder.end_step()
         recorder.mark(_gradients(model), "gradients")
         recorder.mark(_state(optimizer), "optimizer")
-    del prepared, result
+    del batches, result
+
+
+class _Batches:
+    """Batches as the loop has them on the device: while one is computed, the next is already there."""
+
+    def __init__(self, step: TraceableStep, batch: int, recorder: Recorder) -> None:
+        self._step, self._batch, self._recorder = step, batch, recorder
+        self._next: Prepared | None = self._make() if step.ahead else None
+
+    def take(self) -> Prepared:
+        taken = self._next if self._next is not None else self._make()
+        self._next = self._make() if self._step.ahead else None
+        return taken
+
+    def _make(self) -> Prepared:
+        with self._recorder.making("batch"):
+            return self._step.make_batch(self._batch)
 
 
 def _in_order(events: list[int]) -> Iterator[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.augment.operations import to_device
+from stoker.augment.packing import Copy
 from stoker.augment.pipeline import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -21,11 +21,13 @@ from stoker.augment.pipeline import (
     EvalPrepare,
     TrainAugment,
     build_train_augment,
+    memory_format_of,
 )
 from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
 from stoker.console import Advance, Say
 from stoker.data.batch import Batch
+from stoker.data.engines.making import BatchPlan
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.opening import check_same_classes
 from stoker.data.images.sample_index import SampleSet
@@ -35,7 +37,13 @@ from stoker.machine.host import HostConfig
 from stoker.models.build import build_model, count_parameters, with_sync_batchnorm
 from stoker.models.weights import load_weights
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
-from stoker.train.compute import Compiled, Precision, set_matmul_precision
+from stoker.train.compute import (
+    Compiled,
+    Precision,
+    choose_fastest_kernels,
+    compute_dtype,
+    set_matmul_precision,
+)
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator
 from stoker.train.launch import StopRequest
@@ -45,6 +53,7 @@ from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import Horizon, Progress, default_resize_epochs, image_size, scaled_lr
 from stoker.train.step import Prepared, TraceableStep, TrainStep
+from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,7 @@ def build_run(
     """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
     rank. `resume` moves it to where a checkpoint was saved."""
     set_matmul_precision(config.matmul_precision)
+    choose_fastest_kernels(device)
     num_classes = config.num_classes or len(data.train.classes)
     model = build_network(config, num_classes, device, ranks, say)
     total_batch = config.batch_size * ranks.world * config.gradient_accumulation
@@ -103,15 +113,16 @@ def build_run(
         Precision(config.precision, device), ranks, micro_batch=config.batch_size,
         clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=say,
     )  # fmt: skip
-    loaders = _Loaders(config, data, ranks, quarantine_file)
+    uploader = Uploader(queue_of(device))
+    loaders = _Loaders(config, data, ranks, quarantine_file, say, on_gpu=uploader.queue is not None)
     horizon = _horizon(config, loaders.of_epoch(0).steps())
     ema = _average(config, model, horizon)
     mean, std = colours_of(model)
-    augment = build_train_augment(config, num_classes, mean=mean, std=std)
+    augment = build_train_augment(config, num_classes, mean=mean, std=std, dtype=input_dtype(config, device))
     return Run(
-        model=model, ema=ema, step=step, total_batch=total_batch,
-        prepare=partial(_prepare, augment, device),
-        prepare_val=partial(_prepare_val, EvalPrepare(mean, std), device),
+        model=model, ema=ema, step=step, total_batch=total_batch, uploader=uploader,
+        prepare=partial(prepare_batch, augment, uploader.copy, ranks.rank * config.gradient_accumulation),
+        prepare_val=partial(_prepare_val, eval_prepare(config, model, device), uploader.copy),
         train_loader=loaders.of_epoch, val_loader=loaders.validation(),
         val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr,
         accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
@@ -144,11 +155,23 @@ def describe_run(config: Config, run: Run, data: TrainingData) -> str:
 class _Loaders:
     """The loaders of a run; progressive resizing opens a new one when the image size changes."""
 
-    def __init__(self, config: HostConfig, data: TrainingData, ranks: Ranks, quarantine_file: Path | None) -> None:
+    def __init__(
+        self,
+        config: HostConfig,
+        data: TrainingData,
+        ranks: Ranks,
+        quarantine_file: Path | None,
+        say: Say,
+        *,
+        on_gpu: bool,
+    ) -> None:
+        self._on_gpu = on_gpu
         self._config = config
         self._data = data
         self._ranks = ranks
         self._quarantine_file = quarantine_file
+        self._say = say
+        self._said: set[str] = set()
         self._open: ImageLoader | None = None
         self._size: int | None = None
         self._val: ImageLoader | None = None
@@ -163,7 +186,7 @@ class _Loaders:
             sized = config.model_copy(update={"img_size": size})
             plan = training_plan(sized, self._data.train, self._data.decoding, self._ranks)
             _check_length(config, len(self._data.train), plan.steps.total_batch * config.gradient_accumulation)
-            self._open = open_loader(sized, plan, workers=config.num_workers, quarantine_file=self._quarantine_file)
+            self._open = self._loader(sized, plan, config.gradient_accumulation)
             self._size = size
         return self._open
 
@@ -172,13 +195,25 @@ class _Loaders:
             return None
         config = self._config
         plan = validation_plan(config, self._data.val, self._data.decoding, self._ranks)
-        self._val = open_loader(config, plan, workers=config.num_workers, quarantine_file=self._quarantine_file)
+        self._val = self._loader(config, plan, 1)
         return self._val
 
     def close(self) -> None:
         for loader in (self._open, self._val):
             if loader is not None:
                 loader.close()
+
+    def _loader(self, config: HostConfig, plan: BatchPlan, accumulation: int) -> ImageLoader:
+        held = batches_in_hand(accumulation, on_gpu=self._on_gpu)
+        return open_loader(
+            config, plan, workers=config.num_workers, held=held, quarantine_file=self._quarantine_file, say=self._once
+        )
+
+    def _once(self, line: str) -> None:
+        """Progressive resizing opens many loaders: what is true of all of them is said once."""
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
 
 
 def _check_length(config: Config, samples: int, total: int) -> None:
@@ -195,8 +230,7 @@ def _check_length(config: Config, samples: int, total: int) -> None:
             "epoch-longer-than-data",
             f"steps_per_epoch is {config.steps_per_epoch:,}, but {samples:,} training images are {samples // total:,} "
             f"updates of {total}",
-            why="an epoch of images shows none of them twice, so epochs, warmup and schedule would be shorter than "
-            "the config says",
+            why="an epoch is at most one pass over the images, so every epoch would be shorter than the config says",
             hint=f"steps_per_epoch={samples // total}, or leave it out and set epochs",
         )
 
@@ -233,7 +267,8 @@ def _for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch
         # Batch norm's statistics are shared before each validation; sending them at each step would only cost time.
         known = inspect.signature(DistributedDataParallel).parameters
         every_step = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.15
-        keys: dict[str, Any] = {every_step: False}
+        # Gradients live in the buckets that are sent: one copy, and their memory, less.
+        keys: dict[str, Any] = {every_step: False, "gradient_as_bucket_view": True}
         computing = DistributedDataParallel(computing, device_ids=ids, **keys)
     return computing
 
@@ -265,16 +300,28 @@ def colours_of(model: nn.Module) -> tuple[Colour, Colour]:
     return tuple(mean), tuple(std)
 
 
-def _prepare(augment: TrainAugment, device: torch.device, batch: Batch, epoch: int, step: int) -> Prepared:
-    images = batch.images.to(device, non_blocking=True)
-    labels = to_device(batch.labels, device)
-    mixed = augment(images, labels, batch.flips, batch.keys, epoch, step)
-    return Prepared(mixed.images, mixed.targets, labels, mixed.mixed)
+def input_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What inputs are made in: on a GPU what the first layer computes in, which spares it the conversion."""
+    return compute_dtype(config.precision) if device.type == "cuda" else torch.float32
 
 
-def _prepare_val(prepare: EvalPrepare, device: torch.device, batch: Batch) -> Prepared:
-    labels = to_device(batch.labels, device)
-    return Prepared(prepare(batch.images.to(device, non_blocking=True)), labels, labels, mixed=False)
+def eval_prepare(config: Config, model: nn.Module, device: torch.device) -> EvalPrepare:
+    """How bytes become the model's inputs wherever it is not trained."""
+    return EvalPrepare(*colours_of(model), input_dtype(config, device), memory_format_of(config))
+
+
+def prepare_batch(
+    augment: TrainAugment, copy: Copy, first_part: int, batch: Batch, epoch: int, step: int, number: int
+) -> Prepared:
+    """A training batch on the device, augmented. `number` is its place among the batches of an update on this rank,
+    `first_part` that of the rank's first one among those of all ranks."""
+    images = copy(batch.images)
+    return Prepared(*augment(images, batch.labels, batch.flips, batch.keys, epoch, step, first_part + number, copy))
+
+
+def _prepare_val(prepare: EvalPrepare, copy: Copy, batch: Batch) -> Prepared:
+    labels = copy(torch.from_numpy(batch.labels))
+    return Prepared(prepare(copy(batch.images)), labels, labels, mixed=False)
 
 
 def traceable_step(config: Config, num_classes: int) -> TraceableStep:
@@ -291,15 +338,15 @@ def traceable_step(config: Config, num_classes: int) -> TraceableStep:
 
     always = {"mix_probability": 1.0, "mix_switch_probability": 0.0 if config.mixup_alpha > 0 else 1.0}
     plain = {"auto_augment": "none", "random_erasing": 0.0}
-    augment = build_train_augment(config.model_copy(update=always | plain), num_classes)
-    # `to_float` keeps tensors for the life of the process: made here, so that it does not keep fake ones.
-    augment(torch.zeros(2, 2, 2, 3, dtype=torch.uint8), np.zeros(2, np.int64), *_no_draws(2), 0, 0)
+    # A plan is for a GPU, wherever it is made.
+    dtype = compute_dtype(config.precision)
+    augment = build_train_augment(config.model_copy(update=always | plain), num_classes, dtype=dtype)
 
     def make_batch(batch: int) -> Prepared:
         images = torch.empty(batch, config.img_size, config.img_size, 3, dtype=torch.uint8)
-        labels = torch.empty(batch, dtype=torch.int64)
-        mixed = augment(images, labels, *_no_draws(batch), 0, 0)
-        return Prepared(mixed.images, mixed.targets, labels, mixed.mixed)
+        # Labels, flips and keys of a batch whose content does not matter.
+        nothing = np.zeros(batch, np.int64), np.zeros(batch, np.bool_), np.zeros(batch, np.uint64)
+        return Prepared(*augment(images, *nothing, 0, 0))
 
     checkpointing = config.model_copy(update={"gradient_checkpointing": True})
     return TraceableStep(
@@ -314,8 +361,3 @@ def traceable_step(config: Config, num_classes: int) -> TraceableStep:
         clip_grad_norm=config.clip_grad_norm,
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, num_classes),
     )
-
-
-def _no_draws(batch: int) -> tuple[Any, Any]:
-    """Flips and keys for a batch whose content does not matter."""
-    return np.zeros(batch, np.bool_), np.zeros(batch, np.uint64)

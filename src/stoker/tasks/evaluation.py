@@ -26,7 +26,7 @@ from stoker.tasks.image_data import Split, choose_decoding, open_loader, validat
 from stoker.tasks.prediction import classifier_of
 from stoker.tasks.results import Evaluation, RealScore, finite_or_none, percent
 from stoker.train.checkpoint.restore import Restored
-from stoker.train.evaluate import TOP
+from stoker.train.step import TOP
 
 CLASSES = 1000
 _WORDNET_ID = re.compile(r"n\d{8}")

@@ -118,12 +118,22 @@ def validation_view(config: Config, decoding: Decoding) -> CentreCrop:
     return CentreCrop(size, int(np.floor(size / config.crop_ratio)), decoding, config.interpolation)
 
 
-def open_loader(config: Config, plan: BatchPlan, *, workers: int, quarantine_file: Path | None = None) -> ImageLoader:
-    """A loader over a plan, with the config's settings for how batches are made."""
+def open_loader(
+    config: Config,
+    plan: BatchPlan,
+    *,
+    workers: int,
+    held: int = 1,
+    quarantine_file: Path | None = None,
+    say: Say = lambda _line: None,
+) -> ImageLoader:
+    """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
+    batches when it asks for the next."""
     options = LoaderOptions(
         engine=config.loader,
         workers=workers,
         prefetch=config.prefetch_factor,
+        held=held,
         pin_memory=config.pin_memory,
         persistent_workers=config.persistent_workers,
         worker_start=config.worker_start,
@@ -134,7 +144,7 @@ def open_loader(config: Config, plan: BatchPlan, *, workers: int, quarantine_fil
         max_bad_fraction=config.max_bad_fraction,
         quarantine_file=quarantine_file,
     )
-    return ImageLoader(plan, options)
+    return ImageLoader(plan, options, say)
 
 
 def measure_speed(

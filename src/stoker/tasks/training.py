@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,8 @@ from stoker.clock.file import ClockFile
 from stoker.console import progress_bar
 from stoker.errors import StokerError, UserError
 from stoker.files import write_text
-from stoker.machine.host import HostConfig, HostWatch, Machine
+from stoker.machine.host import HostConfig, HostWatch, Machine, usable_cpus
+from stoker.machine.numa import bind_rank
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
@@ -23,13 +28,16 @@ from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.compute import utilisation_of
+from stoker.train.launch import LAUNCHED
 from stoker.train.loop import Run, train
 from stoker.train.observer import RunObserver, Silence, run_header
 from stoker.train.progress_line import TrainProgress
-from stoker.train.ranks import Ranks, from_first, process_group
+from stoker.train.ranks import Ranks, from_first, process_group, ranks_from_environment
 from stoker.train.schedule import lr_warning
 
 Summary = dict[str, Any]
+ONE_DEVICE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SLURM_STEP_GPUS")
+"""Variables that list the GPUs of a process; a launcher that names one has given it that one."""
 
 
 def train_here(
@@ -46,17 +54,22 @@ def train_here(
     `progress` is that of the first rank, which writes and speaks for all.
     """
     device = _device(ranks)
-    if device.type == "cpu":
-        here = ranks.local_world or max(1, ranks.world // config.num_nodes)
-        torch.set_num_threads(max(1, machine.cpus // here))
     say_here = _say_nothing if progress is None else progress.say
+    here = ranks.local_world or max(1, ranks.world // config.num_nodes)
+    # On a GPU too: the few operators on the host would otherwise start as many threads in each rank as it has cores.
+    torch.set_num_threads(max(1, machine.cpus // here))
+    if device.type == "cuda" and config.numa_binding == "auto":
+        binding = bind_rank(device.index, here)
+        machine = replace(machine, cpus=usable_cpus())
+        if (line := binding.describe()) is not None:
+            say_here(line)
     with progress_bar("listing", None) as advance:
         data = open_data(config, say_here, advance)
     chosen = chosen_record(config, data.train, data.val)
     if chosen is not None and ranks.is_first:
         say_here(f"classes: {', '.join(chosen['classes'])}")
         write_text(folder.subset_file, json.dumps(chosen, indent=1) + "\n")
-    stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
+    ranks = stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
     run = build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
     stack.callback(run.close)
     checkpoints = Checkpoints(folder.checkpoints, config.save_top_k)
@@ -138,26 +151,58 @@ def _summary(run: Run, folder: RunFolder) -> Summary:
     }
 
 
-def check_devices(config: HostConfig, machine: Machine) -> None:
+def check_devices(config: HostConfig, machine: Machine, environment: Mapping[str, str] = os.environ) -> None:
     """Refuses a config that asks for more devices than this machine has."""
     present = machine.accelerators
+    if present == 1 and sees_own_device(environment):
+        return  # the other processes have the other devices
     if present and config.devices > present:
         raise UserError(
             "devices-missing", f"devices: {config.devices}, but this machine has {present}", hint=f"devices={present}"
         )
 
 
+def device_index(local_rank: int, visible: int, environment: Mapping[str, str] = os.environ) -> int:
+    """The GPU of this process, of the `visible` ones: that of its number on the node, or the only one that srun shows
+    it (`--gpus-per-task=1`). Raises UserError if there are more processes than GPUs."""
+    if local_rank < visible:
+        return local_rank
+    if visible == 1 and sees_own_device(environment):
+        return 0
+    raise UserError(
+        "devices-missing",
+        f"this is process {local_rank + 1} of this node, and it sees {visible} GPU{'s' * (visible != 1)}",
+        why="two processes on one GPU would each get half of it, and NCCL refuses them",
+        hint="start one process per GPU (torchrun --nproc_per_node, srun --ntasks-per-node)",
+    )
+
+
+def sees_own_device(environment: Mapping[str, str]) -> bool:
+    """Whether whoever started this process gave it one GPU of its own, and other processes theirs.
+
+    torchrun and our own launcher give all processes of a node the same environment: one visible GPU would be shared.
+    """
+    if ranks_from_environment(environment) is None or "TORCHELASTIC_RUN_ID" in environment or LAUNCHED in environment:
+        return False
+    if any(len(_listed(environment.get(name, ""))) == 1 for name in ONE_DEVICE):
+        return True
+    # `1`, or with the kind of GPU, `a100:1`; newer versions of Slurm list it among others: `cpu=8,gres/gpu=1`.
+    per_task, resources = environment.get("SLURM_GPUS_PER_TASK", ""), environment.get("SLURM_TRES_PER_TASK", "")
+    return bool(
+        re.fullmatch(r"([\w.-]+:)?1", per_task) or re.search(r"(^|,)gres/gpu[:=]([\w.-]+[:=])?1(,|$)", resources)
+    )
+
+
+def _listed(devices: str) -> list[str]:
+    return [name for name in devices.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+
+
 def _device(ranks: Ranks) -> torch.device:
-    if torch.cuda.is_available():
-        if ranks.local_rank >= torch.cuda.device_count():
-            raise UserError(
-                "devices-missing",
-                f"this is process {ranks.local_rank + 1} of this node, which has {torch.cuda.device_count()} GPUs",
-                hint="start one process per GPU (torchrun --nproc_per_node, srun --ntasks-per-node)",
-            )
-        torch.cuda.set_device(ranks.local_rank)
-        return torch.device("cuda", ranks.local_rank)
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = device_index(ranks.local_rank, torch.cuda.device_count())
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _say_nothing(_text: str) -> None:

@@ -19,9 +19,16 @@ from stoker.train.schedule import all_sizes, default_resize_epochs, image_size
 
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 LONG_COMPILE_S = 1.0
+MOST_GRAPHS = 64
+"""Every image size of a run has two: training and validation."""
 
 Utilisation = Callable[[float, int], float | None]
 """(images per second over all ranks, epoch) to a share of the peak between 0 and 1; None if it is not known."""
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """What convolutions and products are computed in on a GPU; inputs made in this type need no conversion."""
+    return _AUTOCAST.get(precision, torch.float32)
 
 
 class Precision:
@@ -45,6 +52,13 @@ def set_matmul_precision(name: str) -> None:
     torch.backends.cudnn.allow_tf32 = name != "highest"
 
 
+def choose_fastest_kernels(device: torch.device) -> None:
+    """On a GPU, lets cuDNN time its algorithms for each new shape of a convolution and remember the fastest."""
+    # Shapes are fixed within an image size, so this costs a second or so at each size. The algorithms may differ in
+    # rounding from one start to the next; those that are chosen without timing do too, between cards and versions.
+    torch.backends.cudnn.benchmark = device.type == "cuda"
+
+
 class Compiled(nn.Module):
     """A model that is compiled at its first call; if that fails, it runs uncompiled, with one warning."""
 
@@ -52,15 +66,24 @@ class Compiled(nn.Module):
         super().__init__()
         self.plain = model
         # Outside the module tree: state_dict and parameters are the plain model's.
-        self.__dict__["_compiled"] = torch.compile(model, mode=None if mode == "default" else mode)
+        from torch._dynamo import config as dynamo_config  # takes a second, which only this needs
+
+        # Not dynamic: the second size of progressive resizing would compile one graph for all sizes, which is slower.
+        self.__dict__["_compiled"] = torch.compile(model, mode=None if mode == "default" else mode, dynamic=False)
+        # Above its limit of graphs for one function, torch runs without compiling and says nothing.
+        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MOST_GRAPHS)
         self._say = say
         self._seen: set[Any] = set()
+        self._uses_graphs = mode in ("max-autotune", "reduce-overhead")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         compiled = self.__dict__["_compiled"]
         if compiled is None:
             output: torch.Tensor = self.plain(inputs)
             return output
+        if self._uses_graphs:
+            # Nothing of an earlier pass is in use any more: CUDA graphs may take back its memory.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         key = (tuple(inputs.shape), self.training, torch.is_grad_enabled())
         if key in self._seen:
             result: torch.Tensor = compiled(inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.errors import UserError
+from stoker.train.compute import Compiled
 from stoker.train.launch import LeaveValidation
 from stoker.train.observer import Observer
 from stoker.train.ranks import Ranks, any_rank
-from stoker.train.step import Prepared
+from stoker.train.step import TOP, Prepared, StepResult, count_hits
 
 if TYPE_CHECKING:
     from stoker.train.loop import Loader, Run
 
-TOP = 5
 ASK_EVERY = 8
 """Batches between two times that several ranks ask each other whether to leave: they wait for each other there."""
 
@@ -66,9 +67,21 @@ class Accumulator:
 
     def add_hits(self, logits: Tensor, labels: Tensor) -> None:
         """Adds how often the label was among the highest scores."""
-        best = logits.detach().topk(min(TOP, logits.shape[1]), dim=1).indices
-        self._hits[: best.shape[1]] += (best == labels[:, None]).sum(0)
+        count_hits(self._hits, logits.detach(), labels)
         self._judged += len(labels)
+
+    def add_step(self, result: StepResult) -> None:
+        """Adds a training step, unless the device skips it: then its numbers count as zero here, and the host calls
+        `take_back` once it knows."""
+        self._loss.add_(torch.where(result.skipped, 0.0, result.loss), alpha=result.samples)
+        self._hits.add_(result.hits * ~result.skipped)
+        self._samples += result.samples
+        self._judged += result.judged
+
+    def take_back(self, samples: int, judged: int) -> None:
+        """The counts of a step that the device skipped."""
+        self._samples -= samples
+        self._judged -= judged
 
     def total(self) -> dict[str, float]:
         """The sums over all ranks, for a checkpoint. Every rank has to call it: waits for the device and the others."""
@@ -118,7 +131,11 @@ def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
         for number, batch in enumerate(loader.epoch(0)):
             # The last batch may have fewer samples than there are ranks: some ranks then get an empty one.
             if len(batch):
-                most = _score(model, run.prepare_val(batch), run, sums, most)
+                # A compiled model is compiled for one size: the first, and largest.
+                if most is None and isinstance(model, Compiled):
+                    most = len(batch)
+                prepared = run.uploader.prepare(partial(run.prepare_val, batch))
+                most = _score(model, prepared, run, sums, most)
             observer.validation_step()
             run.guard_memory(loader)
             # All ranks have the same number of batches, so they ask at the same ones.
@@ -136,16 +153,30 @@ def _score(model: nn.Module, batch: Prepared, run: Run, sums: Accumulator, most:
         piece = slice(done, None if most is None else done + most)
         out_of_memory = False
         try:
+            labels = batch.labels[piece]
             with run.step.precision.autocast():
-                logits = model(batch.inputs[piece])
-                loss = run.val_loss(logits, batch.labels[piece])
-            sums.add(logits, batch.labels[piece], loss)
-            done += len(logits)
+                inputs = batch.inputs[piece]
+                if isinstance(model, Compiled):
+                    inputs = _padded(inputs, most or len(inputs))
+                logits = model(inputs)[: len(labels)]
+                loss = run.val_loss(logits, labels)
+            sums.add(logits, labels, loss)
+            done += len(labels)
         except torch.OutOfMemoryError:
             out_of_memory = True  # handled below: in here the traceback still holds the tensors
         if out_of_memory:
             most = _smaller(most or len(batch.labels), run)
     return most
+
+
+def _padded(inputs: Tensor, samples: int) -> Tensor:
+    """The inputs with zeros up to that many samples, in the same layout: a model is compiled for each that it sees."""
+    if len(inputs) >= samples:
+        return inputs
+    each = inputs[0].numel()
+    padded = inputs.new_zeros(samples * each).as_strided((samples, *inputs.shape[1:]), (each, *inputs.stride()[1:]))
+    padded[: len(inputs)] = inputs
+    return padded
 
 
 def _smaller(size: int, run: Run) -> int:

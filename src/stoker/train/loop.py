@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from stoker.clock.steps import StepClock
@@ -21,9 +25,10 @@ from stoker.train.evaluate import Accumulator, evaluate, named_scores
 from stoker.train.launch import LeaveValidation, StopRequest
 from stoker.train.observer import Observer, Silence
 from stoker.train.optimization import set_lr
-from stoker.train.ranks import Ranks, agree, any_rank, gather
+from stoker.train.ranks import Agreement, Ranks, agree, any_rank, gather
 from stoker.train.schedule import Horizon, Progress, learning_rate
-from stoker.train.step import Prepared, StepResult, TrainStep
+from stoker.train.step import Pending, Prepared, StepResult, TrainStep
+from stoker.train.transfers import Uploader
 
 NAMED_SAMPLES = 10
 
@@ -44,8 +49,10 @@ class Run:
     """The bare model, as checkpoints hold it; `step.model` is compiled and wrapped for several ranks."""
     ema: WeightAverage | None
     step: TrainStep
-    prepare: Callable[[Batch, int, int], Prepared]
-    """Moves a batch to the device and augments it: (batch, epoch, step)."""
+    uploader: Uploader
+    prepare: Callable[[Batch, int, int, int], Prepared]
+    """Copies a batch to the device and augments it: (batch, epoch, step, its number within the step). Called by the
+    uploader, whose `copy` it uses."""
     prepare_val: Callable[[Batch], Prepared]
     train_loader: Callable[[int], Loader]
     """The loader of an epoch: progressive resizing changes it."""
@@ -79,31 +86,43 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
     """Trains from the run's progress to its end; if `run.stop` asks to leave, saves a checkpoint and raises."""
     observer, saver = observer or Silence(), saver or Saver(run, checkpoints=None)
     progress = run.progress
-    while progress.epoch < run.horizon.epochs:
-        began = time.monotonic()
-        _train_epoch(run, observer, saver)
-        metrics: dict[str, Any] = dict(named_scores("train", run.train_metrics.result()))
-        metrics["train/lr"] = learning_rate(max(0, progress.step - 1), run.horizon, run.peak_lr)
-        if run.val_loader is not None:
-            try:
-                saver.wait_for_copy()  # the average and the weights change places
-                with run.clock.validating(), run.ema.swapped() if run.ema is not None else nullcontext():
-                    metrics |= evaluate(run, run.val_loader, observer)
-            except LeaveValidation:
+    loader: Loader | None = None
+    reports = _Reports(run, observer)
+    agreement = Agreement(run.ranks, lambda: (run.stop.wanted, saver.is_due_by_time()))
+    try:
+        while progress.epoch < run.horizon.epochs:
+            began = time.monotonic()
+            run.uploader.finish()  # a loader of another size takes the place, and the memory, of the last one
+            before, loader = loader, run.train_loader(progress.epoch)
+            if before not in (None, loader):
+                run.step.expect_new_shapes()
+            _train_epoch(run, loader, observer, saver, reports, agreement)
+            metrics: dict[str, Any] = dict(named_scores("train", run.train_metrics.result()))
+            metrics["train/lr"] = learning_rate(max(0, progress.step - 1), run.horizon, run.peak_lr)
+            if run.val_loader is not None:
+                try:
+                    saver.wait_for_copy()  # the average and the weights change places
+                    with run.clock.validating(), run.ema.swapped() if run.ema is not None else nullcontext():
+                        metrics |= evaluate(run, run.val_loader, observer)
+                except LeaveValidation:
+                    _leave(run, saver)
+            metrics |= {"seconds": time.monotonic() - began, "clock": run.clock}
+            observer.epoch_ends(progress.step, progress.epoch, metrics)
+            _close_epoch(run, saver, metrics.get("val/acc1"))
+            if not progress.finished and any_rank(run.stop.wanted, run.ranks):
                 _leave(run, saver)
-        metrics |= {"seconds": time.monotonic() - began, "clock": run.clock}
-        observer.epoch_ends(progress.step, progress.epoch, metrics)
-        _close_epoch(run, saver, metrics.get("val/acc1"))
-        if not progress.finished and any_rank(run.stop.wanted, run.ranks):
-            _leave(run, saver)
+    finally:
+        run.uploader.finish()
     return progress
 
 
-def _train_epoch(run: Run, observer: Observer, saver: Saver) -> None:
+def _train_epoch(
+    run: Run, loader: Loader, observer: Observer, saver: Saver, reports: _Reports, agreement: Agreement
+) -> None:
     """The remaining steps of an epoch."""
     progress, clock = run.progress, run.clock
-    loader = run.train_loader(progress.epoch)
-    steps = loader.steps(progress.position) // run.accumulation
+    left = run.horizon.steps_per_epoch - progress.position // run.total_batch
+    steps = min(loader.steps(progress.position) // run.accumulation, left)
     observer.epoch_begins(progress.epoch, run.horizon.steps_per_epoch, run.horizon.steps_per_epoch - steps)
     run.step.model.train()
     batches = loader.epoch(progress.epoch, progress.position)
@@ -113,44 +132,115 @@ def _train_epoch(run: Run, observer: Observer, saver: Saver) -> None:
             group = list(islice(batches, run.accumulation))
         lr = learning_rate(progress.step, run.horizon, run.peak_lr)
         set_lr(run.step.optimizer, lr)
-        with clock.transferring():
-            moved = _on_device(group, run.device)
         with clock.computing():
-            prepared = [run.prepare(batch, progress.epoch, progress.step) for batch in moved]
-            result = run.step(prepared, progress.step, before_update=saver.wait_for_copy)
-            if not result.skipped:
-                _count(run, result, sum(len(batch) for batch in group))
+            parts = [pending(run, batch, progress.epoch, progress.step, i) for i, batch in enumerate(group)]
+            result = run.step(parts, progress.step, before_update=saver.wait_for_copy)
+            run.train_metrics.add_step(result)
+            if run.ema is not None:
+                run.ema.update()
         progress.position, progress.step = group[-1].next_position, progress.step + 1
         progress.micro_batch = run.step.micro_batch
         clock.step_ends(group)
         run.guard_memory(loader)
-        _check_loss(run, observer, result, group)
-        observer.step(progress.step, progress.epoch, {"train/loss": result.loss, "train/lr": lr, "clock": clock})
-        del moved, prepared, result  # else the next step computes beside the inputs and logits of this one
-        stopping, due = agree((run.stop.wanted, saver.is_due()), run.ranks)
+        reports.add(result, group, lr)
+        del group, parts, result  # else the next step computes beside the batches of this one
+        stopping, due = agreement.flags()
+        if stopping or due or saver.is_due_by_steps():
+            reports.settle()
         if stopping:
             _leave(run, saver)
         saver.get_ready()
-        if due:
+        if due or saver.is_due_by_steps():
             with clock.saving():
                 saver.save(run.train_metrics.total())
+        agreement.send()
+    reports.settle()
 
 
-def _on_device(group: list[Batch], device: torch.device) -> list[Batch]:
-    """The batches with their images on the way to the device; `group` keeps the memory they are copied from."""
-    if device.type == "cpu":
-        return group
-    return [replace(batch, images=batch.images.to(device, non_blocking=True)) for batch in group]
+def pending(run: Run, batch: Batch, epoch: int, step: int, number: int = 0) -> Pending:
+    """One of the batches of a step, copied and augmented beside the model's work when its turn comes."""
+
+    def prepare() -> Prepared:
+        prepared = run.uploader.prepare(partial(run.prepare, batch, epoch, step, number), run.clock.transferring)
+        run.clock.data_is_there()
+        return prepared
+
+    return Pending(len(batch), prepare)
 
 
-def _count(run: Run, result: StepResult, samples: int) -> None:
-    """Counts an update that was made: in the average of the weights, and in the epoch's metrics."""
-    if run.ema is not None:
-        run.ema.update()
-    run.train_metrics.add_loss(result.loss, samples)
-    for logits, chunk in result.outputs:
-        if not chunk.mixed:  # a mixed image has no single correct label
-            run.train_metrics.add_hits(logits, chunk.labels)
+class _Step(NamedTuple):
+    """A step whose outcome is on its way from the device."""
+
+    number: int
+    epoch: int
+    lr: float
+    read: Callable[[], list[float]]
+    samples: int
+    judged: int
+    indices: list[NDArray[np.int64]]
+
+
+class _Reports:
+    """Reports each step once its outcome has arrived: on a device that works while the loop goes on, a step later.
+
+    So the loop never waits for the step that it has just queued. All ranks read at the same step.
+    """
+
+    def __init__(self, run: Run, observer: Observer) -> None:
+        self._run = run
+        self._observer = observer
+        self._lag = 0 if run.uploader.queue is None else 1
+        self._waiting: deque[_Step] = deque()
+
+    def add(self, result: StepResult, group: list[Batch], lr: float) -> None:
+        """Takes a step, and reports the one before it."""
+        progress, read = self._run.progress, self._run.uploader.fetch(result.report)
+        indices = [batch.indices for batch in group]
+        step = _Step(progress.step, progress.epoch, lr, read, result.samples, result.judged, indices)
+        self._waiting.append(step)
+        self._settle(self._lag)
+
+    def settle(self) -> None:
+        """Reports all steps; waits for the device."""
+        self._settle(0)
+
+    def _settle(self, left: int) -> None:
+        while len(self._waiting) > left:
+            step = self._waiting.popleft()
+            skipped, bad_here, loss = step.read()
+            if skipped:
+                self._run.train_metrics.take_back(step.samples, step.judged)
+            self._count_bad(step, skipped=bool(skipped), bad_here=bool(bad_here))
+            self._observer.step(
+                step.number, step.epoch, {"train/loss": loss, "train/lr": step.lr, "clock": self._run.clock}
+            )
+
+    def _count_bad(self, step: _Step, *, skipped: bool, bad_here: bool) -> None:
+        """Counts skipped steps; too many in a row end the run with the names of the samples."""
+        run, progress = self._run, self._run.progress
+        if not skipped:
+            progress.bad_steps = 0
+            return
+        here = run.name_samples([int(index) for indices in step.indices for index in indices])
+        gathered = gather((bad_here, here), run.ranks)
+        samples = [name for bad, names in gathered if bad for name in names]
+        if not samples:
+            if run.step.precision.scaler.is_enabled():
+                progress.bad_steps = 0  # an occasional overflow in float16, which the scaler handles
+                return
+            # Every loss was finite and only the gradient was not: any rank's samples may be the cause.
+            samples = [name for _, names in gathered for name in names]
+        progress.bad_steps += 1
+        self._observer.event("bad_step", step.number, {"samples": samples, "in_a_row": progress.bad_steps})
+        if progress.bad_steps > run.max_bad_steps:
+            more = f" and {len(samples) - NAMED_SAMPLES} more" if len(samples) > NAMED_SAMPLES else ""
+            raise UserError(
+                "loss-is-no-number",
+                f"the loss or its gradient was NaN or infinite for {progress.bad_steps} steps in a row, up to step "
+                f"{step.number}; last for {', '.join(samples[:NAMED_SAMPLES])}{more}",
+                why="every one of these steps was skipped, so the model no longer learns",
+                hint="lr= lower, clip_grad_norm=1.0, or precision=bf16-mixed; metrics.jsonl lists all samples",
+            )
 
 
 def _leave(run: Run, saver: Saver) -> NoReturn:
@@ -160,30 +250,6 @@ def _leave(run: Run, saver: Saver) -> NoReturn:
     # Together: a launcher that sees one rank leave may give the others little time.
     any_rank(True, run.ranks)
     raise run.stop.ending(run.progress.step, interrupted=interrupted, saved=saved)
-
-
-def _check_loss(run: Run, observer: Observer, result: StepResult, group: list[Batch]) -> None:
-    """Counts skipped steps; too many in a row end the run with the names of the samples."""
-    progress = run.progress
-    if not result.skipped:
-        progress.bad_steps = 0
-        return
-    progress.bad_steps += 1
-    here = run.name_samples([int(index) for batch in group for index in batch.indices])
-    gathered = gather((result.bad_here, here), run.ranks)
-    # If every loss was finite and only the gradient was not, any rank's samples may be the cause.
-    samples = [name for bad, names in gathered if bad for name in names]
-    samples = samples or [name for _, names in gathered for name in names]
-    observer.event("bad_step", progress.step, {"samples": samples, "in_a_row": progress.bad_steps})
-    if progress.bad_steps > run.max_bad_steps:
-        more = f" and {len(samples) - NAMED_SAMPLES} more" if len(samples) > NAMED_SAMPLES else ""
-        raise UserError(
-            "loss-is-no-number",
-            f"the loss was NaN or infinite for {progress.bad_steps} steps in a row, up to step {progress.step}; "
-            f"last for {', '.join(samples[:NAMED_SAMPLES])}{more}",
-            why="every one of these steps was skipped, so the model no longer learns",
-            hint="lr= lower, clip_grad_norm=1.0, or precision=bf16-mixed; metrics.jsonl lists all samples",
-        )
 
 
 def _close_epoch(run: Run, saver: Saver, acc1: float | None) -> None:

@@ -56,7 +56,8 @@ def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 def measure_range(run: Run, lrs: Sequence[float], progress: Advance) -> LrCurve:
     """Trains the run's model one step with each rate, until the loss diverges. The model is of no use afterwards."""
-    from stoker.train.optimization import set_lr  # imports torch, which the rest does not need
+    from stoker.train.loop import pending  # imports torch, which the rest does not need
+    from stoker.train.optimization import set_lr
 
     losses: list[float | None] = []
     running, best, diverged = RunningMean(), math.inf, False
@@ -64,8 +65,8 @@ def measure_range(run: Run, lrs: Sequence[float], progress: Advance) -> LrCurve:
     groups = _groups(run)
     for number, (lr, (epoch, group)) in enumerate(zip(lrs, groups, strict=False)):
         set_lr(run.step.optimizer, lr)
-        prepared = [run.prepare(batch, epoch, number) for batch in group]
-        loss = float(run.step(prepared, number).loss)  # waits for the device
+        parts = [pending(run, batch, epoch, number, place) for place, batch in enumerate(group)]
+        loss = float(run.step(parts, number).loss)  # waits for the device
         losses.append(loss if math.isfinite(loss) else None)
         progress(number + 1, len(lrs))
         mean = running.add(loss)

@@ -10,7 +10,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from stoker.errors import StokerError, UserError
@@ -29,6 +29,8 @@ class Ranks:
     world: int = 1
     local_world: int | None = None
     """Processes on this node, if the launcher says."""
+    control: Any = field(default=None, compare=False)
+    """The group for small messages; None for a single process, and before the ranks are connected."""
 
     @property
     def is_first(self) -> bool:
@@ -63,19 +65,23 @@ def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Ranks:
 
 
 @contextmanager
-def process_group(ranks: Ranks, backend: str, timeout_s: float) -> Iterator[None]:
-    """Connects the ranks inside the block, if there are several."""
+def process_group(ranks: Ranks, backend: str, timeout_s: float) -> Iterator[Ranks]:
+    """Connects the ranks inside the block, if there are several.
+
+    Gradients travel over `backend`, everything else over a gloo group beside it: a flag that went through NCCL would
+    have to be copied to the device, and reading it would wait for everything queued there.
+    """
     if ranks.world == 1:
-        yield
+        yield ranks
         return
     import torch.distributed as dist
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "12355")
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            backend, rank=ranks.rank, world_size=ranks.world, timeout=datetime.timedelta(seconds=timeout_s)
-        )
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
@@ -85,7 +91,7 @@ def process_group(ranks: Ranks, backend: str, timeout_s: float) -> Iterator[None
             hint="check MASTER_ADDR, MASTER_PORT, NODE_RANK and num_nodes on every node",
         ) from None
     try:
-        yield
+        yield replace(ranks, control=control)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "by peer" in str(error):
             raise _rank_lost(ranks, error) from None
@@ -115,7 +121,7 @@ def from_first(make: Callable[[], T], ranks: Ranks) -> T:
             made = [(make(), None)]
         except StokerError as error:
             made = [(None, error)]
-    dist.broadcast_object_list(made)
+    dist.broadcast_object_list(made, group=ranks.control)
     value, problem = made[0]
     if problem is not None:
         raise problem
@@ -130,7 +136,7 @@ def gather(value: T, ranks: Ranks) -> list[T]:
     import torch.distributed as dist
 
     values: list[Any] = [None] * ranks.world
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=ranks.control)
     return values
 
 
@@ -141,13 +147,44 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
 
 def agree(flags: tuple[bool, ...], ranks: Ranks) -> tuple[bool, ...]:
     """For each flag, whether it is set on any rank; one message for all. The ranks wait for each other here."""
-    if ranks.world == 1:
-        return flags
-    import torch
-    import torch.distributed as dist
+    return flags if ranks.world == 1 else _Message(flags, ranks).read()
 
-    # On the CPU with gloo, on the GPU with NCCL: the only place where the backend's device matters.
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    raised = torch.tensor([int(flag) for flag in flags], device=device)
-    dist.all_reduce(raised, dist.ReduceOp.MAX)
-    return tuple(bool(value) for value in raised.tolist())  # waits for the device
+
+class Agreement:
+    """Flags that any rank raises at a step, and that all ranks act on together, without waiting for each other.
+
+    One small message a step, sent at its end and read at the end of the next, when it has long arrived. A single
+    process has nothing to agree on: its flags count at once.
+    """
+
+    def __init__(self, ranks: Ranks, ask: Callable[[], tuple[bool, ...]]) -> None:
+        self._ranks = ranks
+        self._ask = ask
+        self._sent: _Message | None = None
+
+    def flags(self) -> tuple[bool, ...]:
+        """The flags that any rank raised at the step before."""
+        if self._ranks.world == 1:
+            return self._ask()
+        sent, self._sent = self._sent, None
+        return tuple(False for _ in self._ask()) if sent is None else sent.read()
+
+    def send(self) -> None:
+        """Sends this rank's flags to the others; call it when the flags of the step before have been acted on."""
+        if self._ranks.world > 1:
+            self._sent = _Message(self._ask(), self._ranks)
+
+
+class _Message:
+    """Flags on their way to all ranks."""
+
+    def __init__(self, flags: tuple[bool, ...], ranks: Ranks) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._raised = torch.tensor([int(flag) for flag in flags])
+        self._work: Any = dist.all_reduce(self._raised, dist.ReduceOp.MAX, group=ranks.control, async_op=True)
+
+    def read(self) -> tuple[bool, ...]:
+        self._work.wait()
+        return tuple(bool(value) for value in self._raised.tolist())

@@ -1,4 +1,4 @@
-"""Memory for batches, reused: a pool for threads, and slots shared with worker processes.
+"""Memory for batches, reused: a pool for threads, and slots shared with worker processes; page-locked for a GPU.
 
 Fresh memory costs a page fault for every 4 KB, in kernel time that no thread can decode in; in shared memory that was a
 fifth of the time of decoding.
@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 import threading
+import weakref
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from stoker.console import Say
 
 # What getrefcount returns for an array that only the pool holds: the list, the loop variable, the argument.
 _FREE = 3
@@ -25,11 +30,89 @@ _LIBC = ctypes.CDLL(None)
 _HUGE_FROM = 1 << 22
 
 
+def not_locked(reason: str) -> str:
+    """The line for the user when batches cannot be page-locked."""
+    return (
+        f"warning: pin_memory: batches could not be page-locked ({reason}), so copies to the GPU are slower; "
+        "lower prefetch_factor if memory is short, or set pin_memory=false"
+    )
+
+
+class PageLock:
+    """Page-locks memory that is already mapped, so that the GPU copies from it directly; undoes it exactly once.
+
+    After the first failure it says so once, and everything that follows stays ordinary memory: correct, and slower.
+    `cudart` is torch's binding of the CUDA runtime.
+    """
+
+    def __init__(self, say: Say = lambda _line: None, cudart: Any = None) -> None:
+        self._say = say
+        self._cudart = cudart
+        self._locked: set[int] = set()
+        # Re-entrant: the garbage collector may run `unlock` inside `unlock`.
+        self._lock = threading.RLock()
+        self._failed = False
+        self._process = os.getpid()
+
+    def is_locked(self, address: int) -> bool:
+        return address in self._locked
+
+    def lock(self, address: int, size: int) -> bool:
+        """Whether the range is page-locked now."""
+        with self._lock:
+            if self._failed:
+                return False
+            assert address not in self._locked, "a range is locked once"
+            reason = self._register(address, size)
+            self._failed = reason is not None
+            if reason is None:
+                self._locked.add(address)
+        if reason is not None:
+            self._say(not_locked(reason))
+        return reason is None
+
+    def unlock(self, address: int) -> None:
+        """Undoes `lock`; does nothing for a range that is not locked, or in a forked child."""
+        # A forked child has a copy of all this, but not the CUDA context that the lock belongs to.
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if address not in self._locked:
+                return
+            self._locked.discard(address)
+            if int(self._cudart.cudaHostUnregister(address)) != 0:
+                self._clear_error()
+
+    def _register(self, address: int, size: int) -> str | None:
+        """Registers the range with CUDA; returns the reason if that fails."""
+        try:
+            self._cudart = self._cudart or torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = self._cudart.cudaHostRegister(address, size, 0)
+        except (RuntimeError, AssertionError) as error:  # no driver, or a torch without CUDA
+            return str(error).splitlines()[0]
+        if int(code) == 0:
+            return None
+        self._clear_error()
+        return str(self._cudart.cudaGetErrorString(code))
+
+    def _clear_error(self) -> None:
+        """Forgets the runtime's last error: otherwise torch would find it after the next kernel and blame that."""
+        # torch 2.15 does not offer this call, but loads the runtime's library for all to see.
+        for library, name in (
+            (self._cudart, "cudaGetLastError"), (_LIBC, "cudaGetLastError"), (_LIBC, "hipGetLastError")
+        ):  # fmt: skip
+            if hasattr(library, name):
+                getattr(library, name)()
+                return
+
+
 class BufferPool:
     """Arrays of one shape; `get` returns one whose tensors and views are all gone, or a new one."""
 
-    def __init__(self, *, pinned: bool = False) -> None:
+    def __init__(self, *, pinned: bool = False, say: Say = lambda _line: None) -> None:
         self._pinned = pinned
+        self._has_pinned = False
+        self._say = say
         self._arrays: list[NDArray[np.uint8]] = []
         self._lock = threading.Lock()
 
@@ -58,7 +141,7 @@ class BufferPool:
                 else:
                     kept.append(array)
             self._arrays = kept
-        if self._pinned:
+        if self._has_pinned:
             torch._C._host_emptyCache()  # GPU only: torch would keep the page-locked memory
 
     def __len__(self) -> int:
@@ -66,8 +149,13 @@ class BufferPool:
 
     def _allocate(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         if self._pinned:
-            pinned: NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
-            return pinned
+            try:
+                pinned: NDArray[np.uint8] = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+                self._has_pinned = True
+                return pinned
+            except RuntimeError as error:  # no more page-locked memory, or no driver; torch has cleared CUDA's error
+                self._pinned = False
+                self._say(not_locked(str(error).splitlines()[0]))
         # Mapped, not from malloc, whose threshold for mapping rises to the size of what was freed: of twelve buffers of
         # 5 MB that were freed, made again and freed again, it returned none to the system.
         size = int(np.prod(shape))
@@ -91,17 +179,21 @@ def shared_array(shape: tuple[int, ...]) -> NDArray[np.uint8]:
 class SharedSlots:
     """Slots of one shape, shared by all workers. A slot is free if no worker fills it and no tensor of it is alive."""
 
-    def __init__(self, count: int, shape: tuple[int, ...], *, pinned: bool) -> None:
+    def __init__(self, count: int, shape: tuple[int, ...], *, page_lock: PageLock | None = None) -> None:
         self._size = int(np.prod(shape))
         self.tensors = [_shared(self._size).view(shape) for _ in range(count)]
         self._arrays: list[NDArray[np.uint8]] = [tensor.numpy() for tensor in self.tensors]
         self._filling: set[int] = set()
         self._kept = count
         self._emptied: set[int] = set()
-        self._pinned = pinned
-        if pinned:
+        self._page_lock = page_lock
+        if page_lock is not None:
             for slot in range(count):
-                self._pin(slot)
+                # Every tensor of a slot holds its array, and the array holds the mapping: when the array goes, nobody
+                # reads the memory any more, and it is still mapped. Registered memory that is unmapped stays locked
+                # for good. Also called at the end of the interpreter, and so after Ctrl-C.
+                weakref.finalize(self._arrays[slot], page_lock.unlock, self._address(slot))
+                page_lock.lock(self._address(slot), self._size)
 
     def take(self) -> int | None:
         """A free slot for a worker to fill; None if the consumer holds more batches than expected."""
@@ -121,17 +213,26 @@ class SharedSlots:
     def give_back_all(self) -> None:
         """Call when no slot is being filled: the workers are gone, or idle because the epoch was left."""
         self._filling.clear()
-        if not self._pinned:
-            self._emptied.clear()  # a worker may have been filling one
+        self._emptied.clear()  # a worker may have been filling one
 
     def keep(self, count: int) -> None:
         """Uses only `count` slots from now on; the memory of the others returns to the system once they are free."""
-        self._kept = max(1, min(count, len(self._arrays)))
-        for slot in [slot for slot in self._emptied if slot < self._kept]:
-            self._emptied.discard(slot)
-            if self._pinned:
-                self._pin(slot)
+        before, self._kept = self._kept, max(1, min(count, len(self._arrays)))
+        if self._page_lock is not None:
+            for slot in range(before, self._kept):
+                # One that is still in use, or was never free in between, is locked already.
+                if not self._page_lock.is_locked(self._address(slot)):
+                    self._page_lock.lock(self._address(slot), self._size)
+        self._emptied = {slot for slot in self._emptied if slot >= self._kept}
         self._empty_the_rest()
+
+    def close(self) -> None:
+        """Lets go of the memory: of each slot at once if it is free, else when the last tensor of it is gone."""
+        self._kept = 0
+        self._arrays.clear()
+        self.tensors.clear()  # the data set that is sent to workers holds the same list
+        self._filling.clear()
+        self._emptied.clear()
 
     def _is_free(self, slot: int) -> bool:
         return slot not in self._filling and sys.getrefcount(self._arrays[slot]) == _FREE_SLOT
@@ -141,8 +242,8 @@ class SharedSlots:
             return
         for slot in range(self._kept, len(self._arrays)):
             if slot != but and slot not in self._emptied and self._is_free(slot):
-                if self._pinned:
-                    torch.cuda.cudart().cudaHostUnregister(self._address(slot))  # type: ignore[no-untyped-call]
+                if self._page_lock is not None:
+                    self._page_lock.unlock(self._address(slot))
                 # Takes the pages away from all processes at once; reads would return zeros, and the next write gets new
                 # pages. If the system refuses, the slot merely stays as large as it was.
                 _LIBC.madvise(
@@ -152,10 +253,6 @@ class SharedSlots:
 
     def _address(self, slot: int) -> int:
         return self.tensors[slot].data_ptr()
-
-    def _pin(self, slot: int) -> None:
-        # GPU only: page-locks the shared memory in place, so that nothing is copied into pinned memory.
-        torch.cuda.cudart().cudaHostRegister(self._address(slot), self._size, 0)  # type: ignore[no-untyped-call]
 
 
 def _shared(size: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from stoker.errors import UserError
 Allocate = Callable[[tuple[int, int, int, int]], NDArray[np.uint8]]
 # With one sample in a hundred unreadable, sixteen bad draws in a row happen once in 10^32 samples.
 MAX_REPLACEMENTS = 16
-# Batches held besides those in flight: the one that the consumer has, and the one that it has just released.
+# Batches held besides those in flight by a consumer that holds one: that one, and the one that it has just released.
 IN_HAND = 2
 
 
@@ -156,9 +156,15 @@ class Announcer:
             self._next += self._stride
 
 
-def batches_held(engine: Literal["process", "thread"], workers: int, prefetch: int) -> int:
-    """The most batches that a loader has in memory. Worker processes fill slots that exist from the start; a thread
-    takes a buffer when it begins a batch, by which time the released one is free again."""
+def beyond_flight(held: int) -> int:
+    """Batches in memory besides those in flight, for a consumer that holds `held` of them when it asks for the next."""
+    return IN_HAND + held - 1
+
+
+def batches_held(engine: Literal["process", "thread"], workers: int, prefetch: int, held: int = 1) -> int:
+    """The most batches that a loader has in memory, if the consumer holds `held` at once: with gradient accumulation,
+    those of a whole update. Worker processes fill slots that exist from the start; a thread takes a buffer when it
+    begins a batch, by which time the released one is free again."""
     if workers == 0:
-        return IN_HAND
-    return workers * prefetch + (IN_HAND if engine == "process" else 1)
+        return beyond_flight(held)
+    return workers * prefetch + beyond_flight(held) - (1 if engine == "thread" else 0)

@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from stoker.data.batch import Batch
-from stoker.data.engines.buffers import SharedSlots, shared_array
-from stoker.data.engines.making import IN_HAND, Announcer, BatchMaker, BatchPlan, batches_held
+from stoker.data.engines.buffers import PageLock, SharedSlots, shared_array
+from stoker.data.engines.making import Announcer, BatchMaker, BatchPlan, batches_held, beyond_flight
+from stoker.data.priority import step_back
 from stoker.data.store.reader import Reader
 from stoker.errors import StokerError, UserError
 
@@ -147,17 +148,20 @@ class ProcessEngine:
         *,
         workers: int,
         prefetch: int,
-        pin_memory: bool,
         persistent: bool,
         start_method: str,
         lookahead: int,
+        held: int = 1,
+        page_lock: PageLock | None = None,
     ) -> None:
         self.most_in_flight = max(1, workers * prefetch)
         self._in_flight = InFlight(self.most_in_flight)
+        self._beyond_flight = beyond_flight(held)
         self._slots = None
         if workers:
             shape = (plan.steps.batch_size, plan.view.size, plan.view.size, 3)
-            self._slots = SharedSlots(batches_held("process", workers, prefetch), shape, pinned=pin_memory)
+            count = batches_held("process", workers, prefetch, held)
+            self._slots = SharedSlots(count, shape, page_lock=page_lock)
         self._steps = _Steps(plan, self._slots)
         self._iterator: LimitedIterator | None = None
         if start_method == "forkserver" and workers:
@@ -184,7 +188,7 @@ class ProcessEngine:
         """Limits the batches in flight from now on; those already made are still yielded."""
         self._in_flight.limit = max(1, min(batches, self.most_in_flight))
         if self._slots is not None:
-            self._slots.keep(self._in_flight.limit + IN_HAND)
+            self._slots.keep(self._in_flight.limit + self._beyond_flight)
 
     def ready(self) -> int:
         """Batches that are made and wait for the consumer."""
@@ -210,12 +214,14 @@ class ProcessEngine:
             raise _worker_error(error) from error
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Ends the workers, and lets go of the slots: memory that the consumer still holds stays until it is done."""
         self._iterator = None
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             iterator._shutdown_workers()
             self._loader._iterator = None
+        if self._slots is not None:
+            self._slots.close()
 
 
 def _unchanged(batch: Any) -> Any:
@@ -228,6 +234,7 @@ def _prepare_worker(environment: dict[str, str], _worker: int) -> None:
 
     os.environ.clear()
     os.environ.update(environment)
+    step_back()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     # Ctrl-C is handled by the parent, which shuts its workers down.

@@ -12,19 +12,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from stoker.console import Say
 from stoker.data.batch import Batch
 from stoker.data.engines.buffers import BufferPool
-from stoker.data.engines.making import IN_HAND, Announcer, BatchMaker
+from stoker.data.engines.making import Announcer, BatchMaker, beyond_flight
+from stoker.data.priority import step_back
 
 
 class ThreadEngine:
     """Yields an epoch's batches in order, with `workers x prefetch` of them in flight."""
 
-    def __init__(self, maker: BatchMaker, *, workers: int, prefetch: int, pin_memory: bool, lookahead: int) -> None:
+    def __init__(
+        self,
+        maker: BatchMaker,
+        *,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        lookahead: int,
+        held: int = 1,
+        say: Say = lambda _line: None,
+    ) -> None:
         self._maker = maker
         self._workers = workers
+        self._beyond_flight = beyond_flight(held)
         self.most_in_flight = self.in_flight = max(1, workers * prefetch)
-        self._buffers = BufferPool(pinned=pin_memory)
+        self._buffers = BufferPool(pinned=pin_memory, say=say)
         self._lookahead = lookahead
         self._pool: ThreadPoolExecutor | None = None
         self._pending: deque[Future[Batch]] = deque()
@@ -32,7 +45,7 @@ class ThreadEngine:
     def limit(self, batches: int) -> None:
         """Limits the batches in flight from now on; those already made are still yielded."""
         self.in_flight = max(1, min(batches, self.most_in_flight))
-        self._buffers.keep(self.in_flight + IN_HAND)
+        self._buffers.keep(self.in_flight + self._beyond_flight)
 
     def ready(self) -> int:
         """Batches that are made and wait for the consumer."""
@@ -59,7 +72,7 @@ class ThreadEngine:
                     step += 1
                 yield pending.popleft().result()
                 if self.in_flight < self.most_in_flight:
-                    self._buffers.keep(self.in_flight + IN_HAND)
+                    self._buffers.keep(self.in_flight + self._beyond_flight)
         finally:
             # The consumer left early, or a batch failed: batches that are not begun must not be made.
             stopped.set()
@@ -76,7 +89,7 @@ class ThreadEngine:
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="stoker-loader")
+            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="stoker-loader", initializer=step_back)
         return self._pool
 
     def _make_unless(self, stopped: threading.Event, epoch: int, step: int, start: int) -> Batch:

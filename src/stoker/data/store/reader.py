@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.images.sample_index import SampleIndex, decode_name
+from stoker.data.priority import step_back
 from stoker.data.store.blocking import Blocking
 from stoker.data.store.stores import Buffer, ReadFailure, Store, StoreDown
 
@@ -209,6 +210,7 @@ class Reader:
                 return
 
     def _work(self) -> None:
+        step_back()
         count = 0
         while (read := self._next_read()) is not None:
             result: Found | BaseException

@@ -34,7 +34,7 @@ _NOT_THE_RESULT = {
     "run_name", "runs_dir", "devices", "num_nodes", "strategy", "rank_timeout", "log_every", "checkpoint_every_steps",
     "checkpoint_every", "save_top_k", "wandb", "wandb_project", "wandb_name", "tensorboard", "csv", "loader",
     "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "worker_start", "index_dir", "cache_dir",
-    "cache_size", "lookahead", "val_batch_size",
+    "cache_size", "lookahead", "val_batch_size", "numa_binding",
 }  # fmt: skip
 # Part of the saved schedule, which has its own message.
 _SCHEDULE = {

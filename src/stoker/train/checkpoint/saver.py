@@ -66,10 +66,12 @@ class Saver:
     _last_step: int = field(default=-1, init=False)
     _pauses: dict[str, float] = field(default_factory=dict, init=False)
 
-    def is_due(self) -> bool:
+    def is_due_by_steps(self) -> bool:
+        """Whether the run is at a step that is saved; every rank knows."""
+        return self.every_steps is not None and self.run.progress.step % self.every_steps == 0
+
+    def is_due_by_time(self) -> bool:
         """Whether this rank thinks it is time to save; the ranks have to agree before they do."""
-        if self.every_steps is not None and self.run.progress.step % self.every_steps == 0:
-            return True
         return self.every_s is not None and time.monotonic() - self._last_s >= self.every_s
 
     def get_ready(self) -> None:

@@ -1,0 +1,182 @@
+"""Copies between host and device that the loop never waits for, and how long the host's memory has to stay as it is.
+
+An asynchronous copy holds no reference to its source: with the loop running ahead of the device, a loader that reuses
+memory by reference counts overwrote batches before they were copied (53 of 200, at a lag of three). So every copy to
+the device goes through an `Uploader`, which keeps the source alive until the device has passed the batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+
+class OnDevice(Protocol):
+    """Something made of tensors on the device."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+
+T = TypeVar("T", bound=OnDevice)
+SMALL_BYTES = 4 << 20
+MOST_AHEAD = 2
+"""Batches that are prepared before the model is done with them; each one more would take the memory of its inputs."""
+
+
+class Passing(Protocol):
+    """A place in a device's queue, such as a CUDA event."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> Any:
+        """Returns once the device has passed it."""
+
+
+class DeviceQueue(Protocol):
+    """The queues of a device that works while the host goes on: one for the model, one beside it for the next batch."""
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """What is queued inside runs beside the model's work."""
+
+    def copy(self, source: Tensor) -> Tensor:
+        """A copy on the device, made when its turn comes; the source must not change before."""
+
+    def mark(self) -> Passing:
+        """A place after everything that is queued so far, in the queue of the current context."""
+
+    def join(self, ready: Passing, tensors: Sequence[Tensor]) -> None:
+        """The model's queue waits for `ready`; the tensors made aside are used there from now on."""
+
+    def fetch(self, source: Tensor) -> Callable[[], list[float]]:
+        """Starts to copy a few numbers to the host; the function waits for that copy, and for nothing after it."""
+
+
+class CudaQueue:
+    """Streams of a CUDA (or ROCm) device. GPU only: tests use stand-ins with the same methods."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pinned: deque[Tensor] = deque()
+
+    def aside(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._side)
+
+    def copy(self, source: Tensor) -> Tensor:
+        if source.nbytes <= SMALL_BYTES and not source.is_pinned():
+            # From ordinary memory the driver may wait for the queue before it copies. Labels and choices go through
+            # page-locked memory that torch keeps, and reuses when their copies have passed; images are there already.
+            source = source.pin_memory()
+        return source.to(self._device, non_blocking=True)
+
+    def mark(self) -> Passing:
+        # Blocking: a host that waits must leave its core to the workers.
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        passing: Passing = event
+        return passing
+
+    def join(self, ready: Passing, tensors: Sequence[Tensor]) -> None:
+        model = torch.cuda.current_stream(self._device)
+        model.wait_event(ready)  # type: ignore[arg-type]
+        for tensor in tensors:
+            tensor.record_stream(model)  # the allocator must not reuse it while the model reads it
+
+    def fetch(self, source: Tensor) -> Callable[[], list[float]]:
+        there = self._pinned.popleft() if self._pinned else torch.empty(source.shape, pin_memory=True)
+        there.copy_(source, non_blocking=True)
+        arrived = self.mark()
+
+        def read() -> list[float]:
+            arrived.synchronize()
+            values: list[float] = there.tolist()
+            self._pinned.append(there)
+            return values
+
+        return read
+
+
+def queue_of(device: torch.device) -> DeviceQueue | None:
+    """The queues of a device; None if it computes in the host's memory, while the host waits."""
+    return CudaQueue(device) if device.type == "cuda" else None
+
+
+def batches_in_hand(accumulation: int, *, on_gpu: bool) -> int:
+    """Batches whose host memory the loop holds when it asks for the next: those of an update and, on a GPU, those that
+    are still being copied."""
+    return accumulation + (MOST_AHEAD if on_gpu else 0)
+
+
+class Uploader:
+    """Prepares batches on the device, at most a few ahead of the model, and owns the copies that this takes."""
+
+    def __init__(self, queue: DeviceQueue | None) -> None:
+        self.queue = queue
+        self._copying: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._sources: list[Tensor] = []
+        self._in_flight: deque[tuple[Passing, list[Tensor]]] = deque()
+        self._model_work: deque[Passing] = deque()
+
+    def copy(self, source: Tensor) -> Tensor:
+        """A copy on the device; call it inside `prepare`."""
+        if self.queue is None:
+            return source
+        self._sources.append(source)
+        with self._copying():
+            return self.queue.copy(source)
+
+    def prepare(
+        self,
+        make: Callable[[], T],
+        copying: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> T:
+        """What `make` queues beside the model's work: copies by `copy`, then augmentation; the model's queue gets the
+        result. Waits only if the host is more than MOST_AHEAD batches ahead of the device. `copying` is entered for
+        each copy, in the queue that makes it."""
+        if self.queue is None:
+            return make()
+        self._hold_back(self.queue)
+        self._copying = copying
+        with self._aside(self.queue) as ready:
+            made = make()
+        self.queue.join(ready[0], made.tensors)
+        return made
+
+    def fetch(self, source: Tensor) -> Callable[[], list[float]]:
+        """A few numbers from the device, read now but looked at later."""
+        if self.queue is None:
+            return source.tolist
+        return self.queue.fetch(source)
+
+    @contextmanager
+    def _aside(self, queue: DeviceQueue) -> Iterator[list[Passing]]:
+        ready: list[Passing] = []
+        with queue.aside():
+            try:
+                yield ready
+            finally:
+                # Also after an error: copies that were started still read their sources.
+                mark = queue.mark()
+                ready.append(mark)
+                self._in_flight.append((mark, self._sources))
+                self._sources = []
+
+    def _hold_back(self, queue: DeviceQueue) -> None:
+        self._model_work.append(queue.mark())
+        if len(self._model_work) > MOST_AHEAD:
+            self._model_work.popleft().synchronize()
+        while self._in_flight and self._in_flight[0][0].query():
+            self._in_flight.popleft()
+
+    def finish(self) -> None:
+        """Waits for all copies: their sources may go."""
+        while self._in_flight:
+            self._in_flight.popleft()[0].synchronize()
+        self._model_work.clear()

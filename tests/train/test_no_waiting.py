@@ -1,0 +1,176 @@
+"""The loop never waits for the device: proven without one, on tensors that have no values to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoker.augment.pipeline import TrainAugment, build_train_augment
+from stoker.config import Config, load_config
+from stoker.data.batch import Batch
+from stoker.models.build import build_model
+from stoker.tasks.classify import optimizer_for, prepare_batch
+from stoker.train.compute import Precision
+from stoker.train.ema import WeightAverage
+from stoker.train.evaluate import Accumulator
+from stoker.train.optimization import build_loss
+from stoker.train.ranks import Ranks
+from stoker.train.step import Pending, TrainStep
+from stoker.train.transfers import Passing, Uploader
+
+CLASSES, SIZE, SAMPLES = 7, 32, 8
+
+
+def config_for(**keys: Any) -> Config:
+    return load_config(None, ["model=test_resnet", *(f"{key}={value}" for key, value in keys.items())]).config
+
+
+def batch_of_bytes(number: int = 0) -> Batch:
+    keys = np.arange(SAMPLES, dtype=np.uint64) * 977 + number
+    return Batch(
+        images=torch.zeros(SAMPLES, SIZE, SIZE, 3, dtype=torch.uint8), labels=np.arange(SAMPLES) % CLASSES,
+        indices=np.arange(SAMPLES), flips=keys % 2 == 0, keys=keys, epoch=0, step=number, next_position=0,
+    )  # fmt: skip
+
+
+class Parts:
+    """Everything of a run that works on the device in a step."""
+
+    def __init__(self, config: Config, device: str, queue: Any = None) -> None:
+        with torch.device(device):
+            model = build_model(config.model, CLASSES, img_size=SIZE, channels_last=False)
+        self.model = model.train()
+        self.ema = WeightAverage(model, 0.9)
+        self.metrics = Accumulator(device)
+        self.augment: TrainAugment = build_train_augment(config, CLASSES)
+        self.uploader = Uploader(queue)
+        self.step = TrainStep(
+            model, optimizer_for(config, model, 0.1), build_loss(config),
+            Precision(config.precision, torch.device(device)), Ranks(), micro_batch=SAMPLES // 2,
+            clip_grad_norm=config.clip_grad_norm, seed=0, say=lambda _text: None,
+        )  # fmt: skip
+
+    def pending(self, number: int) -> Pending:
+        batch = batch_of_bytes(number)
+        make = lambda: prepare_batch(self.augment, self.uploader.copy, 0, batch, 0, number, 0)  # noqa: E731
+        return Pending(SAMPLES, lambda: self.uploader.prepare(make))
+
+    def train(self, number: int) -> Tensor:
+        result = self.step([self.pending(2 * number), self.pending(2 * number + 1)], number)
+        self.metrics.add_step(result)
+        self.ema.update()
+        return result.report
+
+
+MIXING = {
+    "plain": {},
+    "mixed": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "auto_augment": "randaugment", "random_erasing": 0.5},
+}
+
+
+@pytest.mark.parametrize("mixing", MIXING)
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+@pytest.mark.parametrize("precision", ["32", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+def test_a_whole_step_reads_nothing_from_the_device(optimizer: str, precision: str, clip: str, mixing: str) -> None:
+    config = config_for(optimizer=optimizer, precision=precision, clip_grad_norm=clip, **MIXING[mixing])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parts = Parts(config, "cpu")
+        reports = [parts.train(number) for number in range(3)]
+        with pytest.raises(Exception, match=r"(?i)data.dependent|_local_scalar_dense"):
+            reports[0].tolist()  # what reading would have looked like
+
+
+class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what makes the host wait for a device: blocking copies between devices, and tensors made there from
+    values of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        result = func(*args, **kwargs)
+        if name in ("_to_copy", "copy_"):
+            source = args[0] if name == "_to_copy" else args[1]
+            target = result if name == "_to_copy" else args[0]
+            if source.device.type != target.device.type:
+                non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+                assert non_blocking, f"{name} from {source.device} to {target.device} waits"
+                self.copies += 1
+        assert name != "_local_scalar_dense", "reads a value from the device"
+        return result
+
+
+class FakeCuda:
+    """The queues of a device that exists only as a name."""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
+    def copy(self, source: Tensor) -> Tensor:
+        return source.to("cuda", non_blocking=True)
+
+    def mark(self) -> Passing:
+        return _Passed()
+
+    def join(self, ready: Passing, tensors: Any) -> None:
+        assert all(tensor.device.type == "cuda" for tensor in tensors)
+
+    def fetch(self, source: Tensor) -> Any:
+        raise AssertionError("not in a step")
+
+
+class _Passed:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.parametrize("mixing", MIXING)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+def test_only_batches_are_copied_to_the_device_and_none_of_the_copies_waits(
+    optimizer: str, mixing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(optimizer=optimizer, clip_grad_norm=1.0, **MIXING[mixing])
+    gradients: list[Tensor] = []
+
+    def backward(tensor: Tensor, *_: Any) -> None:
+        # Autograd's engine needs a real device for CUDA tensors; gradients come from nowhere instead.
+        for parameter in parts.model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        gradients.append(tensor)
+
+    monkeypatch.setattr(Tensor, "backward", backward)
+    monkeypatch.setattr(TrainStep, "_seed_generators", lambda *_: None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parts = Parts(config, "cuda", FakeCuda())
+        for number in range(2):  # constants are made at the first step, and cached
+            watch = NoWaiting() if number else None
+            with watch or torch.no_grad():
+                parts.train(number)
+    assert len(gradients) == 8
+    assert watch is not None
+    # One for the images and one for everything else about them, for each of two batches.
+    assert watch.copies == 4
+
+
+def test_the_watch_itself_notices_what_waits() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), NoWaiting():
+        with pytest.raises(AssertionError, match="waits"):
+            torch.zeros(3).to("cuda")
+        with pytest.raises(AssertionError, match="waits"):
+            torch.tensor([1.0], device="cuda")
+        torch.zeros(3).to("cuda", non_blocking=True)

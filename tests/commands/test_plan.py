@@ -45,6 +45,13 @@ def test_a_plan_is_one_document_with_everything_that_can_run_out(stoker: Run) ->
     assert all(set(finding) >= {"id", "message", "fix", "speedup"} for finding in found["findings"])
 
 
+def test_a_plan_counts_the_steps_of_short_epochs(stoker: Run) -> None:
+    whole, short = plan(stoker, *MACHINE), plan(stoker, *MACHINE, "steps_per_epoch=100")
+    assert short["steps_per_epoch"] == 100
+    assert short["time"]["epoch_s"] == pytest.approx(100 * short["time"]["step_s"])
+    assert short["time"]["total_s"] < whole["time"]["total_s"]
+
+
 def test_a_config_that_does_not_fit_is_refused_with_settings_that_would(stoker: Run, tmp_path: Path) -> None:
     sheet = tmp_path / "tiny.yaml"
     sheet.write_text(

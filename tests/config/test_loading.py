@@ -15,6 +15,7 @@ from stoker.config import load_config
 from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, Config, key_names
 from stoker.errors import ConfigError
+from tests.conftest import PROJECT
 
 Write = Callable[..., Path]
 
@@ -99,6 +100,8 @@ def test_a_rule_is_not_applied_to_an_invalid_value(yaml_file: Write) -> None:
         (["task=segment3d", "patch_size=[8,8,8]", "mixup_alpha=1"], ("mixup_alpha", "task")),
         (["repeated_augmentation=3", "batch_size=256"], ("repeated_augmentation", "batch_size")),
         (["bce_target_threshold=0.2"], ("bce_target_threshold", "loss")),
+        (["ema_every=32"], ("ema_every", "ema_decay")),
+        (["ema_warmup=copy"], ("ema_warmup", "ema_decay")),
         (["task=segment3d"], ("task", "patch_size")),
         (["patch_size=[8,8,8]"], ("patch_size", "task")),
         (["nesterov=true", "optimizer=lamb"], ("nesterov", "optimizer")),
@@ -126,6 +129,14 @@ def test_repeats_need_no_divisible_batch_when_they_go_to_different_ranks() -> No
 def test_a_threshold_that_cancels_smoothing_is_a_warning() -> None:
     resolved = load_config(None, ["loss=bce", "bce_target_threshold=0.2", "label_smoothing=0.1"])
     assert any("cancels label_smoothing" in warning for warning in resolved.warnings)
+
+
+def test_the_recipes_of_the_paper_use_a_threshold_only_where_nothing_is_smoothed() -> None:
+    recipes = {name: load_config(PROJECT / f"configs/rsb_{name}.yaml", []) for name in ("a1", "a2", "a3")}
+    assert {name: found.config.bce_target_threshold for name, found in recipes.items()} == {
+        "a1": None, "a2": 0.2, "a3": 0.2,
+    }  # fmt: skip
+    assert not any("label_smoothing" in warning for found in recipes.values() for warning in found.warnings)
 
 
 def _mutations(name: str) -> set[str]:

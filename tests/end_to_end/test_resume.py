@@ -36,9 +36,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model": "test_resnet", "nesterov": True, "drop_path": 0.2, "loader": "process", "num_workers": 2,
         "repeated_augmentation": 2, "start_img_size": 24, "resize_epochs": 1, "loss": "bce", "log_every": 4,
     },
-    "lamb": {"optimizer": "lamb", "lr": 0.05, "ema_decay": 0.5, "lr_update": "epoch", "precision": "bf16-mixed"},
+    "lamb": {
+        "optimizer": "lamb", "lr": 0.05, "lr_update": "epoch", "precision": "bf16-mixed", "epochs": 3,
+        "steps_per_epoch": 4, "warmup_epochs": 1, "ema_decay": 0.5, "ema_every": 3, "ema_warmup": "copy",
+    },
 }  # fmt: skip
-STEPS = 12  # of two epochs
+STEPS = 12  # of all epochs
 Ledger = list[tuple[int, int, list[int], list[int]]]
 
 

@@ -136,6 +136,19 @@ def test_adamw_has_twice_the_state_and_an_average_its_own_copy() -> None:
     assert sgd["ema"] == sgd["parameters"]
 
 
+def test_the_scratch_of_lamb_is_not_state() -> None:
+    adamw, lamb = (
+        trace_step(tiny_step(build_optimizer=lambda m, name=name: build_optimizer(m, name, 0.1)))
+        for name in ("adamw", "lamb")
+    )
+    weights = by_category(adamw)["parameters"]
+    state, more = (by_category(lamb)[part] - by_category(adamw)[part] for part in ("optimizer", "temporary"))
+    # Each of the six tensors begins in a new row of 256 numbers.
+    rounding = 6 * 256 * 4
+    assert abs(state) < 2 * rounding
+    assert weights <= more < weights + rounding + 4096
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
 def test_every_optimizer_works_with_the_loss_scaler(name: str) -> None:
     trace = trace_step(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from stoker.config import load_config
 from stoker.errors import UserError
-from stoker.train.ema import WARMUP_GAMMA, WeightAverage, decay_after
+from stoker.train.ema import WARMUP_GAMMA, WeightAverage
+from tests.conftest import PROJECT
 
 
 def small_model(classes: int = 5) -> nn.Module:
@@ -39,7 +45,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_the_average_equals_timms(warmup: bool) -> None:
     model = small_model()
     theirs = ModelEmaV3(model, decay=0.6, use_warmup=warmup, warmup_gamma=WARMUP_GAMMA, warmup_power=1.0)
-    ours = WeightAverage(model, 0.6, warmup=warmup)
+    ours = WeightAverage(model, 0.6, warmup="ramp" if warmup else "none")
     for update in range(20):
         move(model, update)
         ours.update()
@@ -55,13 +61,13 @@ def test_with_warmup_the_random_start_leaves_no_trace() -> None:
     move(model, 1)
     average.update()
     assert same(bits(model), dict(average.tensors))
-    assert decay_after(10_000, 0.9999, True) == pytest.approx(0.999, abs=1e-5)
-    assert decay_after(10**6, 0.9999, True) == 0.9999
+    assert average.decay_at(10_000) == pytest.approx(0.999, abs=1e-5)
+    assert average.decay_at(10**6) == 0.9999
 
 
 def test_the_model_holds_the_average_inside_the_block_only() -> None:
     model = small_model()
-    average = WeightAverage(model, 0.5, warmup=False)
+    average = WeightAverage(model, 0.5, warmup="none")
     move(model, 1)
     average.update()
     own, averaged = bits(model), {name: value.clone() for name, value in average.tensors.items()}
@@ -78,7 +84,7 @@ def test_shared_weights_survive_a_swap() -> None:
     model = nn.Module()
     model.first, model.second = nn.Linear(3, 3), nn.Linear(3, 3)
     model.second.weight = model.first.weight
-    average = WeightAverage(model, 0.5, warmup=False)
+    average = WeightAverage(model, 0.5, warmup="none")
     with torch.no_grad():
         model.first.weight.add_(1)
     average.update()
@@ -101,7 +107,7 @@ def test_a_resumed_average_has_the_same_bits() -> None:
         move(model, update)
         whole.update()
         resumed.update()
-    assert resumed.updates == 7
+    assert resumed.steps == 7
     assert same(dict(whole.tensors), dict(resumed.tensors))
 
 
@@ -115,7 +121,99 @@ def test_an_average_of_another_model_is_refused_untouched() -> None:
 
 def test_channels_last_weights_stay_channels_last() -> None:
     model = small_model().to(memory_format=torch.channels_last)
-    average = WeightAverage(model, 0.5, warmup=False)
+    average = WeightAverage(model, 0.5, warmup="none")
     move(model, 1)
     average.update()
     assert average.tensors["0.weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+# torchvision's references/classification/train.py: an AveragedModel that is updated if i % model_ema_steps == 0, i
+# counting the batches of an epoch, and that forgets it was ever updated while epoch < lr_warmup_epochs.
+STEPS_PER_EPOCH, WARMUP_EPOCHS, EPOCHS, EVERY = 75, 2, 6, 32
+
+
+def torchvisions(model: nn.Module, alpha: float) -> AveragedModel:
+    def average(ours: torch.Tensor, theirs: torch.Tensor, _: torch.Tensor | int) -> torch.Tensor:
+        return (1 - alpha) * ours + alpha * theirs
+
+    return AveragedModel(model, avg_fn=average, use_buffers=True)
+
+
+def test_the_average_of_torchvisions_recipe_is_torchvisions() -> None:
+    config = load_config(PROJECT / "configs/torchvision_v2.yaml", []).config
+    alpha = min(1.0, (1 - 0.99998) * 8 * 128 * 32 / 600)
+    assert config.ema_decay == pytest.approx(1 - alpha, abs=1e-15)
+    assert (config.ema_every, config.ema_warmup, config.warmup_epochs, config.epochs) == (32, "copy", 5, 600)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    theirs = torchvisions(model, alpha)
+    ours = WeightAverage(
+        model, config.ema_decay, warmup=config.ema_warmup, every=EVERY, steps_per_epoch=STEPS_PER_EPOCH,
+        warmup_steps=WARMUP_EPOCHS * STEPS_PER_EPOCH,
+    )  # fmt: skip
+    for step in range(EPOCHS * STEPS_PER_EPOCH):
+        generator = torch.Generator().manual_seed(step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+            model(torch.randn(6, 3, generator=generator))
+        ours.update()
+        epoch, batch = divmod(step, STEPS_PER_EPOCH)
+        if batch % EVERY == 0:
+            theirs.update_parameters(model)
+            if epoch < WARMUP_EPOCHS:
+                theirs.n_averaged.fill_(0)
+        for name, value in theirs.module.state_dict().items():
+            if value.is_floating_point():  # torchvision averages batch counts too, which nothing reads
+                torch.testing.assert_close(ours.tensors[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_an_average_of_every_third_step_resumes_between_two() -> None:
+    keys: dict[str, Any] = {"every": 3, "steps_per_epoch": 7, "warmup_steps": 7, "warmup": "copy"}
+    model = small_model()
+    whole = WeightAverage(model, 0.9, **keys)
+    resumed: WeightAverage | None = None
+    for step in range(25):
+        if step == 11:
+            resumed = WeightAverage(model, 0.9, **keys)
+            resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+        move(model, step)
+        whole.update()
+        if resumed is not None:
+            resumed.update()
+    assert resumed is not None
+    assert same(dict(whole.tensors), dict(resumed.tensors))
+
+
+def test_a_ramp_counts_updates_and_not_steps() -> None:
+    average = WeightAverage(small_model(), 0.9999, every=3, steps_per_epoch=7)
+    assert [average.decay_at(step) for step in (0, 3, 6, 7, 10)] == [0, 1 / 11, 2 / 12, 3 / 13, 4 / 14]
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names of what runs, without memory that is only handed out; refuses lists that would take a kernel a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "empty" not in func.__name__:
+            self.names.append(func.__name__)
+        if func.__name__.startswith("_foreach_"):
+            for first, second in zip(args[0], args[1], strict=True):
+                assert (first.dtype, first.shape) == (args[0][0].dtype, second.shape)
+                assert first.stride() == second.stride()
+        return func(*args, **(kwargs or {}))
+
+
+def test_updating_and_swapping_ask_the_device_nothing_and_take_a_call_for_each_type() -> None:
+    with FakeTensorMode():  # a read would raise: there are no values
+        model = nn.Sequential(nn.Linear(3, 4, dtype=torch.float16), nn.BatchNorm1d(4))
+        average = WeightAverage(model, 0.9)
+        with Operators() as operators:
+            average.update()
+        assert operators.names == ["_foreach_lerp_.Scalar"] * 2 + ["_foreach_copy_.default"]
+        with Operators() as operators, average.swapped():
+            pass
+        assert operators.names == ["_foreach_copy_.default"] * 18

@@ -1,10 +1,15 @@
-"""Optimizers: parameter groups, order, and no clipping unless requested."""
+"""Optimizers: parameter groups, order, no clipping unless requested, and updates that are skipped on the device."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.train.optimization import build_optimizer, parameter_groups, set_lr
@@ -130,3 +135,110 @@ def test_a_model_without_biases_works() -> None:
         model(torch.ones(2, 3)).square().sum().backward()
         optimizer.step()
         assert not torch.equal(before, model.weight)
+
+
+def update(optimizer: torch.optim.Optimizer, *, skip: bool) -> None:
+    """One step as the training step makes it."""
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.full((), float(skip))  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def all_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    state = [value for known in optimizer.state.values() for value in known.values()]
+    return [value.detach().clone().view(torch.int32) for value in [*model.parameters(), *state]]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_skipped_update_changes_no_bit(name: str, bad: float) -> None:
+    model = small_model().to(memory_format=torch.channels_last)
+    optimizer = build_optimizer(model, name, 0.1, weight_decay=0.01)
+    for number in range(3):
+        set_gradients(model, number)
+        update(optimizer, skip=False)
+    before = all_bits(model, optimizer)
+    set_gradients(model, 3, scale=bad)
+    update(optimizer, skip=True)
+    assert all(map(torch.equal, before, all_bits(model, optimizer)))
+
+
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_is_defined_even_if_the_first_update_is_skipped(
+    nesterov: bool, weight_decay: float, resumed: bool
+) -> None:
+    model, plain = (small_model().to(memory_format=torch.channels_last) for _ in range(2))
+    reference = torch.optim.SGD(
+        plain.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=weight_decay, foreach=False
+    )
+    with uninitialised_memory_is_nan():
+        assert torch.empty(1).isnan()
+        optimizer = build_optimizer(model, "sgd", 0.1, nesterov=nesterov, weight_decay=weight_decay)
+        if resumed:  # from a state that was saved before the first update, as torch's own SGD writes it
+            untouched = torch.optim.SGD(parameter_groups(model, weight_decay, True), lr=0.1, momentum=0.9, fused=True)
+            options = [group | {"nesterov": nesterov} for group in untouched.state_dict()["param_groups"]]
+            optimizer.load_state_dict({"state": {}, "param_groups": options})
+        set_gradients(model, 0, scale=float("nan"))
+        update(optimizer, skip=True)
+        for number in range(1, 4):
+            set_gradients(model, number)
+            update(optimizer, skip=False)
+    for number in range(1, 4):
+        set_gradients(plain, number)
+        reference.step()
+    assert all(torch.isfinite(value).all() for value in model.parameters())
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # the fused kernel rounds differently
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_zero_momentum_gives_the_first_update_that_torch_gives(nesterov: bool, weight_decay: float) -> None:
+    model, other = (small_model().to(memory_format=torch.channels_last) for _ in range(2))
+    ours = build_optimizer(model, "sgd", 0.1, nesterov=nesterov, weight_decay=weight_decay)
+    groups = parameter_groups(other, weight_decay, True)
+    torchs = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=nesterov, fused=True)
+    for number in range(4):
+        for m, optimizer in ((model, ours), (other, torchs)):
+            set_gradients(m, number)
+            optimizer.step()
+        assert equal(model, other)
+    # What is saved has the same form, and goes both ways.
+    assert ours.state_dict()["param_groups"] == torchs.state_dict()["param_groups"]
+    torchs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    ours.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    for m, optimizer in ((model, ours), (other, torchs)):
+        set_gradients(m, 4)
+        optimizer.step()
+    assert equal(model, other)
+    for parameter, state in ours.state.items():
+        assert state["momentum_buffer"].stride() == parameter.stride()
+
+
+def test_without_momentum_sgd_keeps_no_state() -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, "sgd", 0.1, momentum=0.0)
+    set_gradients(model, 0)
+    update(optimizer, skip=True)
+    assert not optimizer.state_dict()["state"]

@@ -37,17 +37,20 @@ def test_after_the_warmup_by_epoch_comes_the_cosine() -> None:
     assert of_epoch(599) == 0.0
 
 
-def test_by_step_the_warmup_epochs_begin_with_the_same_rates() -> None:
-    starts = [learning_rate(epoch * 7, BY_STEP, 0.5) for epoch in range(6)]
-    assert starts == [0.005, 0.12875, 0.2525, 0.37625, 0.5, 0.5]
-    assert all(learning_rate(step, BY_STEP, 0.5) == 0.5 for step in range(4 * 7, 5 * 7 + 1))
+def test_by_step_the_warmup_takes_all_of_its_epochs() -> None:
+    for epochs in (1, 2, 5):
+        horizon = replace(BY_STEP, warmup_epochs=epochs)
+        rates = [learning_rate(step, horizon, 0.5) for step in range(epochs * 7 + 1)]
+        assert rates == pytest.approx([0.5 * (0.01 + 0.99 * step / (epochs * 7)) for step in range(epochs * 7 + 1)])
+        assert (rates[0], rates[-1]) == (0.005, 0.5)
+        assert rates[-2] < 0.5
 
 
 def test_by_step_the_rate_never_jumps() -> None:
     rates = [learning_rate(step, BY_STEP, 0.5) for step in range(BY_STEP.total_steps)]
-    assert all(a < b for a, b in pairwise(rates[: 4 * 7 + 1]))
+    assert all(a < b for a, b in pairwise(rates[: 5 * 7 + 1]))
     assert all(a > b for a, b in pairwise(rates[5 * 7 :]))
-    assert max(abs(a - b) for a, b in pairwise(rates)) < 0.5 / 4 / 7
+    assert max(abs(a - b) for a, b in pairwise(rates)) < 0.5 / 5 / 7
 
 
 def test_by_step_the_cosine_ends_with_the_last_step_and_not_an_epoch_before() -> None:
@@ -56,10 +59,9 @@ def test_by_step_the_cosine_ends_with_the_last_step_and_not_an_epoch_before() ->
     assert learning_rate(LAST - 6, BY_STEP, 0.5) > learning_rate(LAST - 5, BY_STEP, 0.5) > 0
 
 
-def test_a_single_warmup_epoch_is_one_ramp() -> None:
-    horizon = Horizon(steps_per_epoch=10, epochs=3, warmup_epochs=1)
-    rates = [learning_rate(step, horizon, 1.0) for step in range(11)]
-    assert rates == pytest.approx([0.01 + 0.99 * step / 10 for step in range(11)])
+def test_by_epoch_a_single_warmup_epoch_has_the_smallest_rate() -> None:
+    horizon = replace(BY_EPOCH, warmup_epochs=1)
+    assert [of_epoch(epoch, horizon) for epoch in (0, 1)] == [0.005, 0.5]
 
 
 def test_without_a_warmup_the_peak_comes_first() -> None:

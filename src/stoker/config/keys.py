@@ -202,7 +202,14 @@ class ModelKeys(KeyGroup):
     """Dropout probability before the classifier."""
 
     ema_decay: float | None = key(None, gt=0, lt=1)
-    """Keep an exponential moving average of the weights with this decay per step, and validate that."""
+    """Keep an exponential moving average of the weights with this decay per update, and validate that."""
+
+    ema_every: int = key(1, unit="steps", ge=1)
+    """Update the average at the first step of an epoch and every so many steps after it."""
+
+    ema_warmup: Literal["ramp", "copy", "none"] = key("ramp")
+    """How the average begins: `ramp` lets the decay rise from 0 to `ema_decay`; `copy` copies the weights during
+    `warmup_epochs`, as torchvision does; `none` starts from the initial weights with the full decay."""
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -215,7 +222,8 @@ class OptimizationKeys(KeyGroup):
     """Passes over the training data."""
 
     steps_per_epoch: int | None = key(None, unit="steps", ge=1)
-    """Steps per epoch, if an epoch is not one pass over the data (random patches)."""
+    """Updates per epoch, if an epoch is not one pass over the data. Images: at most as many as the data has; the next
+    epoch continues with a new order of all images. Random patches: any number."""
 
     batch_size: int = key(256, unit="samples", ge=1)
     """Samples per step and GPU."""
@@ -261,7 +269,8 @@ class OptimizationKeys(KeyGroup):
     """Final learning rate of the cosine."""
 
     warmup_epochs: int = key(0, unit="epochs", ge=0)
-    """Epochs of linear warmup."""
+    """Epochs of linear warmup. By step, the peak is reached with the first step after them; by epoch, in the last of
+    them."""
 
     warmup_start: float = key(0.01, gt=0, le=1)
     """Share of the learning rate at which the warmup starts."""

@@ -105,6 +105,15 @@ def _smoothing_is_cancelled(c: Config) -> str | None:
     return None
 
 
+@pair_rule("ema_every", "ema_warmup", "ema_decay")
+def _average_needs_decay(c: Config) -> str | None:
+    if c.ema_decay is not None:
+        return None
+    if c.ema_every != 1:
+        return f"ema_every: {c.ema_every} has no effect without ema_decay"
+    return None if c.ema_warmup == "ramp" else f"ema_warmup: {c.ema_warmup} has no effect without ema_decay"
+
+
 @pair_rule("task", "patch_size")
 def _patch_for_volumes(c: Config) -> str | None:
     if c.task == "segment3d" and c.patch_size is None:

@@ -136,7 +136,8 @@ class Job:
         if self.data.samples is None:
             return None
         batches = self.data.samples // (self.config.batch_size * self.hardware.world)
-        return batches // self.config.gradient_accumulation
+        steps = batches // self.config.gradient_accumulation
+        return min(steps, self.config.steps_per_epoch or steps)
 
     @property
     def lr(self) -> float:

@@ -69,5 +69,6 @@ def _weights_only(config: Config, step: TraceableStep) -> StepNeeds:
         "gradients": weights,
         "optimizer": weights if config.optimizer == "sgd" else 2 * weights,
         "ema": weights if step.ema_decay is not None else 0,
+        "temporary": weights if config.optimizer == "lamb" else 0,  # its scratch buffer
     }
     return StepNeeds(VramBudget(sum(parts.values()), parts), None)

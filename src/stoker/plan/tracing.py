@@ -299,8 +299,8 @@ def _run(step: TraceableStep, batch: int, model: nn.Module, recorder: Recorder) 
     with recorder.making("parameters"):
         make_fake(model)
         model.train()
-    with recorder.making("optimizer"):
-        optimizer = step.build_optimizer(model)
+    # Its state is marked after each step; what remains is scratch (LAMB's), which no checkpoint holds.
+    optimizer = step.build_optimizer(model)
     with recorder.making("ema"):
         ema = None if step.ema_decay is None else WeightAverage(model, step.ema_decay)
     with recorder.making("parameters"):  # the step keeps a copy of the buffers

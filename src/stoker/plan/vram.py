@@ -77,8 +77,9 @@ def largest_that_fits(fits: Callable[[int], bool], start: int) -> int:
 
 # Batch norm refuses to train on a single value; half of what two samples keep is what one keeps.
 SAMPLES = 2
-# An optimizer's state: two float32 averages (AdamW, LAMB); SGD's momentum is one.
-STATES = 2
+# Buffers of an optimizer, each as large as the weights: LAMB has two averages and a scratch buffer. AdamW has two, and
+# SGD's momentum is one.
+STATES = 3
 # Gradients of the two largest tensors are alive beside them when the backward pass begins.
 LARGEST_TEMPORARIES = 2
 # Rounding and gaps: the traces of results/vram reserve up to a fifth more than they use.

@@ -108,7 +108,6 @@ def build_run(
     total_batch = config.batch_size * ranks.world * config.gradient_accumulation
     peak_lr = scaled_lr(config.lr, total_batch, config.lr_reference_batch, config.scale_lr)
     optimizer = optimizer_for(config, model, peak_lr)
-    ema = WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None
     step = TrainStep(
         _for_computing(config, model, ranks, device, say), optimizer, build_loss(config),
         Precision(config.precision, device), ranks, micro_batch=config.batch_size,
@@ -117,6 +116,7 @@ def build_run(
     uploader = Uploader(queue_of(device))
     loaders = _Loaders(config, data, ranks, quarantine_file, say, on_gpu=uploader.queue is not None)
     horizon = _horizon(config, loaders.of_epoch(0).steps())
+    ema = _average(config, model, horizon)
     mean, std = colours_of(model)
     augment = build_train_augment(config, num_classes, mean=mean, std=std, dtype=input_dtype(config, device))
     return Run(
@@ -185,8 +185,7 @@ class _Loaders:
                 self._open.close()
             sized = config.model_copy(update={"img_size": size})
             plan = training_plan(sized, self._data.train, self._data.decoding, self._ranks)
-            if plan.steps.count() // config.gradient_accumulation < 1:
-                raise _too_few(config, len(self._data.train), plan.steps.total_batch * config.gradient_accumulation)
+            _check_length(config, len(self._data.train), plan.steps.total_batch * config.gradient_accumulation)
             self._open = self._loader(sized, plan, config.gradient_accumulation)
             self._size = size
         return self._open
@@ -217,13 +216,23 @@ class _Loaders:
             self._say(line)
 
 
-def _too_few(config: Config, samples: int, total: int) -> UserError:
-    return UserError(
-        "batch-larger-than-data",
-        f"{samples} training images are fewer than one batch of {total}",
-        why="the last, partial batch of an epoch is dropped, so every epoch would be empty",
-        hint=f"batch_size={max(1, samples // max(1, total // config.batch_size))} or less",
-    )
+def _check_length(config: Config, samples: int, total: int) -> None:
+    """Refuses epochs without a single update of `total` samples, and epochs longer than the data."""
+    if samples < total:
+        raise UserError(
+            "batch-larger-than-data",
+            f"{samples} training images are fewer than one batch of {total}",
+            why="the last, partial batch of an epoch is dropped, so every epoch would be empty",
+            hint=f"batch_size={max(1, samples // max(1, total // config.batch_size))} or less",
+        )
+    if config.steps_per_epoch is not None and config.steps_per_epoch > samples // total:
+        raise UserError(
+            "epoch-longer-than-data",
+            f"steps_per_epoch is {config.steps_per_epoch:,}, but {samples:,} training images are {samples // total:,} "
+            f"updates of {total}",
+            why="an epoch is at most one pass over the images, so every epoch would be shorter than the config says",
+            hint=f"steps_per_epoch={samples // total}, or leave it out and set epochs",
+        )
 
 
 def build_network(config: Config, num_classes: int, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
@@ -270,6 +279,15 @@ def _horizon(config: Config, batches: int) -> Horizon:
         warmup_epochs=config.warmup_epochs, warmup_start=config.warmup_start, min_lr=config.min_lr,
         scheduler=config.lr_scheduler, update=config.lr_update, step_epochs=config.lr_step_epochs,
         step_factor=config.lr_step_factor,
+    )  # fmt: skip
+
+
+def _average(config: Config, model: nn.Module, horizon: Horizon) -> WeightAverage | None:
+    if config.ema_decay is None:
+        return None
+    return WeightAverage(
+        model, config.ema_decay, warmup=config.ema_warmup, every=config.ema_every,
+        steps_per_epoch=horizon.steps_per_epoch, warmup_steps=horizon.warmup_epochs * horizon.steps_per_epoch,
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, Calib
 
 
 def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
-    """What the training batches of this rank hold."""
+    """What the training batches of this rank hold; `steps_per_epoch` leaves out the end of an epoch's order."""
     view = RandomCrop(
         size=config.img_size,
         bounds=CropRange(config.crop_scale, config.crop_aspect),
@@ -94,7 +94,11 @@ def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks:
         interpolation=config.interpolation,
     )
     order = Order(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
-    steps = Steps(len(samples), config.batch_size, ranks.world, ranks.rank, drop_last=True)
+    used = len(samples)
+    if config.steps_per_epoch is not None:
+        update = config.batch_size * ranks.world * config.gradient_accumulation
+        used = min(used, config.steps_per_epoch * update)
+    steps = Steps(used, config.batch_size, ranks.world, ranks.rank, drop_last=True)
     return BatchPlan(samples, order, steps, view, config.seed, config.horizontal_flip)
 
 
@@ -150,7 +154,8 @@ def measure_speed(
     # Long enough that no epoch ends within the measurement, however fast the host.
     least = config.batch_size * (workers + 4) * 3
     wanted = max(least, int(seconds * MOST_IMAGES_PER_WORKER_SECOND * max(1, workers)))
-    plan = training_plan(config, repeated(samples, wanted), decoding)
+    endless = config.model_copy(update={"steps_per_epoch": None})
+    plan = training_plan(endless, repeated(samples, wanted), decoding)
     return measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
 
 

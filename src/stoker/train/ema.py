@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from stoker.errors import UserError
 
 # timm's decay warmup (ModelEmaV3, use_warmup) with gamma 10 and power 1: until `decay` is reached (0.999 after 10,000
-# updates), the average spans about a tenth of the run so far. With timm's default power of 2/3, the 0.99998 of
-# torchvision's recipe would be reached after 11 million updates, fifteen times its whole run; with power 1, after two
-# thirds of it.
+# updates), the average spans about a tenth of the run so far. With timm's default power of 2/3, a decay of 0.9999 would
+# be reached only after a million updates, longer than most runs.
 WARMUP_GAMMA = 10
+# Steps of an epoch, if it does not matter where one ends.
+ENDLESS = 2**63
 
-
-def decay_after(updates: int, decay: float, warmup: bool) -> float:
-    """The decay of the next update. With warmup it begins at 0, so the random initial weights leave no trace."""
-    return min(decay, updates / (WARMUP_GAMMA + updates)) if warmup else decay
+Warmup = Literal["ramp", "copy", "none"]
 
 
 class WeightAverage:
@@ -28,28 +26,66 @@ class WeightAverage:
 
     Build it from the bare model (no DDP, not compiled), once that is on its device and its batch norm is converted:
     it keeps references to the model's tensors, so that an update need not look them up.
+
+    With `every`, it is updated only at the first step of an epoch and at each `every`-th after it, as torchvision does;
+    `decay` is that of one update. Warmup: with `ramp` the decay rises from 0, so that the random initial weights leave
+    no trace. With `copy`, the average is the weights for `warmup_steps`, and then has the full decay.
     """
 
-    def __init__(self, model: nn.Module, decay: float, *, warmup: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        *,
+        warmup: Warmup = "ramp",
+        every: int = 1,
+        steps_per_epoch: int = ENDLESS,
+        warmup_steps: int = 0,
+    ) -> None:
         self.decay = decay
-        self.warmup = warmup
-        self.updates = 0
+        self.warmup: Warmup = warmup
+        self.steps = 0
+        """Of the run so far. Which of them are averaged, and with what decay, follows from their number."""
+        self._every = every
+        self._steps_per_epoch = steps_per_epoch
+        self._warmup_steps = warmup_steps
         self._model = _averaged_tensors(model)
         self.tensors = {name: value.detach().clone() for name, value in self._model.items()}
-        floats = [name for name, value in self.tensors.items() if value.is_floating_point()]
-        self._floats = [self.tensors[name] for name in floats]
-        self._model_floats = [self._model[name] for name in floats]
-        self._counts = [(self.tensors[name], self._model[name]) for name in self.tensors if name not in set(floats)]
+        # A foreach call for each type: over mixed ones it would take a kernel for each tensor.
+        by_type: dict[torch.dtype, list[str]] = {}
+        for name, value in self.tensors.items():
+            by_type.setdefault(value.dtype, []).append(name)
+        self._pairs = [
+            ([self.tensors[name] for name in names], [self._model[name] for name in names])
+            for names in by_type.values()
+        ]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the average towards the model's current weights; call it after each optimizer step."""
-        weight = 1.0 - decay_after(self.updates, self.decay, self.warmup)
-        # One kernel for all tensors; a loop over ResNet-50's 267 would launch as many.
-        torch._foreach_lerp_(self._floats, self._model_floats, weight)
-        for average, value in self._counts:
-            average.copy_(value)
-        self.updates += 1
+        """Moves the average towards the model's current weights; call it after every step.
+
+        Also after a skipped one, so that nobody has to ask the device whether it was: its weights and buffers are those
+        of the step before, and are averaged once more, as in timm and torchvision.
+        """
+        step, self.steps = self.steps, self.steps + 1
+        if step % self._steps_per_epoch % self._every != 0:
+            return
+        weight = 1.0 - self.decay_at(step)
+        for averages, values in self._pairs:
+            if averages[0].is_floating_point():
+                torch._foreach_lerp_(averages, values, weight)
+            else:
+                torch._foreach_copy_(averages, values)
+
+    def decay_at(self, step: int) -> float:
+        """The decay of the update after a step, counted from 0."""
+        if self.warmup == "ramp":
+            epoch, place = divmod(step, self._steps_per_epoch)
+            updates = epoch * -(-self._steps_per_epoch // self._every) + place // self._every
+            return min(self.decay, updates / (WARMUP_GAMMA + updates))
+        # Up to and including the first update after the warmup: torchvision starts its average anew at every update of
+        # the warmup, and a new average begins with the weights.
+        return 0.0 if self.warmup == "copy" and step <= self._warmup_steps else self.decay
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -65,7 +101,7 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """The state with the live tensors, not copies, as torch does it."""
-        return {"updates": self.updates, "tensors": dict(self.tensors)}
+        return {"updates": self.steps, "tensors": dict(self.tensors)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,15 +117,16 @@ class WeightAverage:
             )
         for name, tensor in self.tensors.items():
             tensor.copy_(saved[name])
-        self.updates = int(state["updates"])
+        self.steps = int(state["updates"])
 
     @torch.no_grad()
     def _swap(self) -> None:
         # Swaps values, not storages: compiled code, DDP and CUDA graphs rely on the addresses.
-        for name, value in self._model.items():
-            kept = value.clone()
-            value.copy_(self.tensors[name])
-            self.tensors[name].copy_(kept)
+        for averages, values in self._pairs:
+            kept = [torch.empty_like(value) for value in values]
+            torch._foreach_copy_(kept, values)
+            torch._foreach_copy_(values, averages)
+            torch._foreach_copy_(averages, kept)
 
 
 def _averaged_tensors(model: nn.Module) -> dict[str, Tensor]:

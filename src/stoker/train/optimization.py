@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from stoker.augment.mixing import soft_targets
 from stoker.config import Config
+from stoker.train.lamb import Lamb
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # Devices with one fused kernel for all parameters; on others torch chooses.
@@ -58,19 +59,36 @@ def build_optimizer(
     weight_decay: float = 0.0,
     decay_bias_and_norm: bool = True,
 ) -> torch.optim.Optimizer:
-    """The optimizer called `sgd`, `adamw` or `lamb`. The model must already be on its device."""
+    """The optimizer called `sgd`, `adamw` or `lamb`. The model must already be on its device.
+
+    Each of them can skip an update on the device: set `optimizer.found_inf` to a float32 tensor of no dimensions (1.0
+    skips the update, 0.0 makes it) and `optimizer.grad_scale` to None before `step()`, and delete both afterwards. A
+    skipped update changes no bit of parameters and state, whatever the gradients hold. SGD and AdamW can because they
+    are fused; on a device other than a CPU or a CUDA GPU they are not, and torch's `step()` refuses the tensor.
+    """
     groups = parameter_groups(model, weight_decay, decay_bias_and_norm)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_fused(groups))
+        sgd = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_fused(groups))
+        _define_momentum(sgd)
+        sgd.register_load_state_dict_post_hook(_define_momentum)
+        return sgd
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=_fused(groups))
     assert name == "lamb", name
-    from timm.optim import Lamb
+    return Lamb(groups, lr, betas=betas)
 
-    # By default timm's LAMB clips the norm of the whole gradient at 1.0, which no config key shows; None disables that,
-    # so that `clip_grad_norm`, before the step, is the only clipping.
-    lamb: torch.optim.Optimizer = Lamb(groups, lr=lr, betas=betas, max_grad_norm=None)
-    return lamb
+
+def _define_momentum(sgd: torch.optim.Optimizer) -> None:
+    """Gives every parameter that lacks it a momentum of zero, so that the first update is 0 x momentum + gradient.
+
+    By itself, torch allocates momentum without a value and leaves the value to the first update. If `found_inf` skips
+    that one, the second takes whatever the memory held for momentum. Also after loading: a state that was saved before
+    the first update holds no momentum.
+    """
+    for group in sgd.param_groups:
+        for parameter in group["params"] if group["momentum"] != 0 else ():
+            if sgd.state[parameter].get("momentum_buffer") is None:
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay_bias_and_norm: bool) -> list[dict[str, Any]]:

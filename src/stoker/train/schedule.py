@@ -53,8 +53,7 @@ def learning_rate(step: int, horizon: Horizon, peak_lr: float) -> float:
     step = min(max(step, 0), horizon.total_steps - 1)
     epoch = step // horizon.steps_per_epoch
     if epoch < horizon.warmup_epochs:
-        time = epoch if horizon.update == "epoch" else step / horizon.steps_per_epoch
-        return _warmup(time, horizon, peak_lr)
+        return _warmup(step, epoch, horizon, peak_lr)
     if horizon.scheduler == "constant":
         return peak_lr
     if horizon.scheduler == "step":
@@ -64,12 +63,15 @@ def learning_rate(step: int, horizon: Horizon, peak_lr: float) -> float:
     return end + (peak_lr - end) * (1 + math.cos(math.pi * _cosine_progress(step, epoch, horizon))) / 2
 
 
-def _warmup(time: float, horizon: Horizon, peak_lr: float) -> float:
-    # The first warmup epoch begins at the smallest share and the last one at the peak: one interval fewer than epochs.
-    # With a single epoch the ramp takes that epoch (with update `epoch`, all of it has the smallest share).
-    intervals = max(horizon.warmup_epochs - 1, 1)
-    share = horizon.warmup_start + (1 - horizon.warmup_start) * min(time / intervals, 1.0)
-    return peak_lr * share
+def _warmup(step: int, epoch: int, horizon: Horizon, peak_lr: float) -> float:
+    if horizon.update == "epoch":
+        # The first warmup epoch has the smallest share and the last one the peak: one interval fewer than epochs. A
+        # single warmup epoch has the smallest share.
+        done = epoch / max(horizon.warmup_epochs - 1, 1)
+    else:
+        # The first step has the smallest share, and the first one after the warmup the peak.
+        done = step / (horizon.warmup_epochs * horizon.steps_per_epoch)
+    return peak_lr * (horizon.warmup_start + (1 - horizon.warmup_start) * done)
 
 
 def _cosine_progress(step: int, epoch: int, horizon: Horizon) -> float:

@@ -109,6 +109,8 @@ def resume(run: Run, found: FoundCheckpoint, say: Say) -> Run:
             f"the run is at step {progress.step:,} in the new count"
         )
         saved = replace(saved, steps_per_epoch=wanted.steps_per_epoch)
+        if run.ema is not None:
+            run.ema.steps = progress.step
     if saved != wanted:
         say(
             f"keeping the schedule that the run began with ({saved.epochs} epochs, {saved.scheduler}, "

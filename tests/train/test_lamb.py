@@ -1,0 +1,274 @@
+"""LAMB: timm's numbers in few kernels, with the update skipped on the device and states that timm can load."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.optim import Lamb as TimmLamb
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoker.train.lamb import Lamb
+from stoker.train.optimization import build_optimizer, parameter_groups
+
+MOST_KERNELS = 60
+UPDATES = 25
+SETTINGS = [(0.02, False), (0.02, True), (0.0, False)]
+
+
+def resnet() -> nn.Module:
+    """Layers like ResNet's, channels_last: also a 1x1 kernel, whose strides are ambiguous."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 7, bias=False), nn.BatchNorm2d(16), nn.Conv2d(16, 24, 1, bias=False), nn.BatchNorm2d(24),
+        nn.Conv2d(24, 8, 3), nn.Flatten(), nn.Linear(32, 7),
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms begin as exactly 1 and 0: move them, so that nothing is equal by chance
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+        next(model.parameters())[0, 0, 0, 0] = -0.0
+    return model.to(memory_format=torch.channels_last)
+
+
+def set_gradients(model: nn.Module, update: int, scale: float = 1.0) -> None:
+    """Gradients of very different sizes, in the layout that autograd gives them."""
+    generator = torch.Generator().manual_seed(update)
+    for number, parameter in enumerate(model.parameters()):
+        values = torch.randn(parameter.shape, generator=generator) * scale * 10.0 ** (number % 7 - 4)
+        parameter.grad = torch.empty_like(parameter).copy_(values)
+
+
+def timms(model: nn.Module, lr: float, weight_decay: float, decay_bias_and_norm: bool, **keys: Any) -> TimmLamb:
+    return TimmLamb(parameter_groups(model, weight_decay, decay_bias_and_norm), lr=lr, max_grad_norm=None, **keys)
+
+
+def ours(model: nn.Module, lr: float, weight_decay: float, decay_bias_and_norm: bool, **keys: Any) -> Lamb:
+    made = build_optimizer(
+        model, "lamb", lr, weight_decay=weight_decay, decay_bias_and_norm=decay_bias_and_norm, **keys
+    )
+    assert isinstance(made, Lamb)
+    return made
+
+
+def assert_close(a: nn.Module, b: nn.Module) -> None:
+    for (name, x), y in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-6, atol=1e-7, msg=name)
+
+
+def bits(values: list[Tensor]) -> list[Tensor]:
+    return [value.detach().clone().view(torch.int32) for value in values]
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    state = [value for known in optimizer.state.values() for value in known.values()]
+    return [*model.parameters(), *state, *(group["step"] for group in optimizer.param_groups)]
+
+
+def update(optimizer: torch.optim.Optimizer, *, skip: bool) -> None:
+    """One step as the training step makes it."""
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.full((), float(skip))  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("weight_decay", "decay_bias_and_norm"), SETTINGS)
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
+def test_the_weights_are_timms(weight_decay: float, decay_bias_and_norm: bool, betas: tuple[float, float]) -> None:
+    a, b = resnet(), resnet()
+    mine = ours(a, 0.005, weight_decay, decay_bias_and_norm, betas=betas)
+    theirs = timms(b, 0.005, weight_decay, decay_bias_and_norm, betas=betas)
+    for number in range(UPDATES):
+        for model, optimizer in ((a, mine), (b, theirs)):
+            set_gradients(model, number)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.005 * (1 + number % 3)
+            optimizer.step()
+        assert_close(a, b)
+
+
+def test_a_parameter_of_zeros_and_one_without_a_gradient_are_treated_as_by_timm() -> None:
+    def model() -> nn.Module:
+        made = resnet()
+        parameters = list(made.parameters())
+        with torch.no_grad():
+            parameters[0].zero_()
+        return made
+
+    a, b = model(), model()
+    mine, theirs = ours(a, 0.01, 0.02, True), timms(b, 0.01, 0.02, True)
+    for number in range(6):
+        for model_, optimizer in ((a, mine), (b, theirs)):
+            set_gradients(model_, number)
+            parameters = list(model_.parameters())
+            parameters[0].grad = torch.zeros_like(parameters[0]) if number < 2 else parameters[0].grad
+            if number in (2, 3):  # one that has had gradients before, and one that has not
+                parameters[3].grad = None
+            parameters[4].grad = None if number < 4 else parameters[4].grad
+            optimizer.step()
+        assert_close(a, b)
+
+
+def test_a_group_of_one_parameter_and_an_empty_one_work() -> None:
+    for bias in (True, False):
+        a, b = nn.Linear(3, 5, bias=bias), nn.Linear(3, 5, bias=bias)
+        b.load_state_dict(a.state_dict())
+        mine, theirs = ours(a, 0.01, 0.02, False), timms(b, 0.01, 0.02, False)
+        for number in range(3):
+            for model, optimizer in ((a, mine), (b, theirs)):
+                set_gradients(model, number)
+                optimizer.step()
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_skipped_update_leaves_no_trace(bad: float) -> None:
+    for updates_before in (0, 3):
+        model, other = resnet(), resnet()
+        optimizer, reference = ours(model, 0.005, 0.02, False), ours(other, 0.005, 0.02, False)
+        for number in range(updates_before):
+            for m, o in ((model, optimizer), (other, reference)):
+                set_gradients(m, number)
+                update(o, skip=False)
+        for state in [*optimizer.state.values(), *reference.state.values()]:
+            state["exp_avg"][(0,) * state["exp_avg"].ndim] = -0.0  # the sign of a zero is a bit too
+        before = bits(everything(model, optimizer))
+        set_gradients(model, 50, scale=bad)
+        update(optimizer, skip=True)
+        assert all(map(torch.equal, before, bits(everything(model, optimizer))))
+        for m, o in ((model, optimizer), (other, reference)):
+            set_gradients(m, 51)
+            update(o, skip=False)
+        assert all(map(torch.equal, bits(list(model.parameters())), bits(list(other.parameters()))))
+
+
+def test_a_gradient_scaler_hands_over_its_tensors() -> None:
+    a, b = resnet(), resnet()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    mine, plain = ours(a, 0.005, 0.02, False), ours(b, 0.005, 0.02, False)
+    scaler.scale(torch.zeros(()))
+    set_gradients(a, 0, scale=1024.0)
+    scaler.step(mine)
+    set_gradients(b, 0)
+    plain.step()
+    assert_close(a, b)
+
+
+def test_a_state_of_timms_resumes_here_and_ours_there() -> None:
+    makers: list[Callable[..., torch.optim.Optimizer]] = [timms, ours]
+    for first, second in (makers, makers[::-1]):
+        whole, half = resnet(), resnet()
+        uninterrupted, begun = timms(whole, 0.005, 0.02, False), first(half, 0.005, 0.02, False)
+        for number in range(4):
+            for model, optimizer in ((whole, uninterrupted), (half, begun)):
+                set_gradients(model, number)
+                optimizer.step()
+        resumed = second(half, 0.5, 0.02, False)
+        resumed.load_state_dict(copy.deepcopy(begun.state_dict()))
+        for number in range(4, 8):
+            for model, optimizer in ((whole, uninterrupted), (half, resumed)):
+                set_gradients(model, number)
+                optimizer.step()
+        assert_close(whole, half)
+
+
+def test_a_loaded_state_is_taken_into_the_flat_buffers() -> None:
+    model = resnet()
+    optimizer = ours(model, 0.005, 0.02, False)
+    set_gradients(model, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    storages = {value.untyped_storage().data_ptr() for state in optimizer.state.values() for value in state.values()}
+    assert len(storages) == 2
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], saved["state"][number]["exp_avg"])
+        assert optimizer.state[parameter]["exp_avg"].stride() == parameter.stride()
+    assert saved["param_groups"][0]["step"] == 1
+
+
+def test_two_thirds_of_the_memory_is_state_and_little_is_lost_to_rows() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("resnet50")
+        optimizer = ours(model, 0.005, 0.02, False)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    layout = optimizer._layout
+    assert layout is not None
+    flat = [layout.exp_avg, layout.exp_avg_sq, layout.scratch, layout.owner]
+    assert 12 * parameters < sum(tensor.nbytes for tensor in flat) < 12.05 * parameters
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts kernels: none for a view, and one a tensor for a foreach call whose lists disagree."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view and "empty" not in func.__name__:
+            self.count += _kernels(func.__name__, args)
+        return result
+
+
+def _kernels(name: str, args: Any) -> int:
+    lists = [value for value in args if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor)]
+    if not name.startswith("_foreach_"):
+        return 1
+    alike = all(_looks(a) == _looks(b) for row in zip(*lists, strict=True) for a in row for b in row)
+    one_type = len({tensor.dtype for tensors in lists for tensor in tensors}) == 1
+    return 1 if alike and one_type else len(lists[0])
+
+
+def _looks(tensor: Tensor) -> Any:
+    """What torch compares before it takes the fast path; the stride of a dimension of size 1 does not count."""
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return tensor.shape, strides, tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def resnet50_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = timm.create_model("resnet50").to(memory_format=torch.channels_last)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize(("weight_decay", "decay_bias_and_norm"), SETTINGS)
+def test_an_update_of_resnet50_takes_few_kernels(weight_decay: float, decay_bias_and_norm: bool) -> None:
+    model = resnet50_on_meta()
+    optimizer = ours(model, 0.005, weight_decay, decay_bias_and_norm)
+    optimizer.found_inf = torch.zeros((), device="meta")
+    with Kernels() as kernels:
+        optimizer.step()
+    assert 20 < kernels.count <= MOST_KERNELS
+
+
+def test_the_counter_sees_what_timm_launches() -> None:
+    model = resnet50_on_meta()
+    optimizer = timms(model, 0.005, 0.02, False)
+    optimizer.step()
+    with Kernels() as kernels:
+        optimizer.step()
+    assert kernels.count > 2000
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+def test_no_optimizer_asks_the_device_for_a_value(name: str) -> None:
+    # Under the fake mode a read such as `.item()` raises: there is no value.
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+        optimizer = build_optimizer(model, name, 0.1, weight_decay=0.01, decay_bias_and_norm=False)
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            update(optimizer, skip=False)

@@ -1,0 +1,114 @@
+"""A run's batches on their way to the model: layout, precision, and which draw mixes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.config import Config, load_config
+from stoker.data.batch import Batch
+from stoker.machine.host import HostConfig
+from stoker.tasks.classify import build_run, input_dtype, open_data, traceable_step
+from stoker.tasks.prediction import classifier_of
+from stoker.train.checkpoint.restore import Restored
+from stoker.train.loop import Run
+from stoker.train.ranks import Ranks
+from stoker.train.step import Prepared
+from tests.support.tiny_training import KEYS, write_images
+
+CPU = torch.device("cpu")
+ACCUMULATION = 2
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+def config_of(images: Path, **keys: Any) -> HostConfig:
+    values = KEYS | {"data_root": str(images), "gradient_accumulation": ACCUMULATION} | keys
+    config = load_config(None, [f"{key}={value}" for key, value in values.items()]).config
+    return HostConfig.model_construct(config.model_fields_set, **dict(config) | {"devices": 1, "pin_memory": False})
+
+
+def run_of(config: HostConfig, rank: int = 0) -> Run:
+    return build_run(config, open_data(config, lambda _text: None), Ranks(rank=rank), CPU)
+
+
+def batches_of(run: Run, position: int = 0) -> list[Batch]:
+    return list(run.train_loader(0).epoch(0, position))
+
+
+def same(first: Prepared, second: Prepared) -> bool:
+    return torch.equal(first.inputs, second.inputs) and torch.equal(first.targets, second.targets)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_every_input_has_the_layout_of_the_config(images: Path, channels_last: bool) -> None:
+    config = config_of(images, channels_last=channels_last, auto_augment="randaugment", mixup_alpha=0.2)
+    wanted = torch.channels_last if channels_last else torch.contiguous_format
+    run = run_of(config)
+    assert run.val_loader is not None
+    try:
+        train, val = batches_of(run)[0], next(iter(run.val_loader.epoch(0)))
+        restored = Restored(Path("none"), run.model, config, run.classes, averaged=False, epoch=0, step=0)
+        inputs = {
+            "training": run.prepare(train, 0, 0).inputs,
+            "validation": run.prepare_val(val).inputs,
+            "eval and predict": classifier_of(restored, CPU).prepare(val.images),
+        }
+    finally:
+        run.close()
+    for name, tensor in inputs.items():
+        assert tensor.is_contiguous(memory_format=wanted), name
+        assert tensor.dtype == torch.float32, name
+
+
+def test_each_batch_of_an_update_is_mixed_by_a_draw_of_its_own_on_each_rank(images: Path) -> None:
+    config = config_of(images, mixup_alpha=1.0)
+    prepared = []
+    for rank in (0, 1):
+        # Alone in its world, so that both see the same samples and only the draw differs.
+        run = run_of(config, rank)
+        try:
+            batch = batches_of(run)[0]
+            prepared += [run.prepare(batch, 0, 0, number) for number in range(ACCUMULATION)]
+            assert same(run.prepare(batch, 0, 0), prepared[-ACCUMULATION])
+        finally:
+            run.close()
+    different = [(first, second) for first in range(4) for second in range(first)]
+    assert not any(same(prepared[first], prepared[second]) for first, second in different)
+
+
+def test_batches_are_the_same_with_any_number_of_workers_and_in_a_resumed_run(images: Path) -> None:
+    keys = {"auto_augment": "randaugment", "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "random_erasing": 0.5}
+    streams = []
+    for workers, skipped in ((0, 0), (2, 0), (0, 3)):
+        run = run_of(config_of(images, num_workers=workers, **keys))
+        try:
+            position = 0 if not skipped else batches_of(run)[skipped - 1].next_position
+            batches = enumerate(batches_of(run, position), start=skipped)
+            streams.append([run.prepare(batch, 0, *divmod(number, ACCUMULATION)) for number, batch in batches])
+        finally:
+            run.close()
+    whole, with_workers, resumed = streams
+    assert len(whole) == len(with_workers) == len(resumed) + 3
+    assert all(map(same, whole, with_workers))
+    assert all(map(same, whole[3:], resumed))
+
+
+@pytest.mark.parametrize(
+    ("precision", "on_a_gpu"), [("32", torch.float32), ("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)]
+)
+def test_inputs_are_made_in_what_a_gpu_computes_in_and_in_float32_on_a_cpu(
+    precision: str, on_a_gpu: torch.dtype
+) -> None:
+    config = Config(precision=precision)  # type: ignore[arg-type]
+    assert input_dtype(config, torch.device("cuda:0")) == on_a_gpu
+    assert input_dtype(config, CPU) == torch.float32
+    planned = traceable_step(Config(precision=precision, img_size=32), 10).make_batch(2)  # type: ignore[arg-type]
+    assert planned.inputs.dtype == on_a_gpu
+    assert planned.targets.dtype == torch.float32

@@ -9,7 +9,7 @@ UV     ?= $(BIN)/uv
 JOBS   ?= 2
 CHROMIUM ?= yes
 
-.PHONY: help setup check test browser demo bench lock clean
+.PHONY: help setup check test browser demo bench picture lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -43,6 +43,9 @@ demo: setup  ## train on the built-in digits
 
 bench: setup  ## run benchmarks; DATA=folder of class folders with real images, ARGS=names
 	@$(BIN)/python bench/run.py $(if $(DATA),--data $(DATA)) $(ARGS)
+
+picture: setup  ## draw the README's picture anew, in about a minute on an idle machine
+	@$(BIN)/python tools/picture.py $(ARGS)
 
 lock:  ## resolve pyproject.toml into requirements.lock
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --all-extras --generate-hashes \

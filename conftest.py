@@ -1,4 +1,4 @@
-"""Isolates the tests from whoever starts them, before anything else of theirs is imported.
+"""Isolates the tests from the process that starts them, before anything else of theirs is imported.
 
 Not in tests/conftest.py: programs that the tests start import that one too, with surroundings that a test made.
 """

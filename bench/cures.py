@@ -42,7 +42,7 @@ class Situation:
     """A data set that is slow to load for one reason."""
 
     name: str
-    cure: str
+    fix: str
     latency_ms: float = 0.0
     megabytes_per_second: float | None = None
     settings: tuple[str, ...] = ()
@@ -81,11 +81,11 @@ def proxied(situation: Situation, port: int) -> Iterator[str]:
         proxy.wait()
 
 
-def tried(before: HostConfig, after: HostConfig, cure: str) -> dict[str, Any]:
+def tried(before: HostConfig, after: HostConfig, fix: str) -> dict[str, Any]:
     """One prediction and the speed-up measured afterwards."""
     wait_for_quiet(20.0)
     seen = run_trials(before, SECONDS, pace_s=PACE_S, only=("storage", "together"))
-    prediction = next(one for one in diagnosis_of(seen).predictions if one.id == cure)
+    prediction = next(one for one in diagnosis_of(seen).predictions if one.id == fix)
     wait_for_quiet(20.0)
     measured = run_trials(after, SECONDS / 2, pace_s=PACE_S, only=("together",)).images_per_second
     was = seen.images_per_second
@@ -118,11 +118,11 @@ def main() -> int:
             for situation in SITUATIONS:
                 with proxied(situation, server.port) as endpoint:
                     os.environ.update(server.environment(endpoint))
-                    stages = situation.cure == "staging"
+                    stages = situation.fix == "staging"
                     before = config_of(f"s3://{BUCKET}" if stages else str(local), work, situation.settings)
                     after = config_of(str(local if stages else packed), work, situation.settings)
-                    row = {"situation": situation.name, "cure": situation.cure, "round": number + 1}
-                    rows.append(row | tried(before, after, situation.cure))
+                    row = {"situation": situation.name, "cure": situation.fix, "round": number + 1}
+                    rows.append(row | tried(before, after, situation.fix))
                 print(rows[-1], flush=True)
     errors = sorted(abs(row["error"]) for row in rows)
     document = {

@@ -90,10 +90,10 @@ class Revision:
 
 def compare(pair: tuple[Revision, Revision], measure: Callable[[Revision], float], rounds: int) -> dict[str, Any]:
     """One figure for both revisions, in interleaved rounds, with the ratio new / old of each round."""
-    return told(interleave({revision.name: partial(measure, revision) for revision in pair}, rounds))
+    return comparison(interleave({revision.name: partial(measure, revision) for revision in pair}, rounds))
 
 
-def told(spreads: dict[str, Spread]) -> dict[str, Any]:
+def comparison(spreads: dict[str, Spread]) -> dict[str, Any]:
     return {name: spread.as_dict() for name, spread in spreads.items()} | {
         "ratio": ratio(spreads["new"], spreads["old"]).as_dict()
     }
@@ -104,7 +104,7 @@ def compare_loaders(
 ) -> dict[str, Any]:
     running = {revision.name: revision.start_loader(images, engine, seconds) for revision in pair}
     try:
-        return told(interleave({name: run.measure for name, run in running.items()}, rounds))
+        return comparison(interleave({name: run.measure for name, run in running.items()}, rounds))
     finally:
         for run in running.values():
             run.process.kill()

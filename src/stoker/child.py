@@ -351,7 +351,7 @@ def _kill_all(leader: int, *, running: bool) -> None:
 
 
 def _send(channel: socket.socket, kind: str, value: Any) -> None:
-    """A message as JSON with its length before it; bytes follow in the order in which they stand in it."""
+    """A message as JSON, preceded by its length; bytes follow in the order in which they appear in it."""
     blobs: list[bytes] = []
 
     def set_aside(item: Any) -> dict[str, str]:

@@ -73,8 +73,8 @@ def test_a_config_that_does_not_fit_is_refused_with_settings_that_would(stoker: 
 
 def test_the_text_begins_with_the_verdict_and_shows_every_budget(stoker: Run) -> None:
     done = stoker("plan", str(CONFIG), *SMALL, *MACHINE)
-    assert done.out.startswith("single_gpu_full.yaml: fits; an epoch ")
-    for word in ("VRAM", "RAM", "/dev/shm", "largest batch that fits", "activations", "the same on more accelerators"):
+    assert done.out.startswith("single_gpu_full.yaml: fits; ")
+    for word in ("VRAM", "RAM", "/dev/shm", "largest batch that fits", "activations", "with more accelerators"):
         assert word in done.out
 
 

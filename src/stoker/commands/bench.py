@@ -45,7 +45,7 @@ def data(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Print the loader's images a second by number of workers, per stage, and beside the decoding limit."""
+    """Measure the loader's images per second by number of workers and by stage, next to the decoding limit."""
     from stoker.console import print_json, print_result, say
     from stoker.tasks.data_bench import bench_data, bench_data_text, plot_bench_data
 

@@ -21,37 +21,35 @@ def plan(
     overrides: OverridesArgument = None,
     set_: SetOption = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Accelerator to plan for: a name such as a10g, or a datasheet.yaml of yours.")
+        str | None, typer.Option(help="Accelerator to plan for: a name such as a10g, or your own datasheet.yaml.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="Accelerators in each node.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes that train together.")] = None,
-    cpus: Annotated[int | None, typer.Option(help="Cores of each node.")] = None,
-    ram: Annotated[str | None, typer.Option(help="Memory of each node, with a unit: 62GB.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Accelerators per node.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes.")] = None,
+    cpus: Annotated[int | None, typer.Option(help="Cores per node.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Memory per node, with a unit: 62GB.")] = None,
     shm: Annotated[str | None, typer.Option(help="Size of /dev/shm: 8GB.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Free disk for checkpoints and caches: 500GB.")] = None,
-    price: Annotated[float | None, typer.Option(min=0.0, help="Price of a node for an hour.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Free disk space for checkpoints and cache: 500GB.")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Price per node and hour.")] = None,
     storage: Annotated[
         str | None, typer.Option(help="Where the data is: s3, fsx, gp3, local, or a rate such as 500MB/s.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Training images, where the data is not at hand here.")
+        int | None, typer.Option(min=1, help="Number of training images, if the data is not on this machine.")
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the loader and the memory of a worker here: some ten seconds.")
+        bool, typer.Option("--measure", help="Measure the speed and memory of the loader here; takes some ten seconds.")
     ] = False,
     write_tiers: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write configs that are conservative, balanced and aggressive on it."),
+        typer.Option(metavar="DIR", help="Write a conservative, a balanced and an aggressive config for the machine."),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Where the picture of the budget goes; none by default.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw the budget as a picture.")] = None,
     json: JsonOption = False,
 ) -> int:
-    """Tell whether a config fits into VRAM, RAM, /dev/shm and disk, how long it takes and what it costs.
+    """Estimate whether a config fits in VRAM, RAM, /dev/shm and disk, how long it takes and what it costs.
 
-    Without options the plan is for this machine. Nothing is trained and no accelerator is needed: the real model's step
-    is traced on tensors that have no memory. Exits with 1 where something does not fit.
+    Without options the plan is for this machine. Nothing is trained and no accelerator is needed: the step of the real
+    model is traced on tensors without memory. Exits with 1 if something does not fit.
     """
     from stoker.console import print_json, print_result, say
     from stoker.plan.planning import Wanted, plan_config, write_tier_configs

@@ -172,7 +172,7 @@ def parts_of(threads: Trial, processes: Trial) -> LoaderMemory:
 
 def run_loaders(job: dict[str, Any], _parent: Parent) -> dict[str, Any]:
     """The trial: runs in a process of its own, so that it measures nothing else."""
-    # Imported here: whoever only reads remembered figures needs none of this.
+    # Imported here: reading cached figures needs none of this.
     import torch
 
     from stoker.data.images.calibration import choose_decoder

@@ -1,8 +1,8 @@
 """CUDA's caching allocator, replayed: how much it takes from the driver for a sequence of allocations.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings (no expandable segments, no
-max_split_size), on one stream: rounding, two pools, best fit, splitting, merging, and giving back what is wholly free
-when the device is full.
+max_split_size), on one stream: rounding, two pools, best fit, splitting, merging, and returning free segments when the
+device is full.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-# c10/core/AllocatorConfig.h of torch 2.15; the same numbers have stood in CUDACachingAllocator.cpp since torch 1.4.
+# c10/core/AllocatorConfig.h of torch 2.15; CUDACachingAllocator.cpp has had the same numbers since torch 1.4.
 MIN_BLOCK = 512  # kMinBlockSize: every size is rounded up to a multiple
 SMALL_SIZE = 1 << 20  # kSmallSize: up to here a request goes to the small pool
 SMALL_SEGMENT = 2 << 20  # kSmallBuffer: a segment of the small pool
 LARGE_SEGMENT = 20 << 20  # large_segment_size_: a segment for requests below MIN_LARGE
-MIN_LARGE = 10 << 20  # kMinLargeAlloc: from here on a request has its own segment
-ROUND_LARGE = 2 << 20  # kRoundLarge: of which that is a multiple
+MIN_LARGE = 10 << 20  # kMinLargeAlloc: from this size on, a request gets its own segment
+ROUND_LARGE = 2 << 20  # kRoundLarge: such a segment is rounded up to a multiple
 
 
 @dataclass(slots=True)
@@ -33,16 +33,16 @@ class _Block:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a sequence of allocations came to."""
+    """The memory used by a sequence of allocations."""
 
     reserved_peak: int
-    """Bytes taken from the driver, at most: what nvidia-smi counts."""
+    """The most bytes taken from the driver: what nvidia-smi counts."""
     allocated_peak: int
-    """Bytes in blocks that are in use, at most, after rounding."""
+    """The most bytes in blocks in use, after rounding."""
     peak_event: int
     """The event after which `allocated_peak` was first reached."""
     given_back: int = 0
-    """How often cached segments had to be returned to the driver to go on: each time waits for the device."""
+    """How often cached segments had to be returned to the driver to continue; each time waits for the device."""
 
 
 class OutOfMemory(Exception):
@@ -51,7 +51,7 @@ class OutOfMemory(Exception):
 
 @dataclass
 class CachingAllocator:
-    """One device's allocator; blocks are known by the caller's own numbers."""
+    """One device's allocator; the caller identifies blocks by numbers of its own."""
 
     limit: int | None = None
     reserved: int = 0
@@ -59,13 +59,13 @@ class CachingAllocator:
     given_back: int = 0
     reserved_peak: int = 0
     _used: dict[int, _Block] = field(default_factory=dict)
-    # Free blocks of the two pools, sorted by size and then address: best fit is the first that is large enough.
+    # Free blocks of the two pools, sorted by size and then address: the best fit is the first that is large enough.
     _free: dict[bool, list[tuple[int, int, int]]] = field(default_factory=lambda: {True: [], False: []})
     _blocks: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
 
     def allocate(self, number: int, size: int) -> None:
-        """Takes `size` bytes; raises OutOfMemory where neither cache nor device has them."""
+        """Allocates `size` bytes; raises OutOfMemory if neither the cache nor the device has them."""
         rounded = max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
         small = rounded <= SMALL_SIZE
         block = self._best_fit(rounded, small) or self._new_segment(rounded, small)
@@ -76,7 +76,7 @@ class CachingAllocator:
         self.allocated += block.size
 
     def release(self, number: int) -> None:
-        """Puts a block back into its pool, merged with free neighbours; the driver keeps nothing of it."""
+        """Puts a block back into its pool, merged with free neighbours; the driver does not get it back."""
         block = self._used.pop(number)
         self.allocated -= block.size
         for neighbour in (block.previous, block.next):
@@ -111,7 +111,7 @@ class CachingAllocator:
         return block
 
     def _give_back(self) -> None:
-        """Segments that are wholly free go back to the driver, as after a failed cudaMalloc."""
+        """Returns completely free segments to the driver, as after a failed cudaMalloc."""
         whole = [
             self._blocks[address]
             for pool in self._free.values()
@@ -144,7 +144,7 @@ class CachingAllocator:
 
 
 def segment_size(size: int) -> int:
-    """What is asked of the driver for a rounded request that no cached block can serve."""
+    """Bytes requested from the driver for a rounded request that no cached block can serve."""
     if size <= SMALL_SIZE:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
@@ -165,7 +165,7 @@ def replay(events: Iterable[int], sizes: Sequence[int], limit: int | None = None
 
 
 def plain_peak(events: Iterable[int], sizes: Sequence[int]) -> int:
-    """The most that is in use at once where nothing is rounded or kept: a CPU's malloc."""
+    """The most bytes in use at once without rounding or caching: a CPU's malloc."""
     used = peak = 0
     for event in events:
         used += sizes[event] if event >= 0 else -sizes[~event]

@@ -1,4 +1,4 @@
-"""The whole plan of a config on a machine: memory, time, money, and what to change."""
+"""The whole plan of a config on a machine: memory, time, cost, and what to change."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from stoker.train.schedule import lr_warning, scaled_lr
 from stoker.train.step import TraceableStep
 from stoker.train.transfers import batches_in_hand
 
-# The machines that a plan is made for: this one, or one that is only described.
+# The machine that a plan is for: this one, or one described by the user.
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Nodes of one kind. What is None is not known, and nothing is refused for it."""
+    """Identical nodes. None means unknown, and nothing is refused because of it."""
 
     gpus: int
-    """Accelerators in each node; on a CPU the processes that train, 1."""
+    """Accelerators per node; without one, the number of training processes: 1."""
     nodes: int
     cpus: int
-    """Cores of each node."""
+    """Cores per node."""
     sheet: Datasheet | None = None
-    """The accelerator; None where it is none that we know, or the CPU."""
+    """The accelerator; None if it is unknown, or the CPU."""
     vram_bytes: int | None = None
-    """Of one accelerator, as torch shows it."""
+    """Of one accelerator, as torch reports it."""
     on_cpu: bool = False
-    """The model computes on the host: its memory is the host's."""
+    """The model runs on the host and uses its memory."""
     ram_bytes: int | None = None
     shm_bytes: int | None = None
     disk_bytes: int | None = None
@@ -47,16 +47,16 @@ class Hardware:
     price_per_hour: float | None = None
     """Of one node."""
     is_here: bool = True
-    """Whether it is the machine that this runs on."""
+    """Whether it is the machine that we run on."""
     stated: tuple[str, ...] = ()
-    """What nobody described and had to be taken from somewhere, each in a line."""
+    """What the user did not describe and where it was taken from, one line each."""
 
     @property
     def world(self) -> int:
         return self.gpus * self.nodes
 
     def describe(self) -> str:
-        """In a line, as people would say it."""
+        """One line for people."""
         device = "CPU" if self.on_cpu else (self.sheet.name if self.sheet is not None else "unknown accelerator")
         parts = [f"{self.gpus} x {device}" if not self.on_cpu else device, f"{self.cpus} cores"]
         if self.ram_bytes is not None:
@@ -66,29 +66,29 @@ class Hardware:
 
 
 def check_counts(gpus: int | None, nodes: int, cpus: int | None) -> None:
-    """Refuses what no machine has."""
+    """Refuses numbers below 1."""
     for option, value in (("--gpus", gpus), ("--nodes", nodes), ("--cpus", cpus)):
         if value is not None and value < 1:
             raise UsageError(
                 "nothing-to-plan",
-                f"{option} {value} leaves nothing that could train",
+                f"{option} {value} leaves nothing to train on",
                 hint=f"{option} 1; without --gpu and --gpus the plan is for this machine",
             )
 
 
-# The whole plan of a config on a machine: memory, time, money, and what to change.
+# The whole plan of a config on a machine: memory, time, cost, and what to change.
 
 SCALING = (1, 2, 4, 8)
-# last.ckpt, the one before it, and the one that is being written.
+# last.ckpt, the one before it, and the one being written.
 CHECKPOINTS_BESIDE_THE_BEST = 3
-# ImageNet's validation images beside its training images: where only one number is known.
+# ImageNet's validation images per training image, used if only the training images were counted.
 VALIDATION_SHARE = 0.04
 DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on this machine for the plan; None or the stated figures where nothing was."""
+    """What was measured on this machine for the plan; otherwise None, or assumed figures."""
 
     loader_memory: LoaderMemory = STATED
     images_per_core_second: float | None = None
@@ -97,18 +97,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """What the traced step of one accelerator needs, for one batch size."""
+    """What one traced step needs on one accelerator, for one batch size."""
 
     vram: VramBudget
     step_s: float | None
-    """Of forward, backward and update; None where nothing is known of the device."""
+    """Time of forward, backward and update; None if the device is unknown."""
     trace: Trace | None = None
-    """From which the time on other numbers of accelerators follows."""
+    """Used to compute the time on other numbers of accelerators."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A config on a machine, with what is known of the data."""
+    """A config on a machine, with what is known about the data."""
 
     config: Config
     hardware: Hardware
@@ -121,7 +121,7 @@ class Job:
 
     @property
     def workers(self) -> int:
-        """Of each rank."""
+        """Per rank."""
         number = self.config.num_workers
         if isinstance(number, int):
             return number
@@ -145,7 +145,7 @@ class Job:
 
 
 def trace_needs(job: Job, step: TraceableStep, *, search: bool = True) -> StepNeeds:
-    """VRAM and time of the real step, by tracing it."""
+    """VRAM and time of the real step, from tracing it."""
     config, hardware = job.config, job.hardware
     vram, trace = trace_vram(
         step, config.batch_size, hardware.vram_bytes, compiled=config.compile_model, gpus=hardware.world, search=search
@@ -165,7 +165,7 @@ def _step_s(job: Job, trace: Trace) -> float | None:
 
 
 def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scaling: bool = True) -> Plan:
-    """Puts the parts together. Without `needs` nothing is said of the accelerator: quick enough for every start."""
+    """Puts the parts together. Without `needs` the plan leaves out the accelerator."""
     config, hardware, data = job.config, job.hardware, job.data
     time = time_budget(
         _rates(job, None if needs is None else needs.step_s), total_batch=job.total_batch, samples=data.samples,
@@ -196,7 +196,7 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
 
 
 def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
-    """Images a second of everything that is known."""
+    """Images per second of each part with a known rate."""
     hardware, rates = job.hardware, {}
     if step_s and hardware.sheet is not None:
         rates["accelerator"] = Rate(job.total_batch / step_s, f"roofline of {hardware.world} x {hardware.sheet.title}")
@@ -225,7 +225,7 @@ def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
     weights = parts.get("parameters", 0)
     state = weights + parts.get("optimizer", 0) + parts.get("ema", 0)
     samples = None if job.data.samples is None else int(job.data.samples * (1 + VALIDATION_SHARE))
-    # On the CPU the step's own memory is the host's; the driver's and the allocator's parts do not exist there.
+    # On the CPU the step uses host memory, and there is no driver and no caching allocator.
     outside = sum(parts.get(name, 0) for name in ("context", "workspace", "fragmentation"))
     return HostShape(
         loader=train, validation=val, persistent_workers=config.persistent_workers, processes=hardware.gpus,
@@ -250,12 +250,12 @@ def _with_loader(job: Job, workers: int, prefetch: int) -> Job:
 
 def _open_files(job: Job, shape: HostShape) -> Budget:
     budget = open_files_budget(shape)
-    # The limit that was read is this machine's.
+    # The limit was read on this machine.
     return budget if job.hardware.is_here else Budget(budget.needed, None, budget.parts)
 
 
 def _disk(job: Job, needs: StepNeeds | None) -> Budget | None:
-    """Checkpoints and cache; None where not even the model's size is known."""
+    """Checkpoints and cache; None if the size of the model is unknown."""
     if needs is None:
         return None
     parts = needs.vram.parts
@@ -268,7 +268,7 @@ def _disk(job: Job, needs: StepNeeds | None) -> Budget | None:
 
 
 def _scaling(job: Job, needs: StepNeeds | None) -> tuple[ScalingRow, ...]:
-    """The same settings for each accelerator, with more of them in one node."""
+    """The same settings per accelerator, for more accelerators in one node."""
     if job.hardware.on_cpu:
         return ()
     rows = []
@@ -288,12 +288,12 @@ def _scaling(job: Job, needs: StepNeeds | None) -> tuple[ScalingRow, ...]:
 def _assumptions(job: Job, ram: RamBudget) -> tuple[str, ...]:
     said = [*job.data.assumptions, *job.hardware.stated]
     if not ram.measured:
-        said.append("memory of a worker: stated for torch 2.15 on Linux; --measure measures it here")
+        said.append("memory per worker: figures for torch 2.15 on Linux; --measure measures it here")
     if job.measured.images_per_core_second is None:
-        said.append("images/s of a core: stated for ImageNet's files; --measure measures it on yours")
+        said.append("images/s per core: figures for ImageNet's files; --measure measures it on yours")
     if job.hardware.storage is None:
-        said.append("storage: not known, so it limits nothing here; --storage fsx, s3, gp3 or 500MB/s")
+        said.append("storage: unknown, so no limit is assumed; --storage fsx, s3, gp3 or 500MB/s")
     else:
         said.append(f"storage {job.hardware.storage.name}: {job.hardware.storage.source}")
-    said.append("validation, start-up and compiling are not in the time")
+    said.append("time: without validation, start-up and compilation")
     return tuple(said)

@@ -6,53 +6,53 @@ from collections.abc import Callable
 
 from stoker.plan.records import Budget, Finding, RamBudget, VramBudget
 
-# Above this share of a limit the plan's own error decides.
+# Above this share of a limit, the error of the plan itself decides whether it fits.
 TIGHT = 0.9
 
 
 def vram_findings(vram: VramBudget | None, batch_size: int, accumulation: int) -> list[Finding]:
-    """Whether the step fits onto the accelerator, and the batch that does."""
+    """Whether the step fits on the accelerator, and the batch size that does."""
     if vram is None or vram.limit_bytes is None:
         return []
-    sizes = f"{_gb(vram.peak_bytes)} of VRAM at the peak of a step, the accelerator has {_gb(vram.limit_bytes)}"
+    sizes = f"a step needs up to {_gb(vram.peak_bytes)} of VRAM, the accelerator has {_gb(vram.limit_bytes)}"
     if vram.fits:
         if vram.peak_bytes > TIGHT * vram.limit_bytes:
             return [Finding("vram-tight", f"{sizes}: it fits, with little to spare", _smaller_batch(batch_size))]
         return []
-    cures = []
+    fixes = []
     if vram.largest_batch:
         pieces = -(-batch_size * accumulation // vram.largest_batch)
         fitting = max(1, batch_size * accumulation // pieces)
-        cures.append(f"batch_size={fitting} gradient_accumulation={pieces} (the same total batch)")
+        fixes.append(f"batch_size={fitting} gradient_accumulation={pieces} (the same total batch)")
     checkpointed = vram.largest_batch_checkpointed
     if checkpointed and checkpointed > (vram.largest_batch or 0):
-        cures.append(f"gradient_checkpointing=true batch_size={min(batch_size, checkpointed)}")
-    if not cures:
-        cures.append("img_size= smaller, a smaller model, or an accelerator with more memory")
-    return [Finding("vram-exceeded", sizes, "; or ".join(cures), refuses=True)]
+        fixes.append(f"gradient_checkpointing=true batch_size={min(batch_size, checkpointed)}")
+    if not fixes:
+        fixes.append("a smaller img_size=, a smaller model, or an accelerator with more memory")
+    return [Finding("vram-exceeded", sizes, "; or ".join(fixes), refuses=True)]
 
 
 def ram_findings(
     ram: RamBudget, workers: int, prefetch: int, total_with: Callable[[int, int], int] | None = None
 ) -> list[Finding]:
-    """Whether the host's memory lasts; `total_with` tells what other workers and prefetch would take."""
+    """Whether the host has enough memory; `total_with` returns the total for other workers and prefetch."""
     if ram.limit_bytes is None:
         return []
-    sizes = f"{_gb(ram.total_bytes)} of RAM, the host has {_gb(ram.limit_bytes)}"
+    sizes = f"the run needs {_gb(ram.total_bytes)} of RAM, the host has {_gb(ram.limit_bytes)}"
     if ram.fits:
         if ram.total_bytes > TIGHT * ram.limit_bytes:
             return [Finding("ram-tight", f"{sizes}: it fits, with little to spare for the page cache")]
         return []
-    cure = "num_workers=, prefetch_factor= or batch_size= lower"
+    fix = "a lower num_workers=, prefetch_factor= or batch_size="
     if total_with is not None:
         fitting = fitting_loader(workers, prefetch, lambda w, p: total_with(w, p) <= TIGHT * ram.limit_bytes)  # type: ignore[operator]
         if fitting is not None:
-            cure = f"num_workers={fitting[0]} prefetch_factor={fitting[1]}"
-    return [Finding("ram-exceeded", sizes, cure, refuses=True)]
+            fix = f"num_workers={fitting[0]} prefetch_factor={fitting[1]}"
+    return [Finding("ram-exceeded", sizes, fix, refuses=True)]
 
 
 def fitting_loader(workers: int, prefetch: int, fits: Callable[[int, int], bool]) -> tuple[int, int] | None:
-    """The most workers and batches in flight that fit: fewer batches first, they cost least."""
+    """The most workers and batches in flight that fit; reduces batches first, which costs the least speed."""
     for fewer in range(max(1, workers), 0, -1):
         for less in range(prefetch, 0, -1):
             if fits(fewer, less):
@@ -63,14 +63,14 @@ def fitting_loader(workers: int, prefetch: int, fits: Callable[[int, int], bool]
 
 
 def budget_findings(shm: Budget, disk: Budget | None, open_files: Budget) -> list[Finding]:
-    """What else may run out."""
+    """What else can run out: shared memory, disk, open files."""
     found = []
     if shm.fits is False:
         found.append(
             Finding(
                 "shm-exceeded",
-                f"{_gb(shm.needed)} of shared memory, /dev/shm has {_gb(shm.limit or 0)}",
-                "loader=thread, prefetch_factor= lower, or docker run --shm-size / mount -o remount,size=",
+                f"the loader needs {_gb(shm.needed)} of shared memory, /dev/shm has {_gb(shm.limit or 0)}",
+                "loader=thread, a lower prefetch_factor=, or docker run --shm-size / mount -o remount,size=",
                 refuses=True,
             )
         )
@@ -79,8 +79,8 @@ def budget_findings(shm: Budget, disk: Budget | None, open_files: Budget) -> lis
         found.append(
             Finding(
                 "disk-exceeded",
-                f"{_gb(disk.needed)} of disk ({parts}), {_gb(disk.limit or 0)} are free",
-                "save_top_k= lower, cache_size= lower, or runs_dir= on a larger disk",
+                f"the run needs {_gb(disk.needed)} of disk ({parts}), {_gb(disk.limit or 0)} are free",
+                "a lower save_top_k= or cache_size=, or runs_dir= on a larger disk",
                 refuses=True,
             )
         )
@@ -88,7 +88,7 @@ def budget_findings(shm: Budget, disk: Budget | None, open_files: Budget) -> lis
         found.append(
             Finding(
                 "open-files-exceeded",
-                f"{open_files.needed:,} open files, {open_files.limit:,} are allowed",
+                f"the run needs {open_files.needed:,} open files, {open_files.limit:,} are allowed",
                 f"ulimit -n {open_files.needed * 2}",
                 refuses=True,
             )
@@ -97,7 +97,7 @@ def budget_findings(shm: Budget, disk: Budget | None, open_files: Budget) -> lis
 
 
 def batch_finding(total_batch: int, samples: int | None) -> list[Finding]:
-    """A batch that is larger than the data makes every epoch empty."""
+    """A total batch larger than the data set: every epoch would be empty."""
     if samples is None or total_batch <= samples:
         return []
     return [
@@ -105,7 +105,7 @@ def batch_finding(total_batch: int, samples: int | None) -> list[Finding]:
             "batch-larger-than-data",
             f"a total batch of {total_batch:,} from {samples:,} images: the last partial batch is dropped, "
             "so every epoch would be empty",
-            "batch_size= lower, or fewer accelerators",
+            "a lower batch_size=, or fewer accelerators",
             refuses=True,
         )
     ]

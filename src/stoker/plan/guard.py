@@ -1,4 +1,4 @@
-"""The plan before a run: refuses a config that cannot fit into this machine, unless forced."""
+"""The plan before a run: refuses a config that does not fit this machine, unless forced."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from stoker.tasks.image_data import DataFacts
 from stoker.train.step import TraceableStep
 
 UNKNOWN_CLASSES = 1000
-# Activations of a network in training beside its float input: 30 for the smallest of the zoo, 150 for ResNet-50. A
-# step whose input times this stays below a tenth of the memory need not be traced, which takes seconds.
+# Bytes of activations per byte of float input: 30 for the smallest timm networks, 150 for ResNet-50. If the input times
+# this stays below a tenth of the memory, the step need not be traced, which takes seconds.
 MOST_ACTIVATIONS_PER_INPUT = 200
 WORTH_A_TRACE = 0.1
 
 
 def refuse_what_cannot_fit(config: Config, path: Path | None, machine: Machine, *, force: bool) -> None:
-    """Raises where RAM, /dev/shm, disk, open files or VRAM do not last; with `force` it warns and goes on."""
+    """Raises if RAM, /dev/shm, disk, open files or VRAM would run out; with `force` it only warns."""
     plan = quick_plan(config, path, machine)
     if not plan.refused:
         return
     if force:
         for finding in plan.refused:
-            say(f"warning: {finding.message}; started all the same, as --force asks")
+            say(f"warning: {finding.message}; starting anyway because of --force")
         return
     first, *others = plan.refused
     more = "".join(f"\nalso: {finding.message} ({finding.fix})" for finding in others)
     raise UserError(
         "does-not-fit",
         f"{first.message}{more}",
-        why="the kernel or the device would end the run later, when more is lost than a start",
-        hint=f"{first.fix}; `stoker plan` shows every part, --force starts all the same",
+        why="the run would be killed later, when there is more to lose",
+        hint=f"{first.fix}; `stoker plan` shows every part, --force starts anyway",
     )
 
 
 def quick_plan(config: Config, path: Path | None, machine: Machine) -> Plan:
-    """What this machine has against what the config needs: under a second where no accelerator has to be traced for."""
+    """What the config needs and this machine has; takes less than a second unless the step has to be traced."""
     hardware = hardware_for(config, path, Wanted(), machine, for_start=True)
     data = DataFacts(config.num_classes or UNKNOWN_CLASSES)
     job = Job(config, hardware, data, Measured(STATED, None, used_by_others_bytes()))
@@ -56,12 +56,12 @@ def quick_plan(config: Config, path: Path | None, machine: Machine) -> Plan:
         return make_plan(job, _weights_only(config, step), scaling=False)
     needs = trace_needs(job, step, search=False)
     if needs.vram.fits is False:
-        needs = trace_needs(job, step)  # only now: what would fit takes three more traces
+        needs = trace_needs(job, step)  # only now: finding what would fit takes three more traces
     return make_plan(job, needs, scaling=False)
 
 
 def _weights_only(config: Config, step: TraceableStep) -> StepNeeds:
-    """What is known without a trace: the model, its optimizer's state and average."""
+    """What is known without a trace: the sizes of model, optimizer state and moving average."""
     model = build_without_memory(step.build_model)
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     parts = {

@@ -1,6 +1,6 @@
-"""What a run takes of a host: memory by part, /dev/shm, open files; and what torch's own loader would take.
+"""What a run needs of a host: memory by part, /dev/shm, open files; and what torch's own loader would need.
 
-Batches are uint8 until they are on the device. What is per process counts once for each accelerator of the host.
+Batches are uint8 until they are on the device. What each process needs counts once per accelerator of the host.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from stoker.machine.loader_memory import STATED, LoaderMemory
 from stoker.plan.records import Budget, RamBudget
 
 CHANNELS = 3
-# Of our index (results/index).
+# Of our index of the data set (results/index).
 INDEX_BYTES_PER_SAMPLE = 42
-# The first use of CUDA takes 1,203 MiB of the host in each process (github.com/pytorch/pytorch/issues/106511).
+# The first use of CUDA takes 1,203 MiB of host memory per process (github.com/pytorch/pytorch/issues/106511).
 CUDA_HOST_BYTES = 1_300_000_000
-# 'OS + base ~3 GB' in users' own budgets for 62 GB; small hosts run less besides.
+# 'OS + base ~3 GB' in users' own budgets for 62 GB; small hosts have less running.
 OS_BYTES = 3_000_000_000
 OS_SHARE = 0.1
 # Threads that read from a local folder (stoker.data.store.reader), and connections to an object store.
 READ_AT_ONCE, CONNECTIONS = 16, 64
 # Pipes and sentinel of a worker process, the descriptor of a slot: counted in /proc/self/fd (results/loader_memory).
 FILES_PER_WORKER, FILES_PER_SLOT = 4, 1
-# Log, metrics, checkpoint, lease, sockets between ranks, Python's own.
+# Log, metrics, checkpoint, lease, sockets between ranks, Python's own files.
 FILES_BESIDES = 64
 
-# A float batch takes half as much again in torch's loader, by users' accounts: 230 MB for one of 154,140,672 bytes.
+# A float batch takes half as much again in torch's loader, as users report: 230 MB for one of 154,140,672 bytes.
 TORCH_BATCH_OVERHEAD = 230_000_000 / 154_140_672
 FLOAT_BYTES = 4
-# The same budgets: 'PyTorch overhead ~2 GB'.
+# From the same budgets: 'PyTorch overhead ~2 GB'.
 TORCH_PROCESS_BYTES = 2_000_000_000
 # A torch worker with PIL: of the 1,211 MB with two of them (results/memory), 567 are the process and 154 four float
 # batches of 64.
 TORCH_WORKER_BYTES = 245_000_000
-# A validation loader takes the same again where workers persist, and the page cache wants as much to be of any use.
+# A validation loader takes the same again if workers persist, and the page cache needs as much to be of any use.
 RISKY_TIMES = 3
 
 
@@ -61,12 +61,12 @@ class LoaderSettings:
 
     @property
     def batches(self) -> int:
-        """Batches in memory at the most: in flight, and in the consumer's hand."""
+        """The most batches in memory: in flight, plus those that the training loop holds."""
         return batches_held(self.engine, self.workers, self.prefetch, self.held)
 
     @property
     def shared_bytes(self) -> int:
-        """The part of it in /dev/shm."""
+        """The part of these batches that is in /dev/shm."""
         return self.batches * self.batch_bytes if self.engine == "process" else 0
 
 
@@ -77,28 +77,28 @@ class HostShape:
     loader: LoaderSettings
     """Of training, in each process."""
     validation: LoaderSettings | None = None
-    """Of validation; its workers stay beside those of training where they persist."""
+    """Of validation; with persistent workers, its workers exist at the same time as those of training."""
     persistent_workers: bool = True
     processes: int = 1
-    """One for each accelerator of the host."""
+    """One per accelerator of the host."""
     on_gpu: bool = False
     pinned: bool = False
     samples: int | None = None
-    """Training and validation; None where the data is not known."""
+    """Training and validation; None if the data is unknown."""
     lookahead_bytes: int = 0
-    """Of each process: the key `lookahead`."""
+    """Per process: the key `lookahead`."""
     remote: bool = False
     """Whether samples come from an object store."""
     shards: int = 0
     model_bytes: int = 0
     """Parameters and buffers."""
     state_bytes: int = 0
-    """What a checkpoint holds: model, optimizer, EMA."""
+    """What a checkpoint contains: model, optimizer, EMA."""
     step_bytes: int | None = None
-    """Without an accelerator: the step's peak, which is then host memory too; None where it was not traced, and the
-    state alone is counted."""
+    """Without an accelerator: the peak of a step, which then uses host memory; None if it was not traced, and only the
+    state is counted."""
     writes_checkpoints: bool = True
-    """Whether one of the host's processes saves; only the first node's does."""
+    """Whether one of the host's processes saves checkpoints; only the first node does."""
 
 
 def ram_budget(
@@ -106,12 +106,12 @@ def ram_budget(
 ) -> RamBudget:
     """The host's memory by part, for all its accelerators.
 
-    `os_bytes` is what others use (`probe.memory_pressure.used_by_others_bytes` on this machine); a stated figure
-    where None.
+    `os_bytes` is what other programs use (`machine.memory.used_by_others_bytes` on this machine); None assumes a
+    figure.
     """
     loader = loader_parts(shape.loader, memory)
     if shape.validation is not None:
-        # Its process and fork server are those of training.
+        # It uses the process and the fork server of training.
         beside = loader_parts(shape.validation, memory)
         loader["batches in flight"] += beside["batches in flight"]
         if shape.persistent_workers:
@@ -120,7 +120,7 @@ def ram_budget(
     process = loader.pop("process")
     each = {"training process": process, **loader}
     if shape.on_gpu:
-        # The model is built here before it moves, and malloc may keep the memory.
+        # The model is built on the host before it moves, and malloc may keep the memory.
         each |= {"model on the host": shape.model_bytes, "CUDA": CUDA_HOST_BYTES}
     else:
         each |= {"training step": shape.state_bytes if shape.step_bytes is None else shape.step_bytes}
@@ -148,7 +148,7 @@ def ram_budget(
 
 
 def loader_parts(loader: LoaderSettings, memory: LoaderMemory) -> dict[str, int]:
-    """One process with one loader: everything but what is fetched ahead."""
+    """One process with one loader, without the bytes fetched ahead."""
     held = loader.batch * memory.image_bytes
     each = memory.worker if loader.engine == "process" else memory.thread
     server = memory.fork_server if loader.engine == "process" and loader.workers else 0
@@ -161,7 +161,7 @@ def loader_parts(loader: LoaderSettings, memory: LoaderMemory) -> dict[str, int]
 
 
 def pinned_bytes(shape: HostShape) -> int:
-    """The part of it that is page-locked and can never be swapped out: batches, and the checkpoint's copy."""
+    """Page-locked memory, which can never be swapped out: batches, and the copy for a checkpoint."""
     if not (shape.pinned and shape.on_gpu):
         return 0
     loaders = [loader for loader in (shape.loader, shape.validation) if loader is not None]
@@ -170,7 +170,7 @@ def pinned_bytes(shape: HostShape) -> int:
 
 
 def shm_budget(shape: HostShape, limit_bytes: int | None) -> Budget:
-    """Shared memory of the host: worker processes hand batches over in it; threads need none."""
+    """Shared memory of the host, in which worker processes hand over batches; threads need none."""
     parts = {"training batches": shape.processes * shape.loader.shared_bytes}
     if shape.validation is not None:
         parts["validation batches"] = shape.processes * shape.validation.shared_bytes
@@ -179,10 +179,10 @@ def shm_budget(shape: HostShape, limit_bytes: int | None) -> Budget:
 
 
 def open_files_budget(shape: HostShape, limit: int | None = None) -> Budget:
-    """Files that one process has open at the most, against its soft limit unless another one is given.
+    """The most files that one process has open, and its soft limit unless another limit is given.
 
-    The limit holds for each process by itself: that of training, or one of its workers, whichever needs more. Readers
-    keep no more shards open than a quarter of the limit, so no more are counted.
+    The limit is per process, so this counts the training process or one of its workers, whichever needs more. Readers
+    keep at most a quarter of the limit open as shards, so no more are counted.
     """
     if limit is None:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -210,13 +210,13 @@ def open_files_budget(shape: HostShape, limit: int | None = None) -> Budget:
 
 
 def torch_loader_bytes(workers: int, prefetch: int, batch: int, size: int) -> int:
-    """Batches in flight in torch's own loader, which hands over float32: as users' documents compute them."""
+    """Memory of the batches in flight in torch's own loader, which returns float32."""
     return round(workers * prefetch * batch * CHANNELS * size * size * FLOAT_BYTES * TORCH_BATCH_OVERHEAD)
 
 
 def torch_loader_verdict(workers: int, prefetch: int, batch: int, size: int, ram_bytes: int) -> Verdict:
-    """Whether torch's own loader would fit beside everything else: refused where it would not, risky where there would
-    be no room for a validation loader and as much page cache."""
+    """Whether torch's own loader would fit in addition to everything else: `refused` if not, `risky` if it leaves no
+    room for a validation loader and as much page cache."""
     needed = torch_loader_bytes(workers, prefetch, batch, size)
     needed += OS_BYTES + TORCH_PROCESS_BYTES + workers * TORCH_WORKER_BYTES
     if needed > ram_bytes:

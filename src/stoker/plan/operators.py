@@ -1,4 +1,4 @@
-"""One traced operator: its number format under CUDA's autocast, its FLOPs, bytes, kernels and workspace."""
+"""One traced operator: its data type under CUDA's autocast, its FLOPs, bytes, kernels and workspace."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.utils import flop_counter
 from stoker.machine.flops import CORRECTED_FORMULAS
 from stoker.plan.records import Phase, TracedOp
 
-# CUDA's autocast rules on CPU tensors: which operators see half precision, and which float32.
+# CUDA's autocast rules on CPU tensors: which operators use half precision, and which float32.
 #
 # Fake tensors have to be CPU tensors (fake CUDA tensors fail in backward without a GPU), and the CPU has other lists:
-# it leaves softmax, the norms and interpolation in half precision, for instance, where CUDA makes them float32, twice
-# the memory. While a step is traced, the lists of CUDA (ATen/autocast_mode.h of torch 2.15) stand in for the CPU's.
-# What remains different: `norm` in its old form, and losses over embeddings, which no vision model calls.
+# it leaves softmax, the norms and interpolation in half precision, for instance, while CUDA uses float32 and twice the
+# memory. While a step is traced, CUDA's lists (ATen/autocast_mode.h of torch 2.15) replace the CPU's.
+# Still different: the old form of `norm`, and losses over embeddings, which no vision model calls.
 
-# AT_FORALL_FP32, without those that the CPU's list has as well.
+# AT_FORALL_FP32, without those also in the CPU's list.
 FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
@@ -33,11 +33,11 @@ FLOAT32 = (
 )  # fmt: skip
 # AT_FORALL_FP32_SET_OPT_DTYPE: the result becomes float32 in the same kernel, without a copy of the input.
 FLOAT32_RESULT = ("cumprod", "cumsum", "sum", "sum.dim_IntList")
-# AT_FORALL_LOWER_PRECISION_FP, without those of the CPU's list.
+# AT_FORALL_LOWER_PRECISION_FP, without those in the CPU's list.
 HALF = ("prelu", "mv", "addmv", "addr")
-# Made float32 on the CPU, and left alone on CUDA.
+# Converted to float32 on the CPU, left alone on CUDA.
 UNTOUCHED = ("avg_pool3d",)
-# Composed on CUDA of operators that have their own rule; the CPU makes a float32 copy first.
+# On CUDA, composed of operators with rules of their own; the CPU makes a float32 copy first.
 COMPOSED = ("cross_entropy_loss",)
 
 
@@ -47,7 +47,7 @@ def cuda_autocast_rules() -> Iterator[None]:
     library: Any = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says of each kernel that we take its place
+            warnings.simplefilter("ignore")  # torch warns about each kernel that we replace
             for name, rule in _rules():
                 library.impl(name, rule, "AutocastCPU")
         yield
@@ -128,18 +128,18 @@ def _softmax(operator: Any, kernel: Any) -> Callable[..., Any]:
     return call
 
 
-# What one operator computes and moves: FLOPs, bytes, kernels, and the memory it borrows.
+# What one operator computes and moves: FLOPs, bytes, kernels, and its workspace.
 
 aten = torch.ops.aten
 
-# Memory is handed out, and no kernel runs.
+# At most allocates memory; no kernel runs.
 _NO_KERNEL = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "as_strided_", "detach_",
      "squeeze_", "unsqueeze_", "t_", "transpose_", "set_", "resize_")
 )  # fmt: skip
 # Writes its first argument without reading it.
 _ONLY_WRITES = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"))
-# Tensors in one launch of multi_tensor_apply, by how many lists there are (depth_to_max_tensors in
+# Tensors per launch of multi_tensor_apply, by the number of lists (depth_to_max_tensors in
 # ATen/native/cuda/MultiTensorApply.cuh).
 _TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 
@@ -154,7 +154,7 @@ def traced_op(
     fresh: list[Tensor],
     phase: Phase,
 ) -> TracedOp | None:
-    """The record of an operator; None for one that runs nothing on a device, as a view."""
+    """The record of an operator; None if it runs nothing on a device, such as a view."""
     name = func._overloadpacket.__name__
     mutable = func._schema.is_mutable
     if name in _NO_KERNEL or func.namespace != "aten" or not (fresh or mutable):
@@ -166,7 +166,7 @@ def traced_op(
         name=name,
         phase=phase,
         flops=_flops(func, args, kwargs, out),
-        # Integers are moved and not computed with: no peak rate of a datasheet is theirs.
+        # Integers are moved, not computed with: datasheets have no peak rate for them.
         dtype=str(numbers[0].dtype).removeprefix("torch.") if numbers else "float32",
         read_bytes=_bytes(read),
         written_bytes=_bytes([*fresh, *changed]),
@@ -177,12 +177,12 @@ def traced_op(
 
 
 def convolution_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
-    """Bytes that cuDNN borrows for a convolution, kernel by kernel.
+    """Bytes of workspace that cuDNN uses for a convolution, kernel by kernel.
 
-    By rule, as cuDNN is not here to ask. Its tensor-core kernels (half precision, and float32 as TF32) work on
-    channels-last data; where tensors are contiguous it converts them first, into its workspace ('Tensor Layouts In
-    Memory: NCHW vs NHWC' in NVIDIA's guide to convolutional layers). The gradient of the weights is summed in float32.
-    Depthwise convolutions run in torch's own kernels, which borrow nothing.
+    By rule, because there is no cuDNN to ask. Its tensor-core kernels (half precision, and float32 as TF32) work on
+    channels-last data; contiguous tensors are first converted into its workspace ('Tensor Layouts In Memory: NCHW vs
+    NHWC' in NVIDIA's guide to convolutional layers). The gradient of the weights is summed in float32. Depthwise
+    convolutions run in torch's own kernels, which need no workspace.
     """
     backward = func is aten.convolution_backward.default
     if not backward and func is not aten.convolution.default:
@@ -210,7 +210,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _more_formulas() -> dict[Any, Any]:
-    """Attention has other names on the CPU."""
+    """Formulas for attention, which has other names on the CPU."""
     return {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -228,7 +228,7 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Of distinct tensors; an expanded one has no more than its storage."""
+    """Bytes of the distinct tensors; an expanded tensor counts as its storage."""
     seen: dict[tuple[int, int, int], int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -30,19 +30,19 @@ from stoker.tasks.classify import traceable_step
 from stoker.tasks.image_data import choose_decoding, data_facts, measure_speed, open_samples
 from stoker.train.step import TraceableStep
 
-# How many images a core makes in a second, measured on a config's own data.
+# How many images per second a core prepares, measured on a config's own data.
 
 TRIAL_S = 3.0
 MOST_BATCH = 64
 
 
 def images_per_core_second(config: Config) -> float | None:
-    """None where the data cannot be reached from here."""
+    """Images per second and core; None if the data cannot be read from here."""
     try:
         samples = open_samples(config, "train")
     except StokerError:
         return None
-    # Small batches: the first ones come soon, and images are what is counted.
+    # Small batches: the first ones are ready sooner, and only images are counted.
     small = config.model_copy(update={"batch_size": min(config.batch_size, MOST_BATCH), "pin_memory": False})
     decoding, _ = choose_decoding(small, samples.index)
     workers = usable_cpus()
@@ -52,13 +52,13 @@ def images_per_core_second(config: Config) -> float | None:
 
 # The steps of `stoker plan`, in order: config, machine, data, trace, plan; and the configs of its tiers.
 
-# tmpfs takes half of the memory unless it is told otherwise (Linux, Documentation/filesystems/tmpfs).
+# The default size limit of a tmpfs is half of the memory (Linux, Documentation/filesystems/tmpfs).
 SHM_SHARE_OF_RAM = 0.5
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The machine as the user describes it; None where this one's is meant."""
+    """The machine as the user describes it; None means the value of this machine."""
 
     gpu: str | None = None
     gpus: int | None = None
@@ -75,7 +75,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what it was made of."""
+    """A plan, and what it was made from."""
 
     plan: Plan
     job: Job
@@ -87,7 +87,7 @@ class Planned:
 
 
 def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned:
-    """Plans a config for the machine that is wanted."""
+    """Plans a config for the machine that the user describes."""
     config = load_for_command(path, overrides, None).config
     in_file = config_values(load_config(path, []).config) if overrides else config_values(config)
     overridden = {key: value for key, value in config_values(config).items() if value != in_file[key]}
@@ -118,7 +118,7 @@ class _Accelerator:
 def hardware_for(
     config: Config, path: Path | None, wanted: Wanted, machine: Machine, *, for_start: bool = False
 ) -> Hardware:
-    """The described machine, or this one where nothing is described; `for_start` measures nothing."""
+    """The machine that the user describes, or this one; with `for_start` nothing is measured."""
     check_counts(wanted.gpus, wanted.nodes or config.num_nodes, wanted.cpus)
     described = any(value is not None for value in (wanted.gpu, wanted.gpus, wanted.cpus, wanted.ram))
     accelerator = _accelerator(config, wanted, machine, for_start=for_start)
@@ -130,12 +130,12 @@ def hardware_for(
         shm = int(SHM_SHARE_OF_RAM * ram) if wanted.ram is not None and ram is not None else machine.shm_bytes
     stated = []
     if described and wanted.cpus is None:
-        stated.append(f"{machine.cpus} cores: this machine's; --cpus for another")
+        stated.append(f"cores: {machine.cpus}, as on this machine; --cpus for another number")
     if described and wanted.ram is None:
         stated.append(
-            "memory of the host: not known, so nothing is refused for it; --ram 62GB"
+            "RAM: unknown, so no limit is assumed; --ram 62GB"
             if ram is None
-            else f"{ram / 1e9:.0f} GB of RAM: this machine's; --ram for another"
+            else f"RAM: {ram / 1e9:.0f} GB, as on this machine; --ram for another size"
         )
     disk = _bytes("--disk", wanted.disk) or (None if described else _free_disk(config, path))
     return Hardware(
@@ -147,7 +147,7 @@ def hardware_for(
 
 
 def write_tier_configs(planned: Planned, folder: Path) -> list[Path]:
-    """A config for each tier that builds on the planned one and sets what the machine allows."""
+    """Writes a config for each tier, based on the planned one, with the settings that fit the machine."""
     folder.mkdir(parents=True, exist_ok=True)
     base = planned.path.resolve()
     written = []
@@ -161,7 +161,7 @@ def write_tier_configs(planned: Planned, folder: Path) -> list[Path]:
 
 
 def tiers_of(planned: Planned) -> list[TierSetting]:
-    """What conservative, balanced and aggressive come to on the planned machine."""
+    """The settings of each tier on the planned machine."""
     job, vram_bytes = planned.job, planned.job.hardware.vram_bytes
     searches = {
         compiled: VramSearch(planned.step, job.config.batch_size, compiled=compiled, gpus=job.hardware.world)
@@ -231,7 +231,7 @@ def _bytes(option: str, text: str | None) -> int | None:
 
 
 def _free_disk(config: Config, path: Path | None) -> int | None:
-    """What this run may fill: what is free, and what its own checkpoints take already."""
+    """Disk space for this run: what is free, plus what its own checkpoints already take."""
     own = run_folder_for(config, path).checkpoints
     taken = sum(file.stat().st_size for file in own.glob("*.ckpt")) if own.is_dir() else 0
     folder = Path(config.runs_dir).absolute()

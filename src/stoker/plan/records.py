@@ -1,11 +1,11 @@
-"""What a config will need before anything runs (memory, time, money), and what a check or a plan found."""
+"""What a config will need before anything runs (memory, time, cost), and what a check or a plan found."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-# What a check or a plan found: what is wrong, what to do, and what that would bring.
+# What a check or a plan found: what is wrong, what to do, and the speed-up from it.
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Finding:
     """One thing that a user should know."""
 
     id: str
-    """A name that stays: `storage-bound`, `too-few-workers`."""
+    """A stable name: `storage-bound`, `too-few-workers`."""
     message: str
     """What was seen, with the numbers."""
     fix: str | None = None
     """What to type or to set: a command, a config line, an argument of DataLoader."""
     speedup: Estimate | None = None
-    """By how much the fix would make training faster; None where nothing was measured that says so."""
+    """By how much the fix would speed up training; None if no measurement says so."""
     refuses: bool = False
     """Whether a run must not start like this."""
 
@@ -45,31 +45,31 @@ class Finding:
         }
 
 
-# What a config will need before anything runs: memory, time and money.
+# What a config will need before anything runs: memory, time and cost.
 #
-# None always means 'not known', never zero.
+# None always means 'unknown', never zero.
 
 Phase = Literal["forward", "backward", "update"]
 
 
 @dataclass(frozen=True)
 class TracedOp:
-    """One operator of a training step, as a device would run it. Views are none."""
+    """One operator of a training step, as a device would run it; views do not count as operators."""
 
     name: str
-    """Of aten, without overload: convolution, native_batch_norm_backward, _foreach_add_."""
+    """Name in aten, without the overload: convolution, native_batch_norm_backward, _foreach_add_."""
     phase: Phase
     flops: int
-    """Multiply and add counted as two; 0 for everything that is no product."""
+    """A multiplication and an addition count as two; 0 for everything but matrix products and convolutions."""
     dtype: str
     """Of the computation: float32, float16, bfloat16."""
     read_bytes: int
-    """Tensors that go in, each counted once."""
+    """Inputs, each tensor counted once."""
     written_bytes: int
-    """Tensors that come out, or are changed in place."""
+    """Outputs, and tensors changed in place."""
     kernels: int = 1
     depthwise: bool = False
-    """A convolution with one channel in each group: tensor cores have no use for it."""
+    """A convolution with one channel per group, which tensor cores cannot speed up."""
     volumetric: bool = False
     """A convolution over three dimensions."""
 
@@ -84,11 +84,11 @@ class VramBudget:
     """At the moment of the peak; they add up to it."""
     limit_bytes: int | None = None
     largest_batch: int | None = None
-    """By search; None where there is no limit to search under, 0 where not even one sample fits."""
+    """Found by search; None if there is no limit, 0 if not even one sample fits."""
     largest_batch_checkpointed: int | None = None
-    """The same with gradient_checkpointing; None where the model has none."""
+    """The same with gradient_checkpointing; None if the model does not support it."""
     note: str | None = None
-    """What the figures leave open: an operator that could not be traced, say."""
+    """A caveat, such as an operator that could not be traced."""
 
     @property
     def fits(self) -> bool | None:
@@ -100,20 +100,20 @@ class VramBudget:
 
 @dataclass(frozen=True)
 class RamBudget:
-    """Memory of one host, for all accelerators in it."""
+    """Memory of one host, for all its accelerators."""
 
     total_bytes: int
     loader_bytes: int
-    """Workers, batches in flight, what is fetched ahead."""
+    """Workers, batches in flight, bytes fetched ahead."""
     parts: dict[str, int]
     """They add up to the total."""
     limit_bytes: int | None = None
     measured: bool = False
-    """Whether the memory of a worker was measured on this machine, or is the stated default."""
+    """Whether the memory of a worker was measured on this machine, or is the default."""
     torch_loader_bytes: int | None = None
-    """What batches in flight take in torch's own loader, which hands over float32."""
+    """Memory of the batches in flight in torch's own loader, which returns float32."""
     torch_loader_verdict: Literal["safe", "risky", "refused"] | None = None
-    """Whether that would fit beside everything else; None where the memory is not known."""
+    """Whether that would fit in addition to everything else; None if the memory is unknown."""
 
     @property
     def fits(self) -> bool | None:
@@ -125,7 +125,7 @@ class RamBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """Anything of which there is only so much: /dev/shm, disk, open files."""
+    """Any other limited resource: /dev/shm, disk, open files."""
 
     needed: int
     limit: int | None = None
@@ -141,7 +141,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Rate:
-    """Images a second of one part, for the whole job, and where the figure is from."""
+    """Images per second of one part, for the whole job, and the source of the figure."""
 
     images_per_second: float
     source: str
@@ -154,13 +154,13 @@ class TimeBudget:
 
     images_per_second: float | None
     bound_by: str | None
-    """accelerator, loader or storage: the slowest of those that are known."""
+    """The slowest known part: accelerator, loader or storage."""
     rates: dict[str, Rate]
     step_s: float | None
     epoch_s: float | None
     total_s: float | None
     cost: float | None
-    """In the currency of the price that was given."""
+    """In the currency of the given price."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -168,7 +168,7 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """The same job on so many accelerators."""
+    """The same job on this many accelerators."""
 
     gpus: int
     total_batch: int
@@ -181,10 +181,10 @@ class ScalingRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """One budget over everything that can run out."""
+    """One budget for everything that can run out."""
 
     hardware: str
-    """What it was planned for, in a line."""
+    """The machine it was planned for, in one line."""
     batch_size: int
     total_batch: int
     lr: float
@@ -199,7 +199,7 @@ class Plan:
     scaling: tuple[ScalingRow, ...] = ()
     findings: tuple[Finding, ...] = ()
     assumptions: tuple[str, ...] = ()
-    """What was not measured and had to be stated, each in a line."""
+    """What was assumed instead of measured, one line each."""
 
     @property
     def refused(self) -> tuple[Finding, ...]:

@@ -1,8 +1,8 @@
 """How long a device takes for a traced step: the roofline of each operator, added up.
 
-An operator takes the time of its products or of its memory traffic, whichever is longer, and part of the other. Bytes
-and FLOPs are those of the trace, peaks those of the datasheet; every constant below holds for all devices and models.
-bench/roofline.py compares the outcome with published rates.
+An operator takes the time of its products or of its memory traffic, whichever is longer, plus part of the other. Bytes
+and FLOPs come from the trace, peaks from the datasheet; every constant below is the same for all devices and models.
+bench/roofline.py compares the result with published rates.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from stoker.plan.records import TracedOp
 
 Kind = Literal["convolution", "matrix product", "normalisation", "pointwise", "layout", "update"]
 
-# The first three shares were chosen together, in steps of 0.05 or more, over all rows of results/roofline; none is of
-# one device. Large products of cuBLAS and cuDNN reach 80 to 95 % of the datasheet's peak; clocks above the stated one
-# make up for some of the rest.
+# The first three shares were chosen together, in steps of 0.05 or more, over all rows of results/roofline; none was
+# fitted to one device. Large products in cuBLAS and cuDNN reach 80 to 95 % of the datasheet's peak; clocks above the
+# specified one make up for some of the rest.
 PRODUCT_EFFICIENCY = 0.9
 # Of the datasheet's bandwidth; plain copies reach 85 to 93 %, kernels with reductions less.
 BANDWIDTH_EFFICIENCY = 0.8
-# A tile waits for its first operands and writes its result when the products are done: that much of the shorter of the
-# two times is not hidden behind the longer.
+# A tile waits for its first operands and writes its result when the products are done: this share of the shorter time
+# is not hidden behind the longer one.
 NOT_OVERLAPPED = 0.5
-# Depthwise convolutions run on scalar units, and their weight's gradient is a long reduction: far from the peak. Share
-# of the fp32 peak, from the EfficientNet, MobileNet and ConvNeXt rows of results/roofline.
+# Depthwise convolutions run on scalar units, and the gradient of their weights is a long reduction: far from the peak.
+# Share of the fp32 peak, from the EfficientNet, MobileNet and ConvNeXt rows of results/roofline.
 DEPTHWISE_EFFICIENCY = 0.08
-# Convolutions over volumes have few channels where they have most voxels, and fill a part of each tile: 0.33, 0.39 and
-# 0.38 of the peak in the three rows of nnU-Net (A100 and V100, fp16 and TF32).
+# Convolutions over volumes have few channels where they have the most voxels, and fill only part of each tile: 0.33,
+# 0.39 and 0.38 of the peak in the three rows of nnU-Net (A100 and V100, fp16 and TF32).
 VOLUME_EFFICIENCY = 0.35
-# Batch norm has to know mean and variance before it can normalise: two passes over its input; the backward needs two
-# sums over x and dy before it can compute dx. The same for group norm. Layer norm keeps a row in registers on the way
-# forward; its backward reads once for dx, once for the sums over rows.
+# Batch norm needs mean and variance before it can normalise: two passes over its input; its backward needs two sums
+# over x and dy before it can compute dx. The same goes for group norm. Layer norm keeps a row in registers in the
+# forward pass; its backward reads once for dx and once for the sums over rows.
 STATISTICS_PASSES = 2.0
-# Of a convolution's backward, dy is read twice, for dx and for dw; it is about half of what is read.
+# The backward of a convolution reads dy twice, for dx and for dw; dy is about half of what is read.
 BACKWARD_READS = 1.5
-# Tensor-core convolutions work on channels-last data: what comes contiguous is converted, read and written once more,
-# and so is the result ('Tensor Layouts In Memory: NCHW vs NHWC', NVIDIA's guide to convolutional layers).
+# Tensor-core convolutions work on channels-last data: a contiguous input is converted, which reads and writes it once
+# more, and so is the result ('Tensor Layouts In Memory: NCHW vs NHWC', NVIDIA's guide to convolutional layers).
 CONVERSION_PASSES = 2.0
-# The shortest that a kernel and the gap before the next one take on a busy stream.
+# The shortest time of a kernel and the gap before the next one on a busy stream.
 KERNEL_FLOOR_S = 4e-6
-# What Python, the dispatcher, autograd and the launch cost the host for one operator. Between 10 us for bare dispatch
-# and the 59 us of NVIDIA's table for ResNet-50 at batch 1 (10.4 ms, 175 operators, transfer and wait included).
+# Host time per operator for Python, the dispatcher, autograd and the launch. Between 10 us for bare dispatch and the
+# 59 us in NVIDIA's table for ResNet-50 at batch 1 (10.4 ms, 175 operators, including transfer and wait).
 HOST_S = 20e-6
-# A compiled model calls its kernels without Python, dispatcher and autograd.
+# A compiled model calls its kernels without Python, the dispatcher and autograd.
 HOST_COMPILED_S = 7e-6
-# Gradients are sent in buckets while the backward goes on; the last one waits for its end (DDP's bucket_cap_mb).
+# Gradients are sent in buckets during the backward pass; the last one is sent after it (DDP's bucket_cap_mb).
 BUCKET_BYTES = 25 * 1024**2
-# Of the link, in a ring all-reduce: NCCL's bus bandwidth on NVLink machines; over PCIe everything passes through the
-# host's memory.
+# Share of the link's bandwidth in a ring all-reduce: NCCL's bus bandwidth on NVLink machines; over PCIe everything
+# passes through host memory.
 NVLINK_EFFICIENCY = 0.75
 PCIE_EFFICIENCY = 0.4
 NETWORK_EFFICIENCY = 0.8
 DEFAULT_NETWORK_BYTES_PER_SECOND = 12.5e9
-"""Of a node, where nobody says: 100 Gbit/s."""
+"""Of a node, unless given: 100 Gbit/s."""
 
 _NORMS_BY_STATISTICS = ("batch_norm", "group_norm", "instance_norm")
 _FORMAT_OF_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
-# What torch.compile does not fuse with its neighbours (it may fuse them with reductions, which the rule leaves out).
+# What torch.compile fuses with its neighbours (it may also fuse reductions, which this rule leaves out).
 _FUSED: tuple[Kind, ...] = ("pointwise", "normalisation")
 
 
@@ -69,10 +69,10 @@ class StepTime:
 
     total_s: float
     by_kind: dict[str, float]
-    """They add up to what the device needs; `communication` is what of it the backward does not hide."""
+    """They add up to the device time; `communication` is only the part that the backward pass does not hide."""
     device_s: float
     host_s: float
-    """For calling all operators; where it is longer than the device takes, the step is bound by launches."""
+    """For launching all operators; if it is longer than the device time, the step is launch-bound."""
 
     @property
     def launch_bound(self) -> bool:
@@ -91,7 +91,7 @@ def step_seconds(
     nodes: int = 1,
     network_bytes_per_second: float | None = None,
 ) -> StepTime:
-    """The time of a traced step; with several devices the exposed part of the all-reduce over `gradient_bytes` too."""
+    """The time of a traced step; with several devices, including the exposed part of the gradient all-reduce."""
     todo = list(_fused(ops)) if compiled else list(ops)
     by_kind: dict[str, float] = {}
     backward_s = 0.0
@@ -115,7 +115,7 @@ def step_seconds(
 def all_reduce_seconds(
     gradient_bytes: int, sheet: Datasheet, gpus: int, nodes: int = 1, network_bytes_per_second: float | None = None
 ) -> float:
-    """A ring over all devices: each byte passes every link twice, less what stays at home."""
+    """A ring over all devices: each byte passes every link twice, except the device's own share."""
     world = gpus * nodes
     if world <= 1 or gradient_bytes <= 0:
         return 0.0
@@ -128,7 +128,7 @@ def all_reduce_seconds(
 
 
 def kind_of(op: TracedOp) -> Kind:
-    """What sort of work it is."""
+    """What kind of work it is."""
     if op.phase == "update":
         return "update"
     if "conv" in op.name:
@@ -150,13 +150,13 @@ def _product_rate(op: TracedOp, sheet: Datasheet, *, tf32: bool) -> float:
     if op.depthwise and not sheet.is_cpu:
         return peaks["fp32"] * DEPTHWISE_EFFICIENCY
     wanted = _FORMAT_OF_DTYPE.get(op.dtype, "tf32" if tf32 else "fp32")
-    # A format that the device lacks is computed in float32: bfloat16 on Volta and Turing.
+    # A format that the device does not support is computed in float32: bfloat16 on Volta and Turing.
     peak = next((rate for name, rate in peaks.items() if name == wanted), peaks["fp32"])
     return peak * (VOLUME_EFFICIENCY if op.volumetric and not sheet.is_cpu else PRODUCT_EFFICIENCY)
 
 
 def _moved_bytes(op: TracedOp) -> float:
-    """Bytes between the device and its memory, with those that are read again."""
+    """Bytes between the device and its memory, including repeated reads."""
     read = float(op.read_bytes)
     if any(name in op.name for name in _NORMS_BY_STATISTICS) or op.name == "native_layer_norm_backward":
         read *= STATISTICS_PASSES
@@ -171,7 +171,8 @@ def _layout_seconds(op: TracedOp, sheet: Datasheet, *, tf32: bool) -> float:
         return 0.0
     half = _FORMAT_OF_DTYPE.get(op.dtype)
     peaks = sheet.peak_flops
-    # Where float32 is no faster on tensor cores (GeForce) or has none (Volta), contiguous kernels of the others run.
+    # If tensor cores are no faster for float32 (GeForce) or do not support it (Volta), contiguous kernels run on the
+    # other units.
     on_tensor_cores = half in peaks if half is not None else tf32 and peaks.get("tf32", 0.0) > peaks["fp32"]
     if not on_tensor_cores:
         return 0.0
@@ -179,10 +180,10 @@ def _layout_seconds(op: TracedOp, sheet: Datasheet, *, tf32: bool) -> float:
 
 
 def _fused(ops: Iterable[TracedOp]) -> Iterable[TracedOp]:
-    """As torch.compile would: in a run of pointwise operators and norms, what one hands to the next is never stored.
+    """As torch.compile would: in a run of pointwise operators and norms, intermediate results are never stored.
 
-    The rule: an operator that follows another of its run directly does not read the other's result again, and the other
-    does not write it; the run is one kernel, but for a norm, which needs its statistics first and begins a new one.
+    The rule: within a run, an operator does not read its predecessor's result from memory, and the predecessor does not
+    write it. The run is one kernel, except that a norm needs its statistics first and starts a new one.
     """
     run: TracedOp | None = None
     for op in ops:

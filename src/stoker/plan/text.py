@@ -1,4 +1,4 @@
-"""A plan as text and as a picture: what fits, how long it takes, what it costs, what to change."""
+"""A plan as text and as a plot: what fits, how long it takes, what it costs, what to change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BAR = 32
 
 
 def plan_text(plan: Plan, name: str) -> str:
-    """One verdict, the budgets with a bar each, time and cost, then what to change."""
+    """The verdict, each budget with a bar, time and cost, then what to change."""
     refused = plan.refused
     if refused:
         verdict = f"does not fit: {refused[0].message}"
@@ -31,11 +31,11 @@ def plan_text(plan: Plan, name: str) -> str:
         size = _size(plan.ram.torch_loader_bytes)
         lines.append(f"  (torch's own loader would hold {size} of float batches in flight{verdict})")
     if plan.scaling:
-        lines += ["", "the same on more accelerators:", _scaling_table(plan.scaling)]
+        lines += ["", "with more accelerators:", _scaling_table(plan.scaling)]
     if plan.findings:
-        lines += ["", "what to know:", *_finding_lines(plan.findings)]
+        lines += ["", "findings:", *_finding_lines(plan.findings)]
     if plan.assumptions:
-        lines += ["", "stated, not measured:", *(f"  - {line}" for line in plan.assumptions)]
+        lines += ["", "assumed, not measured:", *(f"  - {line}" for line in plan.assumptions)]
     return "\n".join(lines)
 
 
@@ -63,25 +63,25 @@ def _budgets(plan: Plan) -> list[str]:
 
 def _time_lines(plan: Plan) -> list[str]:
     time = plan.time
-    steps = "" if plan.steps_per_epoch is None else f"{plan.steps_per_epoch:,} steps an epoch, "
+    steps = "" if plan.steps_per_epoch is None else f"{plan.steps_per_epoch:,} steps per epoch, "
     lines = [f"total batch {plan.total_batch}, {steps}{plan.epochs} epochs, learning rate {plan.lr:g}"]
     if time.images_per_second is None:
-        return [*lines, "time: nothing is known of the accelerator, the loader or the storage"]
+        return [*lines, "time: unknown, as no rate of the accelerator, the loader or the storage is known"]
     lines.append(f"{time.images_per_second:,.0f} images/s, bound by the {time.bound_by}")
     width = max(len(name) for name in time.rates)
     for name, rate in sorted(time.rates.items(), key=lambda item: item[1].images_per_second):
         lines.append(f"  {name:<{width}}  {rate.images_per_second:>9,.0f} images/s  {rate.source}")
     if time.step_s is not None:
-        lines.append(f"  a step {time.step_s * 1e3:,.0f} ms, {_duration_line(time)}")
+        lines.append("  " + ", ".join(filter(None, [f"{time.step_s * 1e3:,.0f} ms per step", _duration_line(time)])))
     return lines
 
 
 def _duration_line(time: TimeBudget) -> str:
     parts = []
     if time.epoch_s is not None:
-        parts.append(f"an epoch {duration(time.epoch_s)}")
+        parts.append(f"{duration(time.epoch_s)} per epoch")
     if time.total_s is not None:
-        parts.append(f"all of it {duration(time.total_s)}")
+        parts.append(f"{duration(time.total_s)} in total")
     if time.cost is not None:
         parts.append(f"cost {time.cost:,.2f}")
     return ", ".join(parts)
@@ -139,14 +139,14 @@ def _size(size: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """About how long, in the unit that people would use."""
+    """Rounded, in the unit that suits its length."""
     for unit, factor in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * factor:
             return f"{seconds / factor:.1f} {unit}"
     return f"{seconds:.1f} s"
 
 
-# The budget of a plan as a picture: a bar for each thing that can run out, by part, beside its limit.
+# The budget of a plan as a plot: a bar by part for each resource, with its limit.
 
 _COLOURS = (
     "#3b6ea5",
@@ -215,7 +215,7 @@ def _draw_budget(axes: Any, label: str, parts: dict[str, int], limit: int | None
 def _draw_rates(axes: Any, plan: Plan) -> None:
     rates = plan.time.rates
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title("images/s: the slowest sets the pace", loc="left", fontsize=9)
+    axes.set_title("images/s: the slowest part sets the pace", loc="left", fontsize=9)
     if not rates:
         axes.set_axis_off()
         return

@@ -10,35 +10,35 @@ from stoker.plan.records import Plan
 
 @dataclass(frozen=True)
 class Tier:
-    """How much of a machine a setting takes."""
+    """How much of a machine a setting uses."""
 
     name: str
     share_of_vram: float
-    """The rest is for validation, another library version, and what a neighbour on the device takes."""
+    """The rest is for validation, other library versions, and other processes on the device."""
     share_of_ram: float
-    """The rest is page cache, which is what keeps files from being read twice."""
+    """The rest is for the page cache, which saves reading files twice."""
     share_of_cores: float
     prefetch: int
     compiles: bool
     about: str
 
 
-# Workers and batches in flight are what people pass on for 16 cores (8, 12, 16 workers; 2, 3, 4 batches each); the
-# batch follows from the traced memory.
+# Workers and batches in flight as commonly recommended for 16 cores (8, 12, 16 workers; 2, 3, 4 batches each); the
+# batch size follows from the traced memory.
 TIERS = (
-    Tier("conservative", 0.50, 0.50, 0.50, 2, False, "runs anywhere it is said to, whatever else happens there"),
+    Tier("conservative", 0.50, 0.50, 0.50, 2, False, "leaves room for whatever else runs on the machine"),
     Tier("balanced", 0.65, 0.65, 0.75, 3, True, "recommended"),
-    Tier("aggressive", 0.85, 0.80, 1.00, 4, True, "close to the limits: try it for an epoch before you leave it alone"),
+    Tier("aggressive", 0.85, 0.80, 1.00, 4, True, "close to the limits: try it for an epoch before leaving it alone"),
 )
 
 
 @dataclass(frozen=True)
 class TierSetting:
-    """What a tier comes to on one machine."""
+    """The settings of a tier on one machine."""
 
     tier: Tier
     keys: dict[str, object]
-    """The config keys that it sets."""
+    """The config keys it sets."""
     plan: Plan
 
 
@@ -49,10 +49,10 @@ def choose_tiers(
     cpus_per_gpu: float,
     most_samples: int | None,
 ) -> list[TierSetting]:
-    """The keys of each tier, made smaller until their plan keeps the tier's shares.
+    """The keys of each tier, reduced until their plan stays within the tier's shares.
 
-    `plan_with` plans with keys set; `largest_batch` tells the batch that takes a share of the VRAM, compiled or not;
-    None where there is no accelerator to fill, and the config's own batch stays.
+    `plan_with` plans with these keys; `largest_batch` returns the largest batch within a share of the VRAM, compiled or
+    not, or None without an accelerator: then the batch size of the config stays.
     """
     found = []
     for tier in TIERS:
@@ -73,7 +73,7 @@ def choose_tiers(
 
 
 def round_batch(batch: int) -> int:
-    """The next smaller batch that tensor cores and people like: a multiple of 32, of 8, or whatever it is."""
+    """Rounds down to a batch size that suits tensor cores: a multiple of 32, or of 8 if small, or as it is."""
     for step in (32, 8):
         if batch >= 4 * step:
             return batch // step * step
@@ -86,7 +86,7 @@ def _keeps(plan: Plan, share: float) -> bool:
 
 
 def _smaller(keys: dict[str, object]) -> dict[str, object] | None:
-    """Less of what costs least: batches in flight first, then workers."""
+    """Fewer batches in flight first, then fewer workers; that order costs the least speed."""
     prefetch, workers = keys["prefetch_factor"], keys["num_workers"]
     assert isinstance(prefetch, int)
     assert isinstance(workers, int)

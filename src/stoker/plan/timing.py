@@ -14,26 +14,26 @@ from stoker.data.images.pack.packing import PACKING_SPEEDUP
 from stoker.errors import UsageError, did_you_mean
 from stoker.plan.records import Estimate, Finding, Rate, TimeBudget
 
-# How many images a second storage gives: measured, named, or stated as bytes a second.
+# How many images per second storage delivers: measured, by name, or given as bytes per second.
 
-# Requests that our reader has under way at once for each rank (data/store/reader.py).
+# Requests that our reader keeps in flight per rank (data/store/reader.py).
 REQUESTS_IN_FLIGHT = 64
 _BYTES_PER_SECOND = re.compile(r"(.+?)\s*(?:/\s*s|ps)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What one kind of storage gives."""
+    """What one kind of storage delivers."""
 
     name: str
     source: str
     bytes_per_second: float | None = None
-    """For all readers together; None where only their number limits it."""
+    """For all readers together; None if only latency and the number of requests limit it."""
     latency_s: float | None = None
     connection_bytes_per_second: float | None = None
 
     def rate(self, sample_bytes: float, ranks: int) -> Rate:
-        """Images a second for a job of so many ranks, each with its own reader."""
+        """Images per second for a job with this many ranks, each with its own reader."""
         limits = []
         if self.bytes_per_second is not None:
             limits.append(self.bytes_per_second / sample_bytes)
@@ -44,11 +44,11 @@ class Storage:
 
 
 def read_storage(word: str) -> Storage:
-    """The storage that a user names (`fsx`, `s3`) or states (`500MB/s`); raises UsageError for anything else."""
+    """Storage by name (`fsx`, `s3`) or by rate (`500MB/s`); raises UsageError for anything else."""
     stated = _BYTES_PER_SECOND.fullmatch(word.strip())
     if stated is not None:
         try:
-            return Storage(word, "as you stated", bytes_per_second=float(parse_bytes(stated[1])))
+            return Storage(word, "as given", bytes_per_second=float(parse_bytes(stated[1])))
         except ValueError as error:
             raise UsageError("storage-rate", f"--storage {word}: {error}", hint="--storage 500MB/s") from None
     text = resources.files("stoker.plan").joinpath("storage_rates.yaml").read_text()
@@ -58,7 +58,7 @@ def read_storage(word: str) -> Storage:
         meant = did_you_mean(name, known)
         raise UsageError(
             "unknown-storage",
-            f"--storage {word} is no storage that we know" + (f"; {meant}" if meant else ""),
+            f"--storage {word} is not a known kind of storage" + (f"; {meant}" if meant else ""),
             hint=f"one of {', '.join(known)}, or a rate such as 500MB/s",
         )
     fields = known[name]
@@ -68,28 +68,28 @@ def read_storage(word: str) -> Storage:
 
 # How long a job takes: the slowest of accelerator, loader and storage sets the pace.
 
-# Images a second that one core makes of ImageNet's files at 224 px: 618 on the two cores of results/loaders, which are
-# shared; a hyperthread of a busy host gives less.
+# Images per second that one core prepares from ImageNet's files at 224 px: 618 on the two cores of results/loaders,
+# which are shared; a hyperthread of a busy host is slower.
 IMAGES_PER_CORE_SECOND = 500.0
-# The side at which it was measured: making a batch costs as many pixels as it has, and decoding on top.
+# The image size at which it was measured: resizing costs as many pixels as it writes, and decoding comes on top.
 MEASURED_AT_PX = 224
-# Of making an image: 285 us of resizing beside 660 us of decoding the crop, on one core.
+# Share of resizing in preparing an image: 285 us next to 660 us for decoding the crop, on one core.
 RESIZING_SHARE = 0.3
-# The rest is for the loop, the driver and the kernel: with every core busy decoding, kernels are launched late.
+# The rest is for the training loop, the driver and the kernel: with every core decoding, GPU kernels start late.
 SHARE_OF_CORES = 0.9
-# An accelerator that is fed at this share of its rate counts as busy.
+# An accelerator that gets this share of the images it could process counts as busy.
 FED = 0.97
 
 
 def loader_rate(workers: int, cpus: int, nodes: int, gpus: int, size: int, measured_per_core: float | None) -> Rate:
-    """Images a second that all loaders make: workers beyond the cores only wait for each other."""
-    # Without workers the training process makes the batches itself.
+    """Images per second of all loaders together; more workers than cores add nothing."""
+    # Without workers the training process prepares the batches itself.
     busy = min(max(1, workers) * gpus, max(1.0, cpus * SHARE_OF_CORES)) * nodes
     if measured_per_core is not None:
         return Rate(busy * measured_per_core, f"{busy:g} cores x {measured_per_core:.0f} images/s, measured here")
-    # Decoding hardly depends on the size that is wanted; resizing does.
+    # Decoding hardly depends on the output size; resizing does.
     per_core = IMAGES_PER_CORE_SECOND / (1 - RESIZING_SHARE + RESIZING_SHARE * (size / MEASURED_AT_PX) ** 2)
-    return Rate(busy * per_core, f"{busy:g} cores x {per_core:.0f} images/s (stated; results/loaders)")
+    return Rate(busy * per_core, f"{busy:g} cores x {per_core:.0f} images/s (assumed; results/loaders)")
 
 
 def time_budget(
@@ -102,7 +102,7 @@ def time_budget(
     nodes: int,
     price_per_hour: float | None,
 ) -> TimeBudget:
-    """Seconds and money; validation and start-up are not in it."""
+    """Time and cost, without validation and start-up."""
     if not rates:
         return TimeBudget(None, None, {}, None, None, None, None)
     bound_by = min(rates, key=lambda name: rates[name].images_per_second)
@@ -117,14 +117,14 @@ def time_budget(
 def time_findings(
     time: TimeBudget, *, cpus: int, nodes: int, sample_bytes: float | None, dataset_bytes: float | None, config: str
 ) -> list[Finding]:
-    """What would have to change for the accelerator to be the slowest part, and what that would bring."""
+    """What would have to change for the accelerator to be the slowest part, and the speed-up from it."""
     accelerator = time.rates.get("accelerator")
     if accelerator is None or time.images_per_second is None:
         return []
     wanted = accelerator.images_per_second
     if time.images_per_second >= FED * wanted:
         return [
-            Finding("accelerator-bound", "the accelerator is the slowest part: more cores or storage bring nothing")
+            Finding("accelerator-bound", "the accelerator is the slowest part: more cores or storage would not help")
         ]
     found = []
     loader, storage = time.rates.get("loader"), time.rates.get("storage")
@@ -135,9 +135,9 @@ def time_findings(
         found.append(
             Finding(
                 "loader-bound",
-                f"{cpus * nodes} cores make {slow:,.0f} images/s, the accelerators take {wanted:,.0f}: "
-                f"they would need {cores * nodes:.0f} cores",
-                fix=f"more cores, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} where fewer are set",
+                f"{cpus * nodes} cores prepare {slow:,.0f} images/s, the accelerators can take {wanted:,.0f}: "
+                f"that would need {cores * nodes:.0f} cores",
+                fix=f"more cores, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} if it is lower",
                 speedup=_at_most(others / time.images_per_second),
             )
         )
@@ -146,7 +146,7 @@ def time_findings(
             found.append(
                 Finding(
                     "packing-helps",
-                    f"packed at 500 px the same cores make about {slow * PACKING_SPEEDUP:,.0f} images/s",
+                    f"packed at 500 px, the same cores prepare about {slow * PACKING_SPEEDUP:,.0f} images/s",
                     fix="stoker pack DATA_ROOT PACKED --longest 500 --quality 90",
                     speedup=_at_most(packed / time.images_per_second),
                 )
@@ -154,15 +154,15 @@ def time_findings(
     if storage is not None and storage.images_per_second < FED * wanted and sample_bytes is not None:
         needed = wanted * sample_bytes
         message = (
-            f"storage gives {storage.images_per_second * sample_bytes / 1e6:,.0f} MB/s, "
-            f"the accelerators take {needed / 1e6:,.0f} MB/s"
+            f"storage delivers {storage.images_per_second * sample_bytes / 1e6:,.0f} MB/s, "
+            f"the accelerators can take {needed / 1e6:,.0f} MB/s"
         )
         rest = min(rate.images_per_second for name, rate in time.rates.items() if name != "storage")
         found.append(
             Finding(
                 "storage-bound",
                 message + _pays_off(storage.images_per_second, rest, dataset_bytes, sample_bytes),
-                fix=f"cache_dir=/local/disk in {config}: the first epoch fills it, later ones read it",
+                fix=f"cache_dir=/local/disk in {config}: the first epoch fills the cache, later ones read from it",
                 speedup=_at_most(rest / time.images_per_second),
             )
         )
@@ -170,17 +170,17 @@ def time_findings(
 
 
 def _pays_off(storage: float, rest: float, dataset_bytes: float | None, sample_bytes: float) -> str:
-    """When a copy to local disk, made at the storage's own rate, has paid for itself."""
+    """After how many epochs a copy to local disk, made at the storage's own rate, has paid for itself."""
     if dataset_bytes is None or rest <= storage:
         return ""
     samples = dataset_bytes / sample_bytes
     copying_s, saved_s = samples / storage, samples / storage - samples / rest
     return (
-        f"; copying all of it first takes {copying_s / 60:,.0f} min and pays off after {copying_s / saved_s:.1f} epochs"
+        f"; copying the data first takes {copying_s / 60:,.0f} min and pays off after {copying_s / saved_s:.1f} epochs"
     )
 
 
 def _at_most(speedup: float) -> Estimate:
-    """From a model with stated rates: a third of the gain may not come."""
+    """The range of a speed-up computed from assumed rates: up to a third of the gain may not materialise."""
     gain = speedup - 1.0
     return Estimate(1.0 + gain * 2 / 3, speedup, speedup)

@@ -28,11 +28,11 @@ from stoker.train.ema import WeightAverage
 from stoker.train.ranks import Ranks
 from stoker.train.step import Pending, Prepared, TraceableStep, TrainStep
 
-# A model without memory: the real module tree, its tensors only shapes.
+# A model without memory: the real module tree, with tensors that only have shapes.
 
 
 def build_without_memory(build_model: Callable[[], nn.Module]) -> nn.Module:
-    """The model on the meta device; on the CPU, with its weights, where its constructor reads values.
+    """The model on the meta device; or on the CPU, with its weights, if its constructor reads values.
 
     Not built under the fake mode: a fake parameter cannot change its memory format (torch refuses to swap it).
     """
@@ -46,8 +46,8 @@ def build_without_memory(build_model: Callable[[], nn.Module]) -> nn.Module:
 
 
 def make_fake(model: nn.Module) -> None:
-    """Replaces parameters and buffers by tensors of the fake mode that is active; shared ones stay shared."""
-    # With the original, which has to live as long as its number stands for it.
+    """Replaces parameters and buffers by tensors of the active fake mode; shared ones stay shared."""
+    # By id, together with the original: its id stays unique only as long as it lives.
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -67,7 +67,7 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-# Watches every operator of a step: what it allocates, when that is freed, and what it computes.
+# Records every operator of a step: what it allocates, when that is freed, and what it computes.
 
 Category = Literal[
     "parameters", "gradients", "optimizer", "ema", "activations", "temporary", "batch", "workspace"
@@ -77,16 +77,16 @@ _UPDATE_PREFIXES = ("_foreach_", "_fused_", "_amp_")
 
 @dataclass(slots=True)
 class TracedStorage:
-    """One piece of memory over its life."""
+    """One piece of memory over its lifetime."""
 
     size: int
     born_in: Phase | None
-    """None: while model, optimizer or batch were made."""
+    """None: allocated while building the model, the optimizer or the batch."""
     category: Category = "temporary"
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Events and operators of all that runs inside it."""
+    """Records the events and operators of everything that runs inside it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def making(self, category: Category) -> Iterator[None]:
-        """What is allocated inside belongs to `category`."""
+        """Allocations inside belong to `category`."""
         before, self._default = self._default, category
         try:
             yield
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._in_model -= 1
 
     def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Says what the memory of these tensors is for."""
+        """Sets what the memory of these tensors is for."""
         for tensor in tensors:
             known = self._living.get(tensor.untyped_storage()._cdata)
             if known is not None:
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keep_for_backward()
         out = func(*args, **kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # Not every leaf: an operator with nothing to return returns None.
+        # Not every leaf is a tensor: an operator without a result returns None.
         made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         phase = self._phase(func, backward)
         fresh = [tensor for tensor in made if self._allocate(tensor, phase, backward)]
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _answer(self, tensor: Tensor) -> bool | int | float:
-        """What the step itself asks: is the loss finite (yes), was there an overflow (no), the how-manieth step."""
+        """Answers what the step itself reads: is the loss finite (yes), was there an overflow (no), step number (1)."""
         if tensor.dtype == torch.bool:
             return True
         if not tensor.is_floating_point():
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if backward:
             return "backward"
-        # Unscaling and clipping come before the optimizer's own step, and are over all gradients at once.
+        # Unscaling and clipping run before the optimizer's own step, on all gradients at once.
         return "update" if func.__name__.startswith(_UPDATE_PREFIXES) else self._stage
 
     def _allocate(self, tensor: Tensor, phase: Phase | None, backward: bool) -> bool:
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._living or size == 0:
             return False
         number = len(self.storages)
-        # With gradients on inside the engine, a checkpointed part is computed once more.
+        # Gradients enabled inside the engine: a checkpointed part is being recomputed.
         again = backward and torch.is_grad_enabled()
         self.storages.append(TracedStorage(size, phase, "activations" if again else self._default))
         self.events.append(number)
@@ -196,14 +196,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def _borrow(self, sizes: Iterable[int]) -> None:
-        """Memory that an operator takes and gives back by itself."""
+        """Records memory that an operator allocates and frees internally."""
         for size in sizes:
             if size:
                 self.events += [len(self.storages), ~len(self.storages)]
                 self.storages.append(TracedStorage(size, None, "workspace"))
 
     def _keep_for_backward(self) -> None:
-        """What of the forward pass still lives when the backward pass begins is kept for it."""
+        """Whatever is left of the forward pass when the backward pass begins was kept for it."""
         self._going_back = True
         for number, _ in self._living.values():
             storage = self.storages[number]
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage.category = "activations"
 
     def _recognise_weight_copies(self, func: Any, given: list[Tensor], fresh: list[Tensor]) -> None:
-        """Autocast's half copies of weights live as long as the activations, but do not grow with the batch."""
+        """Autocast's half-precision copies of weights live as long as activations, but do not grow with the batch."""
         if func is not torch.ops.aten._to_copy.default or not given:
             return
         source = self._living.get(given[0].untyped_storage()._cdata)
@@ -221,13 +221,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 # A training step without a device: real model code on fake tensors, and what it would allocate and compute.
 
-# The first step makes the optimizer's state, in the gaps that its activations left; the second is like all others.
+# The first step allocates the optimizer's state, in gaps left by its activations; the second is like all others.
 TRACED_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a step does to memory and asks of the device, for one batch size."""
+    """What a step allocates and computes, for one batch size."""
 
     batch: int
     sizes: tuple[int, ...]
@@ -235,13 +235,13 @@ class Trace:
     categories: tuple[Category, ...]
     """What each is for."""
     events: tuple[int, ...]
-    """In order, from the building of the model to the end of the second step: `n` allocates piece n, `~n` frees it."""
+    """In order, from building the model to the end of the second step: `n` allocates piece n, `~n` frees it."""
     ops: tuple[TracedOp, ...]
     """Of the second step, in order."""
     parameters: int
-    """Numbers that the model is made of."""
+    """Number of scalar parameters."""
     trained_bytes: int
-    """Of the parameters that have gradients."""
+    """Of the parameters with gradients."""
 
     @property
     def flops(self) -> int:
@@ -258,20 +258,20 @@ class Trace:
 
 
 class CannotTrace(UserError):
-    """The model does something that has no answer without data."""
+    """The model does something that cannot be traced without data."""
 
     def __init__(self, operator: str, why: str) -> None:
         super().__init__(
             "model-not-traced",
-            f"the model calls {operator}, which cannot be followed without data",
+            f"the model calls {operator}, which cannot be traced without data",
             why=why,
-            hint="the memory of the device is bounded from one real sample instead",
+            hint="the memory of the device is estimated from a real forward pass instead",
         )
         self.operator = operator
 
 
 def trace_step(step: TraceableStep, batch: int | None = None) -> Trace:
-    """Two training steps with this batch (the step's own where none is given); raises CannotTrace."""
+    """Two training steps with this batch size (default: the step's own); raises CannotTrace."""
     batch = step.batch_size if batch is None else batch
     model = build_without_memory(step.build_model)
     recorder = Recorder()
@@ -342,9 +342,9 @@ class _Batches:
 
 
 def _in_order(events: list[int]) -> Iterator[int]:
-    """Frees that follow each other, sorted: autocast drops its copies of weights in the order of their addresses.
+    """Sorts consecutive frees: autocast frees its copies of weights in the order of their addresses, which varies.
 
-    To an allocator it is the same: neighbours are merged whichever comes first.
+    It makes no difference to an allocator, which merges neighbours in any order.
     """
     for freed, run in groupby(events, key=lambda event: event < 0):
         group = list(run)
@@ -364,6 +364,6 @@ def _naming_operators() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise CannotTrace(str(error.func), "its result depends on the values, not only on the shapes") from error
+        raise CannotTrace(str(error.func), "its result depends on values, not only on shapes") from error
     except UnsupportedOperatorException as error:
         raise CannotTrace(str(error.func), "torch does not know the shape of its result") from error

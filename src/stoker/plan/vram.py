@@ -1,4 +1,4 @@
-"""The memory of one accelerator: the traced step in CUDA's allocator, what lies around it, and the largest batch."""
+"""The memory of one accelerator: the traced step in CUDA's allocator, what else is needed, and the largest batch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from stoker.train.step import TraceableStep
 
 # Any batch size from two traces: what does not depend on the batch stays, everything else grows in proportion.
 
-# Nobody trains with more samples in one pass; without a bound a model without activations would never end the search.
+# Nobody trains with more samples in one pass; without a bound, a model without activations would be searched forever.
 LARGEST_SEARCHED = 1 << 16
 
 
 @dataclass
 class Traces:
-    """Traces of one step for every batch size, by replay where that is exact."""
+    """Traces of one step for every batch size, derived from two traces if that is exact."""
 
     step: TraceableStep
     first: Trace
     second: Trace | None
-    """Of another batch size, where the two went through the same events."""
+    """At another batch size, if both have the same events; otherwise None."""
 
     def at(self, batch: int) -> Trace:
-        """The trace for a batch; ops are those of the first, and belong to its batch size only."""
+        """The trace for a batch size; its ops are those of the first trace, and only valid for that batch size."""
         if batch == self.first.batch:
             return self.first
         if self.second is None:
@@ -45,16 +45,16 @@ class Traces:
 
 
 def trace_batches(step: TraceableStep, batch: int) -> Traces:
-    """Traces at this batch and at another one; raises CannotTrace."""
+    """Traces at this batch size and at another one; raises CannotTrace."""
     first = trace_step(step, batch)
-    # Not 1: single samples take other paths through broadcasting and batch norm.
+    # Not 1: a single sample takes a different path through broadcasting and batch norm.
     other = batch // 2 if batch >= 4 else batch + 2
     second = trace_step(step, other)
     return Traces(step, first, second if _grow_together(first, second) else None)
 
 
 def _grow_together(first: Trace, second: Trace) -> bool:
-    """Whether each piece of memory of the one has its counterpart in the other, so many bytes a sample apart."""
+    """Whether both have the same pieces of memory, and each grows by a whole number of bytes per sample."""
     if first.events != second.events or first.categories != second.categories:
         return False
     span = second.batch - first.batch
@@ -62,7 +62,7 @@ def _grow_together(first: Trace, second: Trace) -> bool:
 
 
 def largest_that_fits(fits: Callable[[int], bool], start: int) -> int:
-    """The largest batch for which `fits` says yes, by doubling and halving; 0 where one sample is too much."""
+    """The largest batch for which `fits` is true, by doubling and bisecting; 0 if not even one sample fits."""
     low, high = 0, max(1, start)
     while high <= LARGEST_SEARCHED and fits(high):
         low, high = high, high * 2
@@ -80,28 +80,28 @@ SAMPLES = 2
 # Buffers of an optimizer, each as large as the weights: LAMB has two averages and a scratch buffer. AdamW has two, and
 # SGD's momentum is one.
 STATES = 3
-# Gradients of the two largest tensors are alive beside them when the backward pass begins.
+# When the backward pass begins, the gradients of the two largest tensors exist at the same time as the tensors.
 LARGEST_TEMPORARIES = 2
-# Rounding and gaps: the traces of results/vram reserve up to a fifth more than they use.
+# Rounding and gaps: the traces in results/vram reserve up to a fifth more than they use.
 FRAGMENTATION = 0.2
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Bytes that do not depend on the batch, and those of one sample."""
+    """Bytes that do not depend on the batch size, and bytes per sample."""
 
     parameter_bytes: int
     trained_bytes: int
     ema_bytes: int
     kept_bytes: int
-    """For the backward pass, by one sample, in float32."""
+    """For the backward pass, per sample, in float32."""
     largest_bytes: int
     input_bytes: int
     accumulation: int
     how: str
 
     def parts(self, batch: int) -> dict[str, int]:
-        """By the names of a budget, for so many samples."""
+        """Bytes by the parts of a budget, for this many samples."""
         found = {
             "parameters": self.parameter_bytes,
             "gradients": self.trained_bytes,
@@ -115,7 +115,7 @@ class Bound:
 
 
 def bound_without_trace(step: TraceableStep) -> Bound:
-    """Runs the real model forward on two samples, on the CPU and in float32: an upper bound for mixed precision."""
+    """Runs a real forward pass of two samples, on the CPU and in float32: an upper bound for mixed precision."""
     with torch.random.fork_rng(devices=[]):
         model = step.build_model()
         model.train()
@@ -134,14 +134,14 @@ def bound_without_trace(step: TraceableStep) -> Bound:
         largest_bytes=-(-max(activations.values(), default=0) // SAMPLES),
         input_bytes=-(-inputs.untyped_storage().nbytes() // SAMPLES),
         accumulation=step.accumulation,
-        how="what a real forward pass of two samples keeps in float32, in proportion, and a fifth for gaps",
+        how="scaled up from a real forward pass of two samples in float32, plus a fifth for fragmentation",
     )
 
 
 def _kept_for_backward(model: nn.Module, inputs: Tensor) -> dict[int, int]:
-    """Bytes of each piece of memory that autograd holds on to."""
+    """Bytes of each storage that autograd keeps."""
     found: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that no number is given out twice
+    alive: list[Tensor] = []  # so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -158,27 +158,27 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-# The memory of one accelerator: the traced step in CUDA's allocator, and what lies around it.
+# The memory of one accelerator: the traced step in CUDA's allocator, and what else is needed.
 
 MIB = 1 << 20
 
-# The driver's own structures and the kernels that were loaded, which nvidia-smi counts and torch does not. Since CUDA
-# 11.7 kernels are loaded when they are first called: 300 to 400 MB (pytorch issues 107667 and 109888). Before, all of
-# them were there from the start, more than 1,000 MB (the same).
+# The driver's own structures and the loaded kernels, which nvidia-smi counts and torch does not. Since CUDA 11.7,
+# kernels are loaded when they are first called: 300 to 400 MB (pytorch issues 107667 and 109888). Before that, all of
+# them were loaded at the start: more than 1,000 MB (same issues).
 CONTEXT = 400 * MIB
 EAGER_CONTEXT = 1000 * MIB
 # cuBLAS: ':4096:2:16:8' up to Ampere and Ada, 32 MiB from Hopper on (parseChosenWorkspaceSize in ATen's
-# CublasHandlePool.cpp); cuBLASLt 1 MiB more (pytorch 73328). The larger is assumed: 24 MiB decide nothing.
+# CublasHandlePool.cpp); cuBLASLt 1 MiB more (pytorch 73328). We assume the larger one: 24 MiB do not matter.
 CUBLAS_WORKSPACE = 33 * MIB
-# torch.nn.parallel.DistributedDataParallel keeps gradients a second time, in flat buckets (gradient_as_bucket_view is
-# off by default); they are segments of their own, rounded up to 2 MiB each.
+# torch.nn.parallel.DistributedDataParallel keeps a second copy of the gradients in flat buckets
+# (gradient_as_bucket_view is off by default); each is a separate segment, rounded up to 2 MiB.
 BUCKET_CAP = 25 * MIB
 BUCKET_ROUNDING = 2 * MIB
-# NCCL_BUFFSIZE is 4 MiB (NCCL's list of environment variables), for each of two directions of each channel; 16 channels
-# stand between the 2 of a PCIe box and the 32 of NVLink.
+# NCCL_BUFFSIZE is 4 MiB (NCCL's list of environment variables), for each direction of each channel; 16 channels are
+# between the 2 of a PCIe machine and the 32 of NVLink.
 NCCL_BUFFERS = 2 * 16 * 4 * MIB
-# Inductor keeps for the backward pass what eager mode keeps of convolution, norm and activation, so the eager trace
-# stands for it. On top come its own kernels in the context: some hundred cubins of up to 100 KB.
+# Inductor keeps the same results of convolution, norm and activation for the backward pass as eager mode, so the eager
+# trace applies. Its own kernels come on top, in the context: some hundred cubins of up to 100 KB.
 COMPILED_KERNELS = 32 * MIB
 PARTS = (
     "parameters", "gradients", "optimizer", "ema", "activations", "temporary", "batch",
@@ -195,10 +195,10 @@ def vram_budget(
     gpus: int = 1,
     search: bool = True,
 ) -> VramBudget:
-    """The budget of a step on one of `gpus` accelerators with `limit_bytes` each, as torch shows their capacity.
+    """The budget of a step on one of `gpus` accelerators with `limit_bytes` each, as torch reports their capacity.
 
-    Without a limit nothing is searched for. A model that cannot be traced gets a bound, and a note that names the
-    operator.
+    Without a limit there is no search for the largest batch. A model that cannot be traced gets an upper bound, and a
+    note that names the operator.
     """
     return trace_vram(step, batch, limit_bytes, compiled=compiled, gpus=gpus, search=search)[0]
 
@@ -212,7 +212,7 @@ def trace_vram(
     gpus: int = 1,
     search: bool = True,
 ) -> tuple[VramBudget, Trace | None]:
-    """`vram_budget`, and the trace behind it, whose operators the time is computed from; None where there is none."""
+    """`vram_budget`, and the trace behind it, from which the time is computed; None if the model cannot be traced."""
     batch = step.batch_size if batch is None else batch
     searching = limit_bytes is not None and search
     try:
@@ -230,7 +230,7 @@ def trace_vram(
 
 
 def outside_bytes(trace: Trace, *, compiled: bool, gpus: int, context: int = CONTEXT) -> dict[str, int]:
-    """What is taken besides the step's own tensors, by the part it counts to."""
+    """Memory other than the step's own tensors, by part of the budget."""
     outside = {"context": context + (COMPILED_KERNELS if compiled else 0), "workspace": CUBLAS_WORKSPACE}
     if gpus > 1:
         buckets = -(-trace.trained_bytes // BUCKET_CAP)
@@ -240,7 +240,7 @@ def outside_bytes(trace: Trace, *, compiled: bool, gpus: int, context: int = CON
 
 
 def usage_under(trace: Trace, limit: int | None, outside: dict[str, int]) -> Usage:
-    """Under the limit where it fits: a full device has its cache emptied first. Else what it would have taken."""
+    """Usage under the limit if it fits, as the allocator empties its cache on a full device; otherwise without one."""
     if limit is not None:
         try:
             return replay(trace.events, trace.sizes, max(0, limit - sum(outside.values())))
@@ -251,7 +251,7 @@ def usage_under(trace: Trace, limit: int | None, outside: dict[str, int]) -> Usa
 
 def parts_at_peak(trace: Trace, usage: Usage, outside: dict[str, int]) -> dict[str, int]:
     parts = dict.fromkeys(PARTS, 0) | trace.parts_after(usage.peak_event)
-    # Rounding, and what lies free between what is used.
+    # Rounding, and gaps between used blocks.
     parts["fragmentation"] = usage.reserved_peak - sum(parts.values())
     for name, size in outside.items():
         parts[name] += size
@@ -277,7 +277,7 @@ def _largest_checkpointed(step: TraceableStep, limit: int, outside: dict[str, in
         return None
     try:
         traces = trace_batches(step.checkpointed, step.batch_size)
-    except UserError:  # the model has no checkpointing, or what it has cannot be followed
+    except UserError:  # the model does not support checkpointing, or cannot be traced with it
         return None
     return largest_batch(traces, limit, outside, start)
 
@@ -300,15 +300,15 @@ def _bounded(
     largest = None if limit is None else largest_that_fits(lambda size: sum(parts(size).values()) <= limit, batch)
     return VramBudget(
         sum(now.values()), now, limit, largest, None,
-        note=f"a bound, not a trace: {error.seen}; {bound.how}",
+        note=f"an upper bound instead of a trace: {error.seen}; {bound.how}",
     )  # fmt: skip
 
 
-# One trace, many questions: the budget of any batch, and the largest batch under any limit.
+# Several questions from one trace: the budget of any batch size, and the largest batch under any limit.
 
 
 class VramSearch:
-    """The memory of a step at other batch sizes; a model that cannot be traced is bounded each time."""
+    """The memory of a step at other batch sizes; an upper bound for a model that cannot be traced."""
 
     def __init__(self, step: TraceableStep, batch: int, *, compiled: bool, gpus: int) -> None:
         self._step, self._compiled, self._gpus = step, compiled, gpus
@@ -320,7 +320,7 @@ class VramSearch:
             self._outside = outside_bytes(self._traces.first, compiled=compiled, gpus=gpus)
 
     def budget(self, batch: int, limit_bytes: int | None) -> VramBudget:
-        """Of a step with this batch; nothing is searched for."""
+        """Of a step with this batch size; does not search for the largest one."""
         if self._traces is None:
             return vram_budget(self._step, batch, limit_bytes, compiled=self._compiled, gpus=self._gpus, search=False)
         trace = self._traces.at(batch)
@@ -328,9 +328,9 @@ class VramSearch:
         return VramBudget(sum(parts.values()), parts, limit_bytes)
 
     def largest(self, limit_bytes: int) -> int | None:
-        """The largest batch that stays below a limit by itself; None where the model cannot be traced.
+        """The largest batch that stays below a limit without emptying the cache; None if the model cannot be traced.
 
-        On a device that is full the allocator gives back what it keeps, and more would fit; a share of it is not full.
+        On a full device the allocator empties its cache, so that more would fit; but a tier uses only a share of it.
         """
         if self._traces is None:
             return None

@@ -128,9 +128,9 @@ const sections = {
     return [...heading("stages", "Worker time per image"), ...runs.map((run) => {
       const longest = Math.max(...run.stages.map((stage) => stage.wall_us)), isSplit = run.stages.some((stage) => known(stage.cpu_us));
       return card(...named(runs, run), ...run.stages.map((stage) => {
-        const parts = split.filter((part) => known(stage[`${part}_us`])).map((part) => [part, stage[`${part}_us`]]), told = parts.length ? parts : [["compute", stage.wall_us]];
-        return el("div", { class: "stage" }, el("span", null, stage.name), el("div", { class: "bar thin", role: "img", "aria-label": told.map(([part, time]) => `${labels[part] || "time"} ${microseconds(time)}`).join(", ") },
-          told.map(([part, time]) => el("span", { colour: colourOf(part), width: `${100 * time / longest}%`, title: `${labels[part] || "time"}: ${microseconds(time)}` }))), el("span", { class: "number" }, microseconds(stage.wall_us)));
+        const parts = split.filter((part) => known(stage[`${part}_us`])).map((part) => [part, stage[`${part}_us`]]), shown = parts.length ? parts : [["compute", stage.wall_us]];
+        return el("div", { class: "stage" }, el("span", null, stage.name), el("div", { class: "bar thin", role: "img", "aria-label": shown.map(([part, time]) => `${labels[part] || "time"} ${microseconds(time)}`).join(", ") },
+          shown.map(([part, time]) => el("span", { colour: colourOf(part), width: `${100 * time / longest}%`, title: `${labels[part] || "time"}: ${microseconds(time)}` }))), el("span", { class: "number" }, microseconds(stage.wall_us)));
       }), isSplit && el("ul", { class: "keys small" }, split.map((part) => el("li", null, el("i", { class: "swatch", colour: colourOf(part) }), labels[part]))),
       el("details", null, el("summary", null, "Show as a table"), table(["stage", "wall time", "running", "waiting for a core", "blocked", "read"], run.stages.map((stage) => [stage.name, microseconds(stage.wall_us), ...split.map((part) => microseconds(stage[`${part}_us`])), bytes(stage.read_bytes)]), [1, 2, 3, 4, 5])),
       run.slowest.length > 0 && el("details", null, el("summary", null, "Slowest samples"), table(["sample", "time", "typical"], run.slowest.map((sample) => [el("code", null, sample.name), milliseconds(sample.ms), milliseconds(sample.typical_ms)]), [1, 2])));

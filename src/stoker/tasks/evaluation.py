@@ -51,7 +51,7 @@ def read_real_labels(path: Path, classes: Sequence[str]) -> list[list[int]]:
         raise UserError(
             "real-labels-need-imagenet",
             f"{path} numbers ImageNet's {CLASSES} classes, but the checkpoint has {len(classes)} others",
-            why="the numbers would stand for the wrong classes",
+            why="the results would be attributed to the wrong classes",
         )
     try:
         labels = json.loads(path.read_text())

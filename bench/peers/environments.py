@@ -46,7 +46,8 @@ PEERS = {
         probe="import nvidia.dali.plugin.pytorch",
     ),
     "ffcv": Peer(
-        ("wheel", "ffcv==1.0.2", "numba", "llvmlite", "assertpy", "fastargs", "psutil", "pytorch-pfn-extras", "terminaltables"),
+        ("wheel", "ffcv==1.0.2", "numba", "llvmlite",
+         "assertpy", "fastargs", "psutil", "pytorch-pfn-extras", "terminaltables"),
         debian=("libopencv-dev", "libturbojpeg0-dev", "pkg-config", "build-essential"),
         build_isolation=False,
         probe="import ffcv.loader",

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stoker.augment import operations, pipeline
+from stoker.augment.packing import kept_on
 from stoker.augment.pipeline import TrainAugment, build_train_augment
 from stoker.config import Config, load_config
 from stoker.data.batch import Batch
@@ -155,6 +157,17 @@ def test_only_batches_are_copied_to_the_device_and_none_of_the_copies_waits(
 
     monkeypatch.setattr(Tensor, "backward", backward)
     monkeypatch.setattr(TrainStep, "_seed_generators", lambda *_: None)
+    # torch has no shape function for it; it is one kernel, which gets the flag as a tensor.
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *_, **__: None)
+    kept: dict[Any, Any] = {}  # fake constants are not kept otherwise, because they end with their mode
+
+    def keep(device: torch.device, key: Any, make: Any) -> Any:
+        if key not in kept:
+            kept[key] = kept_on(device, key, make)
+        return kept[key]
+
+    for module in (pipeline, operations):
+        monkeypatch.setattr(module, "kept_on", keep)
     with FakeTensorMode(allow_non_fake_inputs=True):
         parts = Parts(config, "cuda", FakeCuda())
         for number in range(2):  # constants are made at the first step, and cached

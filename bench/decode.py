@@ -67,7 +67,7 @@ def contenders(files: list[bytes]) -> dict[str, Measure]:
         def fast(number: int, decoding: Decoding = decoding) -> None:
             header = decoding.read_header(files[number])
             box = draws.box(number, header.width, header.height)
-            decoding.fast_crop_into(files[number], header, box, batch[number])
+            decoding.crop_into(files[number], header, box, batch[number])
 
         def faithful(number: int, decoding: Decoding = decoding) -> None:
             header = decoding.read_header(files[number])

@@ -85,9 +85,11 @@ class LoaderKeys(KeyGroup):
     """JPEG decoder; `auto` times them on your own files and remembers the fastest.
     `turbojpeg` needs libturbojpeg 3 (`pip install stoker[fast]`, or conda's)."""
 
-    decode_mode: Literal["fast", "faithful"] = key("fast")
-    """Training images: `fast` decodes only what the crop needs; `faithful` decodes and resizes as
-    torchvision does. Validation is always faithful."""
+    decode_mode: Literal["fast", "faithful", "draft"] = key("fast")
+    """Training images: `fast` decodes only what the crop needs, and resizes it with antialiasing, within
+    0.1 grey levels of torchvision; `faithful` gives exactly torchvision's pixels; `draft` decodes large images at
+    reduced size and does not antialias below that: about 5 % faster, but aliased, with 1.5 times the
+    high-frequency energy. Validation is always faithful."""
 
     seed: int = key(0, ge=0, lt=2**63)
     """Seed of the sample order, the augmentation and the initial weights."""
@@ -171,8 +173,9 @@ class ModelKeys(KeyGroup):
     crop_ratio: float = key(0.875, gt=0, le=1)
     """Validation: share of the resized image's shorter side kept by the centre crop."""
 
-    interpolation: Literal["bilinear", "bicubic"] = key("bicubic")
-    """Interpolation for validation images (and for training images in `faithful` mode), with antialiasing."""
+    interpolation: Literal["bilinear", "bicubic"] | None = key(None)
+    """Interpolation, with antialiasing. Default: bilinear for training images, bicubic for validation images.
+    `draft` images are always bilinear."""
 
     patch_size: tuple[Positive, Positive, Positive] | None = key(None, unit="voxels")
     """For `segment3d`: depth, height and width of a patch."""

@@ -25,6 +25,7 @@ from stoker.errors import UserError
 from stoker.files import sync_folder
 from stoker.models.weights import load_weights
 from stoker.tasks.classify import colours_of
+from stoker.tasks.image_data import validation_interpolation
 from stoker.tasks.prediction import classifier_of, images_below, load_image
 from stoker.tasks.results import OutputDifference
 from stoker.train.checkpoint.restore import Restored
@@ -212,7 +213,7 @@ def metadata_of(restored: Restored) -> dict[str, object]:
         "std": list(std),
         "img_size": restored.size,
         "crop_ratio": config.crop_ratio,
-        "interpolation": config.interpolation,
+        "interpolation": validation_interpolation(config),
         "probabilities": "sigmoid" if config.loss == "bce" else "softmax",
         "weights": "averaged" if restored.averaged else "raw",
         "epoch": restored.epoch,

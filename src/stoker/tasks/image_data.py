@@ -16,6 +16,7 @@ from stoker.data.images.calibration import CalibrationResult, choose_decoder
 from stoker.data.images.crops import CentreCrop, CropRange, RandomCrop, View
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.opening import open_index
+from stoker.data.images.resizing import Interpolation
 from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
 from stoker.data.images.subset import Subset, choose_subset, subset_record
 from stoker.data.loader import ImageLoader, LoaderOptions
@@ -81,6 +82,7 @@ def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, Calib
         lambda: files_for_measuring(config, index),
         config.img_size,
         max_pixels=config.max_image_pixels,
+        mode=config.decode_mode,
     )
 
 
@@ -90,8 +92,8 @@ def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks:
         size=config.img_size,
         bounds=CropRange(config.crop_scale, config.crop_aspect),
         decoding=decoding,
-        faithful=config.decode_mode == "faithful",
-        interpolation=config.interpolation,
+        mode=config.decode_mode,
+        interpolation=config.interpolation or "bilinear",
     )
     order = Order(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
     used = len(samples)
@@ -114,8 +116,14 @@ def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, rank
 def validation_view(config: Config, decoding: Decoding) -> CentreCrop:
     """How a validation image is resized and cropped."""
     size = config.val_img_size or config.img_size
+    interpolation = validation_interpolation(config)
     # As torchvision and timm compute it: the crop keeps `crop_ratio` of the resized shorter side.
-    return CentreCrop(size, int(np.floor(size / config.crop_ratio)), decoding, config.interpolation)
+    return CentreCrop(size, int(np.floor(size / config.crop_ratio)), decoding, interpolation)
+
+
+def validation_interpolation(config: Config) -> Interpolation:
+    """How validation images are interpolated: bicubic unless the config says otherwise, as in timm."""
+    return config.interpolation or "bicubic"
 
 
 def open_loader(

@@ -19,13 +19,15 @@ from PIL import Image, ImageOps
 
 from stoker.data.images.calibration import choose_decoder
 from stoker.data.images.decoders import DECODERS, available_decoders
-from stoker.data.images.decoding import Decoding, stored_box, turned
+from stoker.data.images.decoding import DecodeMode, Decoding, stored_box, turned
 from stoker.data.images.headers import BadImage, Box
+from stoker.data.images.resizing import Interpolation
 from stoker.errors import UserError
 from tests.support import images
 
 GOOD = images.jpegs() | images.other_kinds()
 HERE = available_decoders()
+MODES: list[DecodeMode] = ["fast", "faithful", "draft"]
 every_decoder = pytest.mark.parametrize(
     "decoder",
     [
@@ -69,7 +71,13 @@ def reference(data: bytes) -> NDArray[np.uint8]:
 
 def fast(decoder: str, data: bytes, box: Box, size: tuple[int, int]) -> NDArray[np.uint8]:
     decoding, out = Decoding(decoder), np.full((*size, 3), 77, np.uint8)
-    decoding.fast_crop_into(data, decoding.read_header(data), box, out)
+    decoding.crop_into(data, decoding.read_header(data), box, out)
+    return out
+
+
+def draft(decoder: str, data: bytes, box: Box, size: tuple[int, int]) -> NDArray[np.uint8]:
+    decoding, out = Decoding(decoder), np.full((*size, 3), 77, np.uint8)
+    decoding.crop_into(data, decoding.read_header(data), box, out, mode="draft")
     return out
 
 
@@ -108,7 +116,7 @@ def test_a_crop_of_its_own_size_is_exactly_pillows(decoder: str, name: str) -> N
 
 
 @decoder_and_kind
-def test_a_resized_crop_is_close_to_pillows(decoder: str, name: str) -> None:
+def test_a_drafted_crop_is_roughly_pillows(decoder: str, name: str) -> None:
     if name in ("png-1-bit", "png-palette", "gif", "gif-animated"):
         pytest.skip("dithered: without antialiasing it cannot be close")
     # Its stored edges are at multiples of eight from the top left, so a reduced-size decode rounds nothing.
@@ -116,7 +124,7 @@ def test_a_resized_crop_is_close_to_pillows(decoder: str, name: str) -> None:
     part = reference(GOOD[name])[box.top : box.top + box.height, box.left : box.left + box.width]
     for size, allowed in ((200, 0.3), (60, 0.7), (52, 0.8), (26, 0.8), (13, 1.3)):
         expected = np.asarray(Image.fromarray(part).resize((size, size), Image.Resampling.BILINEAR))
-        assert difference(fast(decoder, GOOD[name], box, (size, size)), expected) < allowed, size
+        assert difference(draft(decoder, GOOD[name], box, (size, size)), expected) < allowed, size
 
 
 @every_decoder
@@ -149,7 +157,7 @@ def test_a_reduced_decode_shifts_a_crop_by_at_most_half_a_pixel(decoder: str) ->
     data = images.jpeg(pixels, "444")
     for left in range(190, 200):
         for size in (200, 100, 50):
-            row = fast(decoder, data, Box(3, left, 500, 500), (size, size))[size // 2, :, 0].astype(float)
+            row = draft(decoder, data, Box(3, left, 500, 500), (size, size))[size // 2, :, 0].astype(float)
             edge = size - row.sum() / 255
             assert abs(edge - (400 - left) * size / 500) < 0.75
 
@@ -178,16 +186,27 @@ def test_any_box_of_any_jpeg_is_exactly_pillows(decoder: str, box: Box, name: st
     rows=st.integers(1, 70),
     columns=st.integers(1, 70),
     slot=st.integers(0, 2),
+    mode=st.sampled_from(MODES),
+    interpolation=st.sampled_from(["bilinear", "bicubic"]),
 )
 def test_nothing_is_written_outside_the_slot(
-    decoder: str, box: Box, name: str, rows: int, columns: int, slot: int
+    decoder: str,
+    box: Box,
+    name: str,
+    rows: int,
+    columns: int,
+    slot: int,
+    mode: DecodeMode,
+    interpolation: Interpolation,
 ) -> None:
     batch = np.full((3, rows, columns, 3), 77, np.uint8)
     decoding = Decoding(decoder)
-    decoding.fast_crop_into(GOOD[name], decoding.read_header(GOOD[name]), box, batch[slot])
+    decoding.crop_into(GOOD[name], decoding.read_header(GOOD[name]), box, batch[slot], interpolation, mode)
     others = np.delete(batch, slot, axis=0)
     assert (others == 77).all()
-    assert np.array_equal(batch[slot], fast(decoder, GOOD[name], box, (rows, columns)))
+    alone = np.full((rows, columns, 3), 78, np.uint8)
+    decoding.crop_into(GOOD[name], decoding.read_header(GOOD[name]), box, alone, interpolation, mode)
+    assert np.array_equal(batch[slot], alone)
 
 
 @every_decoder
@@ -196,7 +215,7 @@ def test_a_slot_that_does_not_fit_is_an_assertion_error(decoder: str) -> None:
     header = decoding.read_header(data)
     for out in (np.zeros((8, 8, 3)), np.zeros((8, 8), np.uint8), np.zeros((8, 16, 3), np.uint8)[:, ::2]):
         with pytest.raises(AssertionError):
-            decoding.fast_crop_into(data, header, Box(0, 0, 8, 8), out)
+            decoding.crop_into(data, header, Box(0, 0, 8, 8), out)
 
 
 @every_decoder
@@ -214,7 +233,7 @@ def test_eight_threads_get_what_one_gets(decoder: str) -> None:
 
     def decode(job: tuple[str, Box]) -> bytes:
         out = np.empty((32, 32, 3), np.uint8)
-        decoding.fast_crop_into(GOOD[job[0]], decoding.read_header(GOOD[job[0]]), job[1], out)
+        decoding.crop_into(GOOD[job[0]], decoding.read_header(GOOD[job[0]]), job[1], out)
         return out.tobytes()
 
     with ThreadPoolExecutor(8) as pool:
@@ -227,14 +246,11 @@ def test_eight_threads_get_what_one_gets(decoder: str) -> None:
 def test_a_bad_file_is_a_bad_image_with_a_reason(decoder: str, name: str) -> None:
     # The crop is at the top, which a truncated file still contains.
     data, decoding = images.bad_images()[name], Decoding(decoder)
-    for faithful in (False, True):
+    for mode in MODES:
         with pytest.raises(BadImage) as caught:
             header = decoding.read_header(data)
             box, out = Box(0, 0, min(4, header.height), min(4, header.width)), np.empty((4, 4, 3), np.uint8)
-            if faithful:
-                decoding.faithful_crop_into(data, header, box, out, "bilinear")
-            else:
-                decoding.fast_crop_into(data, header, box, out)
+            decoding.crop_into(data, header, box, out, mode=mode)
         assert 3 < len(caught.value.reason) < 200
 
 

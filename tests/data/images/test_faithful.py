@@ -15,8 +15,9 @@ from PIL import Image, ImageOps
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
 from stoker.data.images.decoders import DECODERS, available_decoders
-from stoker.data.images.decoding import Decoding, Interpolation
+from stoker.data.images.decoding import Decoding
 from stoker.data.images.headers import Box
+from stoker.data.images.resizing import Interpolation
 from tests.support import images
 
 HERE = available_decoders()

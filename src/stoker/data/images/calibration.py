@@ -17,13 +17,13 @@ from stoker.child import ChildDied, ChildFailed, ChildTooSlow, Parent, call
 from stoker.data.draws import sample_keys
 from stoker.data.images.crops import CropRange, draw_crops
 from stoker.data.images.decoders import available_decoders
-from stoker.data.images.decoding import MAX_PIXELS, Decoding
+from stoker.data.images.decoding import MAX_PIXELS, DecodeMode, Decoding
 from stoker.data.images.headers import BadImage, Box, ImageHeader
 from stoker.errors import UserError
 from stoker.files import remember
 from stoker.run.environment import describe_host
 
-FORMAT = 1
+FORMAT = 2
 CACHE_FILE = "decoder.json"
 MOST_FILES = 64
 # A trial decodes for about a second; this is for a library that hangs.
@@ -47,12 +47,17 @@ class CalibrationResult:
 
 
 def choose_decoder(
-    wanted: str, sample_files: Callable[[], list[bytes]], size: int, *, max_pixels: int = MAX_PIXELS
+    wanted: str,
+    sample_files: Callable[[], list[bytes]],
+    size: int,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    mode: DecodeMode = "fast",
 ) -> tuple[Decoding, CalibrationResult | None]:
     """The decoder of that name; for 'auto' the fastest on these files at this crop size, with the measurements."""
     available = list(available_decoders())
     if wanted == "auto":
-        result = choose_fastest(available, sample_files(), size, max_pixels)
+        result = choose_fastest(available, sample_files(), size, max_pixels, mode)
         return Decoding(result.choice, max_pixels), result
     if wanted not in available:
         raise UserError(
@@ -64,7 +69,9 @@ def choose_decoder(
     return Decoding(wanted, max_pixels), None
 
 
-def choose_fastest(available: Sequence[str], files: Sequence[bytes], size: int, max_pixels: int) -> CalibrationResult:
+def choose_fastest(
+    available: Sequence[str], files: Sequence[bytes], size: int, max_pixels: int, mode: DecodeMode = "fast"
+) -> CalibrationResult:
     """The fastest of the available decoders on these files; the first one if nothing can be measured."""
     files = files[:MOST_FILES]
     if len(available) == 1 or not files:
@@ -72,23 +79,26 @@ def choose_fastest(available: Sequence[str], files: Sequence[bytes], size: int, 
     measured: dict[str, float] = {}
 
     def measure_now() -> dict[str, float]:
-        measured.update(measure(available, files, size, max_pixels))
+        measured.update(measure(available, files, size, max_pixels, mode))
         return measured
 
-    found = remember(CACHE_FILE, _key(available, files, size), measure_now, lambda value: _usable(value, available))
+    key = _key(available, files, size, mode)
+    found = remember(CACHE_FILE, key, measure_now, lambda value: _usable(value, available))
     if not found:
         return CalibrationResult(available[0], {}, remembered=False)
     return CalibrationResult(_fastest(found), found, remembered=not measured)
 
 
-def measure(decoders: Sequence[str], files: Sequence[bytes], size: int, max_pixels: int) -> dict[str, float]:
+def measure(
+    decoders: Sequence[str], files: Sequence[bytes], size: int, max_pixels: int, mode: DecodeMode = "fast"
+) -> dict[str, float]:
     """Microseconds per image for each decoder that decodes all files.
 
     Measured in a child process: a decoder that crashes or hangs is left out, and training goes on without it.
     """
     left = list(decoders)
     while left:
-        job = {"decoders": left, "size": size, "max_pixels": max_pixels, "files": list(files)}
+        job = {"decoders": left, "size": size, "max_pixels": max_pixels, "mode": mode, "files": list(files)}
         at_work: list[str] = []
         try:
             found = call(decode_in_turn, job, on_message=at_work.append, timeout_s=TRIAL_TIMEOUT_S)
@@ -121,7 +131,7 @@ def decode_in_turn(job: dict[str, Any], parent: Parent) -> dict[str, float]:
         for number in list(crops):
             for name in list(decoders):
                 parent.send(name)
-                seconds = _seconds(decoders[name], *crops[number], out)
+                seconds = _seconds(decoders[name], *crops[number], out, job["mode"])
                 if seconds is None:
                     del decoders[name]
                     continue
@@ -141,7 +151,7 @@ def _crops(files: list[bytes]) -> dict[int, tuple[bytes, ImageHeader, Box]]:
     for number, data in enumerate(files):
         try:
             header = pillow.read_header(data)
-            pillow.fast_crop_into(data, header, Box(0, 0, header.height, header.width), out)
+            pillow.crop_into(data, header, Box(0, 0, header.height, header.width), out)
         except BadImage:
             continue
         crops[number] = data, header, draws.box(number, header.width, header.height)
@@ -152,7 +162,7 @@ def _starts(decoding: Decoding, data: bytes, out: Any) -> bool:
     """Whether the library loads; its first decoding includes the loading and is not timed."""
     try:
         header = decoding.read_header(data)
-        decoding.fast_crop_into(data, header, Box(0, 0, header.height, header.width), out)
+        decoding.crop_into(data, header, Box(0, 0, header.height, header.width), out)
     except BadImage:
         pass
     except Exception:
@@ -160,10 +170,12 @@ def _starts(decoding: Decoding, data: bytes, out: Any) -> bool:
     return True
 
 
-def _seconds(decoding: Decoding, data: bytes, header: ImageHeader, box: Box, out: Any) -> float | None:
+def _seconds(
+    decoding: Decoding, data: bytes, header: ImageHeader, box: Box, out: Any, mode: DecodeMode
+) -> float | None:
     start = time.perf_counter()
     try:
-        decoding.fast_crop_into(data, header, box, out)
+        decoding.crop_into(data, header, box, out, mode=mode)
     except Exception:  # whatever it is: this decoder cannot decode these files
         return None
     return time.perf_counter() - start
@@ -180,12 +192,13 @@ def _usable(value: Any, names: Sequence[str]) -> bool:
     return all(isinstance(time, float) for time in value.values())
 
 
-def _key(available: Sequence[str], files: Sequence[bytes], size: int) -> str:
+def _key(available: Sequence[str], files: Sequence[bytes], size: int, mode: DecodeMode) -> str:
     """Everything that a choice depends on, as text; file sizes are rounded to powers of two."""
     mean_bytes = sum(len(data) for data in files) / len(files)
     bucket = round(math.log2(max(mean_bytes, 1)))
     host = describe_host()["cpu"]
-    return json.dumps([FORMAT, host, _versions(), list(available), os.environ.get("STOKER_LIBTURBOJPEG"), size, bucket])
+    library = os.environ.get("STOKER_LIBTURBOJPEG")
+    return json.dumps([FORMAT, host, _versions(), list(available), library, size, mode, bucket])
 
 
 def _versions() -> list[str | None]:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.draws import CROP, FLIP, Keys, uniforms
-from stoker.data.images.decoding import Decoding, Interpolation
+from stoker.data.images.decoding import DecodeMode, Decoding
 from stoker.data.images.headers import Box
+from stoker.data.images.resizing import Interpolation
 
 TRIES = 10
 
@@ -40,7 +41,7 @@ class RandomCrop:
     size: int
     bounds: CropRange
     decoding: Decoding
-    faithful: bool = False
+    mode: DecodeMode = "fast"
     interpolation: Interpolation = "bilinear"
 
     def draw(self, keys: Keys) -> CropDraws:
@@ -49,10 +50,7 @@ class RandomCrop:
     def decode(self, data: Any, draws: CropDraws, slot: int, out: NDArray[np.uint8]) -> None:
         header = self.decoding.read_header(data)
         box = draws.box(slot, header.width, header.height)
-        if self.faithful:
-            self.decoding.faithful_crop_into(data, header, box, out, self.interpolation)
-        else:
-            self.decoding.fast_crop_into(data, header, box, out)
+        self.decoding.crop_into(data, header, box, out, self.interpolation, self.mode)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["thread", "process"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, images: Path) -> Iterator[Run]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that spin would take the cores of the workers
     folder = tmp_path_factory.mktemp("run")
     keys = {"model": "test_resnet", "batch_size": 4, "num_workers": 2, "mixup_alpha": 0.2, "epochs": 1}
     config = load_config(write_config(folder, images, loader=request.param, gradient_accumulation=2, **keys), []).config
@@ -61,6 +63,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     built = build_run(fitted, open_data(fitted, lambda _text: None), Ranks(), torch.device("cpu"))
     yield built
     built.close()
+    torch.set_num_threads(threads)
 
 
 def train_on(device: DelayedDevice, run: Run) -> LateQueue:

@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.peers.environments import python_of
+from bench.quiet import wait_for_quiet
 from bench.rounds import Spread, interleave, keep, ratio
 
 PROJECT = Path(__file__).parents[1]
 # 400 images are an epoch of six batches, most of which is start-up; linked eight times, they are fifty batches.
 COPIES = 8
+SETTLING_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,13 @@ CONTENDERS = (
     Contender("ffcv 500 px", "ffcv_loader", "ffcv"),
     Contender("bare decode", "bare_decode"),
     Contender("stoker", "stoker_loader"),
+    Contender("stoker threads", "stoker_loader", overrides="loader=thread"),
     Contender("stoker processes", "stoker_loader", overrides="loader=process"),
+    Contender("stoker draft", "stoker_loader", overrides="decode_mode=draft"),
     Contender("stoker without turbojpeg", "stoker_loader", overrides="decoder=simplejpeg"),
     Contender("bare decode 500 px", "bare_decode", packed=True),
     Contender("stoker packed 500 px", "stoker_loader", packed=True),
+    Contender("stoker packed threads", "stoker_loader", overrides="loader=thread", packed=True),
     Contender("stoker packed processes", "stoker_loader", overrides="loader=process", packed=True),
     Contender("stoker packed without turbojpeg", "stoker_loader", overrides="decoder=simplejpeg", packed=True),
 )
@@ -64,6 +69,9 @@ class Running:
 
     def measure(self) -> float:
         assert self.process.stdin is not None
+        # The workers of the contender before go on until their queues are full: for half a second after torch's, which
+        # would make whoever comes next look slower.
+        wait_for_quiet(SETTLING_S)
         self.process.stdin.write(f"{self.seconds}\n")
         self.process.stdin.flush()
         return float(self._line())

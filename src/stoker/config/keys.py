@@ -88,7 +88,7 @@ class LoaderKeys(KeyGroup):
     decode_mode: Literal["fast", "faithful", "draft"] = key("fast")
     """Training images: `fast` decodes only what the crop needs, and resizes it with antialiasing, within
     0.1 grey levels of torchvision; `faithful` gives exactly torchvision's pixels; `draft` decodes large images at
-    reduced size and does not antialias below that: about 5 % faster, but aliased, with 1.5 times the
+    reduced size and does not antialias below that: about a tenth faster, but aliased, with 1.5 times the
     high-frequency energy. Validation is always faithful."""
 
     seed: int = key(0, ge=0, lt=2**63)

@@ -61,7 +61,7 @@ def pack(pixels: Slot) -> Slot:
         if size <= _KEPT_BYTES:
             _local.buffer = buffer
     packed = buffer[:size].reshape(pixels.shape)
-    cv2.copyTo(pixels, None, packed)  # type: ignore[call-overload]  # a tenth faster than numpy's
+    cv2.copyTo(pixels, None, packed)  # type: ignore[call-overload]
     return packed
 
 

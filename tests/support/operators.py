@@ -79,9 +79,15 @@ def _same_everywhere(lists: list[Any]) -> bool:
     """Whether all lists go in step: the tensors at each place agree in shape and strides, and all of them in type."""
     dtypes = {tensor.dtype for group in lists for tensor in group}
     devices = {tensor.device for group in lists for tensor in group}
-    aligned = all(len({(tensor.shape, tensor.stride()) for tensor in row}) == 1 for row in zip(*lists, strict=False))
+    aligned = all(len({_layout(tensor) for tensor in row}) == 1 for row in zip(*lists, strict=False))
     dense = all(torch.ops.aten.is_non_overlapping_and_dense(tensor) for group in lists for tensor in group)
     return len(dtypes) == 1 and len(devices) == 1 and aligned and dense
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Shape and strides; the stride of a dimension of size 1 does not count."""
+    strides = tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    return tensor.shape, strides
 
 
 def _is_free(func: Any, name: str) -> bool:

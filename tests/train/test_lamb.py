@@ -12,10 +12,10 @@ import torch
 from timm.optim import Lamb as TimmLamb
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.train.lamb import Lamb
 from stoker.train.optimization import build_optimizer, parameter_groups
+from tests.support.operators import counted
 
 MOST_KERNELS = 60
 UPDATES = 25
@@ -206,35 +206,6 @@ def test_two_thirds_of_the_memory_is_state_and_little_is_lost_to_rows() -> None:
     assert 12 * parameters < sum(tensor.nbytes for tensor in flat) < 12.05 * parameters
 
 
-class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts kernels: none for a view, and one a tensor for a foreach call whose lists disagree."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and not func.is_view and "empty" not in func.__name__:
-            self.count += _kernels(func.__name__, args)
-        return result
-
-
-def _kernels(name: str, args: Any) -> int:
-    lists = [value for value in args if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor)]
-    if not name.startswith("_foreach_"):
-        return 1
-    alike = all(_looks(a) == _looks(b) for row in zip(*lists, strict=True) for a in row for b in row)
-    one_type = len({tensor.dtype for tensors in lists for tensor in tensors}) == 1
-    return 1 if alike and one_type else len(lists[0])
-
-
-def _looks(tensor: Tensor) -> Any:
-    """What torch compares before it takes the fast path; the stride of a dimension of size 1 does not count."""
-    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    return tensor.shape, strides, tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
-
-
 def resnet50_on_meta() -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = timm.create_model("resnet50").to(memory_format=torch.channels_last)
@@ -248,18 +219,18 @@ def test_an_update_of_resnet50_takes_few_kernels(weight_decay: float, decay_bias
     model = resnet50_on_meta()
     optimizer = ours(model, 0.005, weight_decay, decay_bias_and_norm)
     optimizer.found_inf = torch.zeros((), device="meta")
-    with Kernels() as kernels:
+    with counted(strict=True) as operators:
         optimizer.step()
-    assert 20 < kernels.count <= MOST_KERNELS
+    assert 20 < operators.kernels <= MOST_KERNELS
 
 
 def test_the_counter_sees_what_timm_launches() -> None:
     model = resnet50_on_meta()
     optimizer = timms(model, 0.005, 0.02, False)
     optimizer.step()
-    with Kernels() as kernels:
+    with counted(strict=True) as operators:
         optimizer.step()
-    assert kernels.count > 2000
+    assert operators.kernels > 2000
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])

@@ -73,7 +73,7 @@ class Accumulator:
     def add_step(self, result: StepResult) -> None:
         """Adds a training step, unless the device skips it: then its numbers count as zero here, and the host calls
         `take_back` once it knows."""
-        self._loss.add_(torch.where(result.skipped, 0.0, result.loss), alpha=result.samples)
+        self._loss.add_(result.loss.masked_fill(result.skipped, 0.0), alpha=result.samples)
         self._hits.add_(result.hits * ~result.skipped)
         self._samples += result.samples
         self._judged += result.judged

@@ -209,5 +209,5 @@ def _decay_and_trust(layout: _Layout) -> None:
             torch._foreach_add_(group.updates, group.parameters, alpha=group.options["weight_decay"])
     weight_norm = torch.stack(torch._foreach_norm(layout.decayed))
     update_norm = torch.stack(torch._foreach_norm(layout.decayed_updates))
-    ratio = torch.where(torch.minimum(weight_norm, update_norm) > 0, weight_norm / update_norm, 1.0)
+    ratio = (weight_norm / update_norm).masked_fill_(torch.minimum(weight_norm, update_norm) <= 0, 1.0)
     layout.decayed_rows.mul_(ratio.index_select(0, layout.owner).unsqueeze_(1))

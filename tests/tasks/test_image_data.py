@@ -1,10 +1,17 @@
-"""The classes chosen for a subset are shown and saved, so that it can be copied, cited and reproduced."""
+"""From a config to samples and crops: the classes of a subset are shown and saved; `interpolation` holds everywhere."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from stoker.config import load_config
+from stoker.data.images.crops import RandomCrop
+from stoker.data.images.decoding import Decoding
+from stoker.tasks.image_data import open_loader, open_samples, training_plan, validation_view
 from tests.conftest import Run
 from tests.data.test_loader import make_images
 
@@ -25,3 +32,35 @@ def test_the_chosen_classes_are_shown_and_saved(stoker: Run, tmp_path: Path) -> 
     assert chosen["samples"] == {"train": 12, "val": 6}
     assert chosen["seed"] == 42
     assert f"classes: {', '.join(chosen['classes'])}" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "training", "validation"),
+    [
+        ([], "bilinear", "bicubic"),
+        (["interpolation=bilinear"], "bilinear", "bilinear"),
+        (["interpolation=bicubic"], "bicubic", "bicubic"),
+    ],
+)
+def test_interpolation_holds_for_training_and_validation(
+    tmp_path: Path, settings: list[str], training: str, validation: str
+) -> None:
+    make_images(tmp_path, "train", 4)
+    config = load_config(None, [f"data_root={tmp_path}", *settings]).config
+    plan = training_plan(config, open_samples(config, "train"), Decoding())
+    assert isinstance(plan.view, RandomCrop)
+    assert plan.view.interpolation == training
+    assert validation_view(config, Decoding()).interpolation == validation
+
+
+def test_each_decode_mode_and_interpolation_gives_other_training_pixels(tmp_path: Path) -> None:
+    make_images(tmp_path, "train", 8)
+    found = set()
+    for mode in ("decode_mode=fast", "decode_mode=draft"):
+        for interpolation in ("interpolation=bilinear", "interpolation=bicubic"):
+            words = [f"data_root={tmp_path}", "batch_size=8", "img_size=24", "pin_memory=false", mode, interpolation]
+            config = load_config(None, words).config
+            plan = training_plan(config, open_samples(config, "train"), Decoding())
+            (batch,) = open_loader(config, plan, workers=0).epoch(0)
+            found.add(np.asarray(batch.images).tobytes())
+    assert len(found) == 3  # a draft is always bilinear

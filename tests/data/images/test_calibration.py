@@ -73,6 +73,7 @@ def test_a_change_in_what_the_choice_depends_on_is_measured_again(files: list[by
     assert not choose_fastest(NAMES, files, 64, CAP).remembered
     assert choose_fastest(NAMES, files, 64, CAP).remembered
     assert not choose_fastest(NAMES, files, 128, CAP).remembered
+    assert not choose_fastest(NAMES, files, 64, CAP, "draft").remembered
     assert not choose_fastest([*NAMES, "opencv"], files, 64, CAP).remembered
     assert not choose_fastest(NAMES, [data * 4 for data in files], 64, CAP).remembered
     assert choose_fastest(NAMES, [data + bytes(9) for data in files], 64, CAP).remembered

@@ -106,8 +106,9 @@ def test_on_a_cpu_there_are_no_copies_and_about_as_many_operators() -> None:
     with counted() as ops:
         augmented(TrainAugment(MIXUP, RandAugment()), torch.device("cpu"))
     assert ops.copies == 0
-    # Bytes are widened in a step of their own: twice for tables, once for floats.
-    assert ops.kernels <= LIMIT + 3
+    # Bytes are widened in a step of their own, twice for tables and once for floats, and floats go to and fro in two
+    # pieces in each of the two layers.
+    assert ops.kernels <= LIMIT + 3 + 4
 
 
 def test_the_buffer_of_choices_goes_through_the_callers_copy_only() -> None:

@@ -7,7 +7,7 @@ same kind of operation are neighbours: every kind then works on a slice, in plac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -150,7 +150,13 @@ def run_layers(images_nhwc: Tensor, layers: Sequence[Arranged], there: Mapping[s
     for number, layer in enumerate(layers):
         floats, tables = images_nhwc[: layer.floats], images_nhwc[layer.floats : layer.floats + layer.tables]
         arrays = {name: there[f"{number}.{name}"] for name in ("by_column", "by_row", "factors", "tables", "starts")}
-        if layer.floats:
+        if layer.warped and layer.blended and images_nhwc.device.type == "cpu":
+            # One after the other: the allocator gives pieces above 32 MB back each time, and fresh pages cost more
+            # than operators do (TrivialAugment of 64 images of 224 px: 58 instead of 74 ms on one core).
+            only_warped = replace(layer, saturated=0, contrasted=0, sharpened=0)
+            _run_floats(floats[: layer.warped], only_warped, there["fill"], arrays)
+            _run_floats(floats[layer.warped :], replace(layer, warped=0), there["fill"], arrays)
+        elif layer.floats:
             _run_floats(floats, layer, there["fill"], arrays)
         if layer.tables:
             _run_tables(tables, layer, arrays)

@@ -113,7 +113,7 @@ def test_a_file_with_different_outputs_is_removed(
         good.write(model, *rest)
 
     good = export_formats.FORMATS["safetensors"]
-    bad = export_formats.Format(write_slightly_wrong, good.load)
+    bad = export_formats.ExportFormat(write_slightly_wrong, good.load)
     monkeypatch.setitem(export_formats.FORMATS, "safetensors", bad)
     out = tmp_path / "out" / "model.safetensors"
     out.parent.mkdir()

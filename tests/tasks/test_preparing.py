@@ -56,7 +56,7 @@ def test_every_input_has_the_layout_of_the_config(images: Path, channels_last: b
         train, val = batches_of(run)[0], next(iter(run.val_loader.epoch(0)))
         restored = Restored(Path("none"), run.model, config, run.classes, averaged=False, epoch=0, step=0)
         inputs = {
-            "training": run.prepare(train, 0, 0).inputs,
+            "training": run.prepare(train, 0, 0, 0).inputs,
             "validation": run.prepare_val(val).inputs,
             "eval and predict": classifier_of(restored, CPU).prepare(val.images),
         }
@@ -76,7 +76,7 @@ def test_each_batch_of_an_update_is_mixed_by_a_draw_of_its_own_on_each_rank(imag
         try:
             batch = batches_of(run)[0]
             prepared += [run.prepare(batch, 0, 0, number) for number in range(ACCUMULATION)]
-            assert same(run.prepare(batch, 0, 0), prepared[-ACCUMULATION])
+            assert same(run.prepare(batch, 0, 0, 0), prepared[-ACCUMULATION])
         finally:
             run.close()
     different = [(first, second) for first in range(4) for second in range(first)]

@@ -22,7 +22,7 @@ Engine = Literal["auto", "process", "thread"]
 DEFAULT_PREFETCH = 2
 # A thread holds Python's lock for a tenth of an image's time (results/interpreter_lock), more if the rest is fast: from
 # about seven threads on they would wait for it. With two workers neither engine was ahead of the other by more than the
-# rounds differ (results/engines), and threads need neither /dev/shm nor a second to start.
+# rounds differ (results/loaders), and threads need neither /dev/shm nor a second to start.
 MOST_THREADS = 6
 
 

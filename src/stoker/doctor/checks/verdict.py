@@ -53,7 +53,9 @@ def needs_against_has(case: Case) -> tuple[Need, ...]:
         return ()
     found = []
     if observed.loader_images_per_second is not None:
-        how = "the loader alone" if observed.loader is None else f"the loader alone, {observed.loader.workers} workers"
+        how = "the loader alone"
+        if observed.loader is not None:
+            how += ", 1 worker" if observed.loader.workers == 1 else f", {observed.loader.workers} workers"
         found.append(Need("loader", "images/s", wanted, observed.loader_images_per_second, how))
     split, host = case.split, observed.host
     if split is not None and host is not None and observed.steps and split.cpu_s > 0:

@@ -235,7 +235,7 @@ def test_the_counter_sees_what_timm_launches() -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
 def test_no_optimizer_asks_the_device_for_a_value(name: str) -> None:
-    # Under the fake mode a read such as `.item()` raises: there is no value.
+    # Fake tensors have no values, so reading one (`.item()`) raises.
     with FakeTensorMode():
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
         optimizer = build_optimizer(model, name, 0.1, weight_decay=0.01, decay_bias_and_norm=False)

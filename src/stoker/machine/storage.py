@@ -223,9 +223,7 @@ def _read_together(
     store: Store, index: SampleIndex, numbers: Sequence[int], seconds: float, root: str | None, readers: int
 ) -> Reading | None:
     if root is not None:
-        places = [index.location(number) for number in numbers]
-        dropped = [drop_from_cache(f"{root}/{place.path}", place.offset, place.size) for place in places]
-        numbers = [number for number, out in zip(numbers, dropped, strict=True) if out]
+        numbers = _dropped(index, numbers, seconds, root)
     if len(numbers) < LEAST_SAMPLES:
         return None
     began = time.perf_counter()
@@ -246,6 +244,19 @@ def _read_together(
     return Reading(sum(size for size, _ in found), len(found), max(end for _, end in found) - began)
 
 
+def _dropped(index: SampleIndex, numbers: Sequence[int], seconds: float, root: str) -> list[int]:
+    """The samples that left the page cache, as far as time allows: where none does, each costs some pauses."""
+    end = time.perf_counter() + seconds
+    out: list[int] = []
+    for number in numbers:
+        place = index.location(number)
+        if drop_from_cache(f"{root}/{place.path}", place.offset, place.size):
+            out.append(number)
+        if time.perf_counter() > end:
+            break
+    return out
+
+
 def _read(store: Store, index: SampleIndex, place: Location) -> bytes | memoryview:
     return store.read(place.path, place.offset, place.size, whole=index.shard_of is None)
 
@@ -258,6 +269,10 @@ def _first_byte(store: Store, place: Location, root: str | None) -> None:
         os.pread(descriptor, 1, place.offset)
 
 
+# A page that the kernel is moving or writing back cannot be dropped at that moment, but can shortly after.
+DROP_PAUSES_S = (0.0, 0.005, 0.02, 0.0)
+
+
 def drop_from_cache(path: str, offset: int = 0, size: int | None = None) -> bool:
     """Drops a file, or a part and its neighbours, from the page cache; True if that worked. Needs only read access."""
     try:
@@ -265,12 +280,13 @@ def drop_from_cache(path: str, offset: int = 0, size: int | None = None) -> bool
             begin = offset // LARGEST_FOLIO * LARGEST_FOLIO
             # 0 means up to the end of the file: its size is not known.
             length = 0 if size is None else -(-(offset + size) // LARGEST_FOLIO) * LARGEST_FOLIO - begin
-            os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
-            if not _in_cache(descriptor, offset):
-                return True
-            os.fdatasync(descriptor)  # freshly written pages stay until they are on the disk
-            os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
-            return not _in_cache(descriptor, offset)
+            for pause in DROP_PAUSES_S:
+                os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
+                if not _in_cache(descriptor, offset):
+                    return True
+                os.fdatasync(descriptor)  # freshly written pages stay until they are on the disk
+                time.sleep(pause)
+            return False
     except (OSError, ReadFailure):
         return False
 

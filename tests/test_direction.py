@@ -14,7 +14,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"commands"},
-    {"report"},
+    {"report", "verify"},
     {"doctor"},
     {"plan"},
     {"tasks"},

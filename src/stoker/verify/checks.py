@@ -1,0 +1,88 @@
+"""What a check is, what it looks at and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stoker.console import Say
+
+if TYPE_CHECKING:
+    from stoker.data.images.sample_index import SampleSet
+    from stoker.machine.host import HostConfig, Machine
+
+Topic = Literal["config", "data", "labels", "model", "machine", "nodes"]
+Status = Literal["passed", "failed", "unknown"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one check found."""
+
+    status: Status
+    seen: str
+    """One line: what was looked at and what it was."""
+    fix: str | None = None
+    """The command or setting that fixes it; every failure has one."""
+    details: tuple[str, ...] = ()
+    """Further lines for the terminal, such as a table."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The same for programs (`--json`)."""
+
+
+def passed(seen: str, *details: str, **facts: Any) -> Outcome:
+    return Outcome("passed", seen, None, details, facts)
+
+
+def failed(seen: str, fix: str, *details: str, **facts: Any) -> Outcome:
+    return Outcome("failed", seen, fix, details, facts)
+
+
+def unknown(seen: str, fix: str | None = None, *details: str, **facts: Any) -> Outcome:
+    """It could not be checked; `fix` says what would allow it."""
+    return Outcome("unknown", seen, fix, details, facts)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One declaration: listing it in `stoker.verify.running` is all that is needed to add it."""
+
+    name: str
+    """As in `--skip NAME`, in lower case with hyphens."""
+    topic: Topic
+    title: str
+    """What is checked, as a noun phrase."""
+    run: Callable[[Subject], Outcome | None]
+    """None if the check does not apply, such as that of a GPU on a host without one."""
+    deep: bool = False
+    """Only with `--deep`: takes longer than a few seconds."""
+    cheap: bool = False
+    """Takes less than a second and no model: `stoker train` runs it too."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked. Everything is opened when the first check asks for it, and once; what cannot be opened raises
+    the same error for each."""
+
+    config: HostConfig
+    path: Path
+    overrides: Sequence[str]
+    machine: Machine
+    weights: Path | None = None
+    """A trained network that tells whether the labels are right."""
+    out: Path | None = None
+    """Folder for pictures."""
+    deep: bool = False
+    say: Say = lambda _text: None
+
+    @cached_property
+    def samples(self) -> tuple[SampleSet, SampleSet | None]:
+        """Training and validation samples; None for data without a validation split."""
+        from stoker.tasks.classify import open_data
+
+        data = open_data(self.config, self.say)
+        return data.train, data.val

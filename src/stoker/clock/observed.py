@@ -38,6 +38,8 @@ class BatchTime:
     """Part of the wall time that was spent fetching bytes; None if the stages are not known."""
     bytes: int | None = None
     """Size of the batch as it is handed over."""
+    collect_s: float = 0.0
+    """Part of the wall time that full garbage collections took; counted in scripts only."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import time
+from pathlib import Path
+
 import pytest
 
+from stoker.doctor.attach.inside.fetching import FetchTotals, collections
+from stoker.doctor.attach.inside.ring import FETCH_STRUCT, HEADER_BYTES, FetchRecord
 from stoker.doctor.attach.running import AttachResult
 from tests.doctor.attach.conftest import Attached
 
@@ -49,6 +55,27 @@ def test_sleeping_and_computing_are_distinguished_on_a_busy_machine(sleeping_and
     assert stage.cpu_s is not None
     assert stage.blocked_s == pytest.approx(60 * 0.016 + 0.25, rel=0.15)
     assert stage.cpu_s == pytest.approx(60 * 0.008, rel=0.15)
+
+
+def test_a_full_garbage_collection_is_not_the_samples_fault(tmp_path: Path) -> None:
+    totals = FetchTotals(str(tmp_path / "fetch.ring"), 0, 1)
+    collections.watch()
+    try:
+        totals.batch_begins()
+        for number in range(2):  # the first sample is not judged
+            began = totals.sample_begins()
+            before = time.perf_counter()
+            for _ in range(5):
+                gc.collect()
+            collecting_ns = (time.perf_counter() - before) * 1e9
+            totals.sample_ends(began, number)
+        totals.clock.end()
+        totals.batch_made(0, 2, None)
+    finally:
+        gc.callbacks.remove(collections._count)
+    records = FETCH_STRUCT.unpack_from(totals._ring.memory, HEADER_BYTES)
+    assert max((took for took, _ in totals._slow), default=0) < 0.2 * collecting_ns
+    assert FetchRecord(*records).collect_us * 1e3 > collecting_ns
 
 
 def test_a_slow_sample_is_named(sleeping_and_spinning: AttachResult) -> None:

@@ -161,6 +161,8 @@ def test_a_few_slow_samples_are_named() -> None:
     found = judge(observed)
     assert found.verdict == "slow-samples"
     assert "scans/7.tif 480 ms" in found.line
+    collecting = tuple(replace(one, collect_s=max(0.0, one.wall_s - 0.01)) for one in made)
+    assert judge(replace(observed, batches=collecting, slow_samples=())).verdict != "slow-samples"
 
 
 def test_idle_workers_and_a_waiting_loop_mean_that_batches_are_held_up() -> None:

@@ -282,6 +282,7 @@ def batches_of(files: Sequence[FetchFile], starts: Sequence[Sequence[int]]) -> t
             worker=max(0, file.worker),
             fetch_s=record.fetch_ns / 1e9 if record.fetch_ns >= 0 else None,
             bytes=record.bytes if record.bytes >= 0 else None,
+            collect_s=record.collect_us / 1e6,
         )
         for _, file, record in rows[-MOST_BATCHES:]
     )

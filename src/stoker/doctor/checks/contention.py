@@ -184,13 +184,13 @@ def _share_of_slow_batches(case: Case) -> float | None:
 
 
 def _own_times(case: Case) -> list[float]:
-    """Of each batch, without its wait for a core, which depends on other programs. A worker's first batch is left out,
-    because it imports and opens."""
+    """Of each batch, without its wait for a core, which depends on other programs, and without full garbage
+    collections. A worker's first batch is left out, because it imports and opens."""
     begun: set[int] = set()
     times = []
     for batch in case.observed.batches:
         if batch.worker in begun:
-            times.append(batch.wall_s - (batch.runq_s or 0.0))
+            times.append(max(0.0, batch.wall_s - (batch.runq_s or 0.0) - batch.collect_s))
         begun.add(batch.worker)
     return times
 

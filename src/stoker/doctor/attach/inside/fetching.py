@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import time
@@ -21,6 +22,30 @@ DEEPEST = 3
 """How far we look for arrays inside a batch: {"images": [a, b]} has them at two."""
 
 
+class Collections:
+    """How long full garbage collections have taken in this process."""
+
+    def __init__(self) -> None:
+        self.took_ns = 0
+        self._began_ns = 0
+
+    def watch(self) -> None:
+        """Starts counting; again in a forked worker has no effect."""
+        if self._count not in gc.callbacks:
+            gc.callbacks.append(self._count)
+
+    def _count(self, phase: str, about: dict[str, int]) -> None:
+        if about["generation"] < 2:
+            return
+        if phase == "start":
+            self._began_ns = time.perf_counter_ns()
+        else:
+            self.took_ns += time.perf_counter_ns() - self._began_ns
+
+
+collections = Collections()
+
+
 class FetchTotals:
     """A record for each batch that this process prepares for one loader, and sums, written often enough to survive a
     kill; also its slowest samples."""
@@ -31,7 +56,7 @@ class FetchTotals:
         self._about = worker, threads, int(self.clock.knows_run_queue)
         self._batches = self._samples = 0
         self._size = -1
-        self._fetched_before = 0
+        self._fetched_before = self._collected_before = 0
         self._reads_before = 0
         self._written_ns = 0
         self._read_bytes = self._read_batches = 0
@@ -47,15 +72,16 @@ class FetchTotals:
 
     def sample_begins(self) -> int:
         """Starts timing a sample; returns the time in ns."""
-        self._queued = self.clock.queued_ns
+        self._queued = self.clock.queued_ns + collections.took_ns
         return time.perf_counter_ns()
 
     def sample_ends(self, began_ns: int, index: Any) -> None:
         """Counts a sample, and keeps its name if it is among the slowest."""
         took_ns = time.perf_counter_ns() - began_ns
         self.clock.close_piece()
-        # Waiting for a core is not the sample's fault.
-        took_ns = max(0, took_ns - (self.clock.queued_ns - self._queued))
+        # Waiting for a core is not the sample's fault, and neither is a full garbage collection: the first one in a
+        # forked worker copies every page that it shares with the parent, and took 200 ms for samples of 1 ms.
+        took_ns = max(0, took_ns - (self.clock.queued_ns + collections.took_ns - self._queued))
         path, self.clock.opened = self.clock.opened, None
         if path is not None and not self._path_written:
             self._write_path(path)
@@ -87,6 +113,7 @@ class FetchTotals:
     def batch_begins(self) -> None:
         clock = self.clock
         self._fetched_before = _fetched_ns(clock)
+        self._collected_before = collections.took_ns
         self._reads_before = clock.calls[FETCH] + clock.calls[SOCKET] + clock.calls[READ_AND_DECODE]
         # The first batch reads what is imported for it as well.
         self._read_before = self._bytes_read() if self._batches and self._now_and_then() else None
@@ -107,7 +134,7 @@ class FetchTotals:
         self._ring.append(
             clock.began_ns, clock.took_ns, clock.ran_ns, clock.queue_ns if clock.knows_run_queue else -1,
             max(0, _fetched_ns(clock) - self._fetched_before) if reads > self._reads_before else -1,
-            self._size, samples, epoch, self._number,
+            self._size, samples, epoch, self._number, (collections.took_ns - self._collected_before) // 1000,
         )  # fmt: skip
         self._number += 1
         self._batches += 1
@@ -289,6 +316,7 @@ def _begin_totals(opened: session.Session) -> FetchTotals:
     from stoker.doctor.attach.inside.stages import take_over_open
 
     take_over_open()
+    collections.watch()
     if len(fetches.totals) >= MOST_FILES_OF_A_PROCESS:
         raise RuntimeError("this process uses too many loaders")
     path = os.path.join(opened.folder, f"fetch-{os.getpid()}-{fetches.loader}.ring")  # noqa: PTH118

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from stoker.doctor.attach.inside.stages import STAGE_COUNT
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"STKR"
 HEADER_BYTES = 4096
 HEAD = struct.Struct("<4sIII")  # magic, version, record size, capacity
@@ -87,9 +87,11 @@ class FetchRecord(NamedTuple):
     """Counts the fetchers of this process: a persistent worker gets a new one for each epoch."""
     number: int
     """Within the epoch."""
+    collect_us: int
+    """Full garbage collections in that time, in microseconds."""
 
 
-FETCH_STRUCT = struct.Struct("<qqqqqqiii4x")
+FETCH_STRUCT = struct.Struct("<qqqqqqiiii")
 
 
 class Ring:

@@ -112,9 +112,9 @@ def write_page(path: Path, document: Document) -> None:
         ) from None
 
 
-def show_in_browser(path: Path) -> None:
-    """Opens the page in the desktop's browser, or says that there is none."""
+def show_in_browser(path: Path, what: str = "page") -> None:
+    """Opens a page or a picture in the desktop's browser or viewer, or says that there is none."""
     import webbrowser
 
     if not webbrowser.open(path.absolute().as_uri()):
-        say(f"note: no browser could be opened here; the page is {path.absolute()}")
+        say(f"note: no browser could be opened here; the {what} is {path.absolute()}")

@@ -1,0 +1,401 @@
+"""What the network gets, as pictures: the samples of a run's first steps, and validation samples of many classes.
+
+Everything about a sample is a function of seed, epoch and position, so these are not examples of the augmentation but
+the very inputs that those steps train on: made by the same loader, decoder, crop, device augmentation, mixing and
+normalisation, of which only the last is undone to show them. A step mixes the first sample of a batch with the last and
+so on: the first few and the last few of a batch are mixed exactly as in the whole batch, and only those are decoded.
+It is done on the CPU; a GPU gets 16-bit inputs with `precision: 16-mixed`, which differ by a grey level at most.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.augment.mixing import Recipe
+from stoker.augment.pipeline import Colour
+from stoker.config import Config
+from stoker.console import Say
+from stoker.data.batch import Batch
+from stoker.data.engines.making import BatchPlan
+from stoker.data.images.sample_index import SampleSet
+from stoker.data.order import excerpt
+from stoker.files import write_bytes
+from stoker.machine.host import HostConfig
+from stoker.redact import redact_text
+from stoker.tasks.classify import (
+    TrainingData,
+    checked_training_plan,
+    colours_of_name,
+    eval_prepare,
+    image_size_of,
+    prepare_batch,
+    prepare_val_batch,
+    train_augment,
+)
+from stoker.tasks.contact_sheet import COLUMNS, Picture, Row, Section, Sheet, draw_sheet, shown_side
+from stoker.tasks.image_data import open_loader, validation_interpolation, validation_plan, validation_view
+from stoker.train.optimization import present_classes
+from stoker.train.ranks import Ranks
+from stoker.train.step import Prepared
+from stoker.train.transfers import Uploader
+
+CPU = torch.device("cpu")
+DEFAULT_COUNT = 2 * COLUMNS
+LEAST_WEIGHT = 0.005
+"""Targets that would be shown as 0.00."""
+RUN_PATIENCE_S = 1.0
+RUN_LARGEST_SIDE = 160
+RUN_MOST_BYTES = 250_000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One input of the network, as a picture again."""
+
+    pixels: NDArray[np.uint8]
+    name: str
+    labels: tuple[tuple[str, float], ...]
+    """The classes that the loss counts it as, with their weights, the heaviest first. None with a weight above zero if
+    a threshold removed all of them."""
+    position: int
+    """Its place in the epoch."""
+    mirrored: bool = False
+    replaced: bool = False
+    """Whether its file could not be read, and another sample is in its place."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Samples that were prepared together, and the range of their numbers as the network gets them."""
+
+    samples: tuple[Sample, ...]
+    mean: float
+    deviation: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """The first samples of a training step on the first rank."""
+
+    step: int
+    recipe: Recipe | None
+    inputs: Inputs
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What is on the sheet."""
+
+    config: Config
+    data: TrainingData
+    epoch: int
+    training: tuple[StepSeen, ...]
+    validation: Inputs | None
+    """None without validation data, or without the time to read it."""
+
+
+def look(
+    config: HostConfig,
+    data: TrainingData,
+    *,
+    count: int = DEFAULT_COUNT,
+    epoch: int = 0,
+    patience_s: float = float("inf"),
+) -> Preview:
+    """The first samples of an epoch's first steps, `count` in all, and half as many for validation.
+
+    Draws no random number from any generator, writes nothing, and builds no network. After `patience_s` nothing more is
+    read: what is missing is left out.
+    """
+    began_s = time.monotonic()
+    colours = colours_of_name(config.model)
+    classes, num_classes = data.train.classes, config.num_classes or len(data.train.classes)
+    ranks = Ranks(rank=0, world=config.devices * config.num_nodes)
+    size = image_size_of(config, epoch)
+    plan = checked_training_plan(config.model_copy(update={"img_size": size}), data, ranks)
+    augment = train_augment(config, num_classes, colours, CPU)
+    steps_per_epoch = plan.steps.count() // config.gradient_accumulation
+    shown = min(count, COLUMNS, config.batch_size)
+    training: list[StepSeen] = []
+    for number in range(min(-(-count // shown), steps_per_epoch)):
+        if training and time.monotonic() - began_s > patience_s:
+            break
+        step = epoch * steps_per_epoch + number
+        positions = plan.steps.positions(number * config.gradient_accumulation)
+        recipe = augment.mixer.draw(epoch, step, 0, size, size)
+        now = min(shown, count - number * shown)
+        chosen = positions[:now] if recipe is None else _with_partners(positions, now)
+        batch = _make(config, plan, chosen, epoch)
+        prepared = prepare_batch(augment, Uploader(None).copy, 0, batch, epoch, step, 0)
+        targets = prepared.targets
+        if config.loss == "bce" and config.bce_target_threshold is not None:
+            targets = present_classes(targets, config.bce_target_threshold)
+        labels = [_heaviest(row, classes, mixed=prepared.mixed) for row in targets.numpy()[:now]]
+        training.append(StepSeen(step, recipe, _inputs(data.train, batch, chosen, prepared, labels, colours)))
+    validation = None
+    if data.val is not None and time.monotonic() - began_s <= patience_s:
+        chosen = spread_over_classes(data.val, max(1, count // 2))
+        batch = _make(config, validation_plan(config, data.val, data.decoding), chosen, 0)
+        prepared = prepare_val_batch(eval_prepare(config, colours, CPU), Uploader(None).copy, batch)
+        labels = [((classes[label], 1.0),) for label in batch.labels]
+        validation = _inputs(data.val, batch, chosen, prepared, labels, colours)
+    return Preview(config, data, epoch, tuple(training), validation)
+
+
+def _with_partners(positions: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The first positions of a batch and those that they are mixed with, its last ones."""
+    return positions if 2 * count >= len(positions) else np.concatenate([positions[:count], positions[-count:]])
+
+
+def _make(config: Config, plan: BatchPlan, positions: NDArray[np.int64], epoch: int) -> Batch:
+    """The batch of these positions. In this thread: for a few samples, starting workers would take longer."""
+    loader = open_loader(config.model_copy(update={"loader": "thread", "pin_memory": False}),
+                         replace(plan, steps=excerpt(positions)), workers=0)  # fmt: skip
+    try:
+        return next(iter(loader.epoch(epoch)))
+    finally:
+        loader.close()
+
+
+def _inputs(
+    samples: SampleSet,
+    batch: Batch,
+    positions: NDArray[np.int64],
+    prepared: Prepared,
+    labels: list[tuple[tuple[str, float], ...]],
+    colours: tuple[Colour, Colour],
+) -> Inputs:
+    shown = prepared.inputs[: len(labels)]
+    pictures = as_pixels(shown, *colours)
+    replaced = {bad.index: bad.replaced_by for bad in batch.bad}
+    found = []
+    for place, index in enumerate(batch.indices[: len(labels)].tolist()):
+        is_replaced = index in replaced
+        while index in replaced:
+            index = replaced.pop(index)
+        found.append(
+            Sample(pictures[place], samples.index.name(index), labels[place], int(positions[place]),
+                   mirrored=bool(batch.flips[place]), replaced=is_replaced)
+        )  # fmt: skip
+    numbers = shown.double()
+    return Inputs(
+        tuple(found), float(numbers.mean()), float(numbers.std()), float(numbers.min()), float(numbers.max())
+    )
+
+
+def as_pixels(inputs_nchw: Tensor, mean: Colour, std: Colour) -> NDArray[np.uint8]:
+    """Inputs of a network as pictures (samples, height, width, 3): undoes the normalisation, and nothing else."""
+    shift, scale = torch.tensor(mean) * 255, torch.tensor(std) * 255
+    pixels: NDArray[np.uint8] = (
+        (inputs_nchw.float().permute(0, 2, 3, 1) * scale + shift).round().clamp(0, 255).to(torch.uint8).numpy()
+    )
+    return pixels
+
+
+def spread_over_classes(samples: SampleSet, count: int) -> NDArray[np.int64]:
+    """Members of as many classes as possible, evenly over all of them: a data set begins with many of one class."""
+    labels = samples.labels(np.arange(len(samples), dtype=np.int64))
+    present = np.unique(labels)
+    count = min(count, len(labels))
+    places = np.linspace(0, len(present) - 1, min(count, len(present))).round().astype(int)
+    per_class, more = divmod(count, len(places))
+    chosen: list[int] = []
+    for number, label in enumerate(present[places]):
+        members = np.flatnonzero(labels == label)
+        wanted = min(per_class + (number < more), len(members))
+        chosen += members[np.linspace(0, len(members) - 1, wanted).round().astype(int)].tolist()
+    return np.array(chosen, np.int64)
+
+
+def _heaviest(row: NDArray[np.float32], classes: tuple[str, ...], *, mixed: bool) -> tuple[tuple[str, float], ...]:
+    """The classes that a row of targets stands for: one, or two if mixed; not what smoothing gives to all the others."""
+    order = np.argsort(-row, kind="stable")[: 2 if mixed else 1]
+    background = float(row.min()) if len(row) > len(order) else 0.0
+    heavy = [(int(label), float(row[label])) for label in order if row[label] > background + 1e-6]
+    # More outputs than classes (`num_classes`): the others have no name.
+    return tuple((classes[label], weight) for label, weight in heavy if label < len(classes) and weight >= LEAST_WEIGHT)
+
+
+def in_words(name: str) -> str:
+    """The name of a class, with its meaning if it is one of WordNet's numbers: 'n01440764 tench'."""
+    meaning = _synsets().get(name) if re.fullmatch(r"n\d{8}", name) else None
+    return f"{name} {meaning}" if meaning else name
+
+
+@functools.cache
+def _synsets() -> dict[str, str]:
+    """The first word for each of ImageNet's classes, from timm's list."""
+    try:
+        text = resources.files("timm").joinpath("data/_info/imagenet_synset_to_lemma.txt").read_text(encoding="utf-8")
+    except OSError:
+        return {}  # another version of timm: numbers without words
+    lines = (line.partition("\t") for line in text.splitlines())
+    return {number: words.split(",")[0].strip() for number, _, words in lines}
+
+
+def sheet_of(preview: Preview, name: str, largest: int) -> Sheet:
+    """The preview in words and pictures; `largest` is the side at which pictures will be drawn."""
+    config, data = preview.config, preview.data
+    counts = f"{len(data.train):,} training images"
+    if data.val is not None:
+        counts += f", {len(data.val):,} validation images"
+    about = [f"{config.model}", f"{redact_text(str(config.data_root))}: {counts}, {len(data.train.classes):,} classes"]
+    mean, std = (", ".join(f"{value:.3f}" for value in colour) for colour in colours_of_name(config.model))
+    about += [f"decoded by {data.decoding.decoder}", f"normalised with mean {mean} and deviation {std}"]
+    size = image_size_of(config, preview.epoch)
+    rows = tuple(
+        Row(tuple(map(_picture, seen.inputs.samples)), _step_title(seen, preview.epoch)) for seen in preview.training
+    )
+    training = Section(
+        "Training",
+        (_shown(_training_settings(config, size), size, largest), _range([seen.inputs for seen in preview.training])),
+        rows,
+    )
+    return Sheet(
+        f"What the network gets: {name}", (" · ".join(about),), (training, _validation_section(preview, largest))
+    )
+
+
+def _validation_section(preview: Preview, largest: int) -> Section:
+    config, data, seen = preview.config, preview.data, preview.validation
+    if data.val is None:
+        return Section("No validation", (f"{redact_text(str(config.data_root))} has no validation images.",))
+    if seen is None:
+        return Section("Validation", ("Not shown: reading the training samples took too long already.",))
+    view, classes = validation_view(config, data.decoding), {label for s in seen.samples for label, _ in s.labels}
+    settings = [
+        f"{view.size} px", f"the middle of a shorter side of {view.resize} px", validation_interpolation(config),
+        f"images of {len(classes):,} of {len(data.val.classes):,} classes",
+    ]  # fmt: skip
+    notes = _shown(settings, view.size, largest), _range([seen])
+    return Section("Validation", notes, (Row(tuple(map(_picture, seen.samples))),))
+
+
+def _training_settings(config: Config, size: int) -> list[str]:
+    """The settings that change a training sample, without those that are off."""
+    low, high = config.crop_scale
+    settings = [f"{size} px", f"crop of {low:.0%} to {high:.0%} of the area", config.interpolation or "bilinear"]
+    if config.decode_mode != "fast":
+        settings.append(f"decode_mode {config.decode_mode}")
+    settings.append(f"flip {config.horizontal_flip:g}" if config.horizontal_flip else "no flip")
+    if config.auto_augment == "randaugment":
+        magnitude = f"magnitude {config.randaugment_magnitude:g} ± {config.randaugment_magnitude_std:g}"
+        settings.append(f"randaugment: {config.randaugment_ops} operations of {magnitude}")
+    elif config.auto_augment != "none":
+        settings.append(config.auto_augment)
+    alphas = {"mixup": config.mixup_alpha, "cutmix": config.cutmix_alpha}
+    mixing = [f"{name} {alpha:g}" for name, alpha in alphas.items() if alpha]
+    if mixing:
+        settings.append(" or ".join(mixing) + f" with probability {config.mix_probability:g}")
+    optional = {
+        "erasing": config.random_erasing, "label smoothing": config.label_smoothing,
+        "each image several times a batch:": config.repeated_augmentation if config.repeated_augmentation > 1 else 0,
+        "binary targets above": (config.bce_target_threshold or 0) if config.loss == "bce" else 0,
+    }  # fmt: skip
+    return settings + [f"{name} {value:g}" for name, value in optional.items() if value]
+
+
+def _shown(settings: list[str], size: int, largest: int) -> str:
+    side = shown_side(size, largest)
+    scaled = f"shown {side // size}× as large" if side > size else f"shown at {side} px" if side < size else ""
+    return " · ".join([*settings, scaled] if scaled else settings)
+
+
+def _range(inputs: list[Inputs]) -> str:
+    """The numbers that the network gets: a wrong normalisation cannot be seen once it is undone."""
+    mean, deviation = (float(np.mean([getattr(i, name) for i in inputs])) for name in ("mean", "deviation"))
+    lowest, highest = min(i.lowest for i in inputs), max(i.highest for i in inputs)
+    return f"numbers of these inputs: mean {mean:.2f}, deviation {deviation:.2f}, from {lowest:.2f} to {highest:.2f}"
+
+
+def _step_title(seen: StepSeen, epoch: int) -> str:
+    mixed = ""
+    if seen.recipe is not None:
+        kind = "mixup" if seen.recipe.box is None else "cutmix"
+        mixed = f": {kind}, each keeps {seen.recipe.kept:.2f} of itself and gets {1 - seen.recipe.kept:.2f} of another"
+    return f"Epoch {epoch}, step {seen.step}{mixed}"
+
+
+def _picture(sample: Sample) -> Picture:
+    return Picture(sample.pixels, caption_of(sample), _small_print(sample))
+
+
+def caption_of(sample: Sample) -> tuple[str, ...]:
+    """A line for each class: its name alone if the sample shows nothing else, else with its weight."""
+    if not sample.labels:
+        return ("no class above the threshold",)
+    if len(sample.labels) == 1 and sample.labels[0][1] > 1 - LEAST_WEIGHT:
+        return (in_words(sample.labels[0][0]),)
+    first, *others = (f"{weight:.2f} {in_words(name)}" for name, weight in sample.labels)
+    return first, *(f"+ {text}" for text in others)
+
+
+def _small_print(sample: Sample) -> str:
+    marks = ["mirrored"] * sample.mirrored + ["in place of a bad file"] * sample.replaced
+    return " · ".join([*marks, sample.name.rpartition("/")[2]])
+
+
+def describe(preview: Preview, boxes: tuple[tuple[int, int, int, int], ...]) -> dict[str, Any]:
+    """What is shown, as a plain record; `boxes` are the places of the pictures on the sheet."""
+    config, data, places = preview.config, preview.data, iter(boxes)
+    size = image_size_of(config, preview.epoch)
+    steps = [
+        {
+            "step": seen.step,
+            "mixed": None if seen.recipe is None else "mixup" if seen.recipe.box is None else "cutmix",
+            "kept": None if seen.recipe is None else seen.recipe.kept,
+            "samples": [_record(sample, next(places)) for sample in seen.inputs.samples],
+        }
+        for seen in preview.training
+    ]
+    validation = None
+    if preview.validation is not None:
+        view = validation_view(config, data.decoding)
+        validation = {
+            "img_size": view.size, "resize": view.resize, "interpolation": view.interpolation,
+            "samples": [_record(sample, next(places)) for sample in preview.validation.samples],
+        }  # fmt: skip
+    return {
+        "epoch": preview.epoch,
+        "classes": len(data.train.classes),
+        "training": {"img_size": size, "settings": _training_settings(config, size), "steps": steps},
+        "validation": validation,
+    }
+
+
+def _record(sample: Sample, box: tuple[int, int, int, int]) -> dict[str, Any]:
+    name = sample.name.encode("utf-8", "replace").decode()
+    labels = [{"class": label, "words": in_words(label), "weight": weight} for label, weight in sample.labels]
+    return {
+        "name": name, "position": sample.position, "labels": labels, "mirrored": sample.mirrored,
+        "replaced": sample.replaced, "box": list(box),
+    }  # fmt: skip
+
+
+def keep_with_run(file: Path, config: HostConfig, data: TrainingData, name: str, say: Say) -> None:
+    """Writes the preview of a run that begins into its folder, where `stoker report` finds it.
+
+    Before the first step and by the code of `stoker preview`, not from a batch of the loop: nothing is added to the
+    loop, and nothing there changes. The training samples are those that the first steps read anyway, a moment later
+    and then from the page cache. It takes a few tenths of a second, and if storage is slow, stops after the first
+    samples. A picture is not worth a run: whatever goes wrong is said, and the run begins without it.
+    """
+    try:
+        preview = look(config, data, patience_s=RUN_PATIENCE_S)
+        drawn = draw_sheet(sheet_of(preview, name, RUN_LARGEST_SIDE), RUN_LARGEST_SIDE)
+        write_bytes(file, drawn.as_jpeg(RUN_MOST_BYTES))
+    except Exception as error:
+        say(f"note: no {file.name}: {str(error) or type(error).__name__}")

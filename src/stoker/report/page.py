@@ -18,6 +18,7 @@ from stoker.console import say
 from stoker.errors import UserError
 from stoker.files import write_text
 from stoker.report.document import Document, compare
+from stoker.report.run_files import picture_url
 from stoker.run.folder import RunFolder
 
 
@@ -51,6 +52,8 @@ def report_page(document: Document, *, live: bool = False) -> str:
         "style": style,
         "script": script,
         "data": embedded_json(document),
+        # Not in the document, which --json prints and a live page fetches every second.
+        "pictures": embedded_json([picture_url(run["preview"]) for run in document["runs"]]),
     }
     page = _part("report.html")
     # In one pass: placeholders in the data are not expanded.

@@ -21,7 +21,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 COLUMNS = 6
 LARGEST_SIDE = 224
 """Six of these side by side, with what is between them, fit a screen of 1440 px."""
-NARROWEST_CELL = 150
+NARROWEST_CELL = 190
 """A caption needs as much, even below a smaller picture."""
 MARGIN, GAP = 20, 10
 PAPER, INK, SOFT, LINE = "#ffffff", "#1d1b18", "#6a655d", "#d8d3c8"
@@ -37,8 +37,8 @@ class Picture:
 
     pixels: NDArray[np.uint8]
     caption: tuple[str, ...] = ()
-    small: str = ""
-    """A last line, in grey."""
+    small: tuple[str, ...] = ()
+    """Further lines, in grey."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,9 @@ def _place_line(
         below = y + side + 3
         captions = [fitting(text, regular(TEXT_SIZE), cell) for text in picture.caption]
         below = pen.write(x, below, captions, regular(TEXT_SIZE), INK)
-        if picture.small:
-            small = fitting(picture.small, regular(SMALL_SIZE), cell)
-            below = pen.write(x, below, [small], regular(SMALL_SIZE), SOFT)
-        end = max(end, below)
-    return end + GAP
+        small = [fitting(text, regular(SMALL_SIZE), cell) for text in picture.small]
+        end = max(end, pen.write(x, below, small, regular(SMALL_SIZE), SOFT))
+    return end + 4
 
 
 class _Pen:
@@ -181,6 +179,7 @@ class _Pen:
                 enlarged = side > pixels.shape[0]
                 kind = Image.Resampling.NEAREST if enlarged else Image.Resampling.LANCZOS
                 picture = picture.resize((side, side), kind)
+            self._draw.rectangle((x - 1, y - 1, x + side, y + side), outline=LINE)  # many pictures have a white border
             self.image.paste(picture, (x, y))
         return x, y, x + side, y + side
 
@@ -219,8 +218,7 @@ def drawable(text: str, font: Font) -> str:
     """The text with the code of each letter that the font lacks: in empty boxes, all class names of an alphabet would
     look alike."""
     return "".join(
-        letter if letter.isprintable() and _has_letter(font, letter) else f"\\u{ord(letter):04x}"
-        for letter in text
+        letter if letter.isprintable() and _has_letter(font, letter) else f"\\u{ord(letter):04x}" for letter in text
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -60,19 +60,30 @@ RUN_MOST_BYTES = 250_000
 
 
 @dataclass(frozen=True)
+class Part:
+    """An image that an input is made of."""
+
+    name: str
+    """Of its file, below the split's folder."""
+    share: float
+    """1 unless it is mixed with another."""
+    position: int
+    """Its place in the epoch."""
+    mirrored: bool
+    replaced: bool
+    """Whether the file at this place cannot be read, and another one was taken."""
+
+
+@dataclass(frozen=True)
 class Sample:
     """One input of the network, as a picture again."""
 
     pixels: NDArray[np.uint8]
-    name: str
     labels: tuple[tuple[str, float], ...]
-    """The classes that the loss counts it as, with their weights, the heaviest first. None with a weight above zero if
-    a threshold removed all of them."""
-    position: int
-    """Its place in the epoch."""
-    mirrored: bool = False
-    replaced: bool = False
-    """Whether its file could not be read, and another sample is in its place."""
+    """The classes that the loss counts it as, with their weights, the heaviest first; empty if a threshold removed
+    all of them."""
+    parts: tuple[Part, ...]
+    """The image itself, then the one that it is mixed with."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +151,9 @@ def look(
         chosen = positions[:now] if recipe is None else _with_partners(positions, now)
         batch = _make(config, plan, chosen, epoch)
         prepared = prepare_batch(augment, Uploader(None).copy, 0, batch, epoch, step, 0)
-        targets = prepared.targets
-        if config.loss == "bce" and config.bce_target_threshold is not None:
-            targets = present_classes(targets, config.bce_target_threshold)
-        labels = [_heaviest(row, classes, mixed=prepared.mixed) for row in targets.numpy()[:now]]
-        training.append(StepSeen(step, recipe, _inputs(data.train, batch, chosen, prepared, labels, colours)))
+        labels = _labels(config, prepared, classes)[:now]
+        kept = 1.0 if recipe is None else recipe.kept
+        training.append(StepSeen(step, recipe, _inputs(data.train, batch, chosen, prepared, labels, colours, kept)))
     validation = None
     if data.val is not None and time.monotonic() - began_s <= patience_s:
         chosen = spread_over_classes(data.val, max(1, count // 2))
@@ -177,23 +186,33 @@ def _inputs(
     prepared: Prepared,
     labels: list[tuple[tuple[str, float], ...]],
     colours: tuple[Colour, Colour],
+    kept: float = 1.0,
 ) -> Inputs:
+    """The first samples of a batch, as many as there are labels; `kept` is the share of itself that each keeps."""
     shown = prepared.inputs[: len(labels)]
     pictures = as_pixels(shown, *colours)
-    replaced = {bad.index: bad.replaced_by for bad in batch.bad}
+    parts = _parts(samples, batch, positions)
     found = []
-    for place, index in enumerate(batch.indices[: len(labels)].tolist()):
-        is_replaced = index in replaced
-        while index in replaced:
-            index = replaced.pop(index)
-        found.append(
-            Sample(pictures[place], samples.index.name(index), labels[place], int(positions[place]),
-                   mirrored=bool(batch.flips[place]), replaced=is_replaced)
-        )  # fmt: skip
+    for place, picture in enumerate(pictures):
+        partner = replace(parts[-1 - place], share=1 - kept)
+        mixed = (replace(parts[place], share=kept), partner) if kept != 1 else (parts[place],)
+        found.append(Sample(picture, labels[place], mixed))
     numbers = shown.double()
-    return Inputs(
-        tuple(found), float(numbers.mean()), float(numbers.std()), float(numbers.min()), float(numbers.max())
-    )
+    return Inputs(tuple(found), float(numbers.mean()), float(numbers.std()), float(numbers.min()), float(numbers.max()))
+
+
+def _parts(samples: SampleSet, batch: Batch, positions: NDArray[np.int64]) -> list[Part]:
+    """The images of a batch; `bad` names for each unreadable one what was taken instead."""
+    instead = {bad.index: bad.replaced_by for bad in batch.bad}
+    parts = []
+    for place, index in enumerate(batch.indices.tolist()):
+        taken, tries = index, len(instead)
+        while taken in instead and tries:
+            taken, tries = instead[taken], tries - 1
+        parts.append(
+            Part(samples.index.name(taken), 1.0, int(positions[place]), bool(batch.flips[place]), taken != index)
+        )
+    return parts
 
 
 def as_pixels(inputs_nchw: Tensor, mean: Colour, std: Colour) -> NDArray[np.uint8]:
@@ -220,13 +239,19 @@ def spread_over_classes(samples: SampleSet, count: int) -> NDArray[np.int64]:
     return np.array(chosen, np.int64)
 
 
-def _heaviest(row: NDArray[np.float32], classes: tuple[str, ...], *, mixed: bool) -> tuple[tuple[str, float], ...]:
-    """The classes that a row of targets stands for: one, or two if mixed; not what smoothing gives to all the others."""
-    order = np.argsort(-row, kind="stable")[: 2 if mixed else 1]
-    background = float(row.min()) if len(row) > len(order) else 0.0
-    heavy = [(int(label), float(row[label])) for label in order if row[label] > background + 1e-6]
-    # More outputs than classes (`num_classes`): the others have no name.
-    return tuple((classes[label], weight) for label, weight in heavy if label < len(classes) and weight >= LEAST_WEIGHT)
+def _labels(config: Config, prepared: Prepared, classes: tuple[str, ...]) -> list[tuple[tuple[str, float], ...]]:
+    """The classes that the loss counts each sample as: one, or two if mixed, with the weights that it uses. What
+    smoothing gives to all the others is not listed."""
+    rows = weights = prepared.targets
+    if config.loss == "bce" and config.bce_target_threshold is not None:
+        weights = present_classes(rows, config.bce_target_threshold)
+    found = []
+    for row, weight in zip(rows.numpy(), weights.numpy(), strict=True):
+        heaviest = np.argsort(-row, kind="stable")[: 2 if prepared.mixed else 1]
+        background = row.min() if len(row) > len(heaviest) else 0.0
+        named = [label for label in heaviest if row[label] > background and weight[label] >= LEAST_WEIGHT]
+        found.append(tuple((classes[label], float(weight[label])) for label in named))
+    return found
 
 
 def in_words(name: str) -> str:
@@ -276,10 +301,9 @@ def _validation_section(preview: Preview, largest: int) -> Section:
     if seen is None:
         return Section("Validation", ("Not shown: reading the training samples took too long already.",))
     view, classes = validation_view(config, data.decoding), {label for s in seen.samples for label, _ in s.labels}
-    settings = [
-        f"{view.size} px", f"the middle of a shorter side of {view.resize} px", validation_interpolation(config),
-        f"images of {len(classes):,} of {len(data.val.classes):,} classes",
-    ]  # fmt: skip
+    crop = f"centre crop after resizing the shorter side to {view.resize} px"
+    which = f"images of {len(classes):,} of {len(data.val.classes):,} classes"
+    settings = [f"{view.size} px", crop, validation_interpolation(config), which]
     notes = _shown(settings, view.size, largest), _range([seen])
     return Section("Validation", notes, (Row(tuple(map(_picture, seen.samples))),))
 
@@ -300,9 +324,10 @@ def _training_settings(config: Config, size: int) -> list[str]:
     mixing = [f"{name} {alpha:g}" for name, alpha in alphas.items() if alpha]
     if mixing:
         settings.append(" or ".join(mixing) + f" with probability {config.mix_probability:g}")
+    if config.repeated_augmentation > 1:
+        settings.append(f"each image {config.repeated_augmentation} times (repeated_augmentation)")
     optional = {
         "erasing": config.random_erasing, "label smoothing": config.label_smoothing,
-        "each image several times a batch:": config.repeated_augmentation if config.repeated_augmentation > 1 else 0,
         "binary targets above": (config.bce_target_threshold or 0) if config.loss == "bce" else 0,
     }  # fmt: skip
     return settings + [f"{name} {value:g}" for name, value in optional.items() if value]
@@ -315,10 +340,10 @@ def _shown(settings: list[str], size: int, largest: int) -> str:
 
 
 def _range(inputs: list[Inputs]) -> str:
-    """The numbers that the network gets: a wrong normalisation cannot be seen once it is undone."""
+    """The values that the network gets: a wrong normalisation cannot be seen once it is undone."""
     mean, deviation = (float(np.mean([getattr(i, name) for i in inputs])) for name in ("mean", "deviation"))
     lowest, highest = min(i.lowest for i in inputs), max(i.highest for i in inputs)
-    return f"numbers of these inputs: mean {mean:.2f}, deviation {deviation:.2f}, from {lowest:.2f} to {highest:.2f}"
+    return f"values of these inputs: mean {mean:.2f}, deviation {deviation:.2f}, from {lowest:.2f} to {highest:.2f}"
 
 
 def _step_title(seen: StepSeen, epoch: int) -> str:
@@ -343,9 +368,14 @@ def caption_of(sample: Sample) -> tuple[str, ...]:
     return first, *(f"+ {text}" for text in others)
 
 
-def _small_print(sample: Sample) -> str:
-    marks = ["mirrored"] * sample.mirrored + ["in place of a bad file"] * sample.replaced
-    return " · ".join([*marks, sample.name.rpartition("/")[2]])
+def _small_print(sample: Sample) -> tuple[str, ...]:
+    """The files that it is made of."""
+    lines = []
+    for part in sample.parts:
+        share = [f"{part.share:.2f}"] if len(sample.parts) > 1 else []
+        marks = ["mirrored"] * part.mirrored + ["in place of a bad file"] * part.replaced
+        lines.append(" · ".join([*share, *marks, part.name.rpartition("/")[2]]))
+    return tuple(lines)
 
 
 def describe(preview: Preview, boxes: tuple[tuple[int, int, int, int], ...]) -> dict[str, Any]:
@@ -377,12 +407,11 @@ def describe(preview: Preview, boxes: tuple[tuple[int, int, int, int], ...]) -> 
 
 
 def _record(sample: Sample, box: tuple[int, int, int, int]) -> dict[str, Any]:
-    name = sample.name.encode("utf-8", "replace").decode()
-    labels = [{"class": label, "words": in_words(label), "weight": weight} for label, weight in sample.labels]
     return {
-        "name": name, "position": sample.position, "labels": labels, "mirrored": sample.mirrored,
-        "replaced": sample.replaced, "box": list(box),
-    }  # fmt: skip
+        "labels": [{"class": label, "words": in_words(label), "weight": weight} for label, weight in sample.labels],
+        "images": [asdict(part) | {"name": part.name.encode("utf-8", "replace").decode()} for part in sample.parts],
+        "box": list(box),
+    }
 
 
 def keep_with_run(file: Path, config: HostConfig, data: TrainingData, name: str, say: Say) -> None:

@@ -46,7 +46,8 @@ def preview(
     from stoker.run.folder import run_name_for
     from stoker.tasks.classify import open_data
     from stoker.tasks.contact_sheet import LARGEST_SIDE, draw_sheet
-    from stoker.tasks.preview import describe, look, sheet_of
+    from stoker.tasks.preview import look
+    from stoker.tasks.preview_sheet import describe, sheet_of
 
     loaded = load_for_command(config, overrides, set_).config
     check_task(loaded, "previewed")

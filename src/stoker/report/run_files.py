@@ -96,9 +96,10 @@ def preview_of(path: Path) -> dict[str, Any] | None:
         size = path.stat().st_size
         with path.open("rb") as stream:
             is_jpeg = stream.read(len(JPEG)) == JPEG
-    except OSError:
+        file = str(path).encode().decode()  # JSON is UTF-8; a folder's name need not be
+    except (OSError, ValueError):
         return None
-    return {"file": str(path), "bytes": size} if is_jpeg and size <= LARGEST_PREVIEW_BYTES else None
+    return {"file": file, "bytes": size} if is_jpeg and size <= LARGEST_PREVIEW_BYTES else None
 
 
 def picture_url(preview: dict[str, Any] | None) -> str | None:

@@ -24,7 +24,7 @@ from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
 from stoker.tasks.classify import TrainingData, build_run, describe_run, open_data
 from stoker.tasks.image_data import chosen_record
-from stoker.tasks.preview import keep_with_run
+from stoker.tasks.preview_sheet import keep_with_run
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver

@@ -141,9 +141,9 @@ def caption_of(sample: Sample) -> tuple[str, ...]:
 
 
 def _small_print(sample: Sample) -> tuple[str, ...]:
-    """The files that it is made of."""
+    """The files that it is made of, like its classes the heaviest first."""
     lines = []
-    for part in sample.parts:
+    for part in sorted(sample.parts, key=lambda part: -part.share):
         share = [f"{part.share:.2f}"] if len(sample.parts) > 1 else []
         marks = ["mirrored"] * part.mirrored + ["in place of a bad file"] * part.replaced
         lines.append(" · ".join([*share, *marks, part.name.rpartition("/")[2]]))

@@ -187,6 +187,12 @@ def test_reading_stops_when_patience_ends_and_the_sheet_says_so(images: Path, tm
     assert "took too long" in sheet_of(seen, "tiny", LARGEST_SIDE).sections[1].notes[0]
 
 
+def test_with_several_ranks_the_samples_of_the_first_are_shown(images: Path, tmp_path: Path) -> None:
+    config = host_config(write_config(tmp_path, images))
+    first, _ = look(config, open_data(config, lambda _text: None), world=3).training
+    assert [sample.parts[0].position for sample in first.inputs.samples] == [0, 3, 6, 9, 12, 15]
+
+
 def test_data_without_validation_shows_training_samples_and_says_so(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", val=0)
     for folder in (data / "val").iterdir():

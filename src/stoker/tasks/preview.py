@@ -113,17 +113,19 @@ def look(
     *,
     count: int = DEFAULT_COUNT,
     epoch: int = 0,
+    world: int | None = None,
     patience_s: float = float("inf"),
 ) -> Preview:
     """The first samples of an epoch's first steps, `count` in all, and half as many for validation.
 
+    They are those of the first of `world` ranks; if that is not known, as many as the config has devices.
     Draws no random number from any generator, writes nothing, and builds no network. After `patience_s` nothing more is
     read: what is missing is left out.
     """
     began_s = time.monotonic()
     colours = colours_of_name(config.model)
     classes, num_classes = data.train.classes, config.num_classes or len(data.train.classes)
-    ranks = Ranks(rank=0, world=config.devices * config.num_nodes)
+    ranks = Ranks(rank=0, world=world or config.devices * config.num_nodes)
     size = image_size_of(config, epoch)
     plan = checked_training_plan(config.model_copy(update={"img_size": size}), data, ranks)
     augment = train_augment(config, num_classes, colours, CPU)

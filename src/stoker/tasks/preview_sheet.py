@@ -194,7 +194,7 @@ def _utf8(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def keep_with_run(file: Path, config: HostConfig, data: TrainingData, name: str, say: Say) -> None:
+def keep_with_run(file: Path, config: HostConfig, data: TrainingData, world: int, say: Say) -> None:
     """Writes the preview of a run that begins into its folder, where `stoker report` finds it.
 
     Before the first step and by the code of `stoker preview`, not from a batch of the loop: nothing is added to the
@@ -203,8 +203,8 @@ def keep_with_run(file: Path, config: HostConfig, data: TrainingData, name: str,
     samples. A picture is not worth a run: whatever goes wrong is said, and the run begins without it.
     """
     try:
-        preview = look(config, data, patience_s=RUN_PATIENCE_S)
-        drawn = draw_sheet(sheet_of(preview, name, RUN_LARGEST_SIDE), RUN_LARGEST_SIDE)
+        preview = look(config, data, world=world, patience_s=RUN_PATIENCE_S)
+        drawn = draw_sheet(sheet_of(preview, file.absolute().parent.name, RUN_LARGEST_SIDE), RUN_LARGEST_SIDE)
         write_bytes(file, drawn.as_jpeg(RUN_MOST_BYTES))
     except Exception as error:
         say(f"note: no {file.name}: {str(error) or type(error).__name__}")

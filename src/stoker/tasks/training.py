@@ -91,7 +91,7 @@ def train_here(
         stack.callback(observer.close)
         say_here(describe_run(config, run, data))
         if found is None:
-            keep_with_run(folder.preview_file, config, data, folder.root.name, say_here)
+            keep_with_run(folder.preview_file, config, data, ranks.world, say_here)
         warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
         if warning:
             say_here(f"warning: {warning}")

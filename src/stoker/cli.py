@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "Train what a config describes, or resume.",
     "doctor": "Find out what slows down a config, a run or any PyTorch script.",
     "plan": "Estimate memory, time and cost before anything runs.",
+    "preview": "Write a picture of the samples that the network gets, with their classes.",
     "report": "Write report.html: where a run's time went, or two runs side by side.",
     "watch": "Follow a run in the terminal or the browser.",
     "lr-find": "Find a learning rate with a range test.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from stoker.clock.observed import Observed
 from stoker.doctor.records import Diagnosis, Need
@@ -212,6 +214,27 @@ def test_names_are_shown_as_they_are_and_never_run(shown: Page) -> None:
     assert shown.evaluate("document.images.length") == 0
     assert shown.evaluate("document.querySelector('#quarantine code').textContent") == EVIL
     assert EVIL in shown.evaluate("document.querySelectorAll('.what')[1].textContent")
+
+
+def test_the_samples_that_a_run_kept_are_shown_in_the_page_and_not_in_its_data(page: Page, tmp_path: Path) -> None:
+    with_picture, without = write_run(tmp_path / "with"), write_run(tmp_path / "without")
+    stream = io.BytesIO()
+    Image.new("RGB", (1230, 800), "white").save(stream, "JPEG")
+    (with_picture / "preview.jpg").write_bytes(stream.getvalue())
+    (without / "preview.jpg").write_bytes(b"<svg onload='window.hacked=1'/>")
+    documents = read(with_picture), read(without)
+    assert documents[0]["preview"] == {"file": str(with_picture / "preview.jpg"), "bytes": len(stream.getvalue())}
+    assert documents[1]["preview"] is None, "not a picture"
+    page.resize(1280)
+    page.open(write_page(tmp_path / "report.html", *documents))
+    assert page.evaluate("document.images.length") == 1
+    assert page.evaluate("document.images[0].decode().then(() => document.images[0].naturalWidth)") == 1230
+    assert page.evaluate("document.querySelector('#preview h3').textContent") == "with"
+    assert page.place("#preview img")[2] <= 1152, "no wider than the page"
+    assert (page.problems, len(page.requests)) == ([], 1)
+    (with_picture / "preview.jpg").unlink()
+    page.open(write_page(tmp_path / "report.html", documents[0]))
+    assert page.evaluate("document.querySelector('#preview').childElementCount") == 0
 
 
 def test_even_a_script_that_got_in_would_not_run(page: Page, tmp_path: Path) -> None:

@@ -71,6 +71,25 @@ class Steps:
         return np.arange(first + self.rank, end, self.world, dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class Excerpt(Steps):
+    """A single step with chosen positions: samples exactly as a run would see them there, without the others."""
+
+    chosen: tuple[int, ...] = ()
+
+    def count(self, start: int = 0) -> int:  # noqa: ARG002 - there is only one step
+        return 1
+
+    def positions(self, step: int, start: int = 0) -> Positions:  # noqa: ARG002
+        return np.array(self.chosen, np.int64)
+
+
+def excerpt(chosen: Positions) -> Excerpt:
+    """The step that holds these positions, in this order."""
+    places = tuple(chosen.tolist())
+    return Excerpt(samples=len(places), batch_size=len(places), chosen=places)
+
+
 def permute(values: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
     """The values, all in 0 .. size-1, through a bijection of that range that depends on the key."""
     if size <= 1:

@@ -57,6 +57,13 @@ def build_model(
     return model
 
 
+def facts_about(name: str) -> dict[str, Any]:
+    """What timm knows about a network without building it, as `pretrained_cfg` of the built one says it."""
+    _check_name(name)
+    known = timm.get_pretrained_cfg(name)
+    return {} if known is None else known.to_dict()
+
+
 def count_parameters(model: nn.Module) -> int:
     """The number of parameters, trained or frozen, without buffers."""
     return sum(parameter.numel() for parameter in model.parameters())

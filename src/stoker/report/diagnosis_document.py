@@ -42,6 +42,7 @@ def diagnosis_document(diagnosis: Diagnosis, name: str) -> Document:
         "findings": [finding_row(finding) for finding in diagnosis.findings[:SHOWN_FINDINGS]],
         "needs": [need_row(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
         "predictions": describe_predictions([*predicted, *confirmed]),
+        "preview": None,
         "quarantine": {"count": 0, "samples": []},
         "config": None,
         "environment": {"facts": _facts(observed)},

@@ -31,6 +31,7 @@ from stoker.report.run_files import (
     describe_predictions,
     describe_quarantine,
     list_checkpoints,
+    preview_of,
     read_config,
     read_environment,
 )
@@ -129,6 +130,7 @@ class RunReader:
             "findings": [] if diagnosis is None else [finding_row(f) for f in diagnosis.findings[:SHOWN_FINDINGS]],
             "needs": [] if diagnosis is None else [need_row(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
             "predictions": describe_predictions([*predicted, *self._predictions.records]),
+            "preview": preview_of(folder.preview_file),
             "quarantine": describe_quarantine(self._quarantine.records),
             "config": {"changed": changed_from_defaults(config), "all": config},
             "environment": read_environment(folder.environment_file),

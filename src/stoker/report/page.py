@@ -18,6 +18,7 @@ from stoker.console import say
 from stoker.errors import UserError
 from stoker.files import write_text
 from stoker.report.document import Document, compare
+from stoker.report.run_files import picture_url
 from stoker.run.folder import RunFolder
 
 
@@ -51,6 +52,8 @@ def report_page(document: Document, *, live: bool = False) -> str:
         "style": style,
         "script": script,
         "data": embedded_json(document),
+        # Not in the document, which --json prints and a live page fetches every second.
+        "pictures": embedded_json([picture_url(run["preview"]) for run in document["runs"]]),
     }
     page = _part("report.html")
     # In one pass: placeholders in the data are not expanded.
@@ -112,9 +115,9 @@ def write_page(path: Path, document: Document) -> None:
         ) from None
 
 
-def show_in_browser(path: Path) -> None:
-    """Opens the page in the desktop's browser, or says that there is none."""
+def show_in_browser(path: Path, what: str = "page") -> None:
+    """Opens a page or a picture in the desktop's browser or viewer, or says that there is none."""
     import webbrowser
 
     if not webbrowser.open(path.absolute().as_uri()):
-        say(f"note: no browser could be opened here; the page is {path.absolute()}")
+        say(f"note: no browser could be opened here; the {what} is {path.absolute()}")

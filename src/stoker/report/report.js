@@ -137,6 +137,11 @@ const sections = {
     })];
   },
 
+  preview: (doc) => perRun(doc, "preview", "What the network gets", (run) => {
+    const source = pictures[doc.runs.indexOf(run)];
+    return source && el("img", { class: "sheet", src: source, alt: "Training samples of the first steps and validation samples, each with its class" });
+  }),
+
   learning: (doc) => {
     const charts = [
       { id: "loss", title: "Training loss", xLabel: "step", group: "step", series: curves(doc, "steps", "step", [["train/loss", "train/loss"]]) },
@@ -181,6 +186,9 @@ const sections = {
 
   foot: (doc) => [`Made by stoker ${doc.stoker} from ${doc.runs.some((run) => run.config) ? "the run's files" : "what the doctor measured"}. This page is self-contained and loads nothing.`],
 };
+
+/* Pictures are in the page itself; the document of a live page is fetched without them. */
+const pictures = JSON.parse(document.getElementById("pictures").textContent);
 
 function perRun(doc, id, title, make) {
   const made = doc.runs.map((run) => [run, make(run)]).filter(([, content]) => Array.isArray(content) ? content.some(Boolean) : content);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ SHOWN_SAMPLES = 200
 SHOWN_PREDICTIONS = 100
 SHOWN_CHECKPOINTS = 100
 LARGEST_ENVIRONMENT_BYTES = 4 << 20
+LARGEST_PREVIEW_BYTES = 1 << 20
+JPEG = b"\xff\xd8\xff"
 
 _CHECKPOINT = re.compile(r"epoch=(\d+)-val_acc1=([-+.\d]+)\.ckpt")
 
@@ -85,6 +88,27 @@ def read_environment(path: Path) -> dict[str, Any]:
         "variables": {clip(k, 80): clip(v) for k, v in _mapping(record.get("variables")).items()},
         "packages": dict(list(packages.items())[:1000]),
     }
+
+
+def preview_of(path: Path) -> dict[str, Any] | None:
+    """Where the run's picture of its samples is, and its size; None without one that a page can hold."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            is_jpeg = stream.read(len(JPEG)) == JPEG
+        file = str(path).encode().decode()  # JSON is UTF-8; a folder's name need not be
+    except (OSError, ValueError):
+        return None
+    return {"file": file, "bytes": size} if is_jpeg and size <= LARGEST_PREVIEW_BYTES else None
+
+
+def picture_url(preview: dict[str, Any] | None) -> str | None:
+    """The picture itself, as text that a page can hold; None if it is gone."""
+    try:
+        data = b"" if preview is None else Path(preview["file"]).read_bytes()
+    except OSError:
+        return None
+    return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}" if data.startswith(JPEG) else None
 
 
 def list_checkpoints(folder: Path) -> list[dict[str, Any]]:

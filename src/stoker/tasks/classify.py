@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import ImageLoader
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig
-from stoker.models.build import build_model, count_parameters, with_sync_batchnorm
+from stoker.models.build import build_model, count_parameters, facts_about, with_sync_batchnorm
 from stoker.models.weights import load_weights
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
 from stoker.train.compute import (
@@ -117,12 +118,12 @@ def build_run(
     loaders = _Loaders(config, data, ranks, quarantine_file, say, on_gpu=uploader.queue is not None)
     horizon = _horizon(config, loaders.of_epoch(0).steps())
     ema = _average(config, model, horizon)
-    mean, std = colours_of(model)
-    augment = build_train_augment(config, num_classes, mean=mean, std=std, dtype=input_dtype(config, device))
+    colours = colours_of(model)
+    augment = train_augment(config, num_classes, colours, device)
     return Run(
         model=model, ema=ema, step=step, total_batch=total_batch, uploader=uploader,
         prepare=partial(prepare_batch, augment, uploader.copy, ranks.rank * config.gradient_accumulation),
-        prepare_val=partial(_prepare_val, eval_prepare(config, model, device), uploader.copy),
+        prepare_val=partial(prepare_val_batch, eval_prepare(config, colours, device), uploader.copy),
         train_loader=loaders.of_epoch, val_loader=loaders.validation(),
         val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr,
         accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
@@ -178,16 +179,13 @@ class _Loaders:
 
     def of_epoch(self, epoch: int) -> ImageLoader:
         config = self._config
-        until = config.resize_epochs or default_resize_epochs(config.epochs)
-        size = image_size(epoch, config.start_img_size, config.img_size, until)
-        if self._open is None or size != self._size:
+        sized = config.model_copy(update={"img_size": image_size_of(config, epoch)})
+        if self._open is None or sized.img_size != self._size:
             if self._open is not None:
                 self._open.close()
-            sized = config.model_copy(update={"img_size": size})
-            plan = training_plan(sized, self._data.train, self._data.decoding, self._ranks)
-            _check_length(config, len(self._data.train), plan.steps.total_batch * config.gradient_accumulation)
+            plan = checked_training_plan(sized, self._data, self._ranks)
             self._open = self._loader(sized, plan, config.gradient_accumulation)
-            self._size = size
+            self._size = sized.img_size
         return self._open
 
     def validation(self) -> ImageLoader | None:
@@ -214,6 +212,19 @@ class _Loaders:
         if line not in self._said:
             self._said.add(line)
             self._say(line)
+
+
+def image_size_of(config: Config, epoch: int) -> int:
+    """The size of an epoch's training images: progressive resizing changes it."""
+    until = config.resize_epochs or default_resize_epochs(config.epochs)
+    return image_size(epoch, config.start_img_size, config.img_size, until)
+
+
+def checked_training_plan(config: Config, data: TrainingData, ranks: Ranks) -> BatchPlan:
+    """What the training batches of this rank hold; raises UserError if they do not fill an epoch."""
+    plan = training_plan(config, data.train, data.decoding, ranks)
+    _check_length(config, len(data.train), plan.steps.total_batch * config.gradient_accumulation)
+    return plan
 
 
 def _check_length(config: Config, samples: int, total: int) -> None:
@@ -293,7 +304,15 @@ def _average(config: Config, model: nn.Module, horizon: Horizon) -> WeightAverag
 
 def colours_of(model: nn.Module) -> tuple[Colour, Colour]:
     """Mean and deviation of the colours that the network's published weights were trained with, else ImageNet's."""
-    known = getattr(model, "pretrained_cfg", None) or {}
+    return _colours(getattr(model, "pretrained_cfg", None) or {})
+
+
+def colours_of_name(name: str) -> tuple[Colour, Colour]:
+    """The same for the network of a config, which is not built."""
+    return _colours(facts_about(name))
+
+
+def _colours(known: Mapping[str, Any]) -> tuple[Colour, Colour]:
     mean, std = known.get("mean"), known.get("std")
     if mean is None or std is None or len(mean) != 3 or len(std) != 3:
         return IMAGENET_MEAN, IMAGENET_STD
@@ -305,9 +324,17 @@ def input_dtype(config: Config, device: torch.device) -> torch.dtype:
     return compute_dtype(config.precision) if device.type == "cuda" else torch.float32
 
 
-def eval_prepare(config: Config, model: nn.Module, device: torch.device) -> EvalPrepare:
-    """How bytes become the model's inputs wherever it is not trained."""
-    return EvalPrepare(*colours_of(model), input_dtype(config, device), memory_format_of(config))
+def train_augment(
+    config: Config, num_classes: int, colours: tuple[Colour, Colour], device: torch.device
+) -> TrainAugment:
+    """How bytes become the inputs of a training step; `colours` are the model's."""
+    mean, std = colours
+    return build_train_augment(config, num_classes, mean=mean, std=std, dtype=input_dtype(config, device))
+
+
+def eval_prepare(config: Config, colours: tuple[Colour, Colour], device: torch.device) -> EvalPrepare:
+    """How bytes become a model's inputs wherever it is not trained; `colours` are the model's."""
+    return EvalPrepare(*colours, input_dtype(config, device), memory_format_of(config))
 
 
 def prepare_batch(
@@ -319,7 +346,8 @@ def prepare_batch(
     return Prepared(*augment(images, batch.labels, batch.flips, batch.keys, epoch, step, first_part + number, copy))
 
 
-def _prepare_val(prepare: EvalPrepare, copy: Copy, batch: Batch) -> Prepared:
+def prepare_val_batch(prepare: EvalPrepare, copy: Copy, batch: Batch) -> Prepared:
+    """A validation batch on the device."""
     labels = copy(torch.from_numpy(batch.labels))
     return Prepared(prepare(copy(batch.images)), labels, labels, mixed=False)
 

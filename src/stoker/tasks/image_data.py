@@ -93,7 +93,7 @@ def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks:
         bounds=CropRange(config.crop_scale, config.crop_aspect),
         decoding=decoding,
         mode=config.decode_mode,
-        interpolation=config.interpolation or "bilinear",
+        interpolation=training_interpolation(config),
     )
     order = Order(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
     used = len(samples)
@@ -119,6 +119,11 @@ def validation_view(config: Config, decoding: Decoding) -> CentreCrop:
     interpolation = validation_interpolation(config)
     # As torchvision and timm compute it: the crop keeps `crop_ratio` of the resized shorter side.
     return CentreCrop(size, int(np.floor(size / config.crop_ratio)), decoding, interpolation)
+
+
+def training_interpolation(config: Config) -> Interpolation:
+    """How training crops are interpolated: bilinear unless the config says otherwise, as in torchvision."""
+    return config.interpolation or "bilinear"
 
 
 def validation_interpolation(config: Config) -> Interpolation:

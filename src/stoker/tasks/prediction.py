@@ -19,7 +19,7 @@ from stoker.console import Advance
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.headers import BadImage
 from stoker.data.images.listing import IMAGE_SUFFIXES, shown
-from stoker.tasks.classify import eval_prepare
+from stoker.tasks.classify import colours_of, eval_prepare
 from stoker.tasks.image_data import validation_view
 from stoker.tasks.results import Guess, ImagePrediction
 from stoker.train.checkpoint.restore import Restored
@@ -51,7 +51,7 @@ def classifier_of(restored: Restored, device: torch.device | None = None) -> Cla
     """The restored model on the GPU if there is one, in the config's precision."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     set_matmul_precision(restored.config.matmul_precision)
-    prepare = eval_prepare(restored.config, restored.model, device)
+    prepare = eval_prepare(restored.config, colours_of(restored.model), device)
     return Classifier(restored.model.to(device), device, prepare, Precision(restored.config.precision, device))
 
 

@@ -24,6 +24,7 @@ from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
 from stoker.tasks.classify import TrainingData, build_run, describe_run, open_data
 from stoker.tasks.image_data import chosen_record
+from stoker.tasks.preview_sheet import keep_with_run
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
@@ -89,6 +90,8 @@ def train_here(
         observer = _open_observer(config, folder, run, data, found, machine, progress)
         stack.callback(observer.close)
         say_here(describe_run(config, run, data))
+        if found is None:
+            keep_with_run(folder.preview_file, config, data, ranks.world, say_here)
         warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
         if warning:
             say_here(f"warning: {warning}")

@@ -36,9 +36,14 @@ def binary_cross_entropy(
     """Binary cross-entropy over each class separately; with a threshold, targets above it count as 1, others as 0."""
     rows = soft_targets(targets, logits.shape[1], smoothing) if targets.ndim == 1 else targets.float()
     if threshold is not None:
-        # After smoothing, which it cancels; both classes of a mixed sample can then count as fully present.
-        rows = rows.gt(threshold).float()
+        rows = present_classes(rows, threshold)
     return functional.binary_cross_entropy_with_logits(logits.float(), rows)
+
+
+def present_classes(rows: Tensor, threshold: float) -> Tensor:
+    """Soft targets as the binary loss with a threshold takes them: 1 above it, else 0."""
+    # After smoothing, which it cancels; both classes of a mixed sample can then count as fully present.
+    return rows.gt(threshold).float()
 
 
 def build_loss(config: Config) -> Loss:

@@ -42,7 +42,7 @@ def show(
                 "origins": resolved.origins,
                 "run_folder": str(run_folder_for(resolved.config, config).root),
                 "warnings": list(resolved.warnings),
-                "notes": notes,
+                "notes": [*resolved.notes, *notes],
             }
         )
         return 0

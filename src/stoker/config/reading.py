@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from stoker.config.pairs import RULES
 from stoker.config.schema import ALIASES, SECTION_NAMES, Config, describe_type, key_names
 from stoker.config.yaml_file import YamlFile, parse_value, read_yaml_file
-from stoker.console import say_warnings
+from stoker.console import say_notes, say_warnings
 from stoker.errors import ConfigError, Problem, UserError, did_you_mean
 
 
@@ -82,6 +82,7 @@ def _article(expected: str) -> str:
 
 BASE = "base"
 MAX_BASES = 8
+COMMAND_LINE = "command line"
 _KNOWN = frozenset(key_names()) | ALIASES.keys() | {BASE}
 
 
@@ -93,6 +94,10 @@ class Setting:
     spelled: str
     where: str
 
+    @property
+    def on_command_line(self) -> bool:
+        return self.where.startswith(COMMAND_LINE)
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -102,6 +107,8 @@ class Resolved:
     origins: dict[str, str]
     """For each key that was set: `configs/a.yaml:12` or `command line`; the others are defaults."""
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What was adapted so that the settings fit together."""
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resolved:
@@ -114,13 +121,14 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resol
             problems += layer.problems
             settings |= _settings_of_file(layer, problems, warnings)
     settings |= _settings_of_overrides(overrides, problems)
+    notes = _shorten_warmup(settings)
     config = _validate(settings, problems, warnings)
     if problems:
         source = str(path) if path is not None else "the command line"
         count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
         raise ConfigError(f"{count} in {source}", problems, hint=_hint(problems))
     origins = {key: setting.where for key, setting in settings.items()}
-    return Resolved(config, origins, tuple(warnings))
+    return Resolved(config, origins, tuple(warnings), notes)
 
 
 _last_loaded: Config | None = None
@@ -131,6 +139,7 @@ def load_for_command(path: Path | None, overrides: Sequence[str] | None, set_opt
     resolved = load_config(path, [*(overrides or ()), *(set_options or ())])
     remember_config(resolved.config)
     say_warnings(resolved.warnings)
+    say_notes(resolved.notes)
     return resolved
 
 
@@ -197,9 +206,9 @@ def _settings_of_overrides(overrides: Sequence[str], problems: list[Problem]) ->
     settings: dict[str, Setting] = {}
     for text in overrides:
         key, equals, value_text = text.partition("=")
-        where = f"command line: {text}"
+        where = f"{COMMAND_LINE}: {text}"
         if not equals:
-            problems.append(Problem((text,), f"{text!r} is not KEY=VALUE", "command line"))
+            problems.append(Problem((text,), f"{text!r} is not KEY=VALUE", COMMAND_LINE))
             continue
         try:
             value = parse_value(value_text)
@@ -229,6 +238,23 @@ def _add(settings: dict[str, Setting], setting: Setting, problems: list[Problem]
         names = setting.spelled if earlier.spelled == setting.spelled else f"{earlier.spelled} and {setting.spelled}"
         message = f"{names}: set twice, to {earlier.value!r} ({earlier.where}) and {setting.value!r}"
         problems.append(Problem((key,), message, setting.where))
+
+
+def _shorten_warmup(settings: dict[str, Setting]) -> tuple[str, ...]:
+    """Fits the file's warmup into fewer epochs, if these were given on the command line; says so.
+
+    `epochs=2` is how people try out a recipe, and it is not a mistake that the recipe's warmup is longer. A file that
+    contradicts itself, or a command line that does, still is one.
+    """
+    warmup, epochs = settings.get("warmup_epochs"), settings.get("epochs")
+    if warmup is None or epochs is None or warmup.on_command_line or not epochs.on_command_line:
+        return ()
+    if type(warmup.value) is not int or type(epochs.value) is not int or not 1 <= epochs.value <= warmup.value:
+        return ()
+    shorter = epochs.value // 2  # at least half of the run at the schedule itself
+    where = f"shortened from {warmup.value} ({warmup.where}), because of {epochs.where}"
+    settings["warmup_epochs"] = Setting(shorter, warmup.spelled, where)
+    return (f"warmup_epochs: {warmup.value} does not fit into {epochs.spelled}={epochs.value}: using {shorter}",)
 
 
 def _unknown_key(setting: Setting) -> Problem:

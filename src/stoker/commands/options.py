@@ -45,7 +45,7 @@ _KEY_VALUE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
 def config_and_overrides(config: Path, overrides: Sequence[str] | None) -> tuple[Path, list[str]]:
-    """The config file and its KEY=VALUE, in whatever order they were typed: the parser takes the first word for CONFIG."""
+    """The config file and its KEY=VALUE, in whatever order they were typed; the parser takes the first for CONFIG."""
     words = [str(config), *(overrides or ())]
     file = next((word for word in words if not _KEY_VALUE.match(word) or Path(word).is_file()), None)
     if file is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from stoker.config.importing.names import NAMES, RENAMED
 from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, GROUPS, SECTION_NAMES, Config, describe_type
 from stoker.config.yaml_file import parse_value
@@ -64,6 +65,7 @@ class KeyReference:
 def key_references(names: list[str] | None = None) -> list[KeyReference]:
     """The reference of all keys, or of the named ones."""
     defaults = config_values(Config())
+    every_alias = ALIASES | RENAMED
     found = []
     for group in GROUPS:
         for name, field in group.model_fields.items():
@@ -75,14 +77,14 @@ def key_references(names: list[str] | None = None) -> list[KeyReference]:
                     type=describe_type(name),
                     default=defaults[name],
                     unit=str(extra["unit"]) if "unit" in extra else None,
-                    aliases=tuple(alias for alias, key in ALIASES.items() if key == name),
+                    aliases=tuple(alias for alias, key in every_alias.items() if key == name),
                     meaning=" ".join((field.description or "").split()),
                 )
             )
     if not names:
         return found
     by_name = {reference.name: reference for reference in found}
-    by_name |= {alias: by_name[key] for alias, key in ALIASES.items()}
+    by_name |= {alias: by_name[key] for alias, key in every_alias.items()}
     unknown = next((name for name in names if name not in by_name), None)
     if unknown is not None:
         similar = nearest(unknown, by_name)
@@ -102,6 +104,7 @@ def editor_schema() -> dict[str, Any]:
         if "enum" in schema and "32" in schema["enum"]:  # YAML reads `precision: 32` as a number
             schema.pop("type")
             schema["enum"].append(32)
+    properties |= {name: {"description": "Another program's name; see `stoker config import`."} for name in NAMES}
     properties |= {alias: {"description": f"Alias of {name}."} | properties[name] for alias, name in ALIASES.items()}
     for name in SECTION_NAMES & properties.keys():
         properties[name] = {

@@ -31,7 +31,8 @@ from train import arguments_for_stoker
         (
             "--config c.yaml --data_root /d --batch_size 8 --lr 0.1 --precision 16-mixed --max_classes 3 "
             "--max_samples_per_class 5",
-            "train c.yaml data_root=/d batch_size=8 lr=0.1 precision=16-mixed subset_classes=3 subset_train_per_class=5",
+            "train c.yaml data_root=/d batch_size=8 lr=0.1 precision=16-mixed subset_classes=3 "
+            "subset_train_per_class=5",
         ),
     ],
 )

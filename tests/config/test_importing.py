@@ -13,12 +13,12 @@ import pytest
 from stoker.cli import main
 from stoker.config import load_config
 from stoker.config.importing.case_study import CASE_STUDY_KEYS
-from stoker.config.importing.names import NAMES, RENAMED
+from stoker.config.importing.names import NAMES
 from stoker.config.importing.programs import PROGRAMS
 from stoker.config.importing.rules import Kind, Theirs
 from stoker.config.importing.translate import Imported, import_config
 from stoker.config.importing.writing import imported_as_yaml, summary
-from stoker.config.schema import Config
+from stoker.config.schema import FOREIGN_ALIASES, Config
 from stoker.errors import ConfigError, UserError
 from tests.conftest import PROJECT
 
@@ -129,9 +129,9 @@ def test_an_lr_beside_others_names_loads_once_it_is_said_whether_to_scale_it(yam
 def test_the_reference_lists_the_other_names_of_a_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "keys", "gradient_clip_val"]) == 0
     assert "accumulate_grad_batches" not in capsys.readouterr().out
-    assert main(["config", "keys", *RENAMED]) == 0
+    assert main(["config", "keys", *FOREIGN_ALIASES]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in [*RENAMED, *RENAMED.values()])
+    assert all(name in printed for name in [*FOREIGN_ALIASES, *FOREIGN_ALIASES.values()])
 
 
 # The tables.
@@ -442,6 +442,28 @@ def assert_explained_without_names(imported: Imported, folder: Path) -> Config:
     resolved = load_config(folder / "ours.yaml")
     assert resolved.config == Config.model_validate(imported.settings)
     return resolved.config
+
+
+def test_sections_of_a_program_that_we_do_not_know_are_headings_except_for_names(
+    tmp_path: Path, yaml_file: Write
+) -> None:
+    text = (
+        "model: {name: resnet18, dropout: 0.1}\noptimizer: {name: torch.optim.AdamW, lr: 0.001}\n"
+        "scheduler: {name: CosineAnnealingLR}\ndata: {root: /birds, batch_size: 8}\nval: {batch_size: 16, name: x}\n"
+        "trainer_options: {gpus: [0, 1], precision: 16, strategy: ddp_spawn}\nlimit: .nan\n"
+    )
+    imported = import_config(yaml_file(text, "theirs.yaml"))
+    assert imported.program.name == "names"
+    assert imported.named(Kind.UNKNOWN) == ["val.name", "limit"]
+    config = assert_explained(imported, tmp_path)
+    expected = {
+        "model": "resnet18", "dropout": 0.1, "optimizer": "adamw", "lr": 0.001, "scale_lr": False,
+        "data_root": "/birds", "lr_scheduler": "cosine", "batch_size": 8, "devices": 2, "precision": "16-mixed",
+        "strategy": "ddp",
+    }  # fmt: skip
+    assert {key: getattr(config, key) for key in expected} == expected
+    assert "# val.batch_size: 16" in imported_as_yaml(imported)
+    assert summary(imported)["keys"]["limit"]["value"] == "nan"
 
 
 def test_what_does_not_fit_together_is_left_out_with_the_reason(tmp_path: Path, yaml_file: Write) -> None:

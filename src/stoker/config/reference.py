@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from stoker.config.importing.names import NAMES, RENAMED
+from stoker.config.importing.names import NAMES
 from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, GROUPS, SECTION_NAMES, Config, describe_type
 from stoker.config.yaml_file import parse_value
@@ -65,7 +65,6 @@ class KeyReference:
 def key_references(names: list[str] | None = None) -> list[KeyReference]:
     """The reference of all keys, or of the named ones."""
     defaults = config_values(Config())
-    every_alias = ALIASES | RENAMED
     found = []
     for group in GROUPS:
         for name, field in group.model_fields.items():
@@ -77,14 +76,14 @@ def key_references(names: list[str] | None = None) -> list[KeyReference]:
                     type=describe_type(name),
                     default=defaults[name],
                     unit=str(extra["unit"]) if "unit" in extra else None,
-                    aliases=tuple(alias for alias, key in every_alias.items() if key == name),
+                    aliases=tuple(alias for alias, key in ALIASES.items() if key == name),
                     meaning=" ".join((field.description or "").split()),
                 )
             )
     if not names:
         return found
     by_name = {reference.name: reference for reference in found}
-    by_name |= {alias: by_name[key] for alias, key in every_alias.items()}
+    by_name |= {alias: by_name[key] for alias, key in ALIASES.items()}
     unknown = next((name for name in names if name not in by_name), None)
     if unknown is not None:
         similar = nearest(unknown, by_name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.config.importing.names import IMPORT_NAMES
+from stoker.config.importing.names import IMPORT_NAMES, devices, optimizer, precision, scheduler, strategy
 from stoker.config.importing.rules import (
     Became,
     Kind,
@@ -22,35 +22,6 @@ from stoker.config.importing.rules import (
     renamed,
     same,
 )
-
-# As Lightning spells them, with its short forms.
-PRECISIONS = {
-    "32": "32", "32-true": "32", "16": "16-mixed", "16-mixed": "16-mixed", "bf16": "bf16-mixed",
-    "bf16-mixed": "bf16-mixed",
-}  # fmt: skip
-
-
-def _precision(value: Any, _theirs: Theirs) -> Became:
-    if value is None:
-        return same("not set")
-    ours = PRECISIONS.get(str(value))
-    return same(precision=ours) if ours else lost("stoker has 32, 16-mixed and bf16-mixed")
-
-
-def _devices(value: Any, _theirs: Theirs) -> Became:
-    if value in ("auto", -1, "-1", None):
-        return same(devices="auto")
-    if isinstance(value, list):
-        return changed("choose the GPUs with CUDA_VISIBLE_DEVICES", devices=len(value))
-    return same(devices=value)
-
-
-def _strategy(value: Any, _theirs: Theirs) -> Became:
-    if value == "auto":
-        return same(strategy="auto")
-    if isinstance(value, str) and value.startswith("ddp"):
-        return same(strategy="ddp") if value == "ddp" else changed(f"{value} there", strategy="ddp")
-    return lost("stoker has single and ddp")
 
 
 def _listed(value: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -114,21 +85,9 @@ def _loggers(value: Any, _theirs: Theirs) -> Became:
     return changed("; ".join(remarks), **settings) if remarks else same(**settings)
 
 
-OPTIMIZERS = {"SGD": "sgd", "AdamW": "adamw", "Lamb": "lamb"}
-
-
-def _optimizer(value: Any, _theirs: Theirs) -> Became:
-    ours = OPTIMIZERS.get(str(value).rpartition(".")[2])
-    return same(optimizer=ours) if ours else lost("stoker has sgd, adamw and lamb")
-
-
-def _scheduler(value: Any, _theirs: Theirs) -> Became:
-    name = str(value).rpartition(".")[2]
-    if name == "CosineAnnealingLR":
-        return same("once an epoch", lr_scheduler="cosine", lr_update="epoch")
-    if name == "StepLR":
-        return same("once an epoch", lr_scheduler="step", lr_update="epoch")
-    return lost("stoker has cosine, step and constant")
+def _scheduler(value: Any, theirs: Theirs) -> Became:
+    ours = scheduler(value, theirs).settings
+    return same("once an epoch", **ours, lr_update="epoch") if ours else scheduler(value, theirs)
 
 
 def _cosine_length(value: Any, theirs: Theirs) -> Became:
@@ -146,10 +105,10 @@ LIGHTNING: Table = {
     "seed_everything": lambda value, _theirs: same("not set") if value in (None, True, False) else same(seed=value),
     "ckpt_path": renamed("weights", off=(None, "last", "best"), why="only the weights; to resume, --resume FILE"),
     "trainer.accelerator": not_needed("stoker uses the GPUs that it finds"),
-    "trainer.strategy": _strategy,
-    "trainer.devices": _devices,
+    "trainer.strategy": strategy,
+    "trainer.devices": devices,
     "trainer.num_nodes": renamed("num_nodes"),
-    "trainer.precision": _precision,
+    "trainer.precision": precision,
     "trainer.logger": _loggers,
     "trainer.callbacks": _callbacks,
     "trainer.fast_dev_run": renamed("fast_dev_run", off=(None, False)),
@@ -184,7 +143,7 @@ LIGHTNING: Table = {
     "trainer.sync_batchnorm": renamed("sync_batchnorm"),
     "trainer.reload_dataloaders_every_n_epochs": not_needed("does not change the training"),
     "trainer.default_root_dir": renamed("runs_dir"),
-    "optimizer.class_path": _optimizer,
+    "optimizer.class_path": optimizer,
     "optimizer.eps": not_needed("stoker uses the optimizer's usual one"),
     "lr_scheduler.class_path": _scheduler,
     "lr_scheduler.T_max": _cosine_length,

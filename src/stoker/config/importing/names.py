@@ -24,6 +24,7 @@ from stoker.config.importing.rules import (
     same,
     timm_policy,
 )
+from stoker.config.schema import FOREIGN_ALIASES
 
 IMAGENET_MEAN = [0.485, 0.456, 0.406]
 IMAGENET_STD = [0.229, 0.224, 0.225]
@@ -77,6 +78,53 @@ def _folder(value: Any, _theirs: Theirs) -> Became:
     return changed("checkpoints are in RUNS_DIR/RUN_NAME/checkpoints", runs_dir=value)
 
 
+# As Lightning spells them, with its short forms.
+PRECISIONS = {
+    "32": "32", "32-true": "32", "16": "16-mixed", "16-mixed": "16-mixed", "bf16": "bf16-mixed",
+    "bf16-mixed": "bf16-mixed",
+}  # fmt: skip
+OPTIMIZERS = ("sgd", "adamw", "lamb")
+SCHEDULERS = {
+    "cosine": "cosine", "cosineannealinglr": "cosine", "step": "step", "steplr": "step", "constant": "constant",
+    "none": "constant",
+}  # fmt: skip
+
+
+def precision(value: Any, _theirs: Theirs) -> Became:
+    if value is None:
+        return same("not set")
+    ours = PRECISIONS.get(str(value))
+    return same(precision=ours) if ours else lost("stoker has 32, 16-mixed and bf16-mixed")
+
+
+def devices(value: Any, _theirs: Theirs) -> Became:
+    if value in ("auto", -1, "-1", None):
+        return same(devices="auto")
+    if isinstance(value, list):
+        return changed("choose the GPUs with CUDA_VISIBLE_DEVICES", devices=len(value))
+    return same(devices=value)
+
+
+def strategy(value: Any, _theirs: Theirs) -> Became:
+    if value in ("auto", "ddp", "single"):
+        return same(strategy=value)
+    if isinstance(value, str) and value.startswith("ddp"):
+        return changed(f"{value} there", strategy="ddp")
+    return lost("stoker has single and ddp")
+
+
+def optimizer(value: Any, _theirs: Theirs) -> Became:
+    """By name or class, as in `torch.optim.SGD`."""
+    name = str(value).rpartition(".")[2].lower()
+    return same(optimizer=name) if name in OPTIMIZERS else lost("stoker has sgd, adamw and lamb")
+
+
+def scheduler(value: Any, _theirs: Theirs) -> Became:
+    """By name or class, as in `torch.optim.lr_scheduler.CosineAnnealingLR`."""
+    name = str(value).rpartition(".")[2].lower()
+    return same(lr_scheduler=SCHEDULERS[name]) if name in SCHEDULERS else lost("stoker has cosine, step and constant")
+
+
 def _early_stopping(value: Any, _theirs: Theirs) -> Became:
     return same("not set") if value is None else same(early_stopping=value)
 
@@ -104,19 +152,8 @@ def _accelerator_value(value: Any, _theirs: Theirs) -> Became | None:
     return Became(Kind.NOT_NEEDED, "stoker uses the GPUs that it finds; here, accelerator names a datasheet")
 
 
-RENAMED = {
-    "accumulate_grad_batches": "gradient_accumulation",
-    "gradient_clip_val": "clip_grad_norm",
-    "eta_min": "min_lr",
-    "model_name": "model",
-    "log_every_n_steps": "log_every",
-    "max_classes": "subset_classes",
-    "max_samples_per_class": "subset_train_per_class",
-}
-"""Keys of ours under another name."""
-
 NAMES: Table = {
-    **{theirs: renamed(ours) for theirs, ours in RENAMED.items()},
+    **{theirs: renamed(ours) for theirs, ours in FOREIGN_ALIASES.items()},
     "gradient_clip_val": renamed("clip_grad_norm", off=(None, 0, 0.0)),
     "max_classes": renamed("subset_classes", why="chosen by subset_seed, but not the same classes as there"),
     "gradient_clip_algorithm": _clip_by,
@@ -168,18 +205,18 @@ VALUES: dict[str, Callable[[Any, Theirs], Became | None]] = {
 def _renamed_everywhere() -> dict[str, Rule]:
     """Names that only the import translates, because they could mean several things."""
     pairs = {
-        "learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "optim": "optimizer", "opt": "optimizer",
-        "n_epochs": "epochs", "num_epochs": "epochs", "total_epochs": "epochs", "bs": "batch_size",
-        "per_device_train_batch_size": "batch_size", "per_device_eval_batch_size": "val_batch_size",
-        "eval_batch_size": "val_batch_size", "gradient_accumulation_steps": "gradient_accumulation",
-        "accum_iter": "gradient_accumulation", "grad_clip": "clip_grad_norm", "clip_grad": "clip_grad_norm",
-        "max_grad_norm": "clip_grad_norm", "image_size": "img_size", "input_size": "img_size", "arch": "model",
-        "architecture": "model", "backbone": "model", "n_classes": "num_classes", "data_dir": "data_root",
-        "data_path": "data_root", "dataset_path": "data_root", "root": "data_root", "n_workers": "num_workers",
+        "learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "n_epochs": "epochs", "num_epochs": "epochs",
+        "total_epochs": "epochs", "bs": "batch_size", "per_device_train_batch_size": "batch_size",
+        "per_device_eval_batch_size": "val_batch_size", "eval_batch_size": "val_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation", "accum_iter": "gradient_accumulation",
+        "grad_clip": "clip_grad_norm", "clip_grad": "clip_grad_norm", "max_grad_norm": "clip_grad_norm",
+        "image_size": "img_size", "input_size": "img_size", "arch": "model", "architecture": "model",
+        "backbone": "model", "n_classes": "num_classes", "data_dir": "data_root", "data_path": "data_root",
+        "dataset_path": "data_root", "root": "data_root", "n_workers": "num_workers",
         "dataloader_num_workers": "num_workers", "mixup": "mixup_alpha", "cutmix": "cutmix_alpha",
-        "smoothing": "label_smoothing", "drop_rate": "dropout", "drop_path_rate": "drop_path", "gpus": "devices",
-        "num_gpus": "devices", "nodes": "num_nodes", "sync_bn": "sync_batchnorm", "log_interval": "log_every",
-        "print_freq": "log_every", "project": "wandb_project",
+        "smoothing": "label_smoothing", "drop_rate": "dropout", "drop_path_rate": "drop_path", "nodes": "num_nodes",
+        "sync_bn": "sync_batchnorm", "log_interval": "log_every", "print_freq": "log_every",
+        "project": "wandb_project",
     }  # fmt: skip
     return {theirs: renamed(ours) if ours != "lr" else absolute_lr for theirs, ours in pairs.items()}
 
@@ -188,6 +225,15 @@ IMPORT_NAMES: Table = {
     **_renamed_everywhere(),
     **NAMES,
     "lr": absolute_lr,
+    "precision": precision,
+    "devices": devices,
+    "gpus": devices,
+    "num_gpus": devices,
+    "strategy": strategy,
+    **dict.fromkeys(("optimizer", "optim", "opt", "optimizer.name", "optimizer.type"), optimizer),
+    **dict.fromkeys(("lr_scheduler", "scheduler", "sched", "lr_scheduler.name", "scheduler.name"), scheduler),
+    **dict.fromkeys(("model.name", "model.type"), renamed("model")),
+    **dict.fromkeys(("data.root", "data.path", "data.dir", "dataset.root", "dataset.path"), renamed("data_root")),
     "ema_decay": _average_decay,
     "early_stopping_patience": _early_stopping,
     "fast_dev_run": renamed("fast_dev_run"),

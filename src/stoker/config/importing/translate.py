@@ -15,12 +15,14 @@ from stoker.config.importing.rules import Became, Kind, Rule, Theirs, changed, l
 from stoker.config.pairs import RULES
 from stoker.config.reading import say_validation_error
 from stoker.config.reference import config_values
-from stoker.config.schema import ALIASES, Config
+from stoker.config.schema import ALIASES, FOREIGN_ALIASES, Config
 from stoker.config.yaml_file import Entry, read_yaml_file
 from stoker.errors import UserError
 
 BASE_FILE = "base.yaml"
 # PyYAML, which most programs use, reads these words as booleans; YAML 1.2, and stoker, as text.
+_NEED_SECTION = ("name", "type", "root", "path", "dir", "class_path")
+UNREADABLE = "(not plain data)"
 _OLD_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
 
 
@@ -99,12 +101,15 @@ def _read(path: Path) -> tuple[dict[str, tuple[Entry, str]], bool]:
     dotted = any(entry.sections[:1] == ("trainer",) for entry in file.entries)
     found: dict[str, tuple[Entry, str]] = {}
     for entry in file.entries:
-        sections = [name for name in entry.sections if name != "init_args"] if dotted else []
+        key, sections = entry.key.replace("-", "_"), [name for name in entry.sections if name != "init_args"]
+        # Sections are headings, unless a key makes sense only with them, or is in two of them.
+        if not dotted and key not in _NEED_SECTION and (key not in found or found[key][0].sections == entry.sections):
+            sections = []
         # The last one wins, as in PyYAML.
-        found[".".join([*sections, entry.key.replace("-", "_")])] = (entry, f"{path.name}:{entry.line}")
+        found[".".join([*sections, key])] = (entry, f"{path.name}:{entry.line}")
     for problem in file.problems:
         name = problem.keys[0]
-        found.setdefault(name, (Entry(name, "(cannot be read)", 0), problem.where or path.name))
+        found.setdefault(name, (Entry(name, UNREADABLE, 0), problem.where or path.name))
     return found, dotted
 
 
@@ -113,7 +118,8 @@ def _normal(value: Any) -> Any:
 
 
 def _refuse_ours(source: Path, entries: Iterable[str]) -> None:
-    if all(name in Config.model_fields or name in ALIASES or name == "base" for name in entries):
+    ours = Config.model_fields.keys() | (ALIASES.keys() - FOREIGN_ALIASES.keys()) | {"base"}
+    if ours.issuperset(entries):
         raise UserError(
             "config-already-ours",
             f"{source} has only keys of stoker",
@@ -124,8 +130,8 @@ def _refuse_ours(source: Path, entries: Iterable[str]) -> None:
 
 def _became(name: str, value: Any, theirs: Theirs, program: Program, dotted: bool) -> Became:
     section, _, leaf = name.rpartition(".")
-    if value == "(cannot be read)":
-        return lost("not plain data")
+    if value is UNREADABLE:
+        return lost("only plain data can be read")
     rule: Rule | None = program.table.get(name)
     if rule is None and dotted and section.partition(".")[0] != "trainer":
         rule = program.table.get(leaf)  # the user's own classes, by the usual names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,8 @@ def _cut(value: Any, depth: int = 4) -> Any:
         return {str(key): _cut(item, depth - 1) for key, item in list(value.items())[:8]} if depth else "..."
     if isinstance(value, list):
         return [_cut(item, depth - 1) for item in value[:8]] if depth else "..."
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    finite = not isinstance(value, float) or math.isfinite(value)  # JSON has no NaN
+    return value if finite and isinstance(value, (str, int, float, type(None))) else str(value)
 
 
 def _comment(text: str) -> str:

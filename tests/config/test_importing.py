@@ -16,6 +16,7 @@ from stoker.config.importing.case_study import CASE_STUDY_KEYS
 from stoker.config.importing.names import NAMES
 from stoker.config.importing.programs import PROGRAMS
 from stoker.config.importing.rules import Kind, Theirs
+from stoker.config.importing.torchvision import MODELS
 from stoker.config.importing.translate import Imported, import_config
 from stoker.config.importing.writing import imported_as_yaml, summary
 from stoker.config.schema import FOREIGN_ALIASES, Config
@@ -77,7 +78,7 @@ def test_a_name_or_value_of_others_that_means_the_same_loads(
     [
         ("gradient_clip_algorithm: value", "never single values"),
         ("pretrained: true", "weights: FILE"),
-        ("mean: [0.5, 0.5, 0.5]", "always normalised with"),
+        ("mean: [0.5, 0.5, 0.5]", "as the model expects"),
         ("random_crop: false", "always cropped"),
         ("deterministic: true", "no such switch"),
         ("monitor: val/loss", "by val/acc1"),
@@ -315,6 +316,14 @@ def test_torchvisions_arguments_become_the_recipe_that_we_ship(tmp_path: Path, y
     for key in Config.model_fields.keys() - different:
         assert getattr(config, key) == pytest.approx(getattr(ours, key)), key
     assert (config.lr, config.scale_lr, config.lr_update) == (0.5, False, "epoch")
+
+
+def test_torchvisions_names_of_networks_become_names_that_timm_knows(yaml_file: Write) -> None:
+    import timm
+
+    assert set(MODELS.values()) <= set(timm.list_models())
+    theirs = {"model": "vit_b_16", "data_path": "/data", "lr_warmup_epochs": 1, "val_crop_size": 224}
+    assert import_config(yaml_file(as_yaml(theirs), "args.yaml")).settings["model"] == "vit_base_patch16_224"
 
 
 LIGHTNING = """

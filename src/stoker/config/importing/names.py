@@ -30,9 +30,13 @@ IMAGENET_MEAN = [0.485, 0.456, 0.406]
 IMAGENET_STD = [0.229, 0.224, 0.225]
 
 
-def _colours(ours: list[float]) -> Rule:
+def colours(imagenet: list[float]) -> Rule:
+    """Stoker takes mean and std from the model; nearly all have ImageNet's."""
     return only(
-        None, ours, because="what stoker normalises with", otherwise=f"images are always normalised with {ours}"
+        None,
+        imagenet,
+        because="normalised as the model expects, for most with this",
+        otherwise="stoker normalises as the model expects, and has no key for it",
     )
 
 
@@ -162,7 +166,7 @@ NAMES: Table = {
         None,
         True,
         because="crop_scale and crop_aspect say how",
-        otherwise="training images are always cropped at random; crop_scale: [1, 1] keeps all of an image",
+        otherwise="training images are always cropped at random; crop_scale: [0.9, 1] keeps most of an image",
     ),
     "use_ema": _average,
     "pretrained": only(
@@ -171,8 +175,8 @@ NAMES: Table = {
         because="random weights",
         otherwise="stoker starts from a file of yours: weights: FILE",
     ),
-    "mean": _colours(IMAGENET_MEAN),
-    "std": _colours(IMAGENET_STD),
+    "mean": colours(IMAGENET_MEAN),
+    "std": colours(IMAGENET_STD),
     "deterministic": only(
         None,
         False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stoker.config.importing.names import IMAGENET_MEAN, IMAGENET_STD, IMPORT_NAMES
+from stoker.config.importing.names import IMPORT_NAMES
 from stoker.config.importing.rules import (
     Became,
     Kind,
@@ -226,10 +226,8 @@ TIMM: Table = {
     "img_size": _size,
     "input_size": lambda value, theirs: same("see img_size") if theirs.get("img_size") else _size(value, theirs),
     "crop_pct": renamed("crop_ratio"),
-    "mean": only(
-        None, IMAGENET_MEAN, because="what stoker uses", otherwise=f"images are normalised with {IMAGENET_MEAN}"
-    ),
-    "std": only(None, IMAGENET_STD, because="what stoker uses", otherwise=f"images are normalised with {IMAGENET_STD}"),
+    "mean": IMPORT_NAMES["mean"],
+    "std": IMPORT_NAMES["std"],
     "interpolation": _interpolation,
     "train_interpolation": not_needed("see interpolation"),
     "validation_batch_size": renamed("val_batch_size"),
@@ -325,7 +323,7 @@ TIMM: Table = {
     "recovery_interval": renamed("checkpoint_every_steps", off=(None, 0)),
     "checkpoint_hist": renamed("save_top_k"),
     "save_images": _RUNS_ELSEWHERE,
-    "pin_mem": renamed("pin_memory"),
+    "pin_mem": not_needed("does not change the training; stoker uses page-locked memory where it helps"),
     "no_prefetcher": _RUNS_ELSEWHERE,
     "output": renamed("runs_dir", off=(None, "")),
     "experiment": renamed("run_name", off=(None, "")),

@@ -5,6 +5,7 @@ Precedence: defaults < base file < file < KEY=VALUE on the command line.
 
 from __future__ import annotations
 
+import os
 import shlex
 import unicodedata
 from collections.abc import Sequence
@@ -87,7 +88,8 @@ BASE = "base"
 MAX_BASES = 8
 COMMAND_LINE = "command line"
 IMPORT = "stoker config import"
-_KNOWN = frozenset(key_names()) | ALIASES.keys() | NAMES.keys() | {BASE}
+_OURS = frozenset(key_names()) | ALIASES.keys() | {BASE}
+_KNOWN = _OURS | NAMES.keys()
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ def load_for_command(path: Path | None, overrides: Sequence[str] | None, set_opt
     resolved = load_config(path, [*(overrides or ()), *(set_options or ())])
     remember_config(resolved.config)
     say_warnings(resolved.warnings)
-    say_notes(resolved.notes)
+    if os.environ.get("RANK", "0") == "0":  # the same on all ranks
+        say_notes(resolved.notes)
     return resolved
 
 
@@ -317,7 +320,7 @@ def _unknown_key(setting: Setting) -> Problem:
     if odd is not None:
         message += f" (it contains {odd!r}, {unicodedata.name(odd, 'an unnamed character')})"
     last_part = unicodedata.normalize("NFKC", spelled).rpartition(".")[2]
-    meant = did_you_mean(last_part, _KNOWN - NAMES.keys()) or did_you_mean(last_part, NAMES)
+    meant = did_you_mean(last_part, _OURS) or did_you_mean(last_part, NAMES)
     return Problem((spelled,), message, setting.where, meant)
 
 

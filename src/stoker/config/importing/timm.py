@@ -116,7 +116,8 @@ def _if_step(key: str) -> Rule:
     def rule(value: Any, theirs: Theirs) -> Became:
         if theirs.get("sched", default="cosine") != "step":
             return without_effect("only the step schedule reads it")
-        return same(**{key: int(value) if key == "lr_step_epochs" else value})
+        settings: dict[str, Any] = {key: int(value) if key == "lr_step_epochs" else value}
+        return same(**settings)
 
     return rule
 

@@ -76,7 +76,7 @@ def import_config(
     if base is not None:
         entries = _read(base)[0] | entries
     values = {name: _normal(entry.value) for name, (entry, _) in entries.items()}
-    theirs = Theirs(values | given)
+    theirs = Theirs({**values, **given})
     imported = Imported(source, program, base)
     taken: dict[str, str] = {}
     if given:

@@ -72,11 +72,11 @@ def imported_as_yaml(imported: Imported) -> str:
             for key, value in fact.settings.items():
                 lines += _line(f"{key}: {_written(key, value)}", fact.reasons.get(key, fact.why))
     for title, kinds in _LEFT_OUT:
-        found = [key for key in imported.keys if key.became.kind in kinds and not key.became.settings]
-        if found:
+        left_out = [entry for entry in imported.keys if entry.became.kind in kinds and not entry.became.settings]
+        if left_out:
             lines += ["", f"# {title}"]
-            for key in found:
-                lines += _line(f"# {_theirs(key)}", _comment(key.became.why) or "the same")
+            for entry in left_out:
+                lines += _line(f"# {_theirs(entry)}", _comment(entry.became.why) or "the same")
     return "\n".join(lines) + "\n"
 
 

@@ -242,7 +242,7 @@ def complete(words: str, **variables: str) -> list[str]:
 
 def test_the_shell_completes_commands_and_options() -> None:
     assert complete("stoker conf") == ["config"]
-    assert set(complete("stoker config ")) == {"show", "keys", "schema"}
+    assert set(complete("stoker config ")) == {"show", "keys", "schema", "import"}
     assert "--json" in complete("stoker config show --")
 
 

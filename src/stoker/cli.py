@@ -35,7 +35,7 @@ COMMANDS = {
     "export": "Export a checkpoint's model for other programs, and check the result.",
     "pack": "Pack images into tar shards with an index.",
     "bench": "Measure how fast this host makes batches, and what limits it.",
-    "config": "Show a resolved config, the key reference, or a JSON schema.",
+    "config": "Show a resolved config or the key reference; import another program's config.",
     "demo": "Train a small network on handwritten digits, in a minute on a CPU.",
 }
 """Every command, with its line of help. `lr-find` is in stoker/commands/lr_find.py; typer gets the line from here."""

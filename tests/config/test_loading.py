@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.config import load_config
+from stoker.config.importing.names import NAMES
 from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, Config, key_names
 from stoker.errors import ConfigError
@@ -122,6 +123,28 @@ def test_impossible_pairs_name_both_keys(overrides: list[str], both_keys: tuple[
     assert all(key in problem for key in both_keys)
 
 
+@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0), (2, 1), (5, 2), (6, 5)])
+def test_fewer_epochs_on_the_command_line_shorten_the_files_warmup_with_a_note(
+    yaml_file: Write, epochs: int, warmup: int
+) -> None:
+    path = yaml_file("epochs: 100\nwarmup_epochs: 5\n")
+    resolved = load_config(path, [f"epochs={epochs}"])
+    assert (resolved.config.epochs, resolved.config.warmup_epochs) == (epochs, warmup)
+    assert resolved.warnings == ()
+    if warmup == 5:
+        assert resolved.notes == ()
+    else:
+        assert resolved.notes == (f"warmup_epochs: 5 does not fit into epochs={epochs}: using {warmup}",)
+        assert "shortened from 5" in resolved.origins["warmup_epochs"]
+
+
+def test_a_file_or_a_command_line_whose_warmup_outlasts_its_epochs_is_refused(yaml_file: Write) -> None:
+    assert "must be less than epochs: 3" in problems_of(yaml_file("epochs: 3\nwarmup_epochs: 3\n"))[0]
+    path = yaml_file("epochs: 9\nwarmup_epochs: 5\n")
+    assert "must be less than epochs: 2" in problems_of(path, "epochs=2", "warmup_epochs=3")[0]
+    assert "must be at least 1" in problems_of(path, "epochs=0")[0]
+
+
 def test_repeats_need_no_divisible_batch_when_they_go_to_different_ranks() -> None:
     assert load_config(None, ["repeated_augmentation=3", "batch_size=256", "devices=8"]).config.devices == 8
 
@@ -151,7 +174,7 @@ def test_every_key_with_one_typo_is_refused_and_the_right_key_suggested() -> Non
     known = {*key_names(), *ALIASES}
     tried = wrongly_suggested = 0
     for name in sorted(known):
-        for slip in _mutations(name) - known:
+        for slip in _mutations(name) - known - NAMES.keys():
             tried += 1
             (problem,) = problems_of(None, f"{slip}=1")
             # 'l' or 'r' alone could be any short key; any suggestion or none will do.

@@ -42,6 +42,27 @@ def test_a_run_reports_every_epoch_completely(ready: ReadyProcess, tmp_path: Pat
     assert all(name.partition("-")[2].startswith("val_acc1=") for name in best)
 
 
+def test_another_programs_config_trains_once_imported_with_its_own_learning_rate(
+    ready: ReadyProcess, tmp_path: Path, images: Path
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(
+        f"data_root: {images}\nmodel_name: test_convnext\nimg_size: 32\nmax_epochs: 9\nwarmup_epochs: 2\nlr: 0.5\n"
+        "lr_scheduler: none\nbatch_size: 8\nnum_workers: 0\naccumulate_grad_batches: 2\ngradient_clip_val: 1.0\n"
+        "log_every_n_steps: 1\nmonitor: val/acc1\nrandom_horizontal_flip: false\nsomething_else: 3\n"
+    )
+    refused = ready.run("train", "theirs.yaml", cwd=tmp_path)
+    assert refused.code == 2
+    assert "hint: stoker config import theirs.yaml -o ours.yaml" in refused.err
+    imported = ready.run("config", "import", "theirs.yaml", "-o", "ours.yaml", cwd=tmp_path)
+    assert imported.code == 0, imported.err
+    assert "unknown: something_else" in imported.err
+    done = ready.run("train", "ours.yaml", "epochs=1", cwd=tmp_path)
+    assert done.code == 0, done.err
+    steps = metrics(tmp_path / "runs" / "ours", "step")
+    assert [line["step"] for line in steps] == [1, 2, 3]  # 48 images, 2 x 8 for each update
+    assert {line["train/lr"] for line in steps} == {0.5}
+
+
 def test_mixed_batches_have_no_accuracy_rather_than_zero(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
     config = write_config(tmp_path, images, epochs=1)
     for name, overrides, there in (

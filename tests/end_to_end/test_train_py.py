@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PROJECT
+from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import metrics, write_config
 from tests.support.waiting import DEADLINE_S
 
@@ -26,6 +27,13 @@ from train import arguments_for_stoker
         ("--config c.yaml --wandb_project p --no_wandb", "train c.yaml wandb=false wandb_project=null"),
         ("--config c.yaml --resume last.ckpt", "train c.yaml --resume last.ckpt"),
         ("--config c.yaml lr=1 --fresh", "train c.yaml lr=1 --fresh"),
+        ("seed=1 --config c.yaml lr=1 --fresh momentum=0.5", "train c.yaml seed=1 lr=1 momentum=0.5 --fresh"),
+        (
+            "--config c.yaml --data_root /d --batch_size 8 --lr 0.1 --precision 16-mixed --max_classes 3 "
+            "--max_samples_per_class 5",
+            "train c.yaml data_root=/d batch_size=8 lr=0.1 precision=16-mixed subset_classes=3 "
+            "subset_train_per_class=5",
+        ),
     ],
 )
 def test_flags_mean_the_same_as_stokers_settings(flags: str, words: str) -> None:
@@ -52,9 +60,20 @@ def test_the_documented_flags_train(tmp_path: Path, images: Path) -> None:
     assert list((run / "wandb").glob("offline-run-*"))
     # A checkpoint resumes elsewhere, on two processes, without W&B.
     second = run_script(
-        tmp_path, "--config", str(config), "--resume", str(run / "checkpoints" / "last.ckpt"), "--no_wandb",
-        "--devices", "2", "run_name=two", "batch_size=8",
+        tmp_path, "run_name=two", "--config", str(config), "--resume", str(run / "checkpoints" / "last.ckpt"),
+        "--no_wandb", "--devices", "2", "--batch_size", "8",
     )  # fmt: skip
     assert second.returncode == 0, second.stderr
     assert "is finished: 3 steps" in second.stderr
     assert not (tmp_path / "runs" / "two" / "wandb_id.txt").exists()
+
+
+def test_settings_may_come_before_between_and_after_the_other_words(
+    tmp_path: Path, images: Path, ready: ReadyProcess
+) -> None:
+    config = write_config(tmp_path, images, batch_size=16, epochs=5, warmup_epochs=2)
+    done = ready.run("train", "epochs=1", "--fresh", config, "run_name=anywhere", "--force", "seed=3", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "note: warmup_epochs: 2 does not fit into epochs=1: using 0" in done.err
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "anywhere", "epoch")] == [3]
+    assert "no config file given" in ready.run("train", "epochs=1", cwd=tmp_path).err

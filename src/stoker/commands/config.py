@@ -1,8 +1,9 @@
-"""`stoker config`: the resolved config, the key reference, a schema for editors."""
+"""`stoker config`: the resolved config, the key reference, a schema for editors, import from other programs."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,8 @@ import typer
 from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption
 
 group = typer.Typer(
-    help="Show a resolved config, the key reference, or a JSON schema for editors.", no_args_is_help=True
+    help="Show a resolved config, the key reference or a JSON schema for editors; import another program's config.",
+    no_args_is_help=True,
 )
 
 
@@ -42,7 +44,7 @@ def show(
                 "origins": resolved.origins,
                 "run_folder": str(run_folder_for(resolved.config, config).root),
                 "warnings": list(resolved.warnings),
-                "notes": notes,
+                "notes": [*resolved.notes, *notes],
             }
         )
         return 0
@@ -77,4 +79,66 @@ def schema(json: JsonOption = True) -> int:  # noqa: ARG001 - a schema is always
     from stoker.console import print_json
 
     print_json(editor_schema())
+    return 0
+
+
+@group.command("import", epilog="Example: stoker config import args.yaml -o configs/ours.yaml")
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="THEIRS", readable=False, help="Config of another program, as YAML.", show_default=False
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Settings of stoker that the file does not say, such as devices=8.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="OURS", help="File to write; default: print it.")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File whose keys the other program reads first.")
+    ] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="PROGRAM",
+            help="lightning, timm, torchvision, imagenet-full-training or names; default: recognised by the keys.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite OURS if it exists.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Translate another program's config, with a comment for each key: what it became, and why."""
+    from stoker.config import load_config
+    from stoker.config.importing.translate import import_config
+    from stoker.config.importing.writing import (
+        check_output,
+        check_program,
+        import_notes,
+        imported_as_yaml,
+        summary,
+        write_import,
+    )
+    from stoker.console import print_json, print_result, say_notes
+
+    check_program(program)
+    check_output(output, source, force=force)
+    given = load_config(None, overrides or ())
+    settings = {key: getattr(given.config, key) for key in given.origins}
+    imported = import_config(source, base=base, program_name=program, given=settings)
+    text = imported_as_yaml(imported)
+    if output is not None:
+        write_import(output, text)
+    if json:
+        print_json(summary(imported) | {"output": str(output) if output else None, "text": text})
+    elif output is None:
+        print_result(text)
+    say_notes(import_notes(imported, output))
     return 0

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from stoker.errors import UsageError
 
 ConfigArgument = Annotated[
     Path,
@@ -35,6 +39,19 @@ CheckpointArgument = Annotated[
 RawOption = Annotated[
     bool, typer.Option("--raw", help="Use the raw weights, even if the checkpoint also has their moving average (EMA).")
 ]
+
+
+_KEY_VALUE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+
+
+def config_and_overrides(config: Path, overrides: Sequence[str] | None) -> tuple[Path, list[str]]:
+    """The config file and its KEY=VALUE, in whatever order they were typed; the parser takes the first for CONFIG."""
+    words = [str(config), *(overrides or ())]
+    file = next((word for word in words if not _KEY_VALUE.match(word) or Path(word).is_file()), None)
+    if file is None:
+        raise UsageError("no-config", f"{' '.join(words)}: no config file given", hint="ls configs/*.yaml")
+    words.remove(file)
+    return Path(file), words
 
 
 def let_threads_sleep() -> None:

@@ -10,7 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
+from stoker.commands.options import (
+    ConfigArgument,
+    JsonOption,
+    OverridesArgument,
+    SetOption,
+    config_and_overrides,
+    let_threads_sleep,
+)
 from stoker.console import say, say_notes
 from stoker.errors import EXIT_OK
 
@@ -37,7 +44,8 @@ def train(
     """Train a model. The same command resumes a run that was stopped; a finished run is left alone."""
     from stoker.console import print_json
 
-    code, summary = train_from_config(config, [*(overrides or ()), *(set_ or ())], resume, fresh, force=force)
+    path, settings = config_and_overrides(config, overrides)
+    code, summary = train_from_config(path, [*settings, *(set_ or ())], resume, fresh, force=force)
     if json and summary is not None:
         print_json(summary)
     return code

@@ -5,6 +5,8 @@ Precedence: defaults < base file < file < KEY=VALUE on the command line.
 
 from __future__ import annotations
 
+import os
+import shlex
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +16,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from stoker.config.importing.names import NAMES, VALUES
+from stoker.config.importing.rules import Kind, Theirs
 from stoker.config.pairs import RULES
 from stoker.config.schema import ALIASES, SECTION_NAMES, Config, describe_type, key_names
 from stoker.config.yaml_file import YamlFile, parse_value, read_yaml_file
-from stoker.console import say_warnings
+from stoker.console import say_notes, say_warnings
 from stoker.errors import ConfigError, Problem, UserError, did_you_mean
 
 
@@ -82,7 +86,10 @@ def _article(expected: str) -> str:
 
 BASE = "base"
 MAX_BASES = 8
-_KNOWN = frozenset(key_names()) | ALIASES.keys() | {BASE}
+COMMAND_LINE = "command line"
+IMPORT = "stoker config import"
+_OURS = frozenset(key_names()) | ALIASES.keys() | {BASE}
+_KNOWN = _OURS | NAMES.keys()
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,12 @@ class Setting:
     value: Any
     spelled: str
     where: str
+    meant: str = ""
+    """Our key, if another program's name was translated."""
+
+    @property
+    def on_command_line(self) -> bool:
+        return self.where.startswith(COMMAND_LINE)
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,8 @@ class Resolved:
     origins: dict[str, str]
     """For each key that was set: `configs/a.yaml:12` or `command line`; the others are defaults."""
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What was adapted so that the settings fit together."""
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resolved:
@@ -109,18 +124,22 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resol
     problems: list[Problem] = []
     warnings: list[str] = []
     settings: dict[str, Setting] = {}
+    others: dict[Path, list[str]] = {}
     if path is not None:
         for layer in _read_with_bases(Path(path)):
             problems += layer.problems
             settings |= _settings_of_file(layer, problems, warnings)
+            others[layer.path] = [entry.key for entry in layer.entries if entry.key in NAMES]
     settings |= _settings_of_overrides(overrides, problems)
+    _check_meaning_of_lr(settings, others, problems)
+    notes = _shorten_warmup(settings)
     config = _validate(settings, problems, warnings)
     if problems:
         source = str(path) if path is not None else "the command line"
         count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
-        raise ConfigError(f"{count} in {source}", problems, hint=_hint(problems))
+        raise ConfigError(f"{count} in {source}", problems, hint=_hint(problems, path))
     origins = {key: setting.where for key, setting in settings.items()}
-    return Resolved(config, origins, tuple(warnings))
+    return Resolved(config, origins, tuple(warnings), notes)
 
 
 _last_loaded: Config | None = None
@@ -131,6 +150,8 @@ def load_for_command(path: Path | None, overrides: Sequence[str] | None, set_opt
     resolved = load_config(path, [*(overrides or ()), *(set_options or ())])
     remember_config(resolved.config)
     say_warnings(resolved.warnings)
+    if os.environ.get("RANK", "0") == "0":  # the same on all ranks
+        say_notes(resolved.notes)
     return resolved
 
 
@@ -187,32 +208,76 @@ def _base_of(layer: YamlFile) -> Path | None:
 
 def _settings_of_file(layer: YamlFile, problems: list[Problem], warnings: list[str]) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
+    theirs = Theirs({entry.key: entry.value for entry in layer.entries})
     for entry in layer.entries:
         setting = Setting(entry.value, entry.key, layer.where(entry.line))
-        _add(settings, setting, problems, warnings)
+        for translated in _from_others(setting, theirs, problems, layer.path):
+            _add(settings, translated, problems, warnings)
     return settings
 
 
 def _settings_of_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
-    settings: dict[str, Setting] = {}
+    given: list[Setting] = []
     for text in overrides:
         key, equals, value_text = text.partition("=")
-        where = f"command line: {text}"
+        where = f"{COMMAND_LINE}: {text}"
         if not equals:
-            problems.append(Problem((text,), f"{text!r} is not KEY=VALUE", "command line"))
+            problems.append(Problem((text,), f"{text!r} is not KEY=VALUE", COMMAND_LINE))
             continue
         try:
             value = parse_value(value_text)
         except (yaml.YAMLError, ValueError, RecursionError):
             problems.append(Problem((key,), f"the value {value_text!r} cannot be read", where))
             continue
-        _add(settings, Setting(value, key.strip(), where), problems, warnings=None)
+        given.append(Setting(value, key.strip(), where))
+    settings: dict[str, Setting] = {}
+    theirs = Theirs({setting.spelled: setting.value for setting in given})
+    for setting in given:
+        for translated in _from_others(setting, theirs, problems, None):
+            _add(settings, translated, problems, warnings=None)
     return settings
+
+
+def _from_others(setting: Setting, theirs: Theirs, problems: list[Problem], file: Path | None) -> list[Setting]:
+    """The setting itself, or what another program's name or value for it stands for; or a problem, if it differs."""
+    spelled, value = setting.spelled, setting.value
+    rule = NAMES.get(spelled) or VALUES.get(spelled)
+    try:
+        became = rule(value, theirs) if rule is not None else None
+    except (TypeError, ValueError):
+        problems.append(Problem((spelled,), f"{spelled}: {_show(value)} cannot be read", setting.where))
+        return []
+    if became is None:
+        return [setting]
+    if became.kind is not Kind.SAME:
+        message = f"{spelled}: {_show(value)} is another program's: {became.why}"
+        how = f"`{IMPORT}` translates it" if file else None
+        problems.append(Problem((spelled,), message, setting.where, how))
+        return []
+    return [Setting(item, spelled, setting.where, key) for key, item in became.settings.items()]
+
+
+def _check_meaning_of_lr(settings: dict[str, Setting], others: dict[Path, list[str]], problems: list[Problem]) -> None:
+    """Refuses an lr that stands beside other programs' names, unless it is said whether it is to be scaled.
+
+    Those programs use it as it is. Scaled with the total batch, 0.005 on 8 GPUs with 256 samples each would be 0.04.
+    """
+    lr = settings.get("lr")
+    if lr is None or lr.on_command_line or "scale_lr" in settings or "lr_reference_batch" in settings:
+        return
+    file = Path(lr.where.rpartition(":")[0])
+    if others.get(file):
+        names = ", ".join(others[file][:3])
+        message = (
+            f"lr: {_show(lr.value)} is beside names of other programs ({names}), which use lr as it is; stoker scales "
+            "it with the total batch. Set scale_lr: false or true to say which is meant"
+        )
+        problems.append(Problem(("lr",), message, lr.where, f"`{IMPORT}` does that"))
 
 
 def _add(settings: dict[str, Setting], setting: Setting, problems: list[Problem], warnings: list[str] | None) -> None:
     """Adds a setting under its canonical key, or records why it cannot."""
-    key = ALIASES.get(setting.spelled, setting.spelled)
+    key = setting.meant or ALIASES.get(setting.spelled, setting.spelled)
     if key not in Config.model_fields:
         problems.append(_unknown_key(setting))
         return
@@ -231,6 +296,23 @@ def _add(settings: dict[str, Setting], setting: Setting, problems: list[Problem]
         problems.append(Problem((key,), message, setting.where))
 
 
+def _shorten_warmup(settings: dict[str, Setting]) -> tuple[str, ...]:
+    """Fits the file's warmup into fewer epochs, if these were given on the command line; says so.
+
+    `epochs=2` is how people try out a recipe, and it is not a mistake that the recipe's warmup is longer. A file that
+    contradicts itself, or a command line that does, still is one.
+    """
+    warmup, epochs = settings.get("warmup_epochs"), settings.get("epochs")
+    if warmup is None or epochs is None or warmup.on_command_line or not epochs.on_command_line:
+        return ()
+    if type(warmup.value) is not int or type(epochs.value) is not int or not 1 <= epochs.value <= warmup.value:
+        return ()
+    shorter = epochs.value // 2  # at least half of the run at the schedule itself
+    where = f"shortened from {warmup.value} ({warmup.where}), because of {epochs.where}"
+    settings["warmup_epochs"] = Setting(shorter, warmup.spelled, where)
+    return (f"warmup_epochs: {warmup.value} does not fit into {epochs.spelled}={epochs.value}: using {shorter}",)
+
+
 def _unknown_key(setting: Setting) -> Problem:
     spelled = setting.spelled
     message = f"{spelled!r} is not a key"
@@ -238,7 +320,8 @@ def _unknown_key(setting: Setting) -> Problem:
     if odd is not None:
         message += f" (it contains {odd!r}, {unicodedata.name(odd, 'an unnamed character')})"
     last_part = unicodedata.normalize("NFKC", spelled).rpartition(".")[2]
-    return Problem((spelled,), message, setting.where, did_you_mean(last_part, _KNOWN))
+    meant = did_you_mean(last_part, _OURS) or did_you_mean(last_part, NAMES)
+    return Problem((spelled,), message, setting.where, meant)
 
 
 def _validate(settings: dict[str, Setting], problems: list[Problem], warnings: list[str]) -> Config:
@@ -265,6 +348,8 @@ def _validate(settings: dict[str, Setting], problems: list[Problem], warnings: l
     return config
 
 
-def _hint(problems: Sequence[Problem]) -> str | None:
+def _hint(problems: Sequence[Problem], path: Path | str | None) -> str | None:
+    if path is not None and any(problem.hint and IMPORT in problem.hint for problem in problems):
+        return f"{IMPORT} {shlex.quote(str(path))} -o ours.yaml"
     named = next((key for problem in problems for key in problem.keys if key in Config.model_fields), None)
     return f"stoker config keys {named}" if named else "stoker config keys    # every key with its meaning"

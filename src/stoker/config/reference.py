@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from stoker.config.importing.names import NAMES
 from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, GROUPS, SECTION_NAMES, Config, describe_type
 from stoker.config.yaml_file import parse_value
@@ -102,6 +103,7 @@ def editor_schema() -> dict[str, Any]:
         if "enum" in schema and "32" in schema["enum"]:  # YAML reads `precision: 32` as a number
             schema.pop("type")
             schema["enum"].append(32)
+    properties |= {name: {"description": "Another program's name; see `stoker config import`."} for name in NAMES}
     properties |= {alias: {"description": f"Alias of {name}."} | properties[name] for alias, name in ALIASES.items()}
     for name in SECTION_NAMES & properties.keys():
         properties[name] = {

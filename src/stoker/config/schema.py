@@ -18,11 +18,23 @@ GROUPS: tuple[type[KeyGroup], ...] = (
 )
 """The groups, in display order."""
 
+FOREIGN_ALIASES = {
+    "accumulate_grad_batches": "gradient_accumulation",
+    "gradient_clip_val": "clip_grad_norm",
+    "eta_min": "min_lr",
+    "model_name": "model",
+    "log_every_n_steps": "log_every",
+    "max_classes": "subset_classes",
+    "max_samples_per_class": "subset_train_per_class",
+}
+"""Aliases that show that a file was written for another program (`stoker.config.importing`)."""
+
 ALIASES = {
     "train_batch_size": "batch_size",
     "workers": "num_workers",
     "accumulate_steps": "gradient_accumulation",
     "max_epochs": "epochs",
+    **FOREIGN_ALIASES,
 }
 """Names that other tools use for a key."""
 

@@ -28,6 +28,8 @@ class Entry:
     key: str
     value: Any
     line: int
+    sections: tuple[str, ...] = ()
+    """The sections around it, outermost first."""
 
 
 @dataclass
@@ -86,7 +88,7 @@ def read_yaml_file(path: Path, known_keys: frozenset[str], section_names: frozen
                 name="config-not-a-mapping",
                 hint="stoker config keys    # lists every key",
             )
-        _Walk(loader, found, known_keys, section_names).mapping(root, depth=0)
+        _Walk(loader, found, known_keys, section_names).mapping(root)
     except yaml.YAMLError as error:
         raise _syntax_error(path, error) from None
     except RecursionError:
@@ -116,17 +118,17 @@ class _Walk:
         self.sections = sections
         self.nodes = 0
 
-    def mapping(self, node: yaml.MappingNode, depth: int) -> None:
+    def mapping(self, node: yaml.MappingNode, sections: tuple[str, ...] = ()) -> None:
         # Anchors may point back at their own ancestors, so the file's size does not bound the walk.
-        if depth > MAX_DEPTH:
+        if len(sections) > MAX_DEPTH:
             raise ConfigError(f"{self.found.path} is nested too deeply to be a config", name="config-unreadable")
         for key_node, value_node in node.value:
             self.nodes += 1
             if self.nodes > MAX_NODES:
                 raise ConfigError(f"{self.found.path} has more than {MAX_NODES} entries", name="config-unreadable")
-            self.entry(key_node, value_node, depth)
+            self.entry(key_node, value_node, sections)
 
-    def entry(self, key_node: yaml.Node, value_node: yaml.Node, depth: int) -> None:
+    def entry(self, key_node: yaml.Node, value_node: yaml.Node, sections: tuple[str, ...]) -> None:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
             self.problem(("?",), "a key must be a single word", line)
@@ -134,7 +136,7 @@ class _Walk:
         key = key_node.value
         if isinstance(value_node, yaml.MappingNode):
             # No key takes a mapping, so this is a section, even under a key's name (`model:`).
-            self.mapping(value_node, depth + 1)
+            self.mapping(value_node, (*sections, key))
             return
         try:
             value = self.loader.construct_object(value_node, deep=True)
@@ -146,7 +148,7 @@ class _Walk:
             return
         if value is None and key in self.sections and key not in self.known:
             return  # a section whose lines are all commented out
-        self.found.entries.append(Entry(key, value, line))
+        self.found.entries.append(Entry(key, value, line, sections))
 
     def problem(self, keys: tuple[str, ...], message: str, line: int) -> None:
         self.found.problems.append(Problem(keys, message, self.found.where(line)))

@@ -1,0 +1,160 @@
+"""Lightning CLI: `trainer:`, `model:` and `data:` sections, callbacks and loggers by class_path.
+
+Keys are written `trainer.max_epochs`; `init_args` is left out, so that `model.init_args.lr` is `model.lr`. What is in
+`model` and `data` is the user's own program, and is read by its usual names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.config.importing.names import IMPORT_NAMES, devices, optimizer, precision, scheduler, strategy
+from stoker.config.importing.rules import (
+    Became,
+    Kind,
+    Rule,
+    Table,
+    Theirs,
+    changed,
+    lost,
+    not_needed,
+    only,
+    renamed,
+    same,
+)
+
+
+def _listed(value: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of each callback or logger."""
+    items = value if isinstance(value, list) else [value]
+    found = []
+    for item in items:
+        item = item if isinstance(item, dict) else {"class_path": item}
+        arguments = item.get("init_args")
+        found.append((str(item.get("class_path")).rpartition(".")[2], arguments if isinstance(arguments, dict) else {}))
+    return found
+
+
+_HARMLESS = ("LearningRateMonitor", "RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary")
+
+
+def _callbacks(value: Any, _theirs: Theirs) -> Became:
+    settings: dict[str, Any] = {}
+    remarks: list[str] = []
+    for name, arguments in _listed(value) if value else []:
+        if name == "ModelCheckpoint":
+            settings |= _checkpoints(arguments)
+            if arguments.get("monitor") not in (None, "val/acc1"):
+                remarks.append("the best checkpoints are those by val/acc1")
+        elif name == "EarlyStopping":
+            settings["early_stopping"] = arguments.get("patience", 3)
+        elif name not in _HARMLESS:
+            remarks.append(f"{name} has no counterpart")
+    if not settings and remarks:
+        return lost("; ".join(remarks))
+    return (
+        changed("; ".join(remarks), **settings) if remarks else same("" if settings else "nothing to set", **settings)
+    )
+
+
+def _checkpoints(arguments: dict[str, Any]) -> dict[str, Any]:
+    ours = {
+        "save_top_k": arguments.get("save_top_k", 1),
+        "checkpoint_every_steps": arguments.get("every_n_train_steps"),
+        "runs_dir": arguments.get("dirpath"),
+    }
+    return {key: value for key, value in ours.items() if value is not None}
+
+
+def _loggers(value: Any, _theirs: Theirs) -> Became:
+    if value in (None, True, False):
+        return Became(Kind.NOT_NEEDED, "stoker always writes metrics.jsonl")
+    settings: dict[str, Any] = {}
+    remarks: list[str] = []
+    for name, arguments in _listed(value):
+        if name == "WandbLogger":
+            settings["wandb"] = True
+            ours = {"wandb_project": arguments.get("project"), "wandb_name": arguments.get("name")}
+            settings |= {key: text for key, text in ours.items() if text is not None}
+        elif name in ("TensorBoardLogger", "CSVLogger"):
+            settings["tensorboard" if name == "TensorBoardLogger" else "csv"] = True
+        else:
+            remarks.append(f"{name} has no counterpart")
+    if not settings:
+        return lost("; ".join(remarks))
+    return changed("; ".join(remarks), **settings) if remarks else same(**settings)
+
+
+def _scheduler(value: Any, theirs: Theirs) -> Became:
+    ours = scheduler(value, theirs).settings
+    return same("once an epoch", **ours, lr_update="epoch") if ours else scheduler(value, theirs)
+
+
+def _cosine_length(value: Any, theirs: Theirs) -> Became:
+    if value == theirs.get("trainer.max_epochs"):
+        return same("the cosine ends with the run, as here")
+    return changed("torch's cosine rises again after this many epochs; here it ends with the run")
+
+
+def _unlimited(name: str) -> Rule:
+    return only(None, -1, because="no limit", otherwise=f"stoker counts in epochs, and has no {name}")
+
+
+LIGHTNING: Table = {
+    **IMPORT_NAMES,
+    "seed_everything": lambda value, _theirs: same("not set") if value in (None, True, False) else same(seed=value),
+    "ckpt_path": renamed("weights", off=(None, "last", "best"), why="only the weights; to resume, --resume FILE"),
+    "trainer.accelerator": not_needed("stoker uses the GPUs that it finds"),
+    "trainer.strategy": strategy,
+    "trainer.devices": devices,
+    "trainer.num_nodes": renamed("num_nodes"),
+    "trainer.precision": precision,
+    "trainer.logger": _loggers,
+    "trainer.callbacks": _callbacks,
+    "trainer.fast_dev_run": renamed("fast_dev_run", off=(None, False)),
+    "trainer.max_epochs": renamed("epochs", off=(None, -1)),
+    "trainer.min_epochs": only(None, because="not set", otherwise="the run has max_epochs epochs"),
+    "trainer.max_steps": _unlimited("max_steps"),
+    "trainer.min_steps": only(None, because="not set", otherwise="the run has max_epochs epochs"),
+    "trainer.max_time": only(None, because="not set", otherwise="stoker has no time limit; SIGTERM saves and stops"),
+    "trainer.limit_train_batches": renamed("limit_train_batches", off=(None, 1.0)),
+    "trainer.limit_val_batches": renamed("limit_val_batches", off=(None, 1.0)),
+    "trainer.limit_test_batches": not_needed("only for testing"),
+    "trainer.limit_predict_batches": not_needed("only for prediction"),
+    "trainer.overfit_batches": only(None, 0, 0.0, because="off", otherwise="subset_train_per_class makes a small set"),
+    "trainer.val_check_interval": IMPORT_NAMES["val_check_interval"],
+    "trainer.check_val_every_n_epoch": IMPORT_NAMES["check_val_every_n_epoch"],
+    "trainer.num_sanity_val_steps": not_needed("stoker has no such check"),
+    "trainer.log_every_n_steps": renamed("log_every"),
+    "trainer.enable_checkpointing": not_needed("stoker always writes checkpoints"),
+    "trainer.enable_progress_bar": not_needed("does not change the training"),
+    "trainer.enable_model_summary": not_needed("does not change the training"),
+    "trainer.accumulate_grad_batches": renamed("gradient_accumulation"),
+    "trainer.gradient_clip_val": IMPORT_NAMES["gradient_clip_val"],
+    "trainer.gradient_clip_algorithm": IMPORT_NAMES["gradient_clip_algorithm"],
+    "trainer.deterministic": IMPORT_NAMES["deterministic"],
+    "trainer.benchmark": not_needed("stoker decides"),
+    "trainer.inference_mode": not_needed("does not change the training"),
+    "trainer.use_distributed_sampler": not_needed("every rank gets its share"),
+    "trainer.profiler": not_needed("see stoker doctor"),
+    "trainer.detect_anomaly": not_needed("steps with a NaN are skipped; see max_bad_steps"),
+    "trainer.barebones": not_needed("does not change the training"),
+    "trainer.plugins": only(None, because="not set", otherwise="stoker has no plug-ins"),
+    "trainer.sync_batchnorm": renamed("sync_batchnorm"),
+    "trainer.reload_dataloaders_every_n_epochs": not_needed("does not change the training"),
+    "trainer.default_root_dir": renamed("runs_dir"),
+    "optimizer.class_path": optimizer,
+    "optimizer.eps": not_needed("stoker uses the optimizer's usual one"),
+    "lr_scheduler.class_path": _scheduler,
+    "lr_scheduler.T_max": _cosine_length,
+    "lr_scheduler.eta_min": renamed("min_lr"),
+    "lr_scheduler.step_size": renamed("lr_step_epochs"),
+    "lr_scheduler.gamma": renamed("lr_step_factor"),
+    "lr_scheduler.last_epoch": not_needed("where a resumed schedule continues"),
+    "model.class_path": not_needed("your class; model names the network"),
+    "data.class_path": not_needed("your class; data_root names the data"),
+}
+
+
+def lightning_facts(_theirs: Theirs) -> list[Became]:
+    return [same("lr is used as it is there; stoker would scale it with the total batch", scale_lr=False)]

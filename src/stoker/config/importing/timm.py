@@ -1,0 +1,349 @@
+"""timm's train.py: the args.yaml that it writes into its output folder (timm 1.0)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from stoker.config.importing.names import IMPORT_NAMES
+from stoker.config.importing.rules import (
+    Became,
+    Kind,
+    Rule,
+    Table,
+    Theirs,
+    absolute_lr,
+    changed,
+    lost,
+    not_needed,
+    number,
+    only,
+    renamed,
+    same,
+    timm_policy,
+    without_effect,
+)
+
+TIMM_MARKS = frozenset({
+    "aa", "reprob", "remode", "bce_loss", "opt", "sched", "warmup_lr", "lr_base", "crop_pct", "model_ema",
+    "smoothing", "log_interval", "pin_mem", "drop_path", "aug_repeats", "train_interpolation", "checkpoint_hist",
+    "opt_betas", "dist_bn",
+})  # fmt: skip
+_DEFAULT_BASE_SIZE = 256
+
+
+def _scaling(theirs: Theirs) -> str:
+    """How timm gets lr from lr_base; empty if lr was given."""
+    if theirs.get("lr"):
+        return ""
+    adaptive = any(part in str(theirs.get("opt", default="sgd")).lower() for part in ("ada", "lamb"))
+    return str(theirs.get("lr_base_scale") or ("sqrt" if adaptive else "linear"))
+
+
+def _peak(theirs: Theirs) -> float:
+    """The learning rate; for one GPU, unless their number was given."""
+    lr, base = number(theirs.get("lr")), number(theirs.get("lr_base")) or 0.1
+    if lr:
+        return lr
+    ratio = _total_batch(theirs) / (number(theirs.get("lr_base_size")) or _DEFAULT_BASE_SIZE)
+    return base * (math.sqrt(ratio) if _scaling(theirs) == "sqrt" else ratio)
+
+
+def _total_batch(theirs: Theirs) -> float:
+    defaults = {"batch_size": 128, "grad_accum_steps": 1, "devices": 1, "num_nodes": 1}
+    return math.prod(number(theirs.get(name)) or default for name, default in defaults.items())
+
+
+def _lr(value: Any, theirs: Theirs) -> Became:
+    if not value:
+        return same("not set; see lr_base")
+    return absolute_lr(value, theirs)
+
+
+def _lr_base(value: Any, theirs: Theirs) -> Became:
+    how = _scaling(theirs)
+    if not how:
+        return without_effect("lr is set, and used as it is")
+    size = theirs.get("lr_base_size", default=_DEFAULT_BASE_SIZE)
+    if how == "linear":
+        return same("scaled with the total batch", lr=value, scale_lr=True, lr_reference_batch=size)
+    return changed(
+        f"for a total batch of {_total_batch(theirs):g}: timm uses {value} x sqrt(total batch / {size}), stoker only "
+        "scales in proportion; import with devices=N for N GPUs",
+        lr=_peak(theirs),
+        scale_lr=False,
+    )
+
+
+def _optimizer(value: Any, theirs: Theirs) -> Became:
+    name = str(value).lower()
+    if name in ("sgd", "nesterov"):
+        return same("timm's sgd uses Nesterov momentum", optimizer="sgd", nesterov=True)
+    if name == "momentum":
+        return same(optimizer="sgd", nesterov=False)
+    if name == "lamb":
+        if theirs.get("clip_grad") is None:
+            return same("timm's LAMB clips the gradient norm to 1", optimizer="lamb", clip_grad_norm=1.0)
+        return same(optimizer="lamb")
+    if name == "adamw":
+        return same(optimizer="adamw")
+    return lost("stoker has sgd, adamw and lamb")
+
+
+def _clip(value: Any, theirs: Theirs) -> Became:
+    if value is None:
+        return same("not set")
+    if theirs.get("clip_mode", default="norm") != "norm":
+        return lost("stoker clips the norm of the gradient only")
+    return same(clip_grad_norm=value)
+
+
+def _scheduler(value: Any, theirs: Theirs) -> Became:
+    how = "step" if theirs.get("sched_on_updates") else "epoch"
+    if value == "cosine":
+        if theirs.get("warmup_epochs") and not theirs.get("warmup_prefix"):
+            why = "nearest: timm's cosine begins with the warmup, ours after it"
+            return changed(why, lr_scheduler="cosine", lr_update=how)
+        return same(lr_scheduler="cosine", lr_update=how)
+    if value == "step":
+        return same(lr_scheduler="step", lr_update=how)
+    if value in ("none", "", None):
+        return same(lr_scheduler="constant")
+    return lost("stoker has cosine, step and constant")
+
+
+def _if_step(key: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Became:
+        if theirs.get("sched", default="cosine") != "step":
+            return without_effect("only the step schedule reads it")
+        settings: dict[str, Any] = {key: int(value) if key == "lr_step_epochs" else value}
+        return same(**settings)
+
+    return rule
+
+
+def _warmup_start(value: Any, theirs: Theirs) -> Became:
+    peak, start = _peak(theirs), number(value)
+    if not theirs.get("warmup_epochs"):
+        return without_effect("there is no warmup")
+    if not start or start > peak:
+        return lost("the warmup begins at a share of lr: warmup_start")
+    return changed("as a share of lr", warmup_start=start / peak)
+
+
+def _amp(value: Any, theirs: Theirs) -> Became:
+    if not value:
+        return same(precision="32")
+    return same(precision="bf16-mixed" if theirs.get("amp_dtype") == "bfloat16" else "16-mixed")
+
+
+def _policy(value: Any, _theirs: Theirs) -> Became:
+    if value in (None, ""):
+        return same(auto_augment="none")
+    settings = timm_policy(value)
+    return same(**settings) if settings else lost("only rand-mM-nN-mstdS-inc1 of timm's policies can be translated")
+
+
+def _jitter(value: Any, theirs: Theirs) -> Became:
+    if not value:
+        return same("off")
+    if theirs.get("aa"):
+        return without_effect("timm's policy (aa) replaces it")
+    return lost("stoker has no colour jitter")
+
+
+def _erasing_mode(value: Any, theirs: Theirs) -> Became:
+    if value == "const" or not theirs.get("reprob"):
+        return same("filled with the mean")
+    return changed(f"{value} there; stoker fills with the mean")
+
+
+def _mixing_only(key: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Became:
+        if not theirs.get("mixup") and not theirs.get("cutmix"):
+            return same("nothing is mixed")
+        return same(**{key: value})
+
+    return rule
+
+
+def _average(value: Any, theirs: Theirs) -> Became:
+    if not value:
+        return same("no average")
+    decay = theirs.get("model_ema_decay", default=0.9998)
+    if theirs.get("model_ema_warmup"):
+        return changed("nearest: its decay rises more slowly", ema_decay=decay, ema_warmup="ramp")
+    return same(ema_decay=decay, ema_warmup="none")
+
+
+def _size(value: Any, _theirs: Theirs) -> Became:
+    if value is None:
+        return same("the model's default there; 224 here")
+    if isinstance(value, list):
+        return same(img_size=value[-1]) if len(value) == 3 else lost("must be channels, height and width")
+    return same(img_size=value)
+
+
+def _compile(value: Any, _theirs: Theirs) -> Became:
+    return same(compile_model=bool(value))
+
+
+def _threshold(value: Any, theirs: Theirs) -> Became:
+    if value is None or not theirs.get("bce_loss"):
+        return same("not used")
+    return same(bce_target_threshold=value)
+
+
+def _repeats(value: Any, _theirs: Theirs) -> Became:
+    return same(repeated_augmentation=int(value) if number(value) else 1)
+
+
+def _interpolation(value: Any, theirs: Theirs) -> Became:
+    if value in ("bilinear", "bicubic") and theirs.get("train_interpolation") == value:
+        return same(interpolation=value)
+    return Became(Kind.NOT_NEEDED, "bilinear for training and bicubic for validation here; see interpolation")
+
+
+def _off(otherwise: str, *accepted: Any) -> Rule:
+    return only(None, False, "", 0, 0.0, [], {}, *accepted, because="off", otherwise=otherwise)
+
+
+_RUNS_ELSEWHERE = not_needed("does not change the training")
+
+TIMM: Table = {
+    "data": renamed("data_root"),
+    "data_dir": renamed("data_root"),
+    "dataset": _off("stoker reads class folders and shards", "imagenet", "folder", "imagefolder"),
+    "train_split": only(None, "train", because="train/", otherwise="training data is in train/"),
+    "val_split": only(None, "val", "validation", because="val/", otherwise="validation data is in val/"),
+    "class_map": _off("classes are the folders in alphabetical order"),
+    "pretrained": IMPORT_NAMES["pretrained"],
+    "initial_checkpoint": renamed("weights", off=(None, "")),
+    "resume": _off("stoker resumes by itself; --resume FILE for another checkpoint"),
+    "no_resume_opt": _RUNS_ELSEWHERE,
+    "start_epoch": _off("a run starts at 0 or resumes"),
+    "gp": _off("the model's own pooling is used"),
+    "in_chans": only(None, 3, because="RGB", otherwise="images are RGB"),
+    "img_size": _size,
+    "input_size": lambda value, theirs: same("see img_size") if theirs.get("img_size") else _size(value, theirs),
+    "crop_pct": renamed("crop_ratio"),
+    "mean": IMPORT_NAMES["mean"],
+    "std": IMPORT_NAMES["std"],
+    "interpolation": _interpolation,
+    "train_interpolation": not_needed("see interpolation"),
+    "validation_batch_size": renamed("val_batch_size"),
+    "grad_accum_steps": renamed("gradient_accumulation"),
+    "grad_checkpointing": renamed("gradient_checkpointing"),
+    "torchcompile": _compile,
+    "torchcompile_mode": renamed("compile_mode"),
+    "torchscript": _off("see compile_model"),
+    "fuser": _off("see compile_model"),
+    "fast_norm": _off("see precision"),
+    "model_kwargs": _off("stoker passes drop_path and dropout only"),
+    "head_init_scale": _off("the model's own initial weights are used"),
+    "head_init_bias": _off("the model's own initial weights are used"),
+    "amp": _amp,
+    "amp_dtype": not_needed("see precision"),
+    "amp_impl": not_needed("see precision"),
+    "model_dtype": _off("see precision"),
+    "device": not_needed("stoker uses the GPUs that it finds"),
+    "opt": _optimizer,
+    "opt_eps": _off("stoker uses the optimizer's usual one"),
+    "opt_betas": renamed("betas"),
+    "opt_kwargs": _off("stoker's optimizers have no further options"),
+    "clip_grad": _clip,
+    "clip_mode": not_needed("see clip_grad_norm"),
+    "layer_decay": _off("one learning rate for all layers"),
+    "sched": _scheduler,
+    "sched_on_updates": not_needed("see lr_update"),
+    "lr": _lr,
+    "lr_base": _lr_base,
+    "lr_base_size": not_needed("see lr_base"),
+    "lr_base_scale": not_needed("see lr_base"),
+    "lr_noise": _off("the schedule has no noise"),
+    "lr_noise_pct": not_needed("for lr_noise"),
+    "lr_noise_std": not_needed("for lr_noise"),
+    "lr_cycle_mul": _off("one cycle", 1.0),
+    "lr_cycle_decay": not_needed("one cycle"),
+    "lr_cycle_limit": only(None, 1, because="one cycle", otherwise="one cycle"),
+    "lr_k_decay": only(None, 1.0, because="a plain cosine", otherwise="a plain cosine"),
+    "warmup_lr": _warmup_start,
+    "warmup_prefix": not_needed("see lr_scheduler"),
+    "epoch_repeats": _off("see steps_per_epoch"),
+    "decay_milestones": not_needed("only for multistep"),
+    "decay_epochs": _if_step("lr_step_epochs"),
+    "decay_rate": _if_step("lr_step_factor"),
+    "cooldown_epochs": _off("the run ends with the cosine"),
+    "patience_epochs": not_needed("only for plateau"),
+    "no_aug": _off("horizontal_flip: 0 and auto_augment: none turn off what can be turned off"),
+    "train_crop_mode": _off("random resized crops", "rrc"),
+    "scale": renamed("crop_scale"),
+    "ratio": renamed("crop_aspect"),
+    "hflip": renamed("horizontal_flip"),
+    "vflip": _off("stoker does not flip vertically"),
+    "color_jitter": _jitter,
+    "color_jitter_prob": _off("stoker has no colour jitter"),
+    "grayscale_prob": _off("stoker does not draw grey images"),
+    "gaussian_blur_prob": _off("stoker does not blur"),
+    "aa": _policy,
+    "aug_repeats": _repeats,
+    "aug_splits": _off("stoker has no augmentation splits"),
+    "jsd_loss": _off("stoker has cross_entropy and bce"),
+    "bce_loss": lambda value, _theirs: same(loss="bce" if value else "cross_entropy"),
+    "bce_sum": _off("the mean over the classes is used"),
+    "bce_target_thresh": _threshold,
+    "bce_pos_weight": _off("all classes weigh the same"),
+    "reprob": renamed("random_erasing"),
+    "remode": _erasing_mode,
+    "recount": only(None, 1, because="one rectangle", otherwise="one rectangle per image"),
+    "resplit": _off("no splits"),
+    "mixup": renamed("mixup_alpha"),
+    "cutmix": renamed("cutmix_alpha"),
+    "cutmix_minmax": _off("stoker draws areas from the Beta distribution"),
+    "mixup_prob": _mixing_only("mix_probability"),
+    "mixup_switch_prob": _mixing_only("mix_switch_probability"),
+    "mixup_mode": only(None, "batch", because="what stoker does", otherwise="one weight per batch"),
+    "mixup_off_epoch": _off("mixing is on for the whole run"),
+    "smoothing": renamed("label_smoothing"),
+    "drop": renamed("dropout"),
+    "drop_connect": _off("see drop_path"),
+    "drop_path": renamed("drop_path"),
+    "drop_block": _off("stoker has drop_path and dropout"),
+    "bn_momentum": _off("the model's own"),
+    "bn_eps": _off("the model's own"),
+    "sync_bn": renamed("sync_batchnorm", off=(None, "")),
+    "dist_bn": not_needed("the first rank's batch norm statistics are evaluated; see sync_batchnorm"),
+    "split_bn": _off("stoker has no split batch norm"),
+    "model_ema": _average,
+    "model_ema_decay": not_needed("see ema_decay"),
+    "model_ema_warmup": not_needed("see ema_warmup"),
+    "model_ema_force_cpu": _RUNS_ELSEWHERE,
+    "worker_seeding": _RUNS_ELSEWHERE,
+    "log_interval": renamed("log_every"),
+    "val_interval": only(None, 1, because="what stoker does", otherwise="stoker validates at the end of each epoch"),
+    "recovery_interval": renamed("checkpoint_every_steps", off=(None, 0)),
+    "checkpoint_hist": renamed("save_top_k"),
+    "save_images": _RUNS_ELSEWHERE,
+    "pin_mem": not_needed("does not change the training; stoker uses page-locked memory where it helps"),
+    "no_prefetcher": _RUNS_ELSEWHERE,
+    "output": renamed("runs_dir", off=(None, "")),
+    "experiment": renamed("run_name", off=(None, "")),
+    "eval_metric": only(None, "top1", because="what stoker does", otherwise="the best are those by val/acc1"),
+    "tta": _off("stoker evaluates the centre crop"),
+    "use_multi_epochs_loader": _RUNS_ELSEWHERE,
+    "log_wandb": renamed("wandb"),
+    "wandb_tags": _off("stoker sets no tags"),
+    "wandb_resume_id": _off("stoker remembers the run's own"),
+    "local_rank": _RUNS_ELSEWHERE,
+    "no_ddp_bb": _RUNS_ELSEWHERE,
+    "synchronize_step": _RUNS_ELSEWHERE,
+    "dataset_download": _off("stoker does not download data"),
+    "naflex_loader": _off("all images have one size"),
+}
+
+
+def timm_facts(theirs: Theirs) -> list[Became]:
+    facts = [same("no weight decay on biases and norms there", decay_bias_and_norm=False)]
+    if theirs.get("lr") is None and "lr_base" not in theirs.values:
+        facts.append(_lr_base(0.1, theirs))
+    return facts

@@ -1,0 +1,180 @@
+"""torchvision's references/classification/train.py: the names of its arguments, with `_` or `-`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.config.importing.names import IMPORT_NAMES
+from stoker.config.importing.rules import (
+    Became,
+    Rule,
+    Table,
+    Theirs,
+    absolute_lr,
+    changed,
+    lost,
+    not_needed,
+    number,
+    only,
+    renamed,
+    same,
+    torchvision_randaugment,
+    without_effect,
+)
+
+TORCHVISION_MARKS = frozenset({
+    "data_path", "lr_warmup_epochs", "lr_warmup_method", "lr_warmup_decay", "lr_step_size", "lr_gamma", "lr_min",
+    "norm_weight_decay", "train_crop_size", "val_crop_size", "val_resize_size", "model_ema_steps", "random_erase",
+    "ra_sampler", "ra_reps", "ra_magnitude", "cache_dataset", "test_only",
+})  # fmt: skip
+# The defaults of its parser, where a rule needs one.
+_EPOCHS, _BATCH, _EMA_STEPS, _EMA_DECAY = 90, 32, 32, 0.99998
+_VAL_RESIZE, _VAL_CROP = 256, 224
+
+
+MODELS = {
+    "vit_b_16": "vit_base_patch16_224", "vit_b_32": "vit_base_patch32_224", "vit_l_16": "vit_large_patch16_224",
+    "swin_t": "swin_tiny_patch4_window7_224", "swin_s": "swin_small_patch4_window7_224",
+    "swin_b": "swin_base_patch4_window7_224", "mobilenet_v2": "mobilenetv2_100",
+    "mobilenet_v3_small": "mobilenetv3_small_100", "mobilenet_v3_large": "mobilenetv3_large_100",
+    "regnet_y_400mf": "regnety_004", "regnet_y_8gf": "regnety_080", "regnet_y_16gf": "regnety_160",
+}  # fmt: skip
+"""torchvision's names of networks that timm has under another; most others have the same name in both."""
+
+
+def model(value: Any, _theirs: Theirs) -> Became:
+    return changed("timm's name for it", model=MODELS[value]) if value in MODELS else same(model=value)
+
+
+def _optimizer(value: Any, _theirs: Theirs) -> Became:
+    name = str(value).lower()
+    if name.startswith("sgd"):
+        return same(optimizer="sgd", nesterov="nesterov" in name)
+    return same(optimizer="adamw") if name == "adamw" else lost("stoker has sgd, adamw and lamb")
+
+
+def _scheduler(value: Any, _theirs: Theirs) -> Became:
+    ours = {"steplr": "step", "cosineannealinglr": "cosine"}.get(str(value).lower())
+    return same(lr_scheduler=ours) if ours else lost("stoker has cosine, step and constant")
+
+
+def _if_step(key: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Became:
+        if str(theirs.get("lr_scheduler", default="steplr")).lower() != "steplr":
+            return without_effect("only its steplr reads it")
+        return same(**{key: value})
+
+    return rule
+
+
+def _warmup_start(value: Any, theirs: Theirs) -> Became:
+    if not theirs.get("lr_warmup_epochs"):
+        return without_effect("there is no warmup")
+    return same(warmup_start=value)
+
+
+def _norm_decay(value: Any, _theirs: Theirs) -> Became:
+    if value is None:
+        return same("all weights decay", decay_bias_and_norm=True)
+    if number(value) == 0:
+        return same("biases of other layers decay there, and do not here", decay_bias_and_norm=False)
+    return lost("norms decay like other weights, or not at all: decay_bias_and_norm")
+
+
+def _policy(value: Any, theirs: Theirs) -> Became:
+    if value is None:
+        return same(auto_augment="none")
+    if value == "ta_wide":
+        return same(auto_augment="trivialaugment")
+    if value == "ra":
+        return torchvision_randaugment(number(theirs.get("ra_magnitude")) or 9.0)
+    return lost("stoker has randaugment and trivialaugment")
+
+
+def _average(value: Any, theirs: Theirs) -> Became:
+    if not value:
+        return same("no average")
+    every = theirs.get("model_ema_steps", default=_EMA_STEPS)
+    decay = theirs.get("model_ema_decay", default=_EMA_DECAY)
+    epochs, batch = theirs.get("epochs", default=_EPOCHS), theirs.get("batch_size", default=_BATCH)
+    ranks = theirs.get("world_size", default=1)
+    # Its decay follows from the share of the run that one update stands for.
+    alpha = min(1.0, (1 - decay) * ranks * batch * every / epochs)
+    settings = {"ema_decay": 1 - alpha, "ema_every": every, "ema_warmup": "copy"}
+    if alpha >= 1:
+        return lost("its average would be a copy of the weights")
+    return changed(
+        f"{decay} there, adjusted to {ranks} x {batch} images and {epochs} epochs as its code does", **settings
+    )
+
+
+def _val_size(value: Any, theirs: Theirs) -> Became:
+    resize = theirs.get("val_resize_size", default=_VAL_RESIZE)
+    return same(f"after resizing to {resize}", val_img_size=value, crop_ratio=min(1.0, value / resize))
+
+
+def _val_resize(value: Any, theirs: Theirs) -> Became:
+    if "val_crop_size" in theirs.values:
+        return same("see crop_ratio")
+    return same(val_img_size=_VAL_CROP, crop_ratio=min(1.0, _VAL_CROP / value))
+
+
+def _repeats(value: Any, theirs: Theirs) -> Became:
+    return same(repeated_augmentation=theirs.get("ra_reps", default=3) if value else 1)
+
+
+TORCHVISION: Table = {
+    "data_path": renamed("data_root"),
+    "model": model,
+    "device": not_needed("stoker uses the GPUs that it finds"),
+    "lr": absolute_lr,
+    "opt": _optimizer,
+    "lr_scheduler": _scheduler,
+    "lr_warmup_epochs": renamed("warmup_epochs"),
+    "lr_warmup_method": only(None, "linear", because="what stoker does", otherwise="the warmup is linear"),
+    "lr_warmup_decay": _warmup_start,
+    "lr_step_size": _if_step("lr_step_epochs"),
+    "lr_gamma": _if_step("lr_step_factor"),
+    "lr_min": renamed("min_lr"),
+    "norm_weight_decay": _norm_decay,
+    "bias_weight_decay": only(None, because="not set", otherwise="biases decay like other weights, or not at all"),
+    "transformer_embedding_decay": only(None, because="not set", otherwise="embeddings decay like other weights"),
+    "print_freq": renamed("log_every"),
+    "output_dir": renamed("runs_dir", off=(None, "", ".")),
+    "resume": only(None, "", because="not set", otherwise="--resume FILE"),
+    "start_epoch": only(None, 0, because="not set", otherwise="a run starts at 0 or resumes"),
+    "cache_dataset": not_needed("the index of the data is always kept"),
+    "sync_bn": renamed("sync_batchnorm"),
+    "test_only": only(None, False, because="not set", otherwise="stoker eval CKPT"),
+    "pretrained": IMPORT_NAMES["pretrained"],
+    "auto_augment": _policy,
+    "ra_magnitude": not_needed("see auto_augment"),
+    "augmix_severity": not_needed("only for augmix"),
+    "random_erase": renamed("random_erasing"),
+    "amp": lambda value, _theirs: same(precision="16-mixed" if value else "32"),
+    "world_size": not_needed("devices and num_nodes"),
+    "dist_url": not_needed("MASTER_ADDR and MASTER_PORT"),
+    "model_ema": _average,
+    "model_ema_steps": not_needed("see ema_every"),
+    "model_ema_decay": not_needed("see ema_decay"),
+    "use_deterministic_algorithms": IMPORT_NAMES["deterministic"],
+    "train_crop_size": renamed("img_size"),
+    "val_crop_size": _val_size,
+    "val_resize_size": _val_resize,
+    "ra_sampler": _repeats,
+    "ra_reps": not_needed("see repeated_augmentation"),
+    "weights": only(None, because="random weights", otherwise="stoker starts from a file of yours: weights: FILE"),
+    "backend": only(None, "pil", "PIL", "tensor", because="pixels are torchvision's", otherwise="see decoder"),
+    "use_v2": not_needed("the same transforms"),
+    "distributed": not_needed("see devices"),
+    "gpu": not_needed("see devices"),
+    "rank": not_needed("see devices"),
+    "dist_backend": not_needed("stoker decides"),
+}
+
+
+def torchvision_facts(_theirs: Theirs) -> list[Became]:
+    return [
+        same("lr is used as it is there; stoker would scale it with the total batch", scale_lr=False),
+        same("the schedule moves once an epoch; the warmup differs by one epoch", lr_update="epoch"),
+    ]

@@ -194,4 +194,4 @@ def _shown(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """A value as JSON gives it back: a tuple of a config is a list in a file. A count and a share stay apart."""
-    return list(value) if isinstance(value, tuple) else (type(value) is float, value)
+    return list(value) if isinstance(value, list | tuple) else (type(value) is float, value)

@@ -172,7 +172,7 @@ def test_replan_extends_a_finished_run_once_and_a_resume_is_exact(
     assert "replanned from step 6 on: epochs 8 (was 2)" in said
     last = learning_rate(5, replace(horizon, epochs=2), peak)
     assert f"learning rate {last:.4g} at the last step, {rate:.4g} at the next, 0 at the end" in said
-    assert "the warmup of 1 epochs has passed, and is not repeated" in said
+    assert "the warmup (1 epoch) has passed, and is not repeated" in said
     assert "images of 32 px in epoch 2, instead of 64 px" in said
     (event,) = events(run, "replanned")
     assert (event["step"], event["changed"], event["lr_after"]) == (6, {"epochs": [2, 8]}, rate)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from stoker.config import load_config
+from stoker.errors import UserError
 from stoker.plan.budget import Hardware, Job
 from stoker.report.document import read_document
 from stoker.tasks.classify import open_data
@@ -49,6 +50,9 @@ def test_early_stopping_ends_a_run_that_no_longer_improves_and_a_resume_is_exact
     capsys.readouterr()
     train_until(whole)
     assert f"is finished: 18 steps, best val/acc1 {state['best']:.2f}%; {why}" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the run is over: val/acc1 has not improved") as caught:
+        train_until(whole, epochs=20, replan=True)
+    assert "early_stopping=null continues it" in (caught.value.hint or "")
     train_until(whole, early_stopping=4)
     assert last_state(run)["progress"]["epoch"] == 5
 
@@ -130,7 +134,7 @@ def test_fast_dev_run_trains_and_validates_and_leaves_nothing_behind(
     config = write_config(tmp_path, images, warmup_epochs=1, resize_epochs=2, start_img_size=32, csv=True)
     assert [entry[:2] for entry in train_until(config, fast_dev_run=True)] == [(0, 0)]
     said = capsys.readouterr().err
-    assert "fast_dev_run: 1 training steps and validation ran; nothing was kept" in said
+    assert "fast_dev_run: 1 training step and validation ran; nothing was kept" in said
     assert "learning rate 0.00015625" in said, "that of the first step: a hundredth of the peak, as in the warmup"
     assert not (tmp_path / "runs").exists()
     # Beside a real run, which it neither resumes nor touches.

@@ -83,6 +83,8 @@ def train_here(
     run = build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
     stack.callback(run.close)
     events: tuple[tuple[str, dict[str, Any]], ...] = ()
+    if found is None and replan:
+        say_here("--replan: a new run, which begins with its own schedule")
     if found is not None:
         for note in found.notes:
             say_here(f"warning: {note}")
@@ -122,7 +124,8 @@ def train_here(
                 ) from None
             raise
     if config.fast_dev_run:
-        say_here(f"fast_dev_run: {run.progress.step} training steps and validation ran; nothing was kept")
+        steps = "1 training step" if run.progress.step == 1 else f"{run.progress.step} training steps"
+        say_here(f"fast_dev_run: {steps}{' and validation' if run.val_loader else ''} ran; nothing was kept")
     return _summary(run, folder) if ranks.is_first else None
 
 

@@ -59,6 +59,7 @@ def test_changes_are_found_against_what_the_saved_run_really_used() -> None:
     assert [(change.before, change.after) for change in changes_since(state, ours)] == [(60, 90)]
     state["horizon"]["epochs"] = 90
     # `auto` stands for the decoder that was chosen, and the file of the first weights need not be there any more.
+    assert changes_since(state, ours | {"decoder": "opencv"}) == [], "earlier versions did not record the choice"
     state["decoder"] = "opencv"
     assert changes_since(state, ours | {"decoder": "opencv"}) == []
     state["config"]["weights"] = "gone.safetensors"

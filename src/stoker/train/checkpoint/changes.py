@@ -71,8 +71,9 @@ KINDS: dict[Kind, Iterable[str]] = {"free": FREE, "applied": APPLIED, "schedule"
 ON_RESUME: dict[str, Kind] = {key: kind for kind, keys in KINDS.items() for key in keys}
 """What happens to a run that resumes with another value of a key."""
 
-# Set by the machine too (`fit_to_machine`, a decoder that is missing): no sign that somebody wants a change.
-_BY_MACHINE = frozenset({"decoder", "precision", "sync_batchnorm"})
+# Different on every machine too (`fit_to_machine`, a decoder that is missing, a scheduler's temporary folder): no sign
+# that somebody wants another result.
+_BY_MACHINE = frozenset({"decoder", "precision", "sync_batchnorm", "data_root"})
 _IN_HORIZON = {
     "epochs": "epochs", "warmup_epochs": "warmup_epochs", "warmup_start": "warmup_start", "min_lr": "min_lr",
     "lr_scheduler": "scheduler", "lr_update": "update", "lr_step_epochs": "step_epochs", "lr_step_factor":
@@ -100,8 +101,10 @@ def changes_since(state: Mapping[str, Any], ours: Mapping[str, Any]) -> list[Cha
     """Every key whose value differs between a saved run and this one, except those that do not change the result."""
     saved = used_values(state)
     found = [Change(key, saved[key], ours[key]) for key in ours if _plain(saved[key]) != _plain(ours[key])]
-    # The run has its weights: a file that it began with need not be there any more.
-    return [change for change in found if change.kind != "free" and (change.key, change.after) != ("weights", None)]
+    # The run has its weights: a file that it began with need not be there any more. Earlier versions did not record
+    # which decoder `auto` had chosen.
+    said_nothing = {"weights": ours["weights"] is None, "decoder": saved["decoder"] == "auto"}
+    return [change for change in found if change.kind != "free" and not said_nothing.get(change.key, False)]
 
 
 def used_values(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def replanned_lines(
     if progress.epoch < after["warmup_epochs"]:
         lines.append(f"the warmup lasts until epoch {after['warmup_epochs']}; the run is in epoch {progress.epoch}")
     elif after["warmup_epochs"]:
-        lines.append(f"the warmup of {after['warmup_epochs']} epochs has passed, and is not repeated")
+        lines.append(f"the warmup ({_epochs(after['warmup_epochs'])}) has passed, and is not repeated")
     sizes = _image_size(before, progress.epoch), _image_size(after, progress.epoch)
     if sizes[0] != sizes[1]:
         lines.append(f"images of {sizes[1]} px in epoch {progress.epoch}, instead of {sizes[0]} px")
@@ -171,21 +174,26 @@ class ScheduleChanged(UserError):
         )
 
 
-def nothing_left(path: Path, changes: Sequence[Change], epoch: int, ending: str) -> UserError:
-    """The error for settings that could no longer apply to any step."""
+def nothing_left(path: Path, changes: Sequence[Change], epoch: int, epochs: int, early: str | None) -> UserError:
+    """The error for settings that no step is left for; `early` is why the run stopped early, if it did."""
     listed = "\n".join(f"  - {change}" for change in changes)
+    more = f"epochs={epoch + 1} --replan, or more, extends the run"
+    how = more if early is None else "early_stopping=null continues it"
     return UserError(
         "run-is-finished",
-        f"{path} has {epoch} epoch{'s' * (epoch != 1)} behind it, and the run is over: {ending}\n{listed}",
+        f"{path} has {_epochs(epoch)} behind it, and the run is over: {early or f'epochs is {epochs}'}\n{listed}",
         why="no step is left that would use these settings",
-        hint=f"epochs={epoch + 1} --replan, or more, extends the run; "
-        f"{from_hint(path)} begins a new run with its weights",
+        hint=f"{how}; {from_hint(path)} begins a new run with its weights",
     )
 
 
 def from_hint(path: Path) -> str:
     """How to begin a new run from a checkpoint."""
     return f"`stoker train CONFIG --from {path} run_name=NEW`"
+
+
+def _epochs(number: int) -> str:
+    return "1 epoch" if number == 1 else f"{number:,} epochs"
 
 
 def _shown(value: Any) -> str:

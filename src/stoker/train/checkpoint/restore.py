@@ -109,7 +109,7 @@ def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) 
     rates = float(state["optimizer"]["param_groups"][0]["lr"]), learning_rate(progress.step, run.horizon, run.peak_lr)
     if progress.finished and (asked := by_the_user(changes)):
         early = None if run.stopping is None else run.stopping.reason(progress)
-        raise nothing_left(path, asked, progress.epoch, early or f"epochs is {run.horizon.epochs}")
+        raise nothing_left(path, asked, progress.epoch, run.horizon.epochs, early)
     if schedule and not replan:
         raise ScheduleChanged(path, schedule, progress.step, *rates)
 

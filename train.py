@@ -37,6 +37,7 @@ def arguments_for_stoker(arguments: list[str]) -> list[str]:
     )
     parser.add_argument("--resume", metavar="CKPT", help="resume from this checkpoint")
     parser.add_argument("--fresh", action="store_true", help="start over")
+    parser.add_argument("--replan", action="store_true", help="resume with another schedule")
     parser.add_argument("--force", action="store_true", help="start even if the plan says that it does not fit")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="config keys to set")
     given = parser.parse_intermixed_args(arguments)
@@ -49,7 +50,7 @@ def arguments_for_stoker(arguments: list[str]) -> list[str]:
         words += ["wandb=false", "wandb_project=null"]
     if given.resume:
         words += ["--resume", given.resume]
-    words += [f"--{flag}" for flag in ("fresh", "force") if getattr(given, flag)]
+    words += [f"--{flag}" for flag in ("fresh", "replan", "force") if getattr(given, flag)]
     return words
 
 

@@ -1,14 +1,30 @@
-"""Processes that start without paying for imports; one server per pytest worker."""
+"""Trainings in this process, and processes that start without paying for imports; one server per pytest worker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from stoker.commands import train as command
+from stoker.data.batch import Batch
+from stoker.errors import Interrupted, Preempted
+from stoker.machine import host
+from stoker.tasks import training
+from stoker.tasks.classify import build_run
+from stoker.train.step import Prepared
 from tests.support.ready_process import ReadyProcess, ready_process
 from tests.support.tiny_training import write_images
+
+Ledger = list[tuple[int, int, list[int], list[int]]]
+"""Epoch, step, sample indices and keys of every batch that was trained on."""
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +37,49 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadyProcess]:
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """48 training images and 15 for validation, in three classes."""
     return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture
+def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledger]]:
+    """Trains in this process, in one thread, and sends it a real signal during step `stop_at`."""
+    threads = torch.get_num_threads()
+    machine = replace(host.read_machine(), cpus=1)
+    monkeypatch.setattr(host, "read_machine", lambda: machine)
+    wanted: dict[str, Any] = {}
+
+    def build_and_watch(*arguments: Any, **keys: Any) -> Any:
+        run = build_run(*arguments, **keys)
+        prepare = run.prepare
+
+        def watched(batch: Batch, epoch: int, step: int, number: int) -> Prepared:
+            wanted["ledger"].append((epoch, step, batch.indices.tolist(), batch.keys.tolist()))
+            if step + 1 == wanted["stop_at"]:
+                wanted["stop_at"] = None  # only once: a second Ctrl-C means 'immediately'
+                os.kill(os.getpid(), wanted["number"])
+            return prepare(batch, epoch, step, number)
+
+        return replace(run, prepare=watched)
+
+    monkeypatch.setattr(training, "build_run", build_and_watch)
+
+    def train(
+        config: Path,
+        stop_at: int | None = None,
+        number: int = signal.SIGTERM,
+        *,
+        checkpoint: Path | None = None,
+        replan: bool = False,
+        **keys: Any,
+    ) -> Ledger:
+        wanted.update(ledger=[], stop_at=stop_at, number=number)
+        monkeypatch.chdir(config.parent)
+        overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+        if stop_at is None:
+            assert command.train_from_config(config, overrides, checkpoint, False, replan=replan)[0] == 0
+        else:
+            with pytest.raises(Interrupted if number == signal.SIGINT else Preempted, match=f"saved at step {stop_at}"):
+                command.train_from_config(config, overrides, checkpoint, False, replan=replan)
+        return list(wanted["ledger"])
+
+    yield train
+    torch.set_num_threads(threads)

@@ -6,21 +6,16 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stoker.commands import train as command
-from stoker.data.batch import Batch
-from stoker.errors import Interrupted, Preempted
-from stoker.machine import host
+from stoker.errors import Preempted
 from stoker.tasks import training
-from stoker.tasks.classify import build_run
-from stoker.train.step import Prepared
+from tests.end_to_end.conftest import Ledger
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import assert_same_end, last_state, metrics, steps_done, write_config
 
@@ -42,44 +37,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 STEPS = 12  # of all epochs
-Ledger = list[tuple[int, int, list[int], list[int]]]
-
-
-@pytest.fixture
-def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledger]]:
-    """Trains in this process, in one thread, and sends it a real signal during step `stop_at`."""
-    threads = torch.get_num_threads()
-    machine = replace(host.read_machine(), cpus=1)
-    monkeypatch.setattr(host, "read_machine", lambda: machine)
-    wanted: dict[str, Any] = {}
-
-    def build_and_watch(*arguments: Any, **keys: Any) -> Any:
-        run = build_run(*arguments, **keys)
-        prepare = run.prepare
-
-        def watched(batch: Batch, epoch: int, step: int, number: int) -> Prepared:
-            wanted["ledger"].append((epoch, step, batch.indices.tolist(), batch.keys.tolist()))
-            if step + 1 == wanted["stop_at"]:
-                wanted["stop_at"] = None  # only once: a second Ctrl-C means 'immediately'
-                os.kill(os.getpid(), wanted["number"])
-            return prepare(batch, epoch, step, number)
-
-        return replace(run, prepare=watched)
-
-    monkeypatch.setattr(training, "build_run", build_and_watch)
-
-    def train(config: Path, stop_at: int | None = None, number: int = signal.SIGTERM, **options: Any) -> Ledger:
-        wanted.update(ledger=[], stop_at=stop_at, number=number)
-        monkeypatch.chdir(config.parent)
-        if stop_at is None:
-            assert command.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))[0] == 0
-        else:
-            with pytest.raises(Interrupted if number == signal.SIGINT else Preempted, match=f"saved at step {stop_at}"):
-                command.train_from_config(config, [], options.get("checkpoint"), options.get("fresh", False))
-        return list(wanted["ledger"])
-
-    yield train
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -241,20 +198,3 @@ def test_a_second_process_is_refused_while_the_first_runs(ready: ReadyProcess, t
     assert first.poll() is None
     first.send(signal.SIGTERM)
     assert first.wait() == 143
-
-
-def test_changes_since_the_checkpoint_are_reported_and_the_schedule_stays(
-    ready: ReadyProcess, tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
-) -> None:
-    train_until(write_config(tmp_path, images), stop_at=6 + 1)
-    config = write_config(tmp_path, images, lr=0.25, epochs=3, batch_size=16)
-    rest = ready.run("train", config, cwd=tmp_path)
-    assert rest.code == 0, rest.err
-    assert "changed since the checkpoint: lr: 0.5 in the checkpoint, 0.25 in this run" in rest.err
-    assert "changed since the checkpoint: batch_size: 8 in the checkpoint, 16 in this run" in rest.err
-    assert "an epoch now has 3 steps and had 6: the run is at step 4 in the new count" in rest.err
-    assert "keeping the schedule that the run began with (2 epochs, cosine, 0 of warmup)" in rest.err
-    run = tmp_path / "runs" / "tiny"
-    assert [line["epoch"] for line in metrics(run, "epoch")] == [0, 1], (
-        "the first epoch's line has survived the new count"
-    )

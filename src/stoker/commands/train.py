@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ from stoker.commands.options import (
     let_threads_sleep,
 )
 from stoker.console import say, say_notes
-from stoker.errors import EXIT_OK
+from stoker.errors import EXIT_OK, UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +37,13 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run's files are moved to a folder beside it.")
     ] = False,
+    replan: Annotated[
+        bool,
+        typer.Option(
+            "--replan",
+            help="Resume with another schedule (epochs, lr, warmup, …), which applies from this step on.",
+        ),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start even if the plan says that memory or disk will run out.")
     ] = False,
@@ -45,14 +53,21 @@ def train(
     from stoker.console import print_json
 
     path, settings = config_and_overrides(config, overrides)
-    code, summary = train_from_config(path, [*settings, *(set_ or ())], resume, fresh, force=force)
+    settings = [*settings, *(set_ or ())]
+    code, summary = train_from_config(path, settings, resume, fresh, force=force, replan=replan)
     if json and summary is not None:
         print_json(summary)
     return code
 
 
 def train_from_config(
-    path: Path, overrides: Sequence[str], checkpoint: Path | None, fresh: bool, *, force: bool = False
+    path: Path,
+    overrides: Sequence[str],
+    checkpoint: Path | None,
+    fresh: bool,
+    *,
+    force: bool = False,
+    replan: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
     """Trains, or starts the processes that do; returns the exit code and, on the first rank, the run's summary."""
     let_threads_sleep()
@@ -60,15 +75,17 @@ def train_from_config(
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
-    from stoker.tasks.training import check_devices, train_here
+    from stoker.tasks.training import check_devices, train_here, trial_run
     from stoker.train.compute import accelerator_of
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
     from stoker.train.ranks import Ranks, ranks_from_environment
 
     ranks = ranks_from_environment()
-    loaded = load_for_command(path, overrides, None).config
+    loaded = trial_run(load_for_command(path, overrides, None).config)
     check_task(loaded, "trained")
+    if loaded.fast_dev_run and checkpoint is not None:
+        raise UsageError("usage", "fast_dev_run begins with a new model", hint="leave out --resume")
     accelerator_of(loaded)  # refuses an unknown name before anything starts, on every rank
     machine = read_machine()
     config, notes = fit_to_machine(loaded, machine)
@@ -82,8 +99,11 @@ def train_from_config(
         command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
         return launch(command, config.devices, config.num_nodes), None
     ranks = ranks or Ranks()
-    folder = run_folder_for(config, path)
     with ExitStack() as stack:
+        if config.fast_dev_run:
+            nowhere = stack.enter_context(TemporaryDirectory(prefix="stoker-"))
+            config = config.model_copy(update={"runs_dir": nowhere})
+        folder = run_folder_for(config, path)
         progress = None
         if ranks.is_first:
             opened = open_run(config, path, fresh=fresh)
@@ -94,7 +114,7 @@ def train_from_config(
                     checkpoint = opened.set_aside / folder.checkpoints.name / checkpoint.name  # moved with the rest
             progress = TrainProgress(TrainLog(folder.logs))
             stack.callback(progress.close)
-        return EXIT_OK, train_here(config, folder, ranks, machine, checkpoint, progress, stack)
+        return EXIT_OK, train_here(config, folder, ranks, machine, checkpoint, progress, stack, replan=replan)
 
 
 def _is_program() -> bool:

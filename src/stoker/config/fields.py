@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
@@ -133,7 +133,8 @@ class KeyGroup(BaseModel):
         """`batch_size: true` is a mistake, not the number 1."""
         assert info.field_name is not None
         items = value if isinstance(value, list) else [value]
-        if cls.model_fields[info.field_name].annotation is not bool and any(isinstance(i, bool) for i in items):
+        expected = cls.model_fields[info.field_name].annotation
+        if bool not in (expected, *get_args(expected)) and any(isinstance(i, bool) for i in items):
             raise ValueError(f"{str(items[0]).lower() if len(items) == 1 else items}: booleans are not accepted here")
         return value
 

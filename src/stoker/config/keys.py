@@ -218,6 +218,16 @@ class ModelKeys(KeyGroup):
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _whole_or_share(value: Any) -> Any:
+    if isinstance(value, float) and not 0 <= value <= 1:
+        raise ValueError(f"{value} is neither a whole number of batches nor a share of them up to 1.0")
+    return value
+
+
+Limit = Annotated[Positive | Annotated[float, Field(gt=0, le=1)], BeforeValidator(_whole_or_share)]
+"""So many batches, or a share of all."""
+
+
 class OptimizationKeys(KeyGroup):
     """Optimization: loss, optimizer, learning rate."""
 
@@ -227,6 +237,22 @@ class OptimizationKeys(KeyGroup):
     steps_per_epoch: int | None = key(None, unit="steps", ge=1)
     """Updates per epoch, if an epoch is not one pass over the data. Images: at most as many as the data has; the next
     epoch continues with a new order of all images. Random patches: any number."""
+
+    limit_train_batches: Limit | None = key(None)
+    """Train on part of each epoch: an integer is a number of batches per GPU, a float up to 1.0 a share of them. Each
+    epoch draws from all images. The whole batches of an update count: with `gradient_accumulation`, the limit is
+    rounded down to a multiple of it, and is at least one update."""
+
+    limit_val_batches: Limit | Literal[0] | None = key(None)
+    """Validate on part of the validation images, the same ones in every epoch, drawn from all classes by
+    `subset_seed`: an integer is a number of batches per GPU, a float up to 1.0 a share of them, and 0 turns
+    validation off. `stoker eval` always takes all images."""
+
+    early_stopping: int | None = key(None, unit="epochs", ge=1)
+    """End the run once `val/acc1` has not improved for so many epochs in a row; off by default."""
+
+    early_stopping_min_delta: float = key(0.0, unit="percentage points", ge=0)
+    """With `early_stopping`: an improvement of `val/acc1` up to this does not count."""
 
     batch_size: int = key(256, unit="samples", ge=1)
     """Samples per step and GPU."""
@@ -308,6 +334,10 @@ class RunKeys(KeyGroup):
 
     runs_dir: str = key("runs", min_length=1)
     """Parent folder of the run folders."""
+
+    fast_dev_run: bool | Positive = key(False)
+    """Try out a config: one epoch of a single update and a single validation batch, or of so many, at the learning rate
+    of the first step. No checkpoints, trackers or run folder: nothing is left behind, and nothing is resumed."""
 
     devices: Annotated[int, Field(ge=1)] | Literal["auto"] = key("auto")
     """GPUs per node; `auto` uses all of them. Without a GPU: processes on the CPU, default 1."""

@@ -188,3 +188,37 @@ def _subset_fits_classes(c: Config) -> str | None:
     if c.subset_classes is not None and c.num_classes is not None and c.subset_classes != c.num_classes:
         return f"subset_classes: {c.subset_classes} does not match num_classes: {c.num_classes}"
     return None
+
+
+@pair_rule("steps_per_epoch", "limit_train_batches")
+def _one_length_of_an_epoch(c: Config) -> str | None:
+    if c.steps_per_epoch is not None and c.limit_train_batches is not None:
+        return (
+            f"steps_per_epoch: {c.steps_per_epoch} and limit_train_batches: {c.limit_train_batches} both set the "
+            "length of an epoch; use one of them"
+        )
+    return None
+
+
+@pair_rule("limit_train_batches", "gradient_accumulation")
+def _limit_is_an_update(c: Config) -> str | None:
+    if isinstance(c.limit_train_batches, int) and c.limit_train_batches < c.gradient_accumulation:
+        return (
+            f"limit_train_batches: {c.limit_train_batches} is less than one update of gradient_accumulation: "
+            f"{c.gradient_accumulation} batches"
+        )
+    return None
+
+
+@pair_rule("early_stopping", "early_stopping_min_delta")
+def _delta_needs_early_stopping(c: Config) -> str | None:
+    if c.early_stopping is None and c.early_stopping_min_delta > 0:
+        return f"early_stopping_min_delta: {c.early_stopping_min_delta} has no effect without early_stopping"
+    return None
+
+
+@pair_rule("early_stopping", "limit_val_batches")
+def _early_stopping_needs_validation(c: Config) -> str | None:
+    if c.early_stopping is not None and c.limit_val_batches == 0:
+        return f"early_stopping: {c.early_stopping} needs validation, but limit_val_batches is 0"
+    return None

@@ -17,7 +17,7 @@ from stoker.plan.roofline import step_seconds
 from stoker.plan.timing import Storage, loader_rate, time_budget, time_findings
 from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
-from stoker.tasks.image_data import DataFacts
+from stoker.tasks.image_data import DataFacts, updates_per_epoch
 from stoker.train.schedule import lr_warning, scaled_lr
 from stoker.train.step import TraceableStep
 from stoker.train.transfers import batches_in_hand
@@ -135,9 +135,7 @@ class Job:
     def steps_per_epoch(self) -> int | None:
         if self.data.samples is None:
             return None
-        batches = self.data.samples // (self.config.batch_size * self.hardware.world)
-        steps = batches // self.config.gradient_accumulation
-        return min(steps, self.config.steps_per_epoch or steps)
+        return updates_per_epoch(self.config, self.data.samples, self.hardware.world)
 
     @property
     def lr(self) -> float:
@@ -260,7 +258,8 @@ def _disk(job: Job, needs: StepNeeds | None) -> Budget | None:
         return None
     parts = needs.vram.parts
     state = parts.get("parameters", 0) + parts.get("optimizer", 0) + parts.get("ema", 0)
-    wanted = {"checkpoints": (job.config.save_top_k + CHECKPOINTS_BESIDE_THE_BEST) * state}
+    kept = 0 if job.config.fast_dev_run else job.config.save_top_k + CHECKPOINTS_BESIDE_THE_BEST
+    wanted = {"checkpoints": kept * state}
     if job.config.cache_dir is not None:
         everything = job.data.dataset_bytes or 0.0
         wanted["cache"] = int(min(everything, job.config.cache_size or everything))
@@ -296,4 +295,6 @@ def _assumptions(job: Job, ram: RamBudget) -> tuple[str, ...]:
     else:
         said.append(f"storage {job.hardware.storage.name}: {job.hardware.storage.source}")
     said.append("time: without validation, start-up and compilation")
+    if job.config.early_stopping is not None:
+        said.append(f"time: all {job.config.epochs} epochs, though early_stopping may end the run sooner")
     return tuple(said)

@@ -28,6 +28,7 @@ from stoker.plan.vram import VramSearch
 from stoker.run.folder import run_folder_for
 from stoker.tasks.classify import traceable_step
 from stoker.tasks.image_data import choose_decoding, data_facts, measure_speed, open_samples
+from stoker.tasks.training import trial_run
 from stoker.train.step import TraceableStep
 
 # How many images per second a core prepares, measured on a config's own data.
@@ -92,6 +93,7 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
     in_file = config_values(load_config(path, []).config) if overrides else config_values(config)
     overridden = {key: value for key, value in config_values(config).items() if value != in_file[key]}
     check_task(config, "planned")
+    config = trial_run(config)
     hardware = hardware_for(config, path, wanted, read_machine())
     config, notes = fit_to_machine(
         config,

@@ -34,8 +34,10 @@ def run_state(
 ) -> tuple[str, str | None]:
     """Whether the run is running, finished or stopped, and why it stopped."""
     total = _epochs_total(config)
-    state = "running" if held else "finished" if total is not None and _epochs_done(epochs) >= total else "stopped"
-    last = next((event for event in reversed(events) if event.get("event") in ("left", "resumed")), {})
+    endings = ("left", "resumed", "stopped_early")
+    last = next((event for event in reversed(events) if event.get("event") in endings), {})
+    done = last.get("event") == "stopped_early" or (total is not None and _epochs_done(epochs) >= total)
+    state = "running" if held else "finished" if done else "stopped"
     if state == "stopped" and last.get("event") == "left":
         return state, f"{last.get('ending')}: {last.get('why')}"
     return state, None

@@ -151,7 +151,8 @@ def run_folder_for(config: Config, config_path: Path | None) -> RunFolder:
 
 
 def open_run(config: Config, config_path: Path | None, *, fresh: bool = False) -> OpenRun:
-    """Creates or enters the run's folder, takes its lease, and writes config and environment.
+    """Creates or enters the run's folder, takes its lease, and writes config and environment. The config of a run that
+    is already there stays until its checkpoint has accepted the new one (`record_config`).
 
     Use it as `with open_run(config, path) as folder:`. Raises before anything is written if another process holds the
     folder or if it is not writable. With `fresh`, the files of an earlier run are set aside first.
@@ -164,8 +165,8 @@ def open_run(config: Config, config_path: Path | None, *, fresh: bool = False) -
         raise _not_writable(folder.root, error) from None
     try:
         aside = _set_aside(folder) if fresh else None
-        header = f"The config of run {folder.root.name}, every key as it was used."
-        write_text(folder.config_file, redact_text(config_as_yaml(config, header)))
+        if not folder.config_file.exists():
+            record_config(folder, config)
         write_text(folder.environment_file, json.dumps(describe_environment(), indent=2) + "\n")
     except OSError as error:
         lease.release()
@@ -174,6 +175,12 @@ def open_run(config: Config, config_path: Path | None, *, fresh: bool = False) -
         lease.release()
         raise
     return OpenRun(folder, lease, aside)
+
+
+def record_config(folder: RunFolder, config: Config) -> None:
+    """Writes the config that the run uses from now on."""
+    header = f"The config of run {folder.root.name}, every key as it was used."
+    write_text(folder.config_file, redact_text(config_as_yaml(config, header)))
 
 
 def _set_aside(folder: RunFolder) -> Path | None:

@@ -52,7 +52,7 @@ from stoker.train.loop import Run
 from stoker.train.optimization import build_loss, build_optimizer, cross_entropy
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
-from stoker.train.schedule import Horizon, Progress, default_resize_epochs, image_size, scaled_lr
+from stoker.train.schedule import EarlyStopping, Horizon, Progress, default_resize_epochs, image_size, scaled_lr
 from stoker.train.step import Prepared, TraceableStep, TrainStep
 from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
@@ -81,6 +81,13 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Trai
     except UserError as error:
         if error.name != "split-not-found":
             raise
+        if config.early_stopping is not None:
+            raise UserError(
+                "early-stopping-without-validation",
+                f"early_stopping is {config.early_stopping}, but {error.seen}",
+                why="it watches val/acc1, which would never be measured",
+                hint="early_stopping=null, or add validation images",
+            ) from None
         say(f"no validation: {error.seen}")
         val = None
     if config.num_classes is not None and config.num_classes < len(train.classes):
@@ -125,10 +132,11 @@ def build_run(
         prepare=partial(prepare_batch, augment, uploader.copy, ranks.rank * config.gradient_accumulation),
         prepare_val=partial(prepare_val_batch, eval_prepare(config, colours, device), uploader.copy),
         train_loader=loaders.of_epoch, val_loader=loaders.validation(),
-        val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr,
+        val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr, stopping=_early_stopping(config),
         accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
         progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
         close=loaders.close, config=config_values(config), classes=data.train.classes,
+        decoder=data.decoding.decoder,
         name_samples=lambda samples: [data.train.index.name(sample) for sample in samples],
         guard_memory=PrefetchGuard(say).check,
     )  # fmt: skip
@@ -189,7 +197,7 @@ class _Loaders:
         return self._open
 
     def validation(self) -> ImageLoader | None:
-        if self._data.val is None:
+        if self._data.val is None or self._config.limit_val_batches == 0:
             return None
         config = self._config
         plan = validation_plan(config, self._data.val, self._data.decoding, self._ranks)
@@ -291,6 +299,12 @@ def _horizon(config: Config, batches: int) -> Horizon:
         scheduler=config.lr_scheduler, update=config.lr_update, step_epochs=config.lr_step_epochs,
         step_factor=config.lr_step_factor,
     )  # fmt: skip
+
+
+def _early_stopping(config: Config) -> EarlyStopping | None:
+    if config.early_stopping is None:
+        return None
+    return EarlyStopping(config.early_stopping, config.early_stopping_min_delta)
 
 
 def _average(config: Config, model: nn.Module, horizon: Horizon) -> WeightAverage | None:

@@ -87,7 +87,7 @@ def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, Calib
 
 
 def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
-    """What the training batches of this rank hold; `steps_per_epoch` leaves out the end of an epoch's order."""
+    """What the training batches of this rank hold; a shorter epoch leaves out the end of its order."""
     view = RandomCrop(
         size=config.img_size,
         bounds=CropRange(config.crop_scale, config.crop_aspect),
@@ -97,20 +97,43 @@ def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks:
     )
     order = Order(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
     used = len(samples)
-    if config.steps_per_epoch is not None:
+    if config.steps_per_epoch is not None or config.limit_train_batches is not None:
         update = config.batch_size * ranks.world * config.gradient_accumulation
-        used = min(used, config.steps_per_epoch * update)
+        used = min(used, updates_per_epoch(config, used, ranks.world) * update)
     steps = Steps(used, config.batch_size, ranks.world, ranks.rank, drop_last=True)
     return BatchPlan(samples, order, steps, view, config.seed, config.horizontal_flip)
 
 
 def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
-    """What the validation batches of this rank hold: every sample once, in order, nothing random."""
+    """What the validation batches of this rank hold: every sample once, in order, nothing random.
+
+    With `limit_val_batches`, a part of them: spread over all classes, which follow one another, and the same part in
+    every epoch, because validation is always that of epoch 0.
+    """
     view: View = validation_view(config, decoding)
     batch = config.val_batch_size or config.batch_size
-    order = Order(len(samples), config.seed, shuffle=False)
-    steps = Steps(len(samples), batch, ranks.world, ranks.rank, drop_last=False)
+    used, limit = len(samples), config.limit_val_batches
+    order = Order(used, config.subset_seed, shuffle=limit is not None)
+    if limit is not None:
+        used = min(used, _limited(-(-used // (batch * ranks.world)), limit) * batch * ranks.world)
+    steps = Steps(used, batch, ranks.world, ranks.rank, drop_last=False)
     return BatchPlan(samples, order, steps, view, config.seed, horizontal_flip=0.0)
+
+
+def updates_per_epoch(config: Config, samples: int, world: int) -> int:
+    """Updates in an epoch of so many samples: all whole ones, or as many as the config says."""
+    batches = samples // (config.batch_size * world)
+    updates = batches // config.gradient_accumulation
+    if config.limit_train_batches is not None:
+        wanted = max(1, _limited(batches, config.limit_train_batches) // config.gradient_accumulation)
+    else:
+        wanted = config.steps_per_epoch or updates
+    return min(updates, wanted)
+
+
+def _limited(batches: int, limit: float) -> int:
+    """So many batches, or that share of all, as Lightning counts them: rounded down; here at least one."""
+    return min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
 
 
 def validation_view(config: Config, decoding: Decoding) -> CentreCrop:
@@ -167,7 +190,7 @@ def measure_speed(
     # Long enough that no epoch ends within the measurement, however fast the host.
     least = config.batch_size * (workers + 4) * 3
     wanted = max(least, int(seconds * MOST_IMAGES_PER_WORKER_SECOND * max(1, workers)))
-    endless = config.model_copy(update={"steps_per_epoch": None})
+    endless = config.model_copy(update={"steps_per_epoch": None, "limit_train_batches": None})
     plan = training_plan(endless, repeated(samples, wanted), decoding)
     return measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
 

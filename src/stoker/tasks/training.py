@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from stoker.clock.file import ClockFile
-from stoker.console import progress_bar
-from stoker.errors import StokerError, UserError
+from stoker.config import Config
+from stoker.console import Say, progress_bar
+from stoker.data.images.decoders import available_decoders
+from stoker.errors import Interrupted, Preempted, StokerError, UserError
 from stoker.files import write_text
 from stoker.machine.host import HostConfig, HostWatch, Machine, usable_cpus
 from stoker.machine.numa import bind_rank
-from stoker.run.folder import RunFolder
+from stoker.run.folder import RunFolder, record_config
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
 from stoker.tasks.classify import TrainingData, build_run, describe_run, open_data
@@ -49,10 +51,13 @@ def train_here(
     checkpoint: Path | None,
     progress: TrainProgress | None,
     stack: ExitStack,
+    *,
+    replan: bool = False,
 ) -> Summary | None:
     """Trains on this rank, from the last checkpoint if there is one; returns the run's summary on the first rank.
 
-    `progress` is that of the first rank, which writes and speaks for all.
+    `progress` is that of the first rank, which writes and speaks for all. With `replan`, a config with another schedule
+    than the checkpoint's is not refused.
     """
     device = _device(ranks)
     say_here = _say_nothing if progress is None else progress.say
@@ -71,24 +76,34 @@ def train_here(
         say_here(f"classes: {', '.join(chosen['classes'])}")
         write_text(folder.subset_file, json.dumps(chosen, indent=1) + "\n")
     ranks = stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
-    run = build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
-    stack.callback(run.close)
     checkpoints = Checkpoints(folder.checkpoints, config.save_top_k)
     # Read by one rank and sent to the others: they need not see its disk, and cannot find another checkpoint.
     found = from_first(lambda: load_for_resume(checkpoints, checkpoint), ranks)
     if found is not None:
+        data = _with_decoder_of(found, config, data, say_here)
+    run = build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
+    stack.callback(run.close)
+    events: tuple[tuple[str, dict[str, Any]], ...] = ()
+    if found is None and replan:
+        say_here("--replan: a new run, which begins with its own schedule")
+    if found is not None:
         for note in found.notes:
             say_here(f"warning: {note}")
-        run = resume(run, found, say_here)
+        run, events = resume(run, found, say_here, replan=replan)
         if run.progress.finished:
             best = "none" if run.progress.best is None else f"{run.progress.best:.2f}%"
-            say_here(f"{folder.root} is finished: {run.progress.step:,} steps, best val/acc1 {best}")
+            early = None if run.stopping is None else run.stopping.reason(run.progress)
+            why = "" if early is None else f"; {early}"
+            say_here(f"{folder.root} is finished: {run.progress.step:,} steps, best val/acc1 {best}{why}")
             return _summary(run, folder) if ranks.is_first else None
         say_here(f"resuming from {found.path.name}: epoch {run.progress.epoch}, step {run.progress.step:,}")
     observer: RunObserver | Silence = Silence()
     if progress is not None:
+        record_config(folder, config)
         observer = _open_observer(config, folder, run, data, found, machine, progress)
         stack.callback(observer.close)
+        for name, details in events:
+            observer.event(name, run.progress.step, details)
         say_here(describe_run(config, run, data))
         if found is None:
             keep_with_run(folder.preview_file, config, data, ranks.world, say_here)
@@ -96,7 +111,7 @@ def train_here(
         if warning:
             say_here(f"warning: {warning}")
     saver = Saver(
-        run, None if progress is None else checkpoints, observer,
+        run, None if progress is None or config.fast_dev_run else checkpoints, observer,
         every_steps=config.checkpoint_every_steps, every_s=config.checkpoint_every, say=say_here,
     )  # fmt: skip
     stack.callback(saver.close)
@@ -106,8 +121,51 @@ def train_here(
             train(run, observer, saver)
         except StokerError as error:
             observer.event("left", run.progress.step, {"ending": error.name, "why": error.seen})
+            if config.fast_dev_run and isinstance(error, Interrupted | Preempted):
+                raise type(error)(
+                    error.name, f"stopped at step {run.progress.step}; fast_dev_run saves nothing"
+                ) from None
             raise
+    if config.fast_dev_run:
+        steps = "1 training step" if run.progress.step == 1 else f"{run.progress.step} training steps"
+        say_here(f"fast_dev_run: {steps}{' and validation' if run.val_loader else ''} ran; nothing was kept")
     return _summary(run, folder) if ranks.is_first else None
+
+
+def trial_run(config: Config) -> Config:
+    """What `fast_dev_run` trains: one short epoch, at the learning rate of the real run's first step, for nobody to
+    keep. Other configs are returned as they are."""
+    if not config.fast_dev_run:
+        return config
+    number = int(config.fast_dev_run)
+    first = config.warmup_start if config.warmup_epochs else 1.0
+    return config.model_copy(
+        update={
+            "epochs": 1, "steps_per_epoch": None, "limit_train_batches": number * config.gradient_accumulation,
+            "limit_val_batches": 0 if config.limit_val_batches == 0 else number, "early_stopping": None,
+            "lr": config.lr * first, "warmup_epochs": 0, "lr_scheduler": "constant", "resize_epochs": None,
+            "log_every": 1, "save_top_k": 0, "checkpoint_every": None, "checkpoint_every_steps": None,
+            "wandb": False, "wandb_project": None, "wandb_name": None, "tensorboard": False, "csv": False,
+        }
+    )  # fmt: skip
+
+
+def _with_decoder_of(found: FoundCheckpoint, config: HostConfig, data: TrainingData, say: Say) -> TrainingData:
+    """The data with the decoder that the run began with: `auto` chooses it once, not again on another machine."""
+    began, here = found.state.get("decoder"), data.decoding.decoder
+    if config.decoder != "auto" or began in (None, here):
+        return data
+    if began in available_decoders():
+        return replace(data, decoding=replace(data.decoding, decoder=began))
+    if config.decode_mode == "draft":
+        raise UserError(
+            "decoder-missing",
+            f"the images of this run were decoded by {began}, which is not installed here, or does not work",
+            why="with decode_mode: draft, other decoders give other pixels",
+            hint=f"install it, or decoder={here} to go on with other pixels",
+        )
+    say(f"note: {began}, which decoded the images of this run, is not available here; {here} gives the same pixels")
+    return data
 
 
 def _open_observer(
@@ -144,13 +202,14 @@ def _open_observer(
 
 def _summary(run: Run, folder: RunFolder) -> Summary:
     progress = run.progress
+    kept = not run.config["fast_dev_run"]
     return {
-        "run_folder": str(folder.root),
+        "run_folder": str(folder.root) if kept else None,
         "finished": progress.finished,
         "epochs": progress.epoch,
         "steps": progress.step,
         "best_val_acc1": progress.best,
-        "checkpoints": str(folder.checkpoints),
+        "checkpoints": str(folder.checkpoints) if kept else None,
     }
 
 

@@ -119,6 +119,10 @@ class WeightAverage:
             tensor.copy_(saved[name])
         self.steps = int(state["updates"])
 
+    def restart(self, steps: int) -> None:
+        """Begins with the model's weights of now, `steps` steps into the run."""
+        self.load_state_dict({"updates": steps, "tensors": self._model})
+
     @torch.no_grad()
     def _swap(self) -> None:
         # Swaps values, not storages: compiled code, DDP and CUDA graphs rely on the addresses.

@@ -26,7 +26,7 @@ from stoker.train.launch import LeaveValidation, StopRequest
 from stoker.train.observer import Observer, Silence
 from stoker.train.optimization import set_lr
 from stoker.train.ranks import Agreement, Ranks, agree, any_rank, gather
-from stoker.train.schedule import Horizon, Progress, learning_rate
+from stoker.train.schedule import EarlyStopping, Horizon, Progress, is_over, learning_rate
 from stoker.train.step import Pending, Prepared, StepResult, TrainStep
 from stoker.train.transfers import Uploader
 
@@ -60,6 +60,7 @@ class Run:
     val_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     horizon: Horizon
     peak_lr: float
+    stopping: EarlyStopping | None
     accumulation: int
     total_batch: int
     """Samples of one update, over all ranks."""
@@ -76,6 +77,8 @@ class Run:
     """Every config key with its value, as checkpoints hold it."""
     classes: tuple[str, ...]
     """What the model's outputs stand for, in order."""
+    decoder: str
+    """The library that decodes the images; checkpoints hold it, so that a run keeps its pixels on another machine."""
     name_samples: Callable[[Sequence[int]], list[str]]
     """The names of samples, from their indices in the data set."""
     guard_memory: Callable[[Any], None]
@@ -90,7 +93,7 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
     reports = _Reports(run, observer)
     agreement = Agreement(run.ranks, lambda: (run.stop.wanted, saver.is_due_by_time()))
     try:
-        while progress.epoch < run.horizon.epochs:
+        while not is_over(progress, run.horizon, run.stopping):
             began = time.monotonic()
             run.uploader.finish()  # a loader of another size takes the place, and the memory, of the last one
             before, loader = loader, run.train_loader(progress.epoch)
@@ -108,7 +111,7 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
                     _leave(run, saver)
             metrics |= {"seconds": time.monotonic() - began, "clock": run.clock}
             observer.epoch_ends(progress.step, progress.epoch, metrics)
-            _close_epoch(run, saver, metrics.get("val/acc1"))
+            _close_epoch(run, observer, saver, metrics.get("val/acc1"))
             if not progress.finished and any_rank(run.stop.wanted, run.ranks):
                 _leave(run, saver)
     finally:
@@ -121,7 +124,8 @@ def _train_epoch(
 ) -> None:
     """The remaining steps of an epoch."""
     progress, clock = run.progress, run.clock
-    left = run.horizon.steps_per_epoch - progress.position // run.total_batch
+    # Below zero if epochs have become shorter: then this one is over.
+    left = max(0, run.horizon.steps_per_epoch - progress.position // run.total_batch)
     steps = min(loader.steps(progress.position) // run.accumulation, left)
     observer.epoch_begins(progress.epoch, run.horizon.steps_per_epoch, run.horizon.steps_per_epoch - steps)
     run.step.model.train()
@@ -252,13 +256,15 @@ def _leave(run: Run, saver: Saver) -> NoReturn:
     raise run.stop.ending(run.progress.step, interrupted=interrupted, saved=saved)
 
 
-def _close_epoch(run: Run, saver: Saver, acc1: float | None) -> None:
+def _close_epoch(run: Run, observer: Observer, saver: Saver, acc1: float | None) -> None:
     progress, epoch = run.progress, run.progress.epoch
     progress.epoch, progress.position = epoch + 1, 0
-    progress.finished = progress.epoch >= run.horizon.epochs
     run.train_metrics.reset()
     if acc1 is not None:
-        progress.best = acc1 if progress.best is None else max(progress.best, acc1)
+        progress.add_score(acc1, 0.0 if run.stopping is None else run.stopping.min_delta)
+    progress.finished = is_over(progress, run.horizon, run.stopping)
+    if run.stopping is not None and progress.epoch < run.horizon.epochs and progress.finished:
+        observer.event("stopped_early", progress.step, {"epoch": epoch, "why": run.stopping.reason(progress)})
     best = None if acc1 is None else (epoch, acc1)
     with run.clock.saving():
         saved = saver.save(run.train_metrics.total(), best=best, now=progress.finished)

@@ -166,6 +166,8 @@ class RunObserver:
                 f"warning: step {step} was skipped: its loss is NaN or infinite; metrics.jsonl lists its "
                 f"{len(samples)} samples, the first is {samples[0]}"
             )
+        elif name == "stopped_early":
+            self._progress.say(f"stopped after epoch {details['epoch']}: {details['why']}")
 
     def sync(self) -> None:
         self._metrics.sync()

@@ -5,7 +5,7 @@ Losses take labels (samples,) or soft targets (samples, classes), and return the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from stoker.config import Config
 from stoker.train.lamb import Lamb
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+SETTINGS = ("weight_decay", "momentum", "nesterov", "betas")
+"""What config keys set in an optimizer's groups, besides the learning rate, which is set at every step."""
 # Devices with one fused kernel for all parameters; on others torch chooses.
 _FUSED_DEVICES = {"cpu", "cuda"}
 
@@ -110,6 +112,26 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_bias_and_norm:
         {"params": weights, "weight_decay": weight_decay},
         {"params": others, "weight_decay": weight_decay if decay_bias_and_norm else 0.0},
     ]
+
+
+def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Continues from a saved state, with this optimizer's own settings: torch's `load_state_dict` brings back the saved
+    ones, so that a weight decay that has changed since would not be applied."""
+    groups = [
+        dict(old) | {name: new[name] for name in SETTINGS if name in new}
+        for old, new in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    state = dict(saved["state"])
+    for group in groups:
+        if group.get("momentum") == 0:  # else a momentum of today would still be there if it is turned on again
+            for number in group["params"]:
+                state[number] = {k: v for k, v in state.get(number, {}).items() if k != "momentum_buffer"}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            # `channels_last` may have changed since; fused kernels take parameter and state for laid out alike.
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                values[name] = torch.empty_like(parameter).copy_(value)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

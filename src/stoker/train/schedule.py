@@ -19,8 +19,8 @@ GROWING_SHARE = 0.8
 class Horizon:
     """The schedule of the learning rate over a whole run.
 
-    Checkpoints hold it (`dataclasses.asdict`, and `Horizon(**record)` back): a resumed run keeps its schedule, whatever
-    its config says.
+    Checkpoints hold it (`dataclasses.asdict`, and `Horizon(**record)` back): a config with another one is refused, or
+    replaces it from that step on (`--replan`).
     """
 
     steps_per_epoch: int
@@ -147,3 +147,40 @@ class Progress:
     finished: bool = False
     origin: str | None = None
     """The checkpoint of `--resume` that the run began from: path, size and modification time."""
+    to_beat: float | None = None
+    """The `val/acc1` that counts for early stopping: the last that was a sufficient improvement."""
+    stale_epochs: int = 0
+    """Epochs since then."""
+
+    def add_score(self, acc1: float, min_delta: float) -> None:
+        """Takes the `val/acc1` of an epoch."""
+        self.best = acc1 if self.best is None else max(self.best, acc1)
+        if self.to_beat is None or acc1 > self.to_beat + min_delta:
+            self.to_beat, self.stale_epochs = acc1, 0
+        else:
+            self.stale_epochs += 1
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """When a run ends before its last epoch."""
+
+    patience: int
+    """Epochs in a row without an improvement."""
+    min_delta: float = 0.0
+    """Percentage points of `val/acc1` that an improvement has to exceed."""
+
+    def reason(self, progress: Progress) -> str | None:
+        """Why the run ends here, as a sentence; None if it goes on."""
+        if progress.stale_epochs < self.patience or progress.to_beat is None:
+            return None
+        by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return (
+            f"val/acc1 has not improved{by} on {progress.to_beat:.2f}% "
+            f"for {progress.stale_epochs} epoch{'s' * (progress.stale_epochs != 1)} (early_stopping: {self.patience})"
+        )
+
+
+def is_over(progress: Progress, horizon: Horizon, stopping: EarlyStopping | None) -> bool:
+    """Whether a run has no epoch left: a function of where it is, so that other settings can continue it."""
+    return progress.epoch >= horizon.epochs or (stopping is not None and stopping.reason(progress) is not None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,9 +19,23 @@ from stoker.console import Say
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.models.build import build_model
+from stoker.train.checkpoint.changes import (
+    Change,
+    ScheduleChanged,
+    applied_line,
+    as_event,
+    by_the_user,
+    changes_since,
+    from_hint,
+    nothing_left,
+    of_kind,
+    replanned_lines,
+    used_values,
+)
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.format import CheckpointCorrupt, read_checkpoint
-from stoker.train.schedule import Horizon, Progress
+from stoker.train.optimization import load_state
+from stoker.train.schedule import Progress, is_over, learning_rate
 
 if TYPE_CHECKING:
     from stoker.train.loop import Run
@@ -29,18 +43,9 @@ if TYPE_CHECKING:
 MOST_SHOWN = 8
 LONGEST_VALUE = 60
 EXAMPLE = "runs/NAME/checkpoints/last.ckpt, as `stoker train` writes it, or the run folder itself"
-# Keys that say where and how fast, but not what: whatever their values, it is the same run.
-_NOT_THE_RESULT = {
-    "run_name", "runs_dir", "devices", "num_nodes", "strategy", "rank_timeout", "log_every", "checkpoint_every_steps",
-    "checkpoint_every", "save_top_k", "wandb", "wandb_project", "wandb_name", "tensorboard", "csv", "loader",
-    "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "worker_start", "index_dir", "cache_dir",
-    "cache_size", "lookahead", "val_batch_size", "numa_binding",
-}  # fmt: skip
-# Part of the saved schedule, which has its own message.
-_SCHEDULE = {
-    "epochs", "warmup_epochs", "warmup_start", "min_lr", "lr_scheduler", "lr_update", "lr_step_epochs",
-    "lr_step_factor",
-}  # fmt: skip
+
+# How much a training run looks at says nothing about how the model is used afterwards.
+_OF_TRAINING = {"limit_train_batches", "limit_val_batches", "fast_dev_run"}
 
 
 class CheckpointOther(UserError):
@@ -51,7 +56,7 @@ class CheckpointOther(UserError):
             "checkpoint-other",
             f"{path} was made by another model or config\n{_listed(differences)}",
             why="training would continue with weights or a schedule that do not belong to it",
-            hint="use the config it was made with, another run_name, or --fresh to start over",
+            hint=f"{from_hint(path)} begins a new run with its weights; --fresh starts over, and keeps the old run",
         )
 
 
@@ -82,41 +87,95 @@ def load_for_resume(checkpoints: Checkpoints, explicit: Path | None) -> FoundChe
     return FoundCheckpoint(state, explicit)
 
 
-def resume(run: Run, found: FoundCheckpoint, say: Say) -> Run:
-    """The run at the point where the checkpoint left it, on the learning rate schedule it began with.
+class Resumed(NamedTuple):
+    """A run that goes on from a checkpoint."""
 
-    Loads the tensors into the run's model, optimizer and average. Raises CheckpointOther if they do not fit.
+    run: Run
+    events: tuple[tuple[str, dict[str, Any]], ...]
+    """What metrics.jsonl should say about settings that differ from the checkpoint's: name and details."""
+
+
+def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) -> Resumed:
+    """The run at the point where the checkpoint left it, with the settings of its config from that step on.
+
+    Loads the tensors into the run's model, optimizer and average. Refuses another model, optimizer or data
+    (CheckpointOther) and, unless `replan`, another schedule (ScheduleChanged), before anything is loaded.
     """
-    state = found.state
-    _refuse_other(run, state, found.path)
+    state, path = found.state, found.path
+    changes = changes_since(state, {**run.config, "decoder": run.decoder})
+    _refuse_other(run, state, path, of_kind("other", changes))
+    progress, schedule = _progress_in(run, state), of_kind("schedule", changes)
+    # Of the last step, and of the next: a learning rate is a function of the step, its horizon and its peak.
+    rates = float(state["optimizer"]["param_groups"][0]["lr"]), learning_rate(progress.step, run.horizon, run.peak_lr)
+    if progress.finished and (asked := by_the_user(changes)):
+        early = None if run.stopping is None else run.stopping.reason(progress)
+        raise nothing_left(path, asked, progress.epoch, run.horizon.epochs, early)
+    if schedule and not replan:
+        raise ScheduleChanged(path, schedule, progress.step, *rates)
+
     run.model.load_state_dict(state["model"])
-    run.step.optimizer.load_state_dict(state["optimizer"])
-    run.step.precision.scaler.load_state_dict(state["scaler"])
+    load_state(run.step.optimizer, state["optimizer"])
+    if state["scaler"]:  # empty unless it was saved in float16; a new scaler begins with its own scale
+        run.step.precision.scaler.load_state_dict(state["scaler"])
     if run.ema is not None:
-        run.ema.load_state_dict(state["ema"])
-    progress = Progress(**state["progress"])
-    run.step.micro_batch = progress.micro_batch or run.step.micro_batch
+        if state["ema"] is None:
+            run.ema.restart(progress.step)
+        else:
+            run.ema.load_state_dict(state["ema"])
+            if progress.step != state["progress"]["step"]:
+                run.ema.steps = progress.step
     if run.ranks.is_first:  # the sums are those of all ranks
         run.train_metrics.restore(state["sums"])
-    for line in _changed_keys(state["config"], run.config):
-        say(f"changed since the checkpoint: {line}")
-    saved, wanted = Horizon(**state["horizon"]), run.horizon
-    if saved.steps_per_epoch != wanted.steps_per_epoch:
+    _keep_what_memory_forced(run, progress, used_values(state)["batch_size"], say)
+    events = _say_changes(run, state, progress, changes, rates, say)
+    return Resumed(replace(run, progress=progress), events)
+
+
+def _progress_in(run: Run, state: Mapping[str, Any]) -> Progress:
+    """Where the checkpoint is in the run's own count of steps."""
+    progress, saved, wanted = Progress(**state["progress"]), state["horizon"]["steps_per_epoch"], run.horizon
+    if saved != wanted.steps_per_epoch:
         # Another total batch, or other data: the same step number is another moment of the schedule.
-        progress.step = round(progress.step / saved.steps_per_epoch * wanted.steps_per_epoch)
+        progress.step = round(progress.step / saved * wanted.steps_per_epoch)
+        if progress.position // run.total_batch >= wanted.steps_per_epoch:
+            progress.step = (progress.epoch + 1) * wanted.steps_per_epoch  # this epoch is already longer than one
+    progress.finished = is_over(progress, wanted, run.stopping)
+    return progress
+
+
+def _keep_what_memory_forced(run: Run, progress: Progress, batch_size: int, say: Say) -> None:
+    """Pieces that were smaller than the batch were forced by the device's memory; others follow the batch size."""
+    forced = progress.micro_batch
+    if forced is None or forced >= batch_size:
+        return
+    run.step.micro_batch = min(forced, run.step.micro_batch)
+    say(f"each batch is computed in pieces of {run.step.micro_batch} samples, as before: more did not fit into memory")
+
+
+def _say_changes(
+    run: Run, state: Mapping[str, Any], progress: Progress, changes: Sequence[Change], rates: tuple[float, float],
+    say: Say,
+) -> tuple[tuple[str, dict[str, Any]], ...]:  # fmt: skip
+    """Says what is different from here on, and returns it as events."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    lr_line = f"learning rate {rates[0]:.4g} at the last step, {rates[1]:.4g} at the next"
+    if applied := of_kind("applied", changes):
+        for change in applied:
+            say(applied_line(change, progress.step))
+        events.append(("settings_changed", {"changed": as_event(applied)}))
+    had, has = state["horizon"]["steps_per_epoch"], run.horizon.steps_per_epoch
+    if had != has:
         say(
-            f"an epoch now has {wanted.steps_per_epoch:,} steps and had {saved.steps_per_epoch:,}: "
-            f"the run is at step {progress.step:,} in the new count"
+            f"an epoch now has {has:,} steps and had {had:,}: the run is at step {progress.step:,} in the new count; "
+            f"{lr_line}"
         )
-        saved = replace(saved, steps_per_epoch=wanted.steps_per_epoch)
-        if run.ema is not None:
-            run.ema.steps = progress.step
-    if saved != wanted:
-        say(
-            f"keeping the schedule that the run began with ({saved.epochs} epochs, {saved.scheduler}, "
-            f"{saved.warmup_epochs} of warmup); --fresh starts a new one"
-        )
-    return replace(run, progress=progress, horizon=saved)
+    if schedule := of_kind("schedule", changes):
+        for line in replanned_lines(schedule, used_values(state), run.config, progress):
+            say(line)
+        say(f"{lr_line}, {learning_rate(run.horizon.total_steps, run.horizon, run.peak_lr):.4g} at the end")
+        details = {"changed": as_event(schedule), "lr_before": rates[0], "lr_after": rates[1]}
+        events.append(("replanned", details))
+    return tuple(events)
 
 
 def differences(saved: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> list[str]:
@@ -202,14 +261,11 @@ def _identity(path: Path) -> str:
     return f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
 
 
-def _refuse_other(run: Run, state: dict[str, Any], path: Path) -> None:
-    ours = {"model": run.model.state_dict(), "ema": run.ema is not None}
-    differ = differences({"model": state["model"], "ema": state["ema"] is not None}, ours)
-    for key in ("model", "optimizer", "num_classes"):
-        if state["config"].get(key) != run.config.get(key):
-            differ.insert(0, _differs(key, state["config"].get(key), run.config.get(key)))
+def _refuse_other(run: Run, state: dict[str, Any], path: Path, changes: Sequence[Change]) -> None:
+    differ = [str(change) for change in changes]
     if (line := _other_classes(state.get("classes"), run.classes)) is not None:
         differ.insert(0, line)
+    differ += differences({"model": state["model"]}, {"model": run.model.state_dict()})
     if differ:
         raise CheckpointOther(path, differ)
 
@@ -222,12 +278,6 @@ def _other_classes(saved: tuple[str, ...] | None, ours: tuple[str, ...]) -> str 
         return _differs("classes", len(saved), len(ours))
     number = next(number for number, pair in enumerate(zip(saved, ours, strict=True)) if pair[0] != pair[1])
     return _differs(f"class {number}", saved[number], ours[number])
-
-
-def _changed_keys(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """The keys whose change makes the result another one, one line each."""
-    counted = [key for key in ours if key in saved and key not in _NOT_THE_RESULT | _SCHEDULE]
-    return differences({key: saved[key] for key in counted}, {key: ours[key] for key in counted})
 
 
 def _differs(what: str, saved: object, ours: object) -> str:
@@ -298,7 +348,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _with_overrides(saved: dict[str, Any], overrides: Sequence[str]) -> Config:
     """The saved config with the overrides applied; keys that this version does not know are ignored."""
     given = {text.partition("=")[0].strip() for text in overrides}
-    known = set(key_names()) - {ALIASES.get(key, key) for key in given}
+    known = set(key_names()) - {ALIASES.get(key, key) for key in given} - _OF_TRAINING
     kept = [f"{key}={write_scalar(value)}" for key, value in saved.items() if key in known]
     return load_config(None, [*kept, *overrides]).config
 

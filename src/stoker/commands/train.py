@@ -6,13 +6,24 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
+from stoker.commands.options import (
+    AverageOption,
+    ConfigArgument,
+    FromOption,
+    JsonOption,
+    OverridesArgument,
+    SetOption,
+    let_threads_sleep,
+)
 from stoker.console import say, say_notes
 from stoker.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from stoker.train.checkpoint.branching import Start
 
 
 def register(app: typer.Typer) -> None:
@@ -26,6 +37,11 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(metavar="CKPT", help="Resume from this checkpoint instead of the run's last.")
     ] = None,
+    from_: FromOption = None,
+    ema: AverageOption = None,
+    keep_optimizer: Annotated[
+        bool, typer.Option("--keep-optimizer", help="With --from: also its optimizer's state, if that is the same.")
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run's files are moved to a folder beside it.")
     ] = False,
@@ -35,16 +51,26 @@ def train(
     json: JsonOption = False,
 ) -> int:
     """Train a model. The same command resumes a run that was stopped; a finished run is left alone."""
+    let_threads_sleep()
     from stoker.console import print_json
+    from stoker.train.checkpoint.branching import start_from
 
-    code, summary = train_from_config(config, [*(overrides or ()), *(set_ or ())], resume, fresh, force=force)
+    start = start_from(from_, ema=ema, keep_optimizer=keep_optimizer)
+    settings = [*(overrides or ()), *(set_ or ())]
+    code, summary = train_from_config(config, settings, resume, fresh, force=force, start=start)
     if json and summary is not None:
         print_json(summary)
     return code
 
 
 def train_from_config(
-    path: Path, overrides: Sequence[str], checkpoint: Path | None, fresh: bool, *, force: bool = False
+    path: Path,
+    overrides: Sequence[str],
+    checkpoint: Path | None,
+    fresh: bool,
+    *,
+    force: bool = False,
+    start: Start | None = None,
 ) -> tuple[int, dict[str, Any] | None]:
     """Trains, or starts the processes that do; returns the exit code and, on the first rank, the run's summary."""
     let_threads_sleep()
@@ -53,6 +79,7 @@ def train_from_config(
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
     from stoker.tasks.training import check_devices, train_here
+    from stoker.train.checkpoint.branching import check_start
     from stoker.train.compute import accelerator_of
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
@@ -67,6 +94,9 @@ def train_from_config(
     if ranks is None or ranks.is_first:
         say_notes(notes)
     check_devices(config, machine)
+    folder = run_folder_for(config, path)
+    if start is not None and (ranks is None or ranks.is_first):
+        check_start(start, folder.checkpoints, resume=checkpoint, weights=config.weights, fresh=fresh)
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):
         # Once on each node, before any process is started: those of our own launcher come later.
         refuse_what_cannot_fit(config, path, machine, force=force)
@@ -74,7 +104,6 @@ def train_from_config(
         command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
         return launch(command, config.devices, config.num_nodes), None
     ranks = ranks or Ranks()
-    folder = run_folder_for(config, path)
     with ExitStack() as stack:
         progress = None
         if ranks.is_first:
@@ -84,9 +113,10 @@ def train_from_config(
                 say(f"the earlier run is kept in {opened.set_aside}")
                 if checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
                     checkpoint = opened.set_aside / folder.checkpoints.name / checkpoint.name  # moved with the rest
+                start = start and start.moved(folder.root, opened.set_aside)
             progress = TrainProgress(TrainLog(folder.logs))
             stack.callback(progress.close)
-        return EXIT_OK, train_here(config, folder, ranks, machine, checkpoint, progress, stack)
+        return EXIT_OK, train_here(config, folder, ranks, machine, checkpoint, progress, stack, start)
 
 
 def _is_program() -> bool:

@@ -116,7 +116,7 @@ def resume(run: Run, found: FoundCheckpoint, say: Say) -> Run:
             f"keeping the schedule that the run began with ({saved.epochs} epochs, {saved.scheduler}, "
             f"{saved.warmup_epochs} of warmup); --fresh starts a new one"
         )
-    return replace(run, progress=progress, horizon=saved)
+    return replace(run, progress=progress, horizon=saved, branched_from=state.get("branched_from"))
 
 
 def differences(saved: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> list[str]:
@@ -157,7 +157,7 @@ def restore_model(
     path: Path, overrides: Sequence[str] = (), *, raw: bool = False, say: Say = lambda _text: None
 ) -> Restored:
     """The model of a checkpoint, or of a run folder's best one: its moving average if it has one, unless `raw`."""
-    path = _checkpoint_in(path, say)
+    path = checkpoint_in(path, say)
     state = _read(path)
     config = _with_overrides(state["config"], overrides)
     check_task(config, "used here")
@@ -266,7 +266,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def _checkpoint_in(path: Path, say: Say) -> Path:
+def checkpoint_in(path: Path, say: Say) -> Path:
     """The path itself, or the best checkpoint of a run folder, else its last."""
     if not path.is_dir():
         return path
@@ -282,7 +282,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         state = read_checkpoint(path)
     except CheckpointCorrupt as error:
-        # Its own hint, to delete the file, is for a run that resumes.
+        # Its own hint is for a run that resumes.
         raise UserError("checkpoint-corrupt", error.seen, why="none of it was loaded", hint=EXAMPLE) from None
     lacking = [key for key in ("config", "model", "ema", "progress", "classes") if key not in state]
     if lacking:

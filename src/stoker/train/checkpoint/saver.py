@@ -47,6 +47,7 @@ def run_state(run: Run, sums: dict[str, Any]) -> dict[str, Any]:
         "sums": sums,
         "config": run.config,
         "classes": run.classes,
+        "branched_from": run.branched_from,
     }
 
 

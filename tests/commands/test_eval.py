@@ -148,7 +148,7 @@ def test_bad_input_is_named(trained: Path, capsys: pytest.CaptureFixture[str], t
     broken.write_bytes(checkpoint.read_bytes()[:-1])
     for path, name in (
         (tmp_path / "nowhere.ckpt", "checkpoint-unreadable"),
-        (tmp_path / "zip.ckpt", "checkpoint-corrupt"),
+        (tmp_path / "zip.ckpt", "weights-damaged"),
         (broken, "checkpoint-corrupt"),
         (tmp_path, "no-checkpoint"),
     ):

@@ -141,7 +141,9 @@ def test_bad_input_is_named(checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "model.x"
     assert exported(capsys, checkpoint, out, "--to", "tensorflow", code=2)["name"] == "usage"
     (tmp_path / "no.ckpt").write_text("no checkpoint")
-    assert exported(capsys, tmp_path / "no.ckpt", out, "--to", "safetensors", code=1)["name"] == "checkpoint-corrupt"
+    assert (
+        exported(capsys, tmp_path / "no.ckpt", out, "--to", "safetensors", code=1)["name"] == "weights-unknown-format"
+    )
     image = ["--image", tmp_path / "no.ckpt"]
     assert exported(capsys, checkpoint, out, "--to", "safetensors", *image, code=1)["name"] == "image-unreadable"
     assert not out.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import subprocess
@@ -11,8 +13,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from stoker.cli import main
 from stoker.tasks.demo import write_digits
 from tests.conftest import PROJECT, Run
+from tests.support.trained import train_on_colours, write_colours
 from tests.support.waiting import DEADLINE_S, wait_until
 
 SMALL = ["epochs=2", "num_workers=1", "batch_size=32", "subset_train_per_class=40", "subset_val_per_class=2"]
@@ -40,7 +44,9 @@ def test_it_suggests_a_rate_that_is_neither_tiny_nor_huge(stoker: Run, digits: P
     found = ended.json
     assert 1e-4 < found["suggestion"] < 3
     assert found["lr_key"] == pytest.approx(found["suggestion"] * 256 / 32, rel=0.06)
-    assert len(found["lrs"]) == len(found["losses"]) <= 40
+    assert found["interval"][0] <= found["suggestion"] <= found["interval"][1]
+    assert len(found["sweeps"]) == 3
+    assert len(found["lrs"]) == max(map(len, found["sweeps"])) <= 40
     assert found["lrs"][0] == pytest.approx(1e-6)
     assert files_below(work) == {picture}, "no run folder, no checkpoint"
     with Image.open(picture) as image:
@@ -56,6 +62,29 @@ def test_it_stops_where_the_loss_diverges(stoker: Run, digits: Path, tmp_path: P
     assert ended.code in (0, 1), ended.err
     assert "the loss diverged at" in ended.out
     assert files_below(tmp_path) == set()
+
+
+def test_it_begins_each_sweep_from_a_checkpoint_in_mid_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_colours(tmp_path / "data")
+    run = train_on_colours(tmp_path, epochs=8)
+    last = run / "checkpoints" / "last.ckpt"
+    words = ["lr-find", str(tmp_path / "colours.yaml"), "--steps", "12", "--sweeps", "2", "--max", "100", "--json"]
+    before = files_below(tmp_path)
+    found, printed = {}, {}
+    for name, more in (("ours", ["--from", last]), ("other", ["--from", last, "optimizer=sgd"])):
+        capsys.readouterr()
+        assert main([*words, *map(str, more)]) in (0, 1)
+        captured = capsys.readouterr()
+        found[name], printed[name] = json.loads(captured.out), captured.err
+    assert "begin at epoch 8, step 24: weights, batch norm statistics and momenta of the checkpoint" in printed["ours"]
+    assert "begins anew: optimizer: adamw in the checkpoint, sgd in this run" in printed["other"]
+    assert (found["ours"]["from"]["weights"], found["ours"]["from"]["optimizer_kept"]) == ("raw", True)
+    assert found["other"]["from"]["weights"] == "ema"
+    # Both sweeps begin with the trained weights, the second in spite of what the highest rates did to the first.
+    first, second = found["ours"]["sweeps"]
+    assert max(first[0], second[0]) < 0.9 * math.log(3), "better than chance"
+    assert first[-1] is None or first[-1] > math.log(3)
+    assert files_below(tmp_path) == before
 
 
 def test_ctrl_c_leaves_nothing_behind(digits: Path, tmp_path: Path) -> None:
@@ -92,7 +121,8 @@ def test_an_error_of_the_trial_reaches_the_user(stoker: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--min", "1", "--max", "0.1"], ["--min", "0"], ["--plot", "nowhere/lr.png"], ["--plot", "lr.txt"]]
+    "wrong",
+    [["--min", "1", "--max", "0.1"], ["--min", "0"], ["--plot", "nowhere/lr.png"], ["--plot", "lr.txt"], ["--raw"]],
 )
 def test_mistakes_are_refused_before_anything_starts(stoker: Run, wrong: list[str]) -> None:
     ended = stoker("lr-find", PROJECT / "configs/demo.yaml", *wrong)

@@ -7,6 +7,7 @@ import contextlib
 import pickle
 import random
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torchvision
 from torch import nn
 
 from stoker.errors import UserError
 from stoker.models.build import build_model
 from stoker.models.weights import load_weights
+from stoker.models.weights_file import open_weights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -124,30 +127,132 @@ class Payload:
         return Path.touch, (self.trace,)
 
 
-@pytest.mark.parametrize("place", ["root", "beside", "inside"])
-def test_a_hostile_pickle_does_not_run(tmp_path: Path, source: Tensors, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "refused"),
+    [("root", "weights-missing"), ("beside", None), ("in a namespace", None), ("inside", "weights-not-plain")],
+)
+def test_a_hostile_pickle_does_not_run(tmp_path: Path, source: Tensors, place: str, refused: str | None) -> None:
     trace, file = tmp_path / "it_ran", tmp_path / "weights.pth"
     payload = Payload(trace)
     content: Any = {
         "root": payload,
         "beside": {"state_dict": source, "args": payload},
+        "in a namespace": {"state_dict": source, "args": argparse.Namespace(lr=payload)},
         "inside": {"state_dict": source | {"fc.weight": payload}},
     }[place]
     torch.save(content, file)
-    with pytest.raises(UserError) as caught:
-        load_weights(network(), file)
-    assert caught.value.name == "weights-not-plain"
+    model = network()
+    if refused is None:
+        load_weights(model, file)
+        assert holds(model, source), "what is beside the weights does not matter"
+    else:
+        with pytest.raises(UserError) as caught:
+            load_weights(model, file)
+        assert caught.value.name == refused
+        assert "pathlib.Path.touch" in caught.value.seen or "getattr" in caught.value.seen
     assert not trace.exists()
     torch.load(file, weights_only=False)
     assert trace.exists(), "the payload is harmless: this test proves nothing"
 
 
-def test_a_namespace_cannot_carry_a_payload(tmp_path: Path, source: Tensors) -> None:
-    trace = tmp_path / "it_ran"
-    torch.save({"state_dict": source, "args": argparse.Namespace(lr=Payload(trace))}, tmp_path / "w.pth")
-    with pytest.raises(UserError):
+class Recipe:
+    """A class of the program that trained, which nobody else has."""
+
+
+def lightning(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The structure that Lightning 2.5 writes, with what torch's weights_only refuses: paths, classes, namespaces."""
+    return {
+        "epoch": 7,
+        "global_step": 3500,
+        "pytorch-lightning_version": "2.5.6",
+        "state_dict": state_dict,
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"ready": 8, "completed": 7}}}},
+        "callbacks": {
+            "ModelCheckpoint{'monitor': 'val_acc1'}": {
+                "best_model_score": torch.tensor(0.7), "best_model_path": "/data/best.ckpt", "dirpath": Path("/data")
+            }
+        },
+        "optimizer_states": [{"state": {0: {"momentum_buffer": torch.zeros(3)}}, "param_groups": [{"params": [0]}]}],
+        "lr_schedulers": [{"last_epoch": 7, "milestones": Counter({3: 1})}],
+        "hparams_name": "kwargs",
+        "hyper_parameters": {
+            "model_name": "resnet10t", "root": Path("/data"), "opt": torch.optim.SGD, "recipe": Recipe(),
+            "args": argparse.Namespace(lr=0.1),
+        },
+    }  # fmt: skip
+
+
+def under(prefix: str, tensors: Tensors) -> Tensors:
+    return {f"{prefix}{name}": value for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model._orig_mod.", "net.", "module.", "encoder.backbone.", ""])
+def test_a_lightning_checkpoint_is_read_whatever_the_network_is_called(
+    tmp_path: Path, source: Tensors, prefix: str
+) -> None:
+    extra = {"criterion.weight": torch.ones(4), "val_acc.tp": torch.zeros(4)}
+    torch.save(lightning(under(prefix, source) | extra), tmp_path / "last.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "last.ckpt", weights_only=True)
+    model = network()
+    report = load_weights(model, tmp_path / "last.ckpt")
+    assert holds(model, source)
+    assert report.others == ("criterion.weight", "val_acc.tp")
+    assert not report.averaged
+    assert "Lightning 2.5.6 checkpoint, epoch 7, step 3,500" in report.describe()
+    assert "left out: criterion.weight, val_acc.tp" in report.describe()
+
+
+@pytest.mark.parametrize("kind", ["torch's average", "Lightning's callback", "timm", "torchvision"])
+def test_the_average_is_taken_unless_the_raw_weights_are_asked_for(tmp_path: Path, source: Tensors, kind: str) -> None:
+    average = dict(network(seed=2).state_dict())
+    one_table = (
+        under("model.", source) | under("ema_model.module.", average) | {"ema_model.n_averaged": torch.tensor(9)}
+    )
+    content: dict[str, Any] = {
+        "torch's average": lightning(one_table),
+        "Lightning's callback": lightning(under("model.", average)) | {"current_model_state": under("model.", source)},
+        "timm": {"arch": "resnet10t", "state_dict": source, "state_dict_ema": average, "optimizer": {"state": {}}},
+        "torchvision": {
+            "model": source, "model_ema": averaged(average), "optimizer": {"state": {}}, "lr_scheduler": {},
+            "epoch": 3, "args": argparse.Namespace(model="resnet10t", output_dir=Path("/out")),
+        },
+    }[kind]  # fmt: skip
+    torch.save(content, tmp_path / "w.ckpt")
+    assert open_weights(tmp_path / "w.ckpt").model == "resnet10t"
+    for which, expected in ((None, average), ("ema", average), ("raw", source)):
+        model = network()
+        report = load_weights(model, tmp_path / "w.ckpt", which)  # type: ignore[arg-type]
+        assert holds(model, expected), which
+        assert (report.averaged, report.both) == (which != "raw", True)
+        assert report.others == ()
+    torch.save({"state_dict": source}, tmp_path / "w.ckpt")
+    with pytest.raises(UserError, match="no moving average"):
+        load_weights(network(), tmp_path / "w.ckpt", "ema")
+
+
+def test_a_file_with_two_networks_is_not_guessed_at(tmp_path: Path, source: Tensors) -> None:
+    torch.save(under("student.", source) | under("teacher.", source), tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"2 times: student\.\*, teacher\.\*"):
         load_weights(network(), tmp_path / "w.pth")
-    assert not trace.exists()
+
+
+def test_a_deeper_network_of_the_same_family_is_refused(tmp_path: Path) -> None:
+    torch.save(lightning(under("model.", build_model("resnet34", 4).state_dict())), tmp_path / "w.ckpt")
+    with pytest.raises(UserError, match=r"unexpected: layer1\.2"):
+        load_weights(build_model("resnet18", 4), tmp_path / "w.ckpt")
+
+
+def test_torchvisions_resnet_gives_the_same_output(tmp_path: Path) -> None:
+    theirs = torchvision.models.resnet18(num_classes=5).eval()
+    table = theirs.state_dict()
+    # Its older files come from a torch whose batch norm did not count batches.
+    torch.save({name: value for name, value in table.items() if "num_batches" not in name}, tmp_path / "resnet18.pth")
+    ours = build_model("resnet18", 5).eval()
+    load_weights(ours, tmp_path / "resnet18.pth")
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(ours(images), theirs(images))
 
 
 def test_old_files_and_bare_pickles_are_refused_unread(tmp_path: Path, source: Tensors) -> None:

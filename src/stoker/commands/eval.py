@@ -60,11 +60,11 @@ def evaluate(
     from stoker.console import print_json, print_result, progress_bar, say
     from stoker.tasks.evaluation import evaluate_checkpoint, open_labelled
     from stoker.tasks.results import evaluation_text, plot_confusion
-    from stoker.train.checkpoint.restore import restore_model
+    from stoker.train.checkpoint.sources import open_model
 
     if data_root is not None:
         settings.insert(0, f"data_root={write_scalar(data_root)}")
-    restored = restore_model(checkpoint, settings, raw=raw, say=say)
+    restored = open_model(checkpoint, settings, raw=raw, say=say)
     with progress_bar("listing", None) as advance:
         samples = open_labelled(restored, split, say, advance)
     with progress_bar("evaluating", len(samples), unit="images") as advance:

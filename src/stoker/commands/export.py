@@ -44,10 +44,10 @@ def export(
     from stoker.console import print_json, print_result, say
     from stoker.tasks.exporting import check_can_export, export_model
     from stoker.tasks.results import export_text
-    from stoker.train.checkpoint.restore import restore_model
+    from stoker.train.checkpoint.sources import open_model
 
     check_can_export(to, out, force)
-    restored = restore_model(checkpoint, set_ or (), raw=raw, say=say)
+    restored = open_model(checkpoint, set_ or (), raw=raw, say=say)
     found = export_model(restored, to, out, force=force, image=image)
     if json:
         print_json(

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
+from stoker.commands.options import (
+    AverageOption,
+    ConfigArgument,
+    FromOption,
+    JsonOption,
+    OverridesArgument,
+    SetOption,
+    let_threads_sleep,
+)
 from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError
 
 
@@ -24,13 +32,19 @@ def lr_find(
     steps: Annotated[
         int, typer.Option(min=10, help="Number of steps; the rate grows by the same factor at each.")
     ] = 100,
+    sweeps: Annotated[
+        int, typer.Option(min=1, max=50, help="How often to repeat the test; more narrow the interval.")
+    ] = 3,
+    from_: FromOption = None,
+    ema: AverageOption = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curve into this file.")] = None,
     json: JsonOption = False,
 ) -> int:
-    """Print the learning rate at which the loss falls fastest, as the KEY=VALUE to type.
+    """Print the learning rate at which the loss falls fastest, as the KEY=VALUE to type, and how sure that is.
 
-    The test trains a fresh model in a separate process, on the config's data with its augmentation, and ends early
-    if the loss diverges. It writes no run folder and no checkpoint. Exits with 1 if the loss never fell.
+    The test trains in a separate process, on the config's data with its augmentation: a fresh model, or with --from a
+    checkpoint, in mid-run with its optimizer's state. Each sweep ends early if the loss diverges. It writes no run
+    folder and no checkpoint. Exits with 1 if there is nothing to suggest: the loss never fell by more than its noise.
     """
     if not 0 < lowest < highest:
         raise UsageError("usage", f"--min {lowest:g} must be above 0 and below --max {highest:g}")
@@ -42,7 +56,13 @@ def lr_find(
     from stoker.console import print_json, print_result, say
     from stoker.tasks.lr_find import find_lr, lr_text, plot_lr
 
-    found = find_lr(config, [*(overrides or ()), *(set_ or ())], lowest, highest, steps)
+    start = None
+    if from_ is not None or ema is not None:
+        from stoker.train.checkpoint.branching import start_from  # imports torch, which only the test's process needs
+
+        start = start_from(from_, ema=ema, keep_optimizer=None)
+    settings = [*(overrides or ()), *(set_ or ())]
+    found = find_lr(config, settings, lowest, highest, steps, sweeps=sweeps, start=start)
     if plot is not None:
         plot_lr(found, plot)
         say(f"picture: {plot}")

@@ -32,12 +32,30 @@ CheckpointArgument = Annotated[
     typer.Argument(
         metavar="CKPT",
         readable=False,
-        help="Checkpoint from `stoker train`, or a run folder (uses its best one).",
+        help="Checkpoint or run folder of `stoker train`, or a file of Lightning, timm, torchvision or safetensors.",
         show_default=False,
     ),
 ]
 RawOption = Annotated[
     bool, typer.Option("--raw", help="Use the raw weights, even if the checkpoint also has their moving average (EMA).")
+]
+FromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="CKPT",
+        readable=False,
+        help="Begin with the weights of this checkpoint: ours, a run folder, or one of Lightning, timm or torchvision.",
+        show_default=False,
+    ),
+]
+AverageOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--ema/--raw",
+        help="With --from: the moving average, or the raw weights. [default: EMA if there]",
+        show_default=False,
+    ),
 ]
 
 

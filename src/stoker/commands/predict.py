@@ -39,9 +39,9 @@ def predict(
     from stoker.console import print_json, print_result, progress_bar, say
     from stoker.tasks.prediction import predict_images
     from stoker.tasks.results import predictions_text
-    from stoker.train.checkpoint.restore import restore_model
+    from stoker.train.checkpoint.sources import open_model
 
-    restored = restore_model(checkpoint, set_ or (), raw=raw, say=say)
+    restored = open_model(checkpoint, set_ or (), raw=raw, say=say)
     with progress_bar("predicting", None, unit="images") as advance:
         found = predict_images(restored, images, top=top, progress=advance)
     for path, reason in found.bad:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoker.commands.options import (
+    AverageOption,
     ConfigArgument,
+    FromOption,
     JsonOption,
     OverridesArgument,
     SetOption,
@@ -21,6 +23,9 @@ from stoker.commands.options import (
 )
 from stoker.console import say, say_notes
 from stoker.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from stoker.train.checkpoint.branching import Start
 
 
 def register(app: typer.Typer) -> None:
@@ -34,6 +39,11 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(metavar="CKPT", help="Resume from this checkpoint instead of the run's last.")
     ] = None,
+    from_: FromOption = None,
+    ema: AverageOption = None,
+    keep_optimizer: Annotated[
+        bool, typer.Option("--keep-optimizer", help="With --from: also its optimizer's state, if that is the same.")
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run's files are moved to a folder beside it.")
     ] = False,
@@ -50,11 +60,14 @@ def train(
     json: JsonOption = False,
 ) -> int:
     """Train a model. The same command resumes a run that was stopped; a finished run is left alone."""
+    let_threads_sleep()
     from stoker.console import print_json
+    from stoker.train.checkpoint.branching import start_from
 
     path, settings = config_and_overrides(config, overrides)
     settings = [*settings, *(set_ or ())]
-    code, summary = train_from_config(path, settings, resume, fresh, force=force, replan=replan)
+    start = start_from(from_, ema=ema, keep_optimizer=keep_optimizer)
+    code, summary = train_from_config(path, settings, resume, fresh, force=force, replan=replan, start=start)
     if json and summary is not None:
         print_json(summary)
     return code
@@ -68,6 +81,7 @@ def train_from_config(
     *,
     force: bool = False,
     replan: bool = False,
+    start: Start | None = None,
 ) -> tuple[int, dict[str, Any] | None]:
     """Trains, or starts the processes that do; returns the exit code and, on the first rank, the run's summary."""
     let_threads_sleep()
@@ -76,6 +90,7 @@ def train_from_config(
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
     from stoker.tasks.training import check_devices, train_here, trial_run
+    from stoker.train.checkpoint.branching import check_start
     from stoker.train.compute import accelerator_of
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
@@ -92,6 +107,9 @@ def train_from_config(
     if ranks is None or ranks.is_first:
         say_notes(notes)
     check_devices(config, machine)
+    folder = run_folder_for(config, path)
+    if start is not None and (ranks is None or ranks.is_first):
+        check_start(start, folder.checkpoints, resume=checkpoint, weights=config.weights, fresh=fresh)
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):
         # Once on each node, before any process is started: those of our own launcher come later.
         refuse_what_cannot_fit(config, path, machine, force=force)
@@ -112,9 +130,10 @@ def train_from_config(
                 say(f"the earlier run is kept in {opened.set_aside}")
                 if checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
                     checkpoint = opened.set_aside / folder.checkpoints.name / checkpoint.name  # moved with the rest
+                start = start and start.moved(folder.root, opened.set_aside)
             progress = TrainProgress(TrainLog(folder.logs))
             stack.callback(progress.close)
-        return EXIT_OK, train_here(config, folder, ranks, machine, checkpoint, progress, stack, replan=replan)
+        return EXIT_OK, train_here(config, folder, ranks, machine, checkpoint, progress, stack, start, replan=replan)
 
 
 def _is_program() -> bool:

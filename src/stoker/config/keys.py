@@ -162,7 +162,8 @@ class ModelKeys(KeyGroup):
     """For `classify`, any timm model; for `segment3d`, a MONAI network (`dynunet`, `unet`, `segresnet`)."""
 
     weights: str | None = key(None, min_length=1)
-    """Local weights file to start from (safetensors, or a timm checkpoint); default: random weights."""
+    """Local file with weights to start from: a checkpoint or run folder of ours, safetensors, or a file of Lightning,
+    timm or torchvision; its average (EMA) if it has one. Default: random weights."""
 
     img_size: int = key(224, unit="px", ge=8, le=8192)
     """Height and width of the training images."""

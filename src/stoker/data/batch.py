@@ -102,7 +102,7 @@ class Quarantine:
             f"{len(self._bad)} of {judged} samples cannot be read; "
             f"max_bad_fraction allows {self._max_bad_fraction:g}\n" + "\n".join(listed),
             why="each one is replaced by another sample, so the run would train on different data than you expect",
-            hint="repair or remove these files, or raise max_bad_fraction",
+            hint="repair these files, or raise max_bad_fraction to train without them",
         )
 
 

@@ -1,28 +1,36 @@
-"""Loads weights from a local file into a model, without running any code from the file."""
+"""Loads weights from a local file into a model, without running any code from the file.
+
+Files of other programs wrap the network: `model.`, `module.`, `_orig_mod.` before each name, an average beside the
+weights, a loss or metrics with tensors of their own. Which names are the network's is decided by the network: those
+with the prefix under which most of its own names are found.
+"""
 
 from __future__ import annotations
 
-import argparse
-import struct
-import zipfile
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal
 
-import safetensors.torch
-import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from stoker.errors import UserError
+from stoker.models.weights_file import (
+    FileFormat,
+    Table,
+    WeightsFile,
+    is_tensor,
+    listed,
+    open_weights,
+    says_averaged,
+)
 
-# Where training programs save a model's weights; the averaged ones first, because those are published.
-_PARTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# Prefixes that wrappers add to every name: DDP and torch's averaged model, torch.compile.
-_WRAPPERS = ("module.", "_orig_mod.")
-_NAMED = 5
+Which = Literal["ema", "raw"]
+# A wrapper's own entries, which belong to no network: torch's AveragedModel counts its updates.
+_COUNTERS = ("n_averaged",)
+# A table counts as the network's if it has at least this share of the names that the best one has.
+_ENOUGH = 0.5
 
 
 @dataclass(frozen=True)
@@ -30,115 +38,156 @@ class WeightsReport:
     """What was loaded, and from where."""
 
     path: Path
-    file_format: Literal["safetensors", "torch"]
+    file_format: FileFormat
     part: str | None
     """The entry of the file with the weights; None if the file has nothing else."""
+    averaged: bool
+    """Whether they are a moving average (EMA)."""
+    both: bool
+    """Whether the file has the average and the weights themselves, so that there was a choice."""
     loaded: int
     """Number of tensors."""
     skipped: tuple[str, ...]
     """The classifier's tensors, if the file has another number of classes: they keep their random values."""
+    others: tuple[str, ...]
+    """Entries of the table that are not the network's: a loss, metrics, a second network."""
+    origin: str
+    """Who wrote the file and when, in a few words."""
+
+    def describe(self) -> str:
+        """One line for people."""
+        kind = "the average (EMA)" if self.averaged else "the weights"
+        beside = (", not their average" if not self.averaged else ", not the raw weights") if self.both else ""
+        parts = [f"weights from {self.path} ({self.origin}): {kind}{beside}"]
+        if self.skipped:
+            parts.append(f"new, because the number of classes differs: {', '.join(self.skipped)}")
+        if self.others:
+            parts.append(f"not the network's, left out: {listed(list(self.others))}")
+        return "; ".join(parts)
 
 
-def load_weights(model: nn.Module, path: Path | str) -> WeightsReport:
-    """Loads all weights or none; only a classifier of another size is skipped, and reported."""
-    path = Path(path)
-    file_format = _recognise(path)
-    content = _read_safetensors(path) if file_format == "safetensors" else _read_torch(path)
-    part = next((name for name in _PARTS if isinstance(content.get(name), Mapping) and content[name]), None)
-    found = _unwrapped(content if part is None else content[part], path)
+@dataclass(frozen=True)
+class NetworkTable:
+    """The network inside a table: its values are those whose names begin with the prefix."""
 
+    table: Table
+    prefix: str
+    found: int
+    """How many of the network's names it has."""
+
+    @property
+    def averaged(self) -> bool:
+        return self.table.averaged or says_averaged(self.prefix)
+
+    def values(self) -> dict[str, Any]:
+        return {
+            name.removeprefix(self.prefix): value
+            for name, value in self.table.values.items()
+            if isinstance(name, str) and name.startswith(self.prefix) and name not in _COUNTERS
+        }
+
+    def beside(self) -> list[str]:
+        """The other entries of the table."""
+        return [str(name) for name in self.table.values if not (isinstance(name, str) and name.startswith(self.prefix))]
+
+
+def load_weights(model: nn.Module, source: WeightsFile | Path | str, which: Which | None = None) -> WeightsReport:
+    """Loads all weights or none: the average if the file has one, unless `which` says otherwise.
+
+    Only a classifier of another size is skipped, and reported. Tensors that are not the network's are left out.
+    """
+    file = source if isinstance(source, WeightsFile) else open_weights(Path(source))
     own = model.state_dict()
+    chosen, both = choose_network(file, own, which)
+    values = chosen.values()
+    tops = {name.partition(".")[0] for name in own}
+    # What shares its first part with the network makes it another architecture (layer4.2 for a network that ends at
+    # layer4.1); anything else is a part of the program that trained it.
+    apart = [name for name in values if name not in own and name.partition(".")[0] not in tops]
+    found = {name: file.tensor(value) for name, value in values.items() if name in own}
+    unexpected = [name for name in values if name not in own and name not in apart]
     skipped = _other_classifier(model, own, found)
-    _check_fit(path, own, {name: value for name, value in found.items() if name not in skipped}, skipped)
-    taken = {name: value for name, value in found.items() if name in own and name not in skipped}
+    _check_fit(file.path, own, found, skipped, unexpected)
+    taken = {name: value for name, value in found.items() if name not in skipped}
     model.load_state_dict(taken, strict=False)
-    return WeightsReport(path, file_format, part, len(taken), tuple(sorted(skipped)))
+    others = [*(f"{chosen.prefix}{name}" for name in apart), *_apart(chosen, own)]
+    return WeightsReport(
+        path=file.path, file_format=file.file_format, part=chosen.table.part, averaged=chosen.averaged, both=both,
+        loaded=len(taken), skipped=tuple(sorted(skipped)), others=tuple(others), origin=file.origin,
+    )  # fmt: skip
 
 
-def _recognise(path: Path) -> Literal["safetensors", "torch"]:
-    """The format, from the file's first bytes rather than its name."""
-    try:
-        with path.open("rb") as stream:
-            head = stream.read(9)
-    except OSError as error:
-        raise UserError("weights-unreadable", f"weights: {path}: {error.strerror}", hint="weights=<file>") from None
-    if head[:4] == b"PK\x03\x04":
-        return "torch"
-    if len(head) == 9 and head[8:] == b"{" and struct.unpack("<Q", head[:8])[0] < path.stat().st_size:
-        return "safetensors"
-    if head[:1] == b"\x80":
+def choose_network(file: WeightsFile, own: Mapping[str, Any], which: Which | None = None) -> tuple[NetworkTable, bool]:
+    """The network's part of the file, and whether there is both an average and the weights themselves."""
+    places = [place for table in file.tables for place in _places(table, own)]
+    most = max(place.found for place in places)
+    fitting = [place for place in places if place.found >= _ENOUGH * most]
+    averaged = [place for place in fitting if place.averaged]
+    raw = [place for place in fitting if not place.averaged]
+    wanted = averaged if which == "ema" or (which is None and averaged) else raw
+    if not wanted:
+        missing, there = ("moving average (EMA)", "raw") if which == "ema" else ("raw weights", "ema")
         raise UserError(
-            "weights-old-format",
-            f"weights: {path} is a bare pickle, as torch wrote before version 1.6",
-            why="such a file can run code when it is loaded; only safetensors and zip files of plain tensors are read",
-            hint="if you trust it, convert it: torch.save(torch.load(old, weights_only=True), new)",
+            "weights-of-the-other-kind",
+            f"{file.path} ({file.origin}) holds no {missing}",
+            hint=f"--{there}, or leave out --{which}",
         )
-    raise UserError(
-        "weights-unknown-format",
-        f"weights: {path} is neither safetensors nor a torch checkpoint",
-        hint="it may be incomplete: download it again",
-    )
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    try:
-        return dict(safetensors.torch.load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise _damaged(path, error) from None
-
-
-def _read_torch(path: Path) -> dict[str, Any]:
-    try:
-        with zipfile.ZipFile(path) as archive:  # before torch.load, which trusts these parts
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise _damaged(path, "it is a TorchScript program, not a table of tensors")
-            # torch stores without compressing; a compressed entry could grow a thousandfold in memory.
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise _damaged(path, "it is compressed, which torch never does")
-            # torch does not check the checksums, and would train on with flipped bits.
-            if (entry_name := archive.testzip()) is not None:
-                raise _damaged(path, f"the checksum of {entry_name} is wrong")
-        # weights_only: an unpickler that builds only tensors and plain containers. timm saves its arguments beside the
-        # weights, as a Namespace, which is harmless.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
+    best = max(wanted, key=lambda place: place.found)  # the first of equal ones: tables are in order of preference
+    rivals = [place for place in wanted if place.found == best.found and place.table is best.table]
+    # Of a few names that agree by chance, the error about missing ones says more.
+    if len(rivals) > 1 and best.found >= _ENOUGH * len(own):
         raise UserError(
-            "weights-not-plain",
-            f"weights: {path} contains more than tensors: {_global_in(error)}",
-            why="loading it would run code from the file; nothing was run",
-            hint="if you trust the file, save only its state_dict: safetensors.torch.save_file(state_dict, new)",
-        ) from None
-    except UserError:
-        raise
-    except Exception as error:  # damaged pickles raise anything: IndexError, AttributeError, TypeError
-        raise _damaged(path, error) from None
-    if not isinstance(content, Mapping):
-        raise _damaged(path, f"it contains a {type(content).__name__} instead of named tensors")
-    return dict(content)
-
-
-def _unwrapped(tensors: Mapping[Any, Any], path: Path) -> dict[str, Tensor]:
-    # n_averaged: the counter of torch's AveragedModel, which torchvision saves as model_ema.
-    found = {name: value for name, value in tensors.items() if name != "n_averaged"}
-    wrong = [str(name) for name, value in found.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
-    if wrong or not found:
-        raise UserError(
-            "weights-missing",
-            f"weights: {path} has no named tensors" + (f", but {_listed(wrong)}" if wrong else ""),
-            hint=f"they must be at the top level of the file or in {', '.join(_PARTS)}",
+            "weights-ambiguous",
+            f"{file.path} holds this network {len(rivals)} times: {', '.join(place.prefix + '*' for place in rivals)}",
+            why="they may be different networks, such as a student and its teacher",
+            hint="save the tensors of one: safetensors.torch.save_file(state_dict, new)",
         )
-    # Only a prefix of every name is a wrapper's; a network may have a part called `module`.
-    while prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in found)), None):
-        found = {name.removeprefix(prefix): value for name, value in found.items()}
-    return found
+    return best, bool(averaged and raw)
+
+
+def _places(table: Table, own: Mapping[str, Any]) -> list[NetworkTable]:
+    """The prefixes under which the network's names are found, and how many; if there are none, the prefix of all."""
+    counts: Counter[str] = Counter()
+    names = [name for name in table.values if isinstance(name, str) and name not in _COUNTERS]
+    for name in names:
+        start = 0
+        while True:  # each place where a name of the network could begin
+            if name[start:] in own:
+                counts[name[:start]] += 1
+            start = name.find(".", start) + 1
+            if start == 0:
+                break
+    if not counts:
+        return [NetworkTable(table, _common_prefix(names), 0)]
+    return [NetworkTable(table, prefix, found) for prefix, found in counts.items()]
+
+
+def _common_prefix(names: list[str]) -> str:
+    prefix = ""
+    while names:
+        part = names[0][len(prefix) :].partition(".")[0]
+        longer = f"{prefix}{part}."
+        if not all(name.startswith(longer) for name in names):
+            break
+        prefix = longer
+    return prefix
+
+
+def _apart(chosen: NetworkTable, own: Mapping[str, Any]) -> list[str]:
+    """Entries beside the network that hold tensors: not its average, nor counters."""
+    copies = {place.prefix for place in _places(chosen.table, own) if place.found >= _ENOUGH * chosen.found}
+    return [
+        name
+        for name in chosen.beside()
+        if is_tensor(chosen.table.values.get(name))
+        and not any(prefix and name.startswith(prefix) for prefix in copies)
+        and name.rpartition(".")[2] not in _COUNTERS
+    ]
 
 
 def _other_classifier(model: nn.Module, own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> set[str]:
     """The names of the classifier's tensors, if they have other shapes in the file."""
-    config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    named = config.get("classifier") or ()
-    heads = tuple(f"{head}." for head in ((named,) if isinstance(named, str) else named))
+    heads = classifier_names(model)
     names = {name for name in own.keys() & found.keys() if name.startswith(heads)} if heads else set()
     # The first dimension is the number of classes; if others differ, it is another network.
     differ = {name for name in names if own[name].shape != found[name].shape}
@@ -147,16 +196,25 @@ def _other_classifier(model: nn.Module, own: Mapping[str, Tensor], found: Mappin
     return names if differ else set()
 
 
-def _check_fit(path: Path, own: Mapping[str, Tensor], found: Mapping[str, Tensor], skipped: set[str]) -> None:
-    missing = [name for name in own if name not in found and name not in skipped]
-    unexpected = [name for name in found if name not in own]
+def classifier_names(model: nn.Module) -> tuple[str, ...]:
+    """How the names of the classifier's tensors begin."""
+    config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    named = config.get("classifier") or ()
+    return tuple(f"{head}." for head in ((named,) if isinstance(named, str) else named))
+
+
+def _check_fit(
+    path: Path, own: Mapping[str, Tensor], found: Mapping[str, Tensor], skipped: set[str], unexpected: list[str]
+) -> None:
+    # A counter that batch norm got in torch 0.4.1 and needs for nothing here: torchvision's older files lack it.
+    missing = [name for name in own if name not in found and not name.endswith(".num_batches_tracked")]
     shapes = [
         f"{name} {tuple(found[name].shape)} for {tuple(own[name].shape)}"
         for name in own
-        if name in found and own[name].shape != found[name].shape
+        if name in found and name not in skipped and own[name].shape != found[name].shape
     ]
     parts = [
-        f"{len(names)} {what}: {_listed(names)}"
+        f"{len(names)} {what}: {listed(names)}"
         for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
         if names
     ]
@@ -167,23 +225,3 @@ def _check_fit(path: Path, own: Mapping[str, Tensor], found: Mapping[str, Tensor
             why="a partly loaded network would train, and be silently worse",
             hint="set model to the architecture that the file was saved from",
         )
-
-
-def _listed(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:_NAMED]) + (f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else "")
-
-
-def _global_in(error: UnpicklingError) -> str:
-    """The forbidden name in torch's long explanation."""
-    lines = [line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-    return (lines or str(error).splitlines() or ["something else"])[0].strip()[:200]
-
-
-def _damaged(path: Path, reason: object) -> UserError:
-    line = next(iter(str(reason).splitlines()), type(reason).__name__)
-    return UserError(
-        "weights-damaged",
-        f"weights: {path} cannot be read: {line}",
-        hint="it may be incomplete: download it again",
-    )

@@ -38,6 +38,7 @@ from stoker.machine.host import HostConfig
 from stoker.models.build import build_model, count_parameters, facts_about, with_sync_batchnorm
 from stoker.models.weights import load_weights
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
+from stoker.train.checkpoint.sources import open_source
 from stoker.train.compute import (
     Compiled,
     Precision,
@@ -263,8 +264,8 @@ def build_network(config: Config, num_classes: int, device: torch.device, ranks:
         channels_last=config.channels_last, seed=config.seed,
     )  # fmt: skip
     if config.weights is not None:
-        report = load_weights(model, Path(config.weights))
-        say(f"weights from {config.weights}" + (f"; new: {', '.join(report.skipped)}" if report.skipped else ""))
+        file, _ = open_source(Path(config.weights), say)
+        say(load_weights(model, file).describe())
     if config.sync_batchnorm and ranks.world > 1 and device.type == "cuda":
         model = with_sync_batchnorm(model)
     return model.to(device)

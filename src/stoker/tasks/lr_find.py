@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.child import ChildDied, Parent, call
 from stoker.config import config_values
@@ -13,7 +13,10 @@ from stoker.config.reading import check_task, load_for_command
 from stoker.console import progress_bar, say, say_notes
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
-from stoker.train.lr_range import LrCurve, LrSuggestion, growing_rates, measure_range, smooth, suggest
+from stoker.train.lr_range import INTERVAL, LrCurve, LrReading, LrSuggestion, growing_rates, measure_range, read_curve
+
+if TYPE_CHECKING:
+    from stoker.train.checkpoint.branching import Start
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 50
@@ -23,11 +26,10 @@ ALONE = {"devices": 1, "num_nodes": 1, "sync_batchnorm": False, "compile_model":
 
 @dataclass(frozen=True)
 class LrFound:
-    """A measured curve, the suggestion from it, and what converts an optimizer's rate to the config's `lr`."""
+    """A measured curve, what follows from it, and what converts an optimizer's rate to the config's `lr`."""
 
     curve: LrCurve
-    suggestion: LrSuggestion | None
-    """None: the loss never fell."""
+    reading: LrReading
     total_batch: int
     """Samples per update in the test."""
     reference_batch: int | None
@@ -35,38 +37,74 @@ class LrFound:
     config_lr: float
     ranks: int
     """Processes that the config trains with; the test used one."""
+    branched_from: dict[str, Any] | None = None
+    """The checkpoint that the sweeps began from."""
+
+    @property
+    def suggestion(self) -> LrSuggestion | None:
+        return self.reading.suggestion
 
     def as_key(self, rate: float) -> float:
         """The value of `lr` with which the optimizer uses this rate."""
         return rate if self.reference_batch is None else rate * self.reference_batch / self.total_batch
 
     def as_dict(self) -> dict[str, Any]:
-        found = self.suggestion
+        found, reading = self.suggestion, self.reading
+        interval = None if found is None else [found.low, found.high]
         return {
             "suggestion": None if found is None else found.steepest,
-            "lr_key": None if found is None else float(f"{self.as_key(found.steepest):.2g}"),
+            "lr_key": None if found is None else self._rounded_key(found.steepest),
+            "interval": interval,
+            "lr_key_interval": None if interval is None else [self._rounded_key(rate) for rate in interval],
             "second_opinion": None if found is None else found.tenth_of_lowest,
-            "second_lr_key": None if found is None else float(f"{self.as_key(found.tenth_of_lowest):.2g}"),
+            "second_lr_key": None if found is None else self._rounded_key(found.tenth_of_lowest),
+            "reason": reading.reason,
+            "noise": reading.noise,
+            "rises_at": reading.rises_at,
             "total_batch": self.total_batch,
+            "from": self.branched_from,
             "lrs": self.curve.lrs,
-            "losses": self.curve.losses,
+            "sweeps": self.curve.sweeps,
+            "losses": reading.losses,
             "diverged_at": self.curve.diverged_at,
         }
 
+    def _rounded_key(self, rate: float) -> float:
+        return float(f"{self.as_key(rate):.2g}")
 
-def find_lr(path: Path, overrides: Sequence[str], lowest: float, highest: float, steps: int) -> LrFound:
-    """The curve of a config and the suggestion from it; the config is checked before a process is started."""
+
+def find_lr(
+    path: Path,
+    overrides: Sequence[str],
+    lowest: float,
+    highest: float,
+    steps: int,
+    *,
+    sweeps: int = 1,
+    start: Start | None = None,
+) -> LrFound:
+    """The curve of a config, from random weights or from `start`, and the suggestion from it; the config is checked
+    before a process is started."""
     config = load_for_command(path, overrides, None).config
     check_task(config, "trained")
+    if start is not None:
+        # Here, because the module imports torch, which this process does not need otherwise.
+        from stoker.train.checkpoint.branching import check_exists, refuse_two_sources
+
+        refuse_two_sources(start, config.weights)
+        check_exists(start)
     machine = read_machine()
     fitted, notes = fit_to_machine(config, machine)
     say_notes(notes)
     alone, lrs = fitted.model_copy(update=ALONE), growing_rates(lowest, highest, steps)
     try:
-        with progress_bar("range test", len(lrs), unit="steps") as advance:
+        job = {"config": config_values(alone), "lrs": lrs, "cpus": machine.cpus, "sweeps": sweeps, "from": None}
+        if start is not None:
+            job |= {"from": str(start.path), "which": start.which}
+        with progress_bar("range test", sweeps * len(lrs), unit="steps") as advance:
             found = call(
                 _measure,
-                {"config": config_values(alone), "lrs": lrs, "cpus": machine.cpus},
+                job,
                 on_message=lambda message: say(message) if isinstance(message, str) else advance(*message),
             )
     except ChildDied as died:
@@ -76,14 +114,15 @@ def find_lr(path: Path, overrides: Sequence[str], lowest: float, highest: float,
             why="the kernel kills processes when the machine runs out of memory",
             hint="a smaller batch_size=",
         ) from None
-    curve = LrCurve(**found)
+    curve = LrCurve(**found["curve"])
     return LrFound(
         curve=curve,
-        suggestion=suggest(curve),
+        reading=read_curve(curve),
         total_batch=config.batch_size * config.gradient_accumulation,
         reference_batch=config.lr_reference_batch if config.scale_lr else None,
         config_lr=config.lr,
         ranks=fitted.devices * fitted.num_nodes,
+        branched_from=found["from"],
     )
 
 
@@ -92,6 +131,7 @@ def _measure(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
     import torch
 
     from stoker.tasks.classify import build_run, open_data
+    from stoker.train.checkpoint.branching import Start, begin
     from stoker.train.ranks import Ranks
 
     config = HostConfig.model_validate(job["config"])
@@ -100,26 +140,43 @@ def _measure(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
         torch.set_num_threads(job["cpus"])
     data = replace(open_data(config, parent.send), val=None)
     run = build_run(config, data, Ranks(), device, say=parent.send)
+    epoch = 0
     try:
-        return asdict(measure_range(run, job["lrs"], lambda done, total: parent.send([done, total])))
+        if job["from"] is not None:
+            # The optimizer's state too, if it is the same: in mid-run, momentum decides which rates are too high.
+            run = begin(run, Start(Path(job["from"]), job["which"], keep_optimizer=None), parent.send)
+            origin = run.branched_from or {}
+            if origin["optimizer_kept"] and origin["epoch"] is not None:
+                epoch = origin["epoch"]
+                at = f"epoch {epoch}, step {origin['step']:,}"
+                parent.send(f"the sweeps begin at {at}: weights, batch norm statistics and momenta of the checkpoint")
+        curve = measure_range(
+            run, job["lrs"], lambda done, total: parent.send([done, total]), sweeps=job["sweeps"], epoch=epoch
+        )
+        return {"curve": asdict(curve), "from": run.branched_from}
     finally:
         run.close()
 
 
 def lr_text(found: LrFound) -> str:
     """The setting to type first, then how it was derived."""
-    curve, best = found.curve, found.suggestion
-    losses = _finite(curve)
+    curve, reading, best = found.curve, found.reading, found.suggestion
+    losses = reading.losses or [0.0]
     ended = "diverged at" if curve.diverged_at is not None else "was still"
     at = f"{curve.diverged_at:.2g}" if curve.diverged_at is not None else f"{losses[-1]:.3g} at {curve.lrs[-1]:.2g}"
-    tail = ["", f"  {_sparkline(losses)}", f"  {curve.lrs[0]:g} ... {curve.lrs[-1]:.2g}; the loss {ended} {at}"]
+    tail = [
+        "", f"  {_sparkline(reading.smoothed or losses)}",
+        f"  {curve.lrs[0]:g} ... {curve.lrs[-1]:.2g}; the loss {ended} {at}",
+    ]  # fmt: skip
     if best is None:
-        advice = "check the data and the labels, or give it more: --steps 300, --max 100, a larger batch_size"
-        return "\n".join(["no suggestion: the loss never fell by more than its noise", f"  {advice}", *tail])
+        return "\n".join([f"no suggestion: {reading.reason}", *_without_suggestion(found), *tail])
     steepest, second = found.as_key(best.steepest), found.as_key(best.tenth_of_lowest)
+    sweeps = f"{len(curve.sweeps)} sweeps" if len(curve.sweeps) > 1 else "the sweep"
     return "\n".join(
         [
             f"lr={steepest:.2g}",
+            f"  with the noise of {sweeps}: lr={found.as_key(best.low):.2g} to {found.as_key(best.high):.2g} "
+            f"({INTERVAL[1] - INTERVAL[0]} % interval)",
             f"  the loss falls fastest where the optimizer uses {best.steepest:.2g}{_scaling(found)}",
             f"  second opinion: lr={second:.2g}, a tenth of where the loss was lowest ({best.lowest:.2g})",
             f"  the config has lr={found.config_lr:g}, {found.config_lr / steepest:.2g} times the suggestion",
@@ -130,36 +187,56 @@ def lr_text(found: LrFound) -> str:
 
 
 def plot_lr(found: LrFound, path: Path) -> None:
-    """Writes a picture: raw and smoothed loss by learning rate, with both suggestions."""
+    """Writes a picture: the sweeps and the smoothed loss by learning rate, its noise and the interval shaded."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
-    points = [(lr, loss) for lr, loss in zip(found.curve.lrs, found.curve.losses, strict=True) if loss is not None]
-    rates, losses = [lr for lr, _ in points], [loss for _, loss in points]
-    smoothed = smooth(losses)
-    axes.plot(rates, losses, color="#a0aec0", linewidth=0.8, label="loss")
-    axes.plot(rates, smoothed, color="#3b6ea5", label="smoothed")
-    if found.suggestion is not None:
+    figure, axes = pyplot.subplots(figsize=(7, 4.6), dpi=120)
+    reading, best = found.reading, found.suggestion
+    for losses in found.curve.sweeps:
+        points = [(lr, loss) for lr, loss in zip(found.curve.lrs, losses, strict=False) if loss is not None]
+        axes.plot([lr for lr, _ in points], [loss for _, loss in points], color="#cbd5e0", linewidth=0.6)
+    if reading.smoothed:
+        band = [
+            (loss - 2 * error, loss + 2 * error) for loss, error in zip(reading.smoothed, reading.error, strict=True)
+        ]
+        axes.fill_between(
+            reading.rates, [low for low, _ in band], [high for _, high in band], color="#3b6ea5", alpha=0.2,
+            label="noise of the mean (2 standard errors)",
+        )  # fmt: skip
+        axes.plot(reading.rates, reading.smoothed, color="#3b6ea5", label="smoothed")
+        # The last points diverge; the curve before them is what matters.
+        bottom, top = min(reading.smoothed), reading.smoothed[0]
+        height = max(top - bottom, 4 * reading.error[0], 1e-9)
+        axes.set_ylim(bottom - 0.15 * height, top + 0.6 * height)
+    if best is not None:
+        axes.axvspan(best.low, best.high, color="#c05621", alpha=0.15, label="interval of the steepest place")
         for rate, label, colour in (
-            (found.suggestion.steepest, "steepest", "#c05621"),
-            (found.suggestion.tenth_of_lowest, "lowest / 10", "#2f855a"),
+            (best.steepest, "steepest", "#c05621"),
+            (best.tenth_of_lowest, "lowest / 10", "#2f855a"),
         ):
             label = f"{label}: {rate:.2g} (lr={found.as_key(rate):.2g})"
             axes.axvline(rate, color=colour, linestyle="--", label=label)
     axes.set_xscale("log")
-    # The last points diverge; the curve before them is what matters.
-    bottom, top = min(smoothed), smoothed[0]
-    axes.set_ylim(bottom - 0.15 * (top - bottom) - 1e-9, top + 0.6 * abs(top - bottom) + 1e-9)
     axes.set_xlabel("learning rate of the optimizer")
     axes.set_ylabel("training loss")
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def _without_suggestion(found: LrFound) -> list[str]:
+    """What the curve shows all the same, and what to try."""
+    rises = found.reading.rises_at
+    lines = [] if rises is None else [f"  it rises by more than its noise from lr={found.as_key(rises):.2g} on"]
+    if found.branched_from is not None:
+        # Trained weights are near a minimum: a short sweep that does not fall is what one expects.
+        return [*lines, "  with trained weights that is normal; more to average: --sweeps 5, --steps 300"]
+    return [*lines, "  check the data and the labels, or give it more: --sweeps 5, --steps 300, a larger batch_size"]
 
 
 def _scaling(found: LrFound) -> str:
@@ -175,12 +252,7 @@ def _note(found: LrFound) -> list[str]:
     return [f"  measured on one device; on {found.ranks}, the total batch and therefore the rate {times}"]
 
 
-def _finite(curve: LrCurve) -> list[float]:
-    return [loss for loss in curve.losses if loss is not None] or [0.0]
-
-
-def _sparkline(losses: list[float]) -> str:
-    smoothed = smooth(losses)
+def _sparkline(smoothed: list[float]) -> str:
     bottom, top = min(smoothed), smoothed[0]  # points that diverge at the end are clipped to the top
     height = max(top - bottom, 1e-12)
     width = min(WIDTH, len(smoothed))

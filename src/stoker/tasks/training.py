@@ -27,6 +27,7 @@ from stoker.run.trackers import trackers_for
 from stoker.tasks.classify import TrainingData, build_run, describe_run, open_data
 from stoker.tasks.image_data import chosen_record
 from stoker.tasks.preview_sheet import keep_with_run
+from stoker.train.checkpoint.branching import Start, begin, own_checkpoint
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
@@ -51,10 +52,12 @@ def train_here(
     checkpoint: Path | None,
     progress: TrainProgress | None,
     stack: ExitStack,
+    start: Start | None = None,
     *,
     replan: bool = False,
 ) -> Summary | None:
-    """Trains on this rank, from the last checkpoint if there is one; returns the run's summary on the first rank.
+    """Trains on this rank, from the last checkpoint if there is one, else from `start`; returns the run's summary on
+    the first rank.
 
     `progress` is that of the first rank, which writes and speaks for all. With `replan`, a config with another schedule
     than the checkpoint's is not refused.
@@ -78,7 +81,9 @@ def train_here(
     ranks = stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
     checkpoints = Checkpoints(folder.checkpoints, config.save_top_k)
     # Read by one rank and sent to the others: they need not see its disk, and cannot find another checkpoint.
-    found = from_first(lambda: load_for_resume(checkpoints, checkpoint), ranks)
+    found = from_first(
+        lambda: load_for_resume(checkpoints, checkpoint) if start is None else own_checkpoint(checkpoints, start), ranks
+    )
     if found is not None:
         data = _with_decoder_of(found, config, data, say_here)
     run = build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
@@ -97,6 +102,8 @@ def train_here(
             say_here(f"{folder.root} is finished: {run.progress.step:,} steps, best val/acc1 {best}{why}")
             return _summary(run, folder) if ranks.is_first else None
         say_here(f"resuming from {found.path.name}: epoch {run.progress.epoch}, step {run.progress.step:,}")
+    elif start is not None:
+        run = begin(run, start, say_here)
     observer: RunObserver | Silence = Silence()
     if progress is not None:
         record_config(folder, config)
@@ -195,6 +202,8 @@ def _open_observer(
         ),
         utilisation=utilisation_of(config, run.model, run.device, run.ranks.world),
     )
+    if found is None and run.branched_from is not None:
+        observer.event("branched", 0, {"origin": run.branched_from})
     if run.progress.step > 0:
         observer.event("resumed", run.progress.step, {"epoch": run.progress.epoch, "world": run.ranks.world})
     return observer

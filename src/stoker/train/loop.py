@@ -83,6 +83,8 @@ class Run:
     """The names of samples, from their indices in the data set."""
     guard_memory: Callable[[Any], None]
     """Called with the loader of each batch: if memory runs low, makes the loader hold fewer batches."""
+    branched_from: dict[str, Any] | None = None
+    """Where a run of `--from` took its weights; None for any other."""
 
 
 def train(run: Run, observer: Observer | None = None, saver: Saver | None = None) -> Progress:

@@ -77,7 +77,7 @@ def slow_samples(case: Case) -> Hit | None:
     return Hit(
         f"{len(slow)} of {len(walls)} batches take {statistics.median(slow) / typical:.0f} times as long as the "
         f"typical {typical * 1e3:.0f} ms, and later ones wait behind them" + (f": {names}" if names else ""),
-        "shrink, re-encode or remove these samples" if named else "find out what these samples have in common",
+        "shrink or re-encode these samples" if named else "find out what these samples have in common",
         speedup_without((case.observed.wait_share or 0.0) * share),
     )
 

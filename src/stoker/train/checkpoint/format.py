@@ -68,11 +68,28 @@ class CheckpointCorrupt(UserError):
     """A checkpoint whose content cannot be trusted; names the file and what is wrong with it."""
 
     def __init__(self, path: Path, what: str) -> None:
+        others = sorted(other.name for other in path.parent.glob("*.ckpt") if other != path)
         super().__init__(
             "checkpoint-corrupt",
             f"{path} {what}",
             why="none of it was loaded: a wrong weight would spoil the run unnoticed",
-            hint="delete the file; the same command then resumes from the checkpoint before it",
+            # Never to delete it: a part of somebody's best model may still be worth saving.
+            hint=f"--resume {path.parent / others[-1]} (beside it: {', '.join(others[:6])})"
+            if others
+            else "copy it again from where it came; run_name=NAME for a new run beside it; --fresh, which keeps it",
+        )
+        self.path = path
+
+
+class CheckpointForeign(UserError):
+    """A file that another program wrote: nothing is wrong with it, but a run cannot be resumed from it."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(
+            "checkpoint-foreign",
+            f"{path} {what}",
+            why="only a checkpoint of stoker holds what a run needs to resume; the file was left as it is",
+            hint=f"stoker train CONFIG --from {path} starts a new run with its weights; so does weights={path}",
         )
         self.path = path
 
@@ -139,6 +156,25 @@ def read_checkpoint(path: Path) -> dict[Any, Any]:
             raise CheckpointCorrupt(path, "holds tensors that differ from what was saved (hash mismatch)")
     with _checking_content(path):
         return rebuild(text, tensors)
+
+
+def peek(path: Path, *parts: str) -> dict[str, Any]:
+    """Parts of the state that hold plain data, without reading the tensors; None for a part that is not there."""
+    with _opened(path) as stream:
+        text, _, _ = _read_header(stream, path)
+    with _checking_content(path):
+        tree = json.loads(text)
+        return {part: _decode(tree.get(part), {}) for part in parts}
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file is a checkpoint of stoker, whole or damaged; a file that cannot be read is not."""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(8 + len(OPENING))
+            return _what_else(start, os.fstat(stream.fileno()).st_size) is None
+    except OSError:
+        return False
 
 
 # Both are called for every tensor of every save while the loop waits; a model has few distinct shapes.
@@ -348,7 +384,10 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[str, TensorTable, str]:
     size = os.fstat(stream.fileno()).st_size
     start = stream.read(8 + len(OPENING))
     if start[8:] != OPENING:
-        raise CheckpointCorrupt(path, _what_else(start, size))
+        if (what := _what_else(start, size)) is not None:
+            raise CheckpointForeign(path, what)
+        begins = "does not begin as this version of stoker writes it"
+        raise CheckpointCorrupt(path, f"ends after {size} bytes" if size < 8 + len(OPENING) else begins)
     length = int.from_bytes(start[:8], "little")
     # Checked before anything is allocated: the length is whatever the file says.
     if not TENSORS_HASH.stop - 8 < length <= min(size - 8, LARGEST_HEADER):
@@ -385,13 +424,17 @@ def _checked_table(document: dict[str, Any]) -> tuple[TensorTable, int]:
     return table, position
 
 
-def _what_else(start: bytes, size: int) -> str:
-    if size == 0:
-        return "is empty"
+def _what_else(start: bytes, size: int) -> str | None:
+    """What a file is, from its first bytes; None if they are ours, or are what damage left of them."""
+    opening = start[8:]
+    # One flipped byte does not make it somebody else's file.
+    agree = sum(a == b for a, b in zip(opening, OPENING, strict=False))
+    if size <= 8 or agree >= 0.9 * len(opening):
+        return None
     if start.startswith(b"PK"):
-        return "is a zip file, as torch.save writes it: it could run code, so it is not opened"
+        return "is a zip file, as torch.save writes it (Lightning, timm, torchvision)"
     if start.startswith(b"\x80"):
-        return "is a pickle: it could run code, so it is not opened"
-    if len(start) < 8 + len(OPENING) and start[8:] == OPENING[: len(start) - 8]:
-        return f"ends after {size} bytes"
-    return "is not a checkpoint of this version of stoker"
+        return "is a pickle, as torch wrote before version 1.6"
+    if opening[:1] == b"{" and int.from_bytes(start[:8], "little") < size:
+        return "is a safetensors file of another program"
+    return "is not a checkpoint of stoker"

@@ -128,7 +128,7 @@ def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) 
         run.train_metrics.restore(state["sums"])
     _keep_what_memory_forced(run, progress, used_values(state)["batch_size"], say)
     events = _say_changes(run, state, progress, changes, rates, say)
-    return Resumed(replace(run, progress=progress), events)
+    return Resumed(replace(run, progress=progress, branched_from=state.get("branched_from")), events)
 
 
 def _progress_in(run: Run, state: Mapping[str, Any]) -> Progress:
@@ -216,7 +216,7 @@ def restore_model(
     path: Path, overrides: Sequence[str] = (), *, raw: bool = False, say: Say = lambda _text: None
 ) -> Restored:
     """The model of a checkpoint, or of a run folder's best one: its moving average if it has one, unless `raw`."""
-    path = _checkpoint_in(path, say)
+    path = checkpoint_in(path, say)
     state = _read(path)
     config = _with_overrides(state["config"], overrides)
     check_task(config, "used here")
@@ -316,7 +316,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def _checkpoint_in(path: Path, say: Say) -> Path:
+def checkpoint_in(path: Path, say: Say) -> Path:
     """The path itself, or the best checkpoint of a run folder, else its last."""
     if not path.is_dir():
         return path
@@ -332,7 +332,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         state = read_checkpoint(path)
     except CheckpointCorrupt as error:
-        # Its own hint, to delete the file, is for a run that resumes.
+        # Its own hint is for a run that resumes.
         raise UserError("checkpoint-corrupt", error.seen, why="none of it was loaded", hint=EXAMPLE) from None
     lacking = [key for key in ("config", "model", "ema", "progress", "classes") if key not in state]
     if lacking:

@@ -187,7 +187,7 @@ def check_options(pack: PackFolder, options: dict[str, Any]) -> None:
             "pack-options-differ",
             f"{pack.folder} was packed with {_spell(before)}; this command has {_spell(options)}",
             why="a pack cannot mix shards of both kinds",
-            hint="choose another folder, or use --fresh to remove that pack first",
+            hint="choose another folder; or --fresh, which packs this one again from its source",
         )
 
 
@@ -203,7 +203,7 @@ def check_source(pack: PackFolder, options: dict[str, Any], fingerprint: str) ->
             "pack-source-differs",
             f"{pack.folder} was packed from a source that has changed since",
             why="names, sizes or classes differ, so the finished shards would not match the rest",
-            hint="choose another folder, or use --fresh to remove that pack first",
+            hint="choose another folder; or --fresh, which packs this one again from its source",
         )
 
 

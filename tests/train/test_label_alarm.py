@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stoker.cli import main
-from stoker.report.document import RunReader
 from stoker.train.label_alarm import Confusion, Figures, judge_labels
 from stoker.train.label_mapping import describe_mapping, likely_mapping
 from tests.support.operators import counted
-from tests.support.tiny_training import metrics, write_config, write_images
 
 Counts = NDArray[np.int64]
 
@@ -127,34 +122,3 @@ def test_counting_never_waits_for_the_device() -> None:
             confusion.reset()
             confusion.add(logits, labels)
         assert (operators.blocking, operators.copies) == ([], 0)
-
-
-@pytest.mark.parametrize(("permuted", "mixing"), [(True, False), (True, True), (False, False)])
-def test_a_run_with_permuted_validation_folders_asks_for_the_labels(
-    permuted: bool, mixing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    data = write_images(tmp_path / "data")
-    if permuted:
-        val = data / "val"
-        for old, new in (("class0", "spare"), ("class1", "class0"), ("class2", "class1"), ("spare", "class2")):
-            (val / old).rename(val / new)
-    monkeypatch.chdir(tmp_path)
-    keys = {"epochs": 4, "lr": 2.0} | ({"mixup_alpha": 0.2, "mix_probability": 1.0} if mixing else {})
-    assert main(["train", str(write_config(tmp_path, data, **keys))]) == 0
-    run = tmp_path / "runs" / "tiny"
-    alarms = [line for line in metrics(run, "event") if line["event"] == "labels?"]
-    said = capfd.readouterr().err
-    rows = [row for row in RunReader(run).document()["events"] if row["event"] == "labels?"]
-    if not permuted:
-        assert (alarms, rows) == ([], [])
-        assert "labels?" not in said
-        return
-    (alarm,) = alarms  # once
-    assert "train/loss is" in alarm["seen"] if mixing else "train/acc1 is" in alarm["seen"]
-    assert alarm["permutation"].startswith("shifted by one: each folder holds the images of the next class")
-    assert "class0 holds class1, class1 holds class2, class2 holds class0" in alarm["permutation"]
-    assert "warning: labels? " in said
-    assert "hint: stoker verify CONFIG" in said
-    (row,) = rows
-    assert "class0 holds class1" in row["details"]
-    assert "stoker verify CONFIG" in row["details"]

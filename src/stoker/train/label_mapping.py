@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,16 @@ class FolderMapping:
     @property
     def moved(self) -> dict[int, int]:
         """The folders that clearly hold another class than their own, and which."""
-        pairs = enumerate(zip(self.holds, self.own, strict=True))
-        return {folder: held for folder, (held, own) in pairs if held is not None and own >= 0 and held != own}
+        pairs = ((folder, held, own) for folder, (held, own) in self._pairs() if own >= 0)
+        return {folder: held for folder, held, own in pairs if held is not None and held != own}
+
+    def only(self, folders: Collection[int]) -> FolderMapping:
+        """The same, with no other folders moved than these."""
+        stays = (held if held == own or folder in folders else None for folder, (held, own) in self._pairs())
+        return replace(self, holds=tuple(stays))
+
+    def _pairs(self) -> Iterator[tuple[int, tuple[int | None, int]]]:
+        return enumerate(zip(self.holds, self.own, strict=True))
 
 
 def likely_mapping(counts: NDArray[Any], own: Sequence[int] | None = None) -> FolderMapping:

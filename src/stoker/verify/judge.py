@@ -21,6 +21,7 @@ from stoker.tasks.prediction import Classifier, classifier_of
 from stoker.train.checkpoint.restore import restore_model
 from stoker.train.compute import Precision
 from stoker.verify.checks import Subject
+from stoker.verify.files import in_turns
 from stoker.verify.imagenet import synsets
 
 BATCH = 32
@@ -100,17 +101,3 @@ def confusion_by(judge: Judge, samples: SampleSet, per_class: int, until_s: floa
     finally:
         loader.close()
     return counts
-
-
-def in_turns(samples: SampleSet, per_class: int) -> NDArray[np.int64]:
-    """Members of every class in turns: the first of each class, spread over its files, then the second, …"""
-    members = np.arange(len(samples), dtype=np.int64)
-    labels = samples.labels(members)
-    order = np.argsort(labels, kind="stable")
-    borders = np.flatnonzero(np.diff(labels[order])) + 1
-    turns: list[tuple[int, int]] = []
-    for part in np.split(order, borders):
-        # Spread: the files of a class are often sorted by where they come from.
-        picks = np.unique(np.linspace(0, len(part) - 1, min(per_class, len(part))).astype(int)) if len(part) else []
-        turns += [(turn, int(part[pick])) for turn, pick in enumerate(picks)]
-    return np.array([member for _, member in sorted(turns)], np.int64)

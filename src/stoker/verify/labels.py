@@ -144,7 +144,8 @@ def _judge_votes(votes: _Votes, index: SampleIndex, own: Sequence[int], *, numbe
             *lines, *more, **facts,
         )  # fmt: skip
     return failed(
-        f"{seen}: {count(len(wrong), 'folder')} of {folders} permuted, {describe_mapping(mapping, names, synsets())}",
+        f"{seen}: {count(len(wrong), 'folder')} of {folders} permuted, "
+        f"{describe_mapping(mapping.only(wrong), names, synsets())}",
         f"rename the folders below {shown(index.root)} to what they hold, or sort the images again",
         *lines, *more, **facts,
     )  # fmt: skip
@@ -281,7 +282,8 @@ def _judge_confusion(
         lines = [f"{folders[folder]} holds {outputs[mapping.moved[folder]]}" for folder in wrong[:SHOWN_FOLDERS]]
         facts |= {"holds": {samples.classes[folder]: outputs[mapping.moved[folder]] for folder in wrong}}
         return failed(
-            f"{seen}: {count(len(wrong), 'folder')} permuted, {describe_mapping(mapping, folders, outputs)}",
+            f"{seen}: {count(len(wrong), 'folder')} permuted, "
+            f"{describe_mapping(mapping.only(wrong), folders, outputs)}",
             f"rename the folders below {shown(samples.index.root)} to what they hold",
             *lines,
             **facts,

@@ -16,6 +16,7 @@ from stoker.verify import files
 from stoker.verify.data import CHECKS
 from stoker.verify.files import judge_first_reads
 from stoker.verify.imagenet import synsets
+from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiny_training import write_images
 from tests.verify.data_sets import listed, outcome, subject_of, subject_with
 
@@ -239,3 +240,14 @@ def test_what_was_not_compared_is_not_claimed(whole: Path, monkeypatch: pytest.M
     store = listed({"a": ["1.jpg"], "b": ["2.jpg"]}, "s3://bucket/train")
     unknown = outcome(CHECKS, "duplicates", subject_with(store, store))
     assert (unknown.status, "without sizes" in unknown.seen) == ("unknown", True)
+
+
+def test_a_bucket_is_checked_like_a_folder(data: Path, tmp_path: Path, s3: S3Server) -> None:
+    shutil.copy(data / "train" / "class0" / "003.jpg", data / "val" / "class0" / "other.jpg")
+    for file in data.rglob("*.jpg"):
+        s3.put(f"verify-data/{file.relative_to(data)}", file.read_bytes())
+    subject = subject_of(f"s3://{BUCKET}/verify-data", index_dir=tmp_path / "index")
+    results = {check.name: check.run(subject) for check in CHECKS}
+    assert results.pop("storage-ready") is None, "an object store holds what it lists"
+    assert results["duplicates"].facts["same"] == [["class0/other.jpg", "class0/003.jpg"]]
+    assert {name for name, result in results.items() if result.status != "passed"} == {"duplicates"}

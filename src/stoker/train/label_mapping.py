@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,14 +111,11 @@ def _rule(mapping: FolderMapping, folders: Sequence[str]) -> str | None:
 def _other_orders(folders: Sequence[str]) -> list[tuple[str, str, dict[int, int]]]:
     """Permutations that arise when two programs sort the same names differently: for each folder, where its images
     belong."""
-    keys = {
-        "text": lambda name: name,
-        "numbers": lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)],
-        "text regardless of case": lambda name: name.casefold(),
+    orders = {
+        "text": _sorted_by(folders, str),
+        "numbers": _sorted_by(folders, _with_numbers),
+        "text regardless of case": _sorted_by(folders, str.casefold),
     }
-    orders = {}
-    for what, key in keys.items():
-        orders[what] = sorted(range(len(folders)), key=lambda at: key(folders[at]))
     found = []
     for right, ours in orders.items():
         for wrong, theirs in orders.items():
@@ -126,3 +123,12 @@ def _other_orders(folders: Sequence[str]) -> list[tuple[str, str, dict[int, int]
                 # The class with number i in their order went into the folder with number i in ours.
                 found.append((right, wrong, dict(zip(ours, theirs, strict=True))))
     return found
+
+
+def _sorted_by(folders: Sequence[str], key: Callable[[str], Any]) -> list[int]:
+    return sorted(range(len(folders)), key=lambda at: key(folders[at]))
+
+
+def _with_numbers(name: str) -> list[int | str]:
+    # Text and numbers alternate, so that like is compared with like.
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]

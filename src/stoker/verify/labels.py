@@ -121,7 +121,7 @@ def _judge_votes(votes: _Votes, index: SampleIndex, own: Sequence[int], *, numbe
         f"{votes.share:.1%} of {total:,} validation images agree with their folder by ReaL labels "
         f"(right folders: about {EXPECTED_SHARE:.0%})"
     )
-    facts = {"share": round(votes.share, 4), "images": total, "folders": folders}
+    facts: dict[str, Any] = {"share": round(votes.share, 4), "images": total, "folders": folders}
     if votes.share >= least and not wrong:
         return passed(seen, **facts)
     if numbered and folders < len(synsets()) and _counts_a_subset(mapping):

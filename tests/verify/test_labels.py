@@ -58,7 +58,7 @@ def test_right_folders_agree_with_the_known_labels_in_seconds() -> None:
     train, val = training(CLASSES), validation(lambda label: CLASSES[label])
     began = time.perf_counter()
     found = by_names(train, val)
-    assert time.perf_counter() - began < 10  # 50,000 names; 0.1 s on an idle core
+    assert time.perf_counter() - began < 10  # 50,000 names, on a busy machine
     assert found.status == "passed", found
     assert found.facts["images"] == 46_837
     assert found.facts["share"] == pytest.approx(0.9, abs=0.01)

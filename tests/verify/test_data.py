@@ -208,7 +208,7 @@ def test_the_case_study_would_have_been_told_how_long_it_takes() -> None:
     # 100 files in 94 s.
     lazy = judge_first_reads([0.94] * 100, [0.001] * 100, 1_331_167, "/fsx")
     assert lazy.status == "failed"
-    assert "the first read of a file takes 940.0 ms, the second 1.0 ms: files load lazily" in lazy.seen
+    assert "the first read of a file takes 940.00 ms, the second 1.00 ms: files load lazily" in lazy.seen
     assert "all 1,331,167 would take 21.7 h with 16 readers" in lazy.seen
     assert judge_first_reads([0.012] * 9, [0.0001] * 9, 1000, "/disk").status == "passed", "a disk that turns"
     slow = judge_first_reads([0.3] * 9, [0.25] * 9, 1000, "/nfs")

@@ -110,6 +110,14 @@ def test_permuted_folders_are_named_with_their_rule(folder_of: Callable[[int], s
     assert len(found.facts["holds"]) >= (2 if "swapped" in words else 900)
 
 
+def test_five_images_of_a_class_are_enough_if_all_folders_are_permuted() -> None:
+    words = {synset: f"word{number:03d}" for number, synset in enumerate(CLASSES[:100])}
+    val = validation(lambda label: f"word{(label - 1) % 100:03d}" if label < 100 else None)
+    found = by_names(training(CLASSES[:100], words), {folder: files[:5] for folder, files in val.items()})
+    assert found.status == "failed"
+    assert "shifted by one: each folder holds the images of the next class" in found.seen
+
+
 def test_the_order_of_the_devkit_is_recognised() -> None:
     # Class number i of the devkit went into the folder of the i-th name.
     rest = [synset for synset in CLASSES if synset not in DEVKIT_FIRST]

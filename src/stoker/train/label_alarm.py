@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.train.label_mapping import describe_mapping, likely_mapping
+from stoker.train.label_mapping import EXPLAINED, describe_mapping, likely_mapping
 
 if TYPE_CHECKING:
     from stoker.train.loop import Run
@@ -29,8 +29,6 @@ AT_CHANCE = 0.05
 # Share of a constant guess's loss. Where all batches are mixed there is no training accuracy; a model whose mixed,
 # smoothed loss is this low has a clear opinion about most images.
 LEARNED_LOSS = 0.75
-# A permutation that explains fewer of the images than this may be an accident.
-EXPLAINED = 0.3
 # With few classes, chance level is where a small model that overfits ends up, and what an untrained one answers can
 # look like a permutation: then it takes both, a permutation and a model that has learned.
 FEW_CLASSES = 10

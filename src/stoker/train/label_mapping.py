@@ -18,6 +18,8 @@ CLEAR_IMAGES = 2.0
 # And if no other class of the folder, and no other folder of the class, comes near: a network that gives the same
 # answer for every image has a best class for each folder, and none that is clear.
 CLEAR_MARGIN = 1.5
+EXPLAINED = 0.3
+"""Share of all images that a permutation has to explain: with less it may be an accident."""
 PATTERN_SHARE = 0.8
 """Share of the clear folders that a rule such as 'shifted by one' has to explain."""
 NAMED_PAIRS = 4

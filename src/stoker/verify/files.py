@@ -90,7 +90,7 @@ def check_decoding(subject: Subject) -> Outcome:
     if bad:
         more = [f"and {len(bad) - SHOWN_FILES} more"] if len(bad) > SHOWN_FILES else []
         return failed(
-            f"{len(bad):,} of {done:,} images, {per_class} of each class, cannot be decoded",
+            f"{len(bad):,} of {done:,} images, up to {per_class} of each class, cannot be decoded",
             "copy these files again, or remove them; --deep tries more of them",
             *bad[:SHOWN_FILES],
             *more,
@@ -99,7 +99,7 @@ def check_decoding(subject: Subject) -> Outcome:
     if not done:
         return unknown("no image could be decoded in time", "--deep takes the time that it needs", **facts)
     short = "" if done == wanted else f"; in {seconds:.0f} s not all of {wanted:,}, --deep takes longer"
-    return passed(f"{done:,} images decode, {per_class} of each class{short}", **facts)
+    return passed(f"{done:,} images decode, up to {per_class} of each class{short}", **facts)
 
 
 def _slot(size: int) -> NDArray[np.uint8]:
@@ -191,7 +191,7 @@ def judge_first_reads(first_s: Sequence[float], second_s: Sequence[float], files
         return unknown("none of the files that we tried could be read", f"ls -l {shown(root)}")
     first, second = statistics.median(first_s), statistics.median(second_s)
     facts = {"first_read_ms": round(1e3 * first, 3), "second_read_ms": round(1e3 * second, 3), "files": len(first_s)}
-    seen = f"the first read of a file takes {1e3 * first:,.1f} ms, the second {1e3 * second:,.1f} ms"
+    seen = f"the first read of a file takes {1e3 * first:,.2f} ms, the second {1e3 * second:,.2f} ms"
     if first < SLOW_FIRST_READ_S:
         return passed(f"{seen} ({len(first_s)} files)", **facts)
     hours = first * files / LOCAL_READERS / 3600

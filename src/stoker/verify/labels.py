@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stoker.data.images.listing import count, shown, some
 from stoker.data.images.sample_index import SampleIndex, SampleSet
-from stoker.train.label_mapping import FolderMapping, describe_mapping, likely_mapping
+from stoker.train.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
 from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
 from stoker.verify.imagenet import (
     DEVKIT_FIRST,
@@ -73,7 +73,7 @@ def check_validation_names(subject: Subject) -> Outcome | None:
     votes = _votes(labels, [table[number - 1] for number in numbers[known].tolist()], own, len(synsets()))
     if votes.images.sum() < LEAST_IN_ALL:
         return unknown(f"only {count(int(votes.images.sum()), 'validation image')} with a known ReaL label")
-    return _judge_votes(votes, val.index, own, numbered=not any(map(is_synset, val.index.classes)))
+    return _judge_votes(votes, val.index, own)
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,17 @@ def _votes(labels: NDArray[np.int32], entries: Sequence[Sequence[int]], own: Seq
     return votes
 
 
-def _judge_votes(votes: _Votes, index: SampleIndex, own: Sequence[int], *, numbered: bool) -> Outcome:
+def _judge_votes(votes: _Votes, index: SampleIndex, own: Sequence[int]) -> Outcome:
     mapping = likely_mapping(votes.counts, own)
     held = np.array([-1 if label is None else label for label in mapping.holds])
     of_other = votes.counts[np.arange(len(own)), held] / np.maximum(votes.images, 1)
-    sure = (votes.images >= LEAST_IMAGES) & (votes.own_shares < OWN_BELOW) & (of_other >= OTHER_FROM)
-    wrong = [folder for folder in mapping.moved if sure[folder]]
     folders = int((votes.images > 0).sum())
     least = LEAST_SHARE if folders >= MANY_FOLDERS else LEAST_SHARE_OF_FEW
+    sure = votes.own_shares < OWN_BELOW
+    if votes.share >= least or mapping.explained < EXPLAINED:
+        # Most folders are right, or nothing is clear: then each one has to be a clear case.
+        sure &= (votes.images >= LEAST_IMAGES) & (of_other >= OTHER_FROM)
+    wrong = [folder for folder in mapping.moved if sure[folder]]
     total = int(votes.images.sum())
     seen = (
         f"{votes.share:.1%} of {total:,} validation images agree with their folder by ReaL labels "
@@ -124,7 +127,7 @@ def _judge_votes(votes: _Votes, index: SampleIndex, own: Sequence[int], *, numbe
     facts: dict[str, Any] = {"share": round(votes.share, 4), "images": total, "folders": folders}
     if votes.share >= least and not wrong:
         return passed(seen, **facts)
-    if numbered and folders < len(synsets()) and _counts_a_subset(mapping):
+    if folders < len(synsets()) and _numbers_a_subset(mapping, index.classes):
         return passed(f"the folders number {folders} of ImageNet's classes in their order (ReaL labels)", **facts)
     names = [shown(name) for name in index.classes]
     spoken_names = [spoken(synset) for synset in synsets()]
@@ -158,8 +161,10 @@ def _in_devkit_order(mapping: FolderMapping, folders: Sequence[str]) -> bool:
     return held == [numbers[synset] for synset in DEVKIT_FIRST]
 
 
-def _counts_a_subset(mapping: FolderMapping) -> bool:
+def _numbers_a_subset(mapping: FolderMapping, folders: Sequence[str]) -> bool:
     """Whether folders named 0, 1, 2, … hold ascending classes: a subset that was numbered anew."""
+    if any(own >= 0 and name != str(own) for own, name in zip(mapping.own, folders, strict=True)):
+        return False  # other names, or numbers that the training files explain
     pairs = sorted((own, held) for own, held in zip(mapping.own, mapping.holds, strict=True) if held is not None)
     held = [label for _, label in pairs]
     return len(held) >= 0.8 * len(mapping.own) and held == sorted(held)
@@ -246,8 +251,9 @@ def check_by_model(subject: Subject) -> Outcome | None:
     train, val = subject.samples
     samples = train if val is None else val
     if subject.weights is None:
-        if val is not None and len(validation_numbers(val.index)[0]) > len(val.index) // 2:
-            return None  # their names have told already
+        by_names = check_validation_names(subject)
+        if by_names is not None and by_names.status != "unknown":
+            return None  # the names have told already
         return unknown(
             "whether the folders hold their classes: file names do not tell, a trained network would",
             f"stoker verify {subject.path} --weights FILE (a checkpoint, or published weights of the same classes)",
@@ -318,4 +324,4 @@ CHECKS = (
     Check("val-labels", "labels", "validation images in the right folders", check_validation_names, cheap=True),
     Check("train-labels", "labels", "training files in the right folders", check_training_names),
     Check("labels-by-network", "labels", "folders against what a trained network sees", check_by_model),
-)  # fmt: skip
+)

@@ -302,7 +302,8 @@ def _twin(ours: _Split, sample: int, size: int, theirs: _Split, candidates: Sequ
 
 
 FILE_CHECKS = (
-    Check("images-decode", "data", "images of every class decode", check_decoding),
+    # First: the others read files too.
     Check("storage-ready", "data", "files are here, not fetched when they are read", check_storage),
+    Check("images-decode", "data", "images of every class decode", check_decoding),
     Check("duplicates", "data", "no image in both train and val", check_duplicates),
 )

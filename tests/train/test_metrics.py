@@ -13,6 +13,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from stoker.train.evaluate import Accumulator
+from stoker.train.label_alarm import Confusion
 
 
 def samples(count: int, classes: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,11 +92,15 @@ def _rank(rank: int, world: int, meeting: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     logits, labels = samples(101)
     found = []
+    confusion = Confusion(11, torch.device("cpu"))
     # A prime number of samples, split unevenly; then one rank has none at all.
     for parts in ([slice(0, 64), slice(64, 101)], [slice(0, 0), slice(0, 101)]):
         total = Accumulator("cpu")
         add_in_batches(total, logits[parts[rank]], labels[parts[rank]], 10)
         found.append(asdict(total.result()))
+        confusion.reset()
+        confusion.add(logits[parts[rank]], labels[parts[rank]])
+        found[-1]["confusion"] = confusion.total().tolist()
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -106,7 +111,12 @@ def test_uneven_ranks_count_each_sample_once(tmp_path: Path) -> None:
     alone.add(*samples(101), functional.cross_entropy(*samples(101)))
     expected = asdict(alone.result())
     assert expected["samples"] == 101
+    logits, labels = samples(101)
+    taken_for = torch.zeros(11, 11, dtype=torch.int64)
+    for label, guess in zip(labels.tolist(), logits.argmax(1).tolist(), strict=True):
+        taken_for[label, guess] += 1
     for rank in range(2):
         for found in json.loads((tmp_path / f"{rank}.json").read_text()):
+            assert found.pop("confusion") == taken_for.tolist()
             assert found == pytest.approx(expected)
             assert all(found[name] == expected[name] for name in ("acc1", "acc5", "samples", "judged"))

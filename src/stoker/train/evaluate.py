@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.errors import UserError
 from stoker.train.compute import Compiled
+from stoker.train.label_alarm import Confusion
 from stoker.train.launch import LeaveValidation
 from stoker.train.observer import Observer
 from stoker.train.ranks import Ranks, any_rank
@@ -118,13 +119,17 @@ class Accumulator:
 
 
 @torch.no_grad()
-def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
-    """`val/loss`, `val/acc1` and `val/acc5` over all ranks' samples; raises LeaveValidation when asked to leave."""
+def evaluate(run: Run, loader: Loader, observer: Observer, confusion: Confusion | None = None) -> dict[str, float]:
+    """`val/loss`, `val/acc1` and `val/acc5` over all ranks' samples; raises LeaveValidation when asked to leave.
+
+    `confusion` gets what this rank's samples are taken for."""
     model = run.step.model.module if isinstance(run.step.model, DistributedDataParallel) else run.step.model
     share_buffers(model, run.ranks)
     was_training = model.training
     model.eval()
     sums = Accumulator(run.device)
+    if confusion is not None:
+        confusion.reset()
     observer.validation_begins(loader.steps())
     most: int | None = None
     try:
@@ -135,7 +140,7 @@ def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
                 if most is None and isinstance(model, Compiled):
                     most = len(batch)
                 prepared = run.uploader.prepare(partial(run.prepare_val, batch))
-                most = _score(model, prepared, run, sums, most)
+                most = _score(model, prepared, run, sums, confusion, most)
             observer.validation_step()
             run.guard_memory(loader)
             # All ranks have the same number of batches, so they ask at the same ones.
@@ -146,7 +151,9 @@ def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
     return named_scores("val", sums.result())
 
 
-def _score(model: nn.Module, batch: Prepared, run: Run, sums: Accumulator, most: int | None) -> int | None:
+def _score(
+    model: nn.Module, batch: Prepared, run: Run, sums: Accumulator, confusion: Confusion | None, most: int | None
+) -> int | None:
     """Adds a batch in pieces of `most` samples, halved whenever memory runs out; returns the size that fits."""
     done = 0
     while done < len(batch.labels):
@@ -161,6 +168,8 @@ def _score(model: nn.Module, batch: Prepared, run: Run, sums: Accumulator, most:
                 logits = model(inputs)[: len(labels)]
                 loss = run.val_loss(logits, labels)
             sums.add(logits, labels, loss)
+            if confusion is not None:
+                confusion.add(logits, labels)
             done += len(labels)
         except torch.OutOfMemoryError:
             out_of_memory = True  # handled below: in here the traceback still holds the tensors

@@ -22,6 +22,7 @@ from stoker.errors import UserError
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator, evaluate, named_scores
+from stoker.train.label_alarm import LabelWatch
 from stoker.train.launch import LeaveValidation, StopRequest
 from stoker.train.observer import Observer, Silence
 from stoker.train.optimization import set_lr
@@ -93,6 +94,7 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
     progress = run.progress
     loader: Loader | None = None
     reports = _Reports(run, observer)
+    labels = LabelWatch(run)
     agreement = Agreement(run.ranks, lambda: (run.stop.wanted, saver.is_due_by_time()))
     try:
         while not is_over(progress, run.horizon, run.stopping):
@@ -108,11 +110,13 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
                 try:
                     saver.wait_for_copy()  # the average and the weights change places
                     with run.clock.validating(), run.ema.swapped() if run.ema is not None else nullcontext():
-                        metrics |= evaluate(run, run.val_loader, observer)
+                        metrics |= evaluate(run, run.val_loader, observer, labels.confusion)
                 except LeaveValidation:
                     _leave(run, saver)
             metrics |= {"seconds": time.monotonic() - began, "clock": run.clock}
             observer.epoch_ends(progress.step, progress.epoch, metrics)
+            if (alarm := labels.look(metrics)) is not None:
+                observer.event("labels?", progress.step, alarm.details())
             _close_epoch(run, observer, saver, metrics.get("val/acc1"))
             if not progress.finished and any_rank(run.stop.wanted, run.ranks):
                 _leave(run, saver)

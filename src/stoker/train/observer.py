@@ -17,6 +17,7 @@ from stoker.machine.host import HostConfig
 from stoker.machine.storage import describe_storage
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import Trackers
+from stoker.train.label_alarm import alarm_text
 from stoker.train.progress_line import TrainProgress
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Observer(Protocol):
     def epoch_ends(self, step: int, epoch: int, metrics: dict[str, float]) -> None: ...
 
     def event(self, name: str, step: int, details: dict[str, Any]) -> None:
-        """Something other than a metric: resumed, a checkpoint, a bad step."""
+        """Something other than a metric: resumed, a checkpoint, a bad step, labels in doubt."""
 
     def sync(self) -> None:
         """Called before a checkpoint is written, in the writer's thread: what it relies on must be on the disk."""
@@ -168,6 +169,8 @@ class RunObserver:
             )
         elif name == "stopped_early":
             self._progress.say(f"stopped after epoch {details['epoch']}: {details['why']}")
+        elif name == "labels?":
+            self._progress.say(alarm_text(details))
 
     def sync(self) -> None:
         self._metrics.sync()

@@ -1,0 +1,136 @@
+"""Which class's images a folder really holds, from how often its images were taken for each class; pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A folder's class is clear if it has this share of the folder's images, and at least so many of them: of ten random
+# guesses among a hundred classes, three agree in one folder of a hundred.
+CLEAR_SHARE = 0.25
+CLEAR_IMAGES = 2.0
+# And if no other class of the folder, and no other folder of the class, comes near: a network that gives the same
+# answer for every image has a best class for each folder, and none that is clear.
+CLEAR_MARGIN = 1.5
+EXPLAINED = 0.3
+"""Share of all images that a permutation has to explain: with less it may be an accident."""
+PATTERN_SHARE = 0.8
+"""Share of the clear folders that a rule such as 'shifted by one' has to explain."""
+NAMED_PAIRS = 4
+
+
+@dataclass(frozen=True)
+class FolderMapping:
+    """What each folder holds, as far as it is clear."""
+
+    holds: tuple[int | None, ...]
+    """For each folder the number of the class whose images it holds; None where that is not clear."""
+    own: tuple[int, ...]
+    """For each folder the number of the class that its name stands for; -1 if that is unknown."""
+    explained: float
+    """Share of all images that are of the class that `holds` gives for their folder."""
+
+    @property
+    def moved(self) -> dict[int, int]:
+        """The folders that clearly hold another class than their own, and which."""
+        pairs = ((folder, held, own) for folder, (held, own) in self._pairs() if own >= 0)
+        return {folder: held for folder, held, own in pairs if held is not None and held != own}
+
+    def only(self, folders: Collection[int]) -> FolderMapping:
+        """The same, with no other folders moved than these."""
+        stays = (held if held == own or folder in folders else None for folder, (held, own) in self._pairs())
+        return replace(self, holds=tuple(stays))
+
+    def _pairs(self) -> Iterator[tuple[int, tuple[int | None, int]]]:
+        return enumerate(zip(self.holds, self.own, strict=True))
+
+
+def likely_mapping(counts: NDArray[Any], own: Sequence[int] | None = None) -> FolderMapping:
+    """The classes that folders hold, from counts (folders, classes) of how often images were taken for each class.
+
+    `own` gives each folder's own class; by default folder and class have the same number.
+    """
+    numbers = tuple(range(len(counts))) if own is None else tuple(own)
+    found = np.asarray(counts, np.float64)
+    images = found.sum()
+    if not images:
+        return FolderMapping((None,) * len(numbers), numbers, 0.0)
+    shares = found / np.maximum(found.sum(1, keepdims=True), 1.0)
+    folders = np.arange(len(found))
+    best = shares.argmax(1)
+    top, seen = shares[folders, best], found[folders, best]
+    rivals = shares.copy()
+    rivals[folders, best] = 0.0
+    # For each folder, the strongest other folder that holds its best class.
+    elsewhere = shares[:, best]
+    elsewhere[folders, folders] = 0.0
+    margin = CLEAR_MARGIN * np.maximum(rivals.max(1), elsewhere.max(0))
+    clear = (top >= CLEAR_SHARE) & (seen >= CLEAR_IMAGES) & (top >= margin)
+    holds = tuple(int(label) if sure else None for label, sure in zip(best, clear, strict=True))
+    return FolderMapping(holds, numbers, float(seen[clear].sum() / images))
+
+
+def describe_mapping(mapping: FolderMapping, folders: Sequence[str], classes: Sequence[str]) -> str:
+    """How the moved folders are permuted: the rule if there is one, else pairs of folder and class."""
+    moved = mapping.moved
+    pairs = [f"{folders[folder]} holds {classes[held]}" for folder, held in moved.items()]
+    more = f" and {len(pairs) - NAMED_PAIRS} more" if len(pairs) > NAMED_PAIRS else ""
+    listed = f"{', '.join(pairs[:NAMED_PAIRS])}{more}"
+    if len(moved) == 2 and set(moved.values()) == {mapping.own[folder] for folder in moved}:
+        return " and ".join(folders[folder] for folder in moved) + " are swapped"
+    rule = _rule(mapping, folders)
+    return listed if rule is None else f"{rule} ({listed})"
+
+
+def _rule(mapping: FolderMapping, folders: Sequence[str]) -> str | None:
+    folder_of = {label: folder for folder, label in enumerate(mapping.own) if label >= 0}
+    # Where each clear folder's images belong; -1 for a class without a folder.
+    belongs = {f: folder_of.get(held, -1) for f, held in enumerate(mapping.holds) if held is not None}
+    if len(belongs) < 3:
+        return None  # any two folders are 'shifted'
+    number = len(folders)
+    steps = Counter((there - here) % number for here, there in belongs.items() if there >= 0)
+    step, times = steps.most_common(1)[0] if steps else (0, 0)
+    if step and times >= PATTERN_SHARE * len(belongs):
+        if step in (1, number - 1):
+            which = "next" if step == 1 else "previous"
+            return f"shifted by one: each folder holds the images of the {which} class"
+        ahead = step if step <= number // 2 else step - number
+        return f"shifted by {abs(ahead)}: each folder holds the class {abs(ahead)} {'after' if ahead > 0 else 'before'}"
+    for right, wrong, permuted in _other_orders(folders):
+        fits = sum(permuted[here] == there for here, there in belongs.items())
+        if fits >= PATTERN_SHARE * len(belongs):
+            return f"the images were sorted into the folders by names in the order of {wrong} instead of {right}"
+    return None
+
+
+def _other_orders(folders: Sequence[str]) -> list[tuple[str, str, dict[int, int]]]:
+    """Permutations that arise when two programs sort the same names differently: for each folder, where its images
+    belong."""
+    orders = {
+        "text": _sorted_by(folders, str),
+        "numbers": _sorted_by(folders, _with_numbers),
+        "text regardless of case": _sorted_by(folders, str.casefold),
+    }
+    found = []
+    for right, ours in orders.items():
+        for wrong, theirs in orders.items():
+            if ours != theirs:
+                # The class with number i in their order went into the folder with number i in ours.
+                found.append((right, wrong, dict(zip(ours, theirs, strict=True))))
+    return found
+
+
+def _sorted_by(folders: Sequence[str], key: Callable[[str], Any]) -> list[int]:
+    return sorted(range(len(folders)), key=lambda at: key(folders[at]))
+
+
+def _with_numbers(name: str) -> list[int | str]:
+    # Text and numbers alternate, so that like is compared with like.
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]

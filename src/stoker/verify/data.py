@@ -1,0 +1,176 @@
+"""Is the data there, whole, and the same classes in training and validation? Without reading an image."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.data.images.listing import class_names, count, shown, some, split_place
+from stoker.data.images.sample_index import SampleIndex
+from stoker.data.store.stores import is_url
+from stoker.errors import UserError
+from stoker.verify import imagenet
+from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.verify.files import FILE_CHECKS
+
+LIKE_VALIDATION = ("val", "dev", "test", "eval", "holdout")
+"""How the names of folders begin that people use for validation."""
+# A class with less than a tenth of the usual number of images was probably cut short, unless many are like that: then
+# the data has a long tail.
+SMALL_SHARE = 0.1
+RARE_SHARE = 0.05
+USUAL_LEAST = 20
+"""With fewer images in the usual class, a small one says nothing."""
+CLOSE_SHARE = 0.001
+"""ImageNet with so few images more or less, and every class in its range, is whole: people remove broken ones."""
+SHOWN_CLASSES = 12
+
+
+def check_present(subject: Subject) -> Outcome:
+    """Training images can be listed, and there are several classes."""
+    try:
+        train, val = subject.samples
+    except UserError as error:
+        if error.name == "classes-differ":
+            return passed(f"{shown(str(subject.config.data_root))} has train and val")  # another check's finding
+        why = f" ({error.why})" if error.why else ""
+        return failed(f"{error.seen}{why}", error.hint or "data_root=FOLDER", reason=error.name)
+    validation = "no validation images" if val is None else f"{len(val):,} validation images"
+    return passed(
+        f"{len(train):,} training images in {len(train.classes):,} classes, {validation}",
+        train=len(train),
+        val=None if val is None else len(val),
+        classes=len(train.classes),
+    )
+
+
+def check_validation_split(subject: Subject) -> Outcome:
+    """There is a validation split; if not, which folder may be meant."""
+    train, val = subject.samples
+    if val is not None:
+        return passed(f"{len(val):,} images in {shown(val.index.root)}")
+    root = str(subject.config.data_root)
+    lost = "without one there is no val/acc1, and no best checkpoint"
+    for name in _like_validation(root):
+        folders = class_names(split_place(root, name))
+        same = len(set(folders) & set(train.index.classes))
+        if same:
+            link = shlex.quote(f"{split_place(root, '')}/val")
+            return failed(
+                f"there is no val/, but {shown(name)}/ has {same:,} of the {len(train.classes):,} classes; {lost}",
+                f"ln -s {shlex.quote(name)} {link}",
+                found=name,
+            )
+    return unknown(f"no validation split; {lost}", "put validation images into val/CLASS/ beside train/")
+
+
+def _like_validation(root: str) -> list[str]:
+    if is_url(root):
+        return []
+    names = class_names(split_place(root, ""))
+    return [name for name in names if name != "train" and name.lower().startswith(LIKE_VALIDATION)]
+
+
+def check_counts(subject: Subject) -> Outcome:
+    """Images per class: against ImageNet's own numbers, or among each other."""
+    train, val = subject.samples
+    counts = _counts(train.index, train.classes)
+    facts: dict[str, Any] = {"images": int(counts.sum()), "fewest": int(counts.min()), "most": int(counts.max())}
+    if imagenet.is_whole_imagenet(train.index.classes) and imagenet.is_whole_imagenet(train.classes):
+        held = None if val is None else _counts(val.index, train.classes)
+        return _judge_imagenet(counts, held, train.classes, facts)
+    seen = f"{counts.sum():,} training images, {counts.min():,} to {counts.max():,} in a class"
+    empty = [name for name, images in zip(train.classes, counts.tolist(), strict=True) if not images]
+    if empty:
+        return failed(
+            f"{count(len(empty), 'class', 'classes')} without training images: {some(empty)}",
+            f"remove the empty folders, or copy their images to {shown(train.index.root)} again",
+            empty=empty,
+            **facts,
+        )
+    usual = float(np.median(counts))
+    small = np.flatnonzero(counts < SMALL_SHARE * usual)
+    facts["median"] = usual
+    if len(small) and usual >= USUAL_LEAST:
+        names = [f"{shown(train.classes[at])} ({counts[at]:,})" for at in small]
+        if len(small) <= max(1, RARE_SHARE * len(counts)):
+            return failed(
+                f"{seen}; strangely few in {some(names)}, where the usual class has {usual:,.0f}",
+                f"copy these folders to {shown(train.index.root)} again, or --skip class-counts if they are whole",
+                small=[train.classes[at] for at in small],
+                **facts,
+            )
+        return passed(f"{seen}: a long tail, {len(small):,} classes have less than a tenth of the usual", **facts)
+    return passed(seen, **facts)
+
+
+def _judge_imagenet(
+    counts: NDArray[np.int64], held: NDArray[np.int64] | None, classes: tuple[str, ...], facts: dict[str, Any]
+) -> Outcome:
+    low, high = imagenet.TRAIN_PER_CLASS
+    wrong = [f"train/{classes[at]}: {counts[at]:,} ({low} to {high:,})" for at in _outside(counts, low, high)]
+    total = int(counts.sum())
+    seen = f"ImageNet: {total:,} training images"
+    whole = abs(total - imagenet.TRAIN_IMAGES) <= CLOSE_SHARE * imagenet.TRAIN_IMAGES
+    if held is not None:
+        each = imagenet.VAL_PER_CLASS
+        wrong += [f"val/{classes[at]}: {held[at]:,} ({each})" for at in _outside(held, each, each)]
+        seen += f", {held.sum():,} for validation"
+        facts["val_images"] = int(held.sum())
+    expected = f"{imagenet.TRAIN_IMAGES:,} and {imagenet.VAL_IMAGES:,}"
+    if wrong or not whole:
+        more = [f"and {len(wrong) - SHOWN_CLASSES} more"] if len(wrong) > SHOWN_CLASSES else []
+        return failed(
+            f"{seen}, instead of {expected}; {count(len(wrong), 'class folder')} of another size than ImageNet's",
+            "copy or unpack these folders again, or --skip class-counts if you chose a part on purpose",
+            *wrong[:SHOWN_CLASSES],
+            *more,
+            **facts,
+        )
+    same = total == imagenet.TRAIN_IMAGES and (held is None or int(held.sum()) == imagenet.VAL_IMAGES)
+    return passed(seen + (", as published" if same else f" (published: {expected})"), **facts)
+
+
+def _outside(counts: NDArray[np.int64], low: int, high: int) -> list[int]:
+    return [int(at) for at in np.flatnonzero((counts < low) | (counts > high))]
+
+
+def check_classes_agree(subject: Subject) -> Outcome | None:
+    """Training and validation have the same classes, and each of them images."""
+    try:
+        train, val = subject.samples
+    except UserError as error:
+        if error.name != "classes-differ":
+            raise
+        return failed(error.seen, error.hint or "the class folders of train and val must have the same names")
+    if val is None:
+        return None
+    counts = _counts(val.index, train.classes)
+    lacking = [name for name, images in zip(train.classes, counts.tolist(), strict=True) if not images]
+    if lacking:
+        return failed(
+            f"{shown(val.index.root)} has no images of {len(lacking):,} of the {len(train.classes):,} classes: "
+            f"{some(lacking)}; nothing would tell how well they are learned",
+            f"copy them to {shown(val.index.root)}/{shown(lacking[0])}/ and so on",
+            lacking=lacking,
+        )
+    return passed(f"train and val have the same {len(train.classes):,} classes", classes=len(train.classes))
+
+
+def _counts(index: SampleIndex, classes: tuple[str, ...]) -> NDArray[np.int64]:
+    """Images of each of these classes, by name; 0 for one without a folder."""
+    images = np.bincount(index.labels, minlength=len(index.classes))
+    of_name = dict(zip(index.classes, images.tolist(), strict=True))
+    return np.array([of_name.get(name, 0) for name in classes], np.int64)
+
+
+CHECKS = (
+    Check("data-present", "data", "training data can be listed", check_present),
+    Check("validation-split", "data", "a validation split", check_validation_split),
+    Check("class-counts", "data", "images in each class", check_counts, cheap=True),
+    Check("classes-agree", "data", "the same classes in train and val", check_classes_agree, cheap=True),
+    *FILE_CHECKS,
+)

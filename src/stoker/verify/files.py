@@ -1,0 +1,309 @@
+"""Checks that read files: do they decode, are they on the disk or still to be fetched, are some in both splits?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from stoker.data.images.decoding import Decoding
+from stoker.data.images.headers import BadImage
+from stoker.data.images.listing import count, shown
+from stoker.data.images.sample_index import SampleIndex, SampleSet
+from stoker.data.store.stores import ReadFailure, Store, is_url, open_store
+from stoker.machine.storage import LOCAL_READERS, mount_of
+from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+
+T = TypeVar("T")
+R = TypeVar("R")
+SHOWN_FILES = 12
+
+DECODED_PER_CLASS, DEEP_DECODED_PER_CLASS = 2, 32
+DECODING_S, DEEP_DECODING_S = 25.0, 900.0
+
+HSM_FILES = 200
+FIRST_READS = 40
+FIRST_READS_S = 8.0
+# A disk that turns needs about 10 ms to find a file, an object store 30 to 100 ms. On a file system that fetches files
+# from a bucket when they are first read, a hundred files took 94 s.
+SLOW_FIRST_READ_S = 0.1
+LAZY_RATIO = 5.0
+"""Times that a first read takes as long as the second: then the file came from somewhere else."""
+
+COMPARED, DEEP_COMPARED = 1000, 1 << 62
+COMPARING_S, DEEP_COMPARING_S = 15.0, 1800.0
+STAT_AT_ONCE = 200
+PROBE_BYTES = 4096
+LEAK_SHARE = 0.005
+"""Share of the validation images that are in the training set too, from which it is a fault: large public sets have a
+handful of such images."""
+
+
+def in_turns(samples: SampleSet, per_class: int) -> NDArray[np.int64]:
+    """Members of every class in turns: one of each class, then a second one, …; spread over the files of a class, which
+    are often sorted by where they come from."""
+    members = np.arange(len(samples), dtype=np.int64)
+    labels = samples.labels(members)
+    order = np.argsort(labels, kind="stable")
+    turns: list[tuple[int, int]] = []
+    for part in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        if len(part):
+            picks = np.unique(np.linspace(0, len(part) - 1, min(per_class, len(part))).astype(int))
+            turns += [(turn, int(part[pick])) for turn, pick in enumerate(picks)]
+    return np.array([member for _, member in sorted(turns)], np.int64)
+
+
+def check_decoding(subject: Subject) -> Outcome:
+    """A few images of every class can be read and decoded."""
+    from stoker.tasks.image_data import validation_view
+
+    config = subject.config
+    view = validation_view(config, Decoding("pillow", config.max_image_pixels))
+    per_class, seconds = (DEEP_DECODED_PER_CLASS, DEEP_DECODING_S) if subject.deep else (DECODED_PER_CLASS, DECODING_S)
+    done, wanted, bad = 0, 0, list[str]()
+    splits = [samples for samples in subject.samples if samples is not None]
+    for samples in splits:
+        store = open_store(samples.index.root, max_object_bytes=config.max_image_bytes)
+        indices = samples.indices(in_turns(samples, per_class)).tolist()
+
+        def problem(index: int, samples: SampleSet = samples, store: Store = store) -> str | None:
+            try:
+                view.decode(read_sample(store, samples.index, index), None, 0, _slot(view.size))
+            except (BadImage, ReadFailure) as error:
+                return f"{shown(samples.index.name(index))}: {error.reason}"
+            return None
+
+        found = list(until(problem, indices, time.monotonic() + seconds / len(splits), subject.machine.cpus))
+        done, wanted = done + len(found), wanted + len(indices)
+        bad += [text for text in found if text is not None]
+    facts = {"decoded": done - len(bad), "bad": bad}
+    if bad:
+        more = [f"and {len(bad) - SHOWN_FILES} more"] if len(bad) > SHOWN_FILES else []
+        return failed(
+            f"{len(bad):,} of {done:,} images, up to {per_class} of each class, cannot be decoded",
+            "copy these files again, or remove them; --deep tries more of them",
+            *bad[:SHOWN_FILES],
+            *more,
+            **facts,
+        )
+    if not done:
+        return unknown("no image could be decoded in time", "--deep takes the time that it needs", **facts)
+    short = "" if done == wanted else f"; in {seconds:.0f} s not all of {wanted:,}, --deep takes longer"
+    return passed(f"{done:,} images decode, up to {per_class} of each class{short}", **facts)
+
+
+def _slot(size: int) -> NDArray[np.uint8]:
+    return np.empty((size, size, 3), np.uint8)
+
+
+def read_sample(store: Store, index: SampleIndex, sample: int) -> bytes | memoryview:
+    """A sample's bytes; raises ReadFailure."""
+    place = index.location(sample)
+    return store.read(place.path, place.offset, place.size, whole=index.shard_of is None)
+
+
+def until(function: Callable[[T], R], items: Sequence[T], end_s: float, threads: int) -> Iterator[R]:
+    """The function of each item in order, in several threads, until the time is up."""
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        for start in range(0, len(items), 8 * threads):
+            if time.monotonic() > end_s:
+                return
+            yield from pool.map(function, items[start : start + 8 * threads])
+
+
+def check_storage(subject: Subject) -> Outcome | None:
+    """The files are on this file system, not only their names: nothing is released or fetched at the first read."""
+    splits = [samples for samples in subject.samples if samples is not None]
+    if any(is_url(samples.index.root) for samples in splits):
+        return None  # an object store holds what it lists
+    for samples in splits:
+        if (outcome := _check_released(samples)) is not None:
+            return outcome
+    reads = [time_reads(samples, subject.config.max_image_bytes) for samples in splits]
+    first, second = ([seconds for pairs in reads for seconds in (pair[at] for pair in pairs)] for at in (0, 1))
+    return judge_first_reads(first, second, sum(map(len, splits)), splits[0].index.root)
+
+
+def _check_released(samples: SampleSet) -> Outcome | None:
+    """What Lustre says about a part of the files; None if it is not Lustre, or all of them are there."""
+    index = samples.index
+    mount, lfs = mount_of(index.root), shutil.which("lfs")
+    if mount is None or mount.kind != "lustre" or lfs is None:
+        return None
+    indices = samples.indices(_some_members(samples, HSM_FILES)).tolist()
+    files = sorted({f"{index.root}/{index.location(sample).path}" for sample in indices})
+    try:
+        done = subprocess.run([lfs, "hsm_state", *files], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return unknown(f"lfs hsm_state failed: {error}", f"lfs hsm_state {shown(files[0])}")
+    # Lines like: /fsx/val/a.jpg: (0x0000000d) released exists archived, archive_id:1
+    states = (line.rpartition(": (0x") for line in done.stdout.splitlines())
+    released = [name for name, _, state in states if " released" in state]
+    if not released:
+        return None
+    share = len(released) / len(files)
+    return failed(
+        f"{len(released):,} of {len(files):,} files below {shown(index.root)} are released: Lustre has only their "
+        f"names, and each first read waits for the bucket",
+        f"find {shown(index.root)} -type f -print0 | xargs -0 -n 100 -P 8 lfs hsm_restore",
+        *[shown(name) for name in released[:SHOWN_FILES]],
+        share=round(share, 4),
+    )
+
+
+def _some_members(samples: SampleSet, number: int) -> NDArray[np.int64]:
+    # Others each time: a file that an earlier check has read is no longer a first read.
+    return np.random.default_rng().choice(len(samples), min(number, len(samples)), replace=False).astype(np.int64)
+
+
+def time_reads(samples: SampleSet, max_bytes: int) -> list[tuple[float, float]]:
+    """Seconds of the first and the second read of some files; what cannot be read is another check's matter."""
+    store = open_store(samples.index.root, max_object_bytes=max_bytes)
+    end_s, found = time.monotonic() + FIRST_READS_S, list[tuple[float, float]]()
+    for sample in samples.indices(_some_members(samples, FIRST_READS)).tolist():
+        try:
+            times = []
+            for _ in range(2):
+                began = time.perf_counter()
+                read_sample(store, samples.index, sample)
+                times.append(time.perf_counter() - began)
+            found.append((times[0], times[1]))
+        except ReadFailure:
+            continue
+        if time.monotonic() > end_s:
+            break
+    return found
+
+
+def judge_first_reads(first_s: Sequence[float], second_s: Sequence[float], files: int, root: str) -> Outcome:
+    """Whether first reads are so slow, and second ones so fast, that the files are fetched when they are read."""
+    if not first_s:
+        return unknown("none of the files that we tried could be read", f"ls -l {shown(root)}")
+    first, second = statistics.median(first_s), statistics.median(second_s)
+    facts = {"first_read_ms": round(1e3 * first, 3), "second_read_ms": round(1e3 * second, 3), "files": len(first_s)}
+    seen = f"the first read of a file takes {1e3 * first:,.2f} ms, the second {1e3 * second:,.2f} ms"
+    if first < SLOW_FIRST_READ_S:
+        return passed(f"{seen} ({len(first_s)} files)", **facts)
+    hours = first * files / LOCAL_READERS / 3600
+    if first < LAZY_RATIO * second:
+        return passed(
+            f"{seen}: slow, but the files are there", "stoker doctor CONFIG measures what that costs", **facts
+        )
+    return failed(
+        f"{seen}: files load lazily; all {files:,} would take {hours:,.1f} h with {LOCAL_READERS} readers",
+        f"read everything once, or copy it to a local disk: find {shown(root)} -type f -print0 | "
+        f"xargs -0 -n 100 -P {LOCAL_READERS} cat > /dev/null",
+        hours=round(hours, 2),
+        **facts,
+    )
+
+
+def check_duplicates(subject: Subject) -> Outcome | None:
+    """No image is in both splits: by size, then by a few bytes, then by all."""
+    train, val = subject.samples
+    if val is None:
+        return None
+    remote = is_url(train.index.root) or is_url(val.index.root)
+    if remote and (train.index.sizes is None or val.index.sizes is None):
+        return unknown("the index of an object store without sizes does not tell duplicates")
+    limit, seconds = (DEEP_COMPARED, DEEP_COMPARING_S) if subject.deep else (COMPARED, COMPARING_S)
+    end_s = time.monotonic() + seconds
+    wanted = val.indices(_some_members(val, min(limit, len(val)))).tolist()
+    theirs = _sizes(val.index, wanted, end_s)
+    others = train.indices(np.random.default_rng().permutation(len(train)).astype(np.int64)).tolist()
+    # Half of the time for sizes: the rest is for reading what has the same.
+    ours = _sizes(train.index, others, (time.monotonic() + end_s) / 2)
+    by_size: dict[int, list[int]] = {}
+    sought = set(theirs.values())
+    for sample, size in ours.items():
+        if size in sought:
+            by_size.setdefault(size, []).append(sample)
+    training, validation = (_Split(split, subject.config.max_image_bytes) for split in (train, val))
+    same, compared = list[tuple[str, str]](), 0
+    for sample, size in theirs.items():
+        if time.monotonic() > end_s:
+            break
+        compared += 1
+        twin = _twin(validation, sample, size, training, by_size.get(size, ()))
+        if twin is not None:
+            same.append((val.index.name(sample), train.index.name(twin)))
+    facts = {"val": compared, "train": len(ours), "same": [list(pair) for pair in same]}
+    if not compared or not ours:
+        return unknown("no file could be compared in time", "--deep takes the time that it needs", **facts)
+    whole = compared == len(val) and len(ours) == len(train)
+    seen = f"{compared:,} validation images compared with {len(ours):,} training images"
+    if len(same) >= LEAK_SHARE * compared and same:
+        return failed(
+            f"{seen}: {count(len(same), 'image is', 'images are')} in both, so val/acc1 is too good",
+            f"remove them from {shown(train.index.root)} (--json lists them)",
+            *[f"{shown(a)} is {shown(b)}" for a, b in same[:SHOWN_FILES]],
+            **facts,
+        )
+    note = f", {len(same)} in both" if same else ", none in both"
+    return passed(seen + note + ("" if whole else "; --deep compares all"), **facts)
+
+
+def _sizes(index: SampleIndex, samples: Sequence[int], end_s: float) -> dict[int, int]:
+    """Bytes of the samples, as far as time allows."""
+    if index.sizes is not None:
+        return dict(zip(samples, np.asarray(index.sizes)[list(samples)].tolist(), strict=True))
+
+    def stat(part: Sequence[int]) -> list[tuple[int, int]]:
+        found = []
+        for sample in part:
+            try:
+                found.append((sample, os.stat(f"{index.root}/{index.name(sample)}").st_size))  # noqa: PTH116 - a million
+            except OSError:
+                continue
+        return found
+
+    parts = [samples[start : start + STAT_AT_ONCE] for start in range(0, len(samples), STAT_AT_ONCE)]
+    return dict(pair for found in until(stat, parts, end_s, LOCAL_READERS) for pair in found)
+
+
+class _Split:
+    """The files of a split, to be compared by content."""
+
+    def __init__(self, samples: SampleSet, max_bytes: int) -> None:
+        self.index = samples.index
+        self._store = open_store(samples.index.root, max_object_bytes=max_bytes)
+
+    def probe(self, sample: int, size: int) -> bytes:
+        """A few bytes from the middle, where no two pictures are the same."""
+        place = self.index.location(sample)
+        length = min(PROBE_BYTES, size)
+        return bytes(self._store.read(place.path, place.offset + (size - length) // 2, length))
+
+    def digest(self, sample: int) -> bytes:
+        return xxhash.xxh3_128_digest(read_sample(self._store, self.index, sample))
+
+
+def _twin(ours: _Split, sample: int, size: int, theirs: _Split, candidates: Sequence[int]) -> int | None:
+    """The candidate with the same bytes; all have the same size."""
+    if not candidates:
+        return None
+    with suppress(ReadFailure):  # what cannot be read is another check's matter
+        probe = ours.probe(sample, size)
+        for candidate in candidates:
+            with suppress(ReadFailure):
+                if theirs.probe(candidate, size) == probe and theirs.digest(candidate) == ours.digest(sample):
+                    return candidate
+    return None
+
+
+FILE_CHECKS = (
+    # First: the others read files too.
+    Check("storage-ready", "data", "files are here, not fetched when they are read", check_storage),
+    Check("images-decode", "data", "images of every class decode", check_decoding),
+    Check("duplicates", "data", "no image in both train and val", check_duplicates),
+)

@@ -35,8 +35,8 @@ class DataKeys(KeyGroup):
     """Use at most this many validation images per class."""
 
     index_dir: str | None = key(None, min_length=1)
-    """Folder for the index of the data. Default: next to the data, or the user's cache folder if the data
-    is read-only."""
+    """Folder for the index of the data. Default: the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). Nothing
+    is written into the data."""
 
     cache_dir: str | None = key(None, min_length=1)
     """Local folder that caches what is read from `data_root`, so that each file is fetched only once."""

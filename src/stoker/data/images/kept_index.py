@@ -1,9 +1,12 @@
 """Where an index is kept, so that a million files are listed only once, and how to tell that it is still valid.
 
-<place>/.stoker-index/      or below index_dir, or below the user's cache folder
-    listing.json            which index is current, and when each listed folder had last changed
+<cache>/index/<name>-<hash>/  in the user's cache folder, or below index_dir; the hash is that of the whole place
+    listing.json            which index is current, and the state of what it was made from
     <digest>/               an index, never changed afterwards: a run may have it mapped
     lock                    held by the process that lists
+    told                    the user knows about the folder that an earlier version left in the data
+
+Never in the data: other programs take every folder there for a class.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import threading
@@ -32,7 +36,8 @@ from stoker.files import cache_folder, write_text
 from stoker.redact import redact_text
 
 FORMAT = 1
-BESIDE = ".stoker-index"
+# Where earlier versions kept it, inside the data.
+LEFT_IN_DATA = ".stoker-index"
 _ABANDONED_AFTER_S = 24 * 3600
 # Record locks never conflict within one process, so its threads take turns here.
 _one_thread = threading.RLock()
@@ -49,15 +54,31 @@ class KeptIndex:
     """When it was listed; 0 if just now."""
 
 
-def keeping_folders(place: str, index_dir: Path | None) -> list[Path]:
-    """The folders in which the index of a place may be saved, the preferred one first."""
+def keeping_folder(place: str, index_dir: Path | None) -> Path:
+    """The folder in which the index of a place is saved."""
     # The last part of the place is for people; the hash of all of it makes the name unique.
     word = re.sub(r"[^A-Za-z0-9._-]", "-", place.rstrip("/").rpartition("/")[2])[:40].lstrip(".") or "data"
     name = f"{word}-{hashlib.blake2b(place.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
-    if index_dir is not None:
-        return [index_dir.absolute() / name]
-    in_cache = cache_folder() / "index" / name
-    return [in_cache] if is_url(place) else [Path(place) / BESIDE, in_cache]
+    parent = cache_folder() / "index" if index_dir is None else index_dir.absolute()
+    return parent / name
+
+
+def index_left_in_data(place: str) -> KeptIndex | None:
+    """The index that an earlier version saved inside the data, if it did; it is read, and never changed."""
+    return None if is_url(place) else read_kept(Path(place) / LEFT_IN_DATA, None)
+
+
+def note_of_left_index(place: str, keep: Path) -> str | None:
+    """What the user should know about that folder, once."""
+    left = Path(place) / LEFT_IN_DATA
+    if is_url(place) or not left.is_dir() or (keep / "told").exists():
+        return None
+    with suppress(OSError):
+        (keep / "told").touch()
+    return (
+        f"{left} is the index of an earlier version of stoker, and is no longer used; it makes torchvision's "
+        f"ImageFolder fail (no image in that 'class'): rm -r {shlex.quote(str(left))}"
+    )
 
 
 def not_keepable(place: str, folder: Path, error: OSError) -> UserError:
@@ -70,13 +91,21 @@ def not_keepable(place: str, folder: Path, error: OSError) -> UserError:
     )
 
 
-def read_kept(keep: Path, place: str) -> KeptIndex | None:
-    """The index in a folder; None if there is none, or none that this version can use."""
+def cannot_be_saved(error: OSError) -> str:
+    """The note if an index is not saved, and need not be."""
+    return f"the index cannot be saved ({error}), so the next start lists all files again; set index_dir=FOLDER"
+
+
+def read_kept(keep: Path, place: str | None) -> KeptIndex | None:
+    """The index in a folder; None if there is none, none of this place, or none that this version can use."""
     try:
         document = json.loads((keep / "listing.json").read_text())
         if document["format"] != FORMAT or not re.fullmatch("[0-9a-f]+", document["index"]):
             return None
-        index = replace(load_index(keep / document["index"]), root=place)
+        if place is not None and document["place"] != redact_text(place):
+            return None
+        index = load_index(keep / document["index"])
+        index = index if place is None else replace(index, root=place)
         seen = [Seen(record["folders"], record["left_out"]) for record in document["seen"]]
         return KeptIndex(index, dict(zip(index.classes, seen, strict=True)), int(document["made_ns"]))
     except (OSError, ValueError, KeyError, TypeError, IndexUnreadable):
@@ -105,11 +134,7 @@ def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing])
 
 
 def changed_classes(place: str, kept: KeptIndex) -> tuple[list[str], set[str]]:
-    """The current class folders, and those of them that have to be listed (again).
-
-    The split's own folder is compared by its class folders, not by its time, because saving the index in it changes
-    that.
-    """
+    """The current class folders, and those of them that have to be listed (again)."""
     now = class_names(place)
     with ThreadPoolExecutor(THREADS) as pool:
         same = pool.map(lambda name: name in kept.seen and _unchanged(place, kept.seen[name]), now)

@@ -18,9 +18,12 @@ from stoker.console import Advance, Say
 from stoker.data.images.kept_index import (
     KeptIndex,
     building,
+    cannot_be_saved,
     changed_classes,
-    keeping_folders,
+    index_left_in_data,
+    keeping_folder,
     not_keepable,
+    note_of_left_index,
     read_kept,
     whole_folder,
     write_kept,
@@ -88,7 +91,7 @@ def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
         arrays = [str(name) for name in meta["arrays"]]
     except (ReadFailure, ValueError, KeyError, TypeError):
         return None
-    keep = keeping_folders(place, index_dir)[0]
+    keep = keeping_folder(place, index_dir)
     final = keep / f"packed-{hashlib.blake2b(raw, digest_size=8).hexdigest()}"
     if (index := _load_if_whole(final)) is None:
         try:
@@ -175,38 +178,38 @@ def _open_kept_or_list(
     place: str, index_dir: Path | None, progress: Advance | None, rebuild: bool, say: Say | None
 ) -> tuple[KeptIndex, list[str]]:
     if not is_url(place) and not class_names(place):
-        raise _no_class_folders(place)  # before creating an index folder in the wrong place
-    keeps = keeping_folders(place, index_dir)
-    before = [read_kept(keep, place) for keep in keeps]
-    if not rebuild:
-        for kept in before:
-            if kept is not None and _still_holds(place, kept):
-                return kept, []
+        raise _no_class_folders(place)
+    keep = keeping_folder(place, index_dir)
+    before = read_kept(keep, place)
+    if before is not None and not rebuild and _still_holds(place, before):
+        return before, _about_left_index(place, keep)
+    # An earlier version's spares the listing of what has not changed since.
+    known = None if rebuild else before or index_left_in_data(place)
     listed: list[ClassListing] = []
-    news: list[str] = []
-    trouble: OSError | None = None
-    for keep, old in zip(keeps, before, strict=True):
-        try:
-            with building(keep, say):
-                # Another process may have done the work while we waited for the lock.
-                kept = read_kept(keep, place)
-                is_new = kept is not None and (old is None or kept.made_ns != old.made_ns)
-                if kept is not None and (is_new or not rebuild) and _still_holds(place, kept):
-                    return kept, []
-                if not listed:
-                    known = kept or next(filter(None, before), None)
-                    listed, news = _list(place, None if rebuild else known, progress)
-                return write_kept(keep, _index_of(place, listed), listed), news
-        except OSError as error:
-            trouble = error
-    if index_dir is not None and trouble is not None:
-        raise not_keepable(place, index_dir, trouble)
+    try:
+        with building(keep, say):
+            # Another process may have done the work while we waited for the lock.
+            kept = read_kept(keep, place)
+            is_new = kept is not None and (before is None or kept.made_ns != before.made_ns)
+            if kept is not None and (is_new or not rebuild) and _still_holds(place, kept):
+                return kept, _about_left_index(place, keep)
+            listed, news = _list(place, None if rebuild else kept or known, progress)
+            kept = write_kept(keep, _index_of(place, listed), listed)
+            return kept, [*news, *_about_left_index(place, keep)]
+    except OSError as error:
+        if index_dir is not None:
+            raise not_keepable(place, index_dir, error) from None
+        trouble = error
     if not listed:
-        listed, news = _list(place, None if rebuild else next(filter(None, before), None), progress)
+        listed, news = _list(place, known, progress)
     index = _index_of(place, listed)
     kept = KeptIndex(replace(index, digest=digest_of(index)), {one.name: one.seen for one in listed}, 0)
-    news.append(f"the index cannot be saved ({trouble}), so the next start lists all files again; set index_dir=FOLDER")
-    return kept, news
+    return kept, [*news, cannot_be_saved(trouble), *_about_left_index(place, keep)]
+
+
+def _about_left_index(place: str, keep: Path) -> list[str]:
+    note = note_of_left_index(place, keep)
+    return [] if note is None else [note]
 
 
 def _still_holds(place: str, kept: KeptIndex) -> bool:

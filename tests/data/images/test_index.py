@@ -496,8 +496,17 @@ def test_a_flat_folder_of_images_is_distinguished_from_an_empty_one(tmp_path: Pa
         (tmp_path / "val" / f"ILSVRC2012_val_{number}.JPEG").write_text("")
     error = refusal(tmp_path, "val")
     assert "3 images outside of class folders" in (error.why or "")
-    (tmp_path / "val" / "0.tar").write_text("")
-    assert "1 tar file, but not the index.json" in (refusal(tmp_path, "val").why or "")
+    assert "LOC_val_solution.csv" in (error.why or "")
+
+
+def test_an_unfinished_pack_is_not_taken_for_the_tars_of_others(tmp_path: Path) -> None:
+    packed(tmp_path / "train")
+    (tmp_path / "train" / "index.json").unlink()
+    (tmp_path / ".pack" / "train").mkdir(parents=True)
+    (tmp_path / ".pack" / "train" / "pack.json").write_text("{}")
+    error = refusal(tmp_path, "train")
+    assert error.name == "pack-unfinished"
+    assert "not the index.json" in error.seen
 
 
 def test_class_folders_without_any_image_are_refused(tmp_path: Path) -> None:

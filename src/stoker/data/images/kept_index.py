@@ -21,11 +21,12 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from stoker.console import Say
 from stoker.data.images.listing import THREADS, ClassListing, Seen, class_names
@@ -54,11 +55,12 @@ class KeptIndex:
     """When it was listed; 0 if just now."""
 
 
-def keeping_folder(place: str, index_dir: Path | None) -> Path:
-    """The folder in which the index of a place is saved."""
+def keeping_folder(place: str, index_dir: Path | None, kind: str = "") -> Path:
+    """The folder in which the index of a place is saved; `kind` distinguishes indexes of parts of the same place."""
     # The last part of the place is for people; the hash of all of it makes the name unique.
     word = re.sub(r"[^A-Za-z0-9._-]", "-", place.rstrip("/").rpartition("/")[2])[:40].lstrip(".") or "data"
-    name = f"{word}-{hashlib.blake2b(place.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
+    key = f"{place}\n{kind}" if kind else place
+    name = f"{word}-{hashlib.blake2b(key.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
     parent = cache_folder() / "index" if index_dir is None else index_dir.absolute()
     return parent / name
 
@@ -114,6 +116,55 @@ def read_kept(keep: Path, place: str | None) -> KeptIndex | None:
 
 def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing]) -> KeptIndex:
     """Saves an index; a reader sees either the old or the new one, complete. Call it within `building`."""
+    seen = [{"folders": dict(one.seen.folders), "left_out": dict(one.seen.left_out)} for one in listings]
+    return KeptIndex(_save(keep, index, {"seen": seen}), {one.name: one.seen for one in listings}, 0)
+
+
+def keep_or_make(
+    place: str,
+    kind: str,
+    state: Mapping[str, Any],
+    make: Callable[[], SampleIndex],
+    *,
+    index_dir: Path | None,
+    rebuild: bool = False,
+    say: Say | None = None,
+) -> SampleIndex:
+    """The index saved for a place if it was made from files in this state, else a new one, which is saved.
+
+    The state of a file is None if it cannot be told from the next one: then the index is made again."""
+    keep = keeping_folder(place, index_dir, kind)
+    if not rebuild and (kept := _made_from(keep, place, kind, state)) is not None:
+        return kept
+    index: SampleIndex | None = None
+    try:
+        with building(keep, say):
+            # Another process may have done the work while we waited for the lock.
+            if not rebuild and (kept := _made_from(keep, place, kind, state)) is not None:
+                return kept
+            index = make()
+            return _save(keep, index, {"kind": kind, "state": dict(state)}, place)
+    except OSError as error:
+        if index_dir is not None:
+            raise not_keepable(place, index_dir, error) from None
+        trouble = error
+    index = index or make()
+    notes = [*index.facts.get("notes", []), cannot_be_saved(trouble)]
+    return replace(index, digest=digest_of(index), facts={**index.facts, "notes": notes})
+
+
+def _made_from(keep: Path, place: str, kind: str, state: Mapping[str, Any]) -> SampleIndex | None:
+    try:
+        document = json.loads((keep / "listing.json").read_text())
+        known = [document[name] for name in ("format", "place", "kind", "state")]
+        if known != [FORMAT, redact_text(place), kind, dict(state)] or None in state.values():
+            return None
+        return replace(load_index(keep / Path(document["index"]).name), root=place)
+    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable):
+        return None
+
+
+def _save(keep: Path, index: SampleIndex, about: dict[str, Any], place: str | None = None) -> SampleIndex:
     before = _current_name(keep)
     final = keep / digest_of(index)
     try:
@@ -123,14 +174,14 @@ def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing])
             save_index(replace(index, root=redact_text(index.root)), folder)
     document = {
         "format": FORMAT,
-        "place": redact_text(index.root),
+        "place": redact_text(place or index.root),
         "made_ns": time.time_ns(),
         "index": final.name,
-        "seen": [{"folders": dict(one.seen.folders), "left_out": dict(one.seen.left_out)} for one in listings],
+        **about,
     }
     write_text(keep / "listing.json", json.dumps(document) + "\n")
     _remove_old(keep, {final.name, before})
-    return KeptIndex(replace(load_index(final), root=index.root), {one.name: one.seen for one in listings}, 0)
+    return replace(load_index(final), root=index.root)
 
 
 def changed_classes(place: str, kept: KeptIndex) -> tuple[list[str], set[str]]:

@@ -1,4 +1,4 @@
-"""Opens a split: loads its index from packed shards or from where it is kept, or lists its class folders once."""
+"""Opens a split: loads its index from packed shards or from where it is kept, or lists it once, whatever its layout."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from stoker.console import Advance, Say
+from stoker.data.images.imagenet_labels import GROUND_TRUTH, SOLUTION
 from stoker.data.images.kept_index import (
     KeptIndex,
     building,
@@ -28,6 +29,7 @@ from stoker.data.images.kept_index import (
     whole_folder,
     write_kept,
 )
+from stoker.data.images.layouts import open_labelled_place
 from stoker.data.images.listing import (
     IMAGE_SUFFIXES,
     ClassListing,
@@ -44,11 +46,14 @@ from stoker.data.images.listing import (
     split_place,
 )
 from stoker.data.images.sample_index import META, IndexUnreadable, SampleIndex, digest_of, encode_name, load_index
+from stoker.data.images.splits import FoundSplit, find_split, no_split
 from stoker.data.store.stores import ReadFailure, Store, is_url
 from stoker.errors import UserError
 from stoker.files import write_bytes
 from stoker.redact import redact_text
 
+# Where a pack keeps its records, until and after it is complete.
+RECORDS = ".pack"
 # Enough for an array of a hundred million samples; a larger file is not ours.
 MAX_ARRAY_BYTES = 8_000_000_000
 
@@ -67,6 +72,20 @@ def open_packed(place: str, index_dir: Path | None) -> SampleIndex | None:
             return None  # an unrelated file among class folders
         raise
     return replace(index, root=place) if index.shards else None
+
+
+def _refuse_unfinished_pack(place: str) -> None:
+    """Its shards are plain tars, which could be read, but not all of them are there."""
+    folder = Path(place)
+    abouts = (folder.parent / RECORDS / folder.name / "pack.json", folder / RECORDS / "pack.json")
+    if is_url(place) or not any(about.is_file() for about in abouts):
+        return
+    raise UserError(
+        "pack-unfinished",
+        f"{shown(place)} has shards, but not the {META} that `stoker pack` writes last",
+        why="some of the images are missing",
+        hint="run the same stoker pack again: it continues where it stopped",
+    )
 
 
 def files_directly_in(place: str) -> tuple[int, int]:
@@ -143,23 +162,36 @@ def open_index(
     rebuild: bool = False,
     say: Say | None = None,
 ) -> SampleIndex:
-    """The samples of `root`/`split`, a folder or URL of class folders or of packed shards.
+    """The samples of a split of a folder or URL, in any layout: class folders, packed shards, or labels in files.
 
     The first call lists the class folders (`progress` counts folders, or objects at a URL) and keeps the index; later
     calls load it, and list only the class folders that changed. A URL is listed again only with `rebuild`. `say` gets
     notes for the user, which are also in `facts["notes"]`. `split=""` opens a root that contains the class folders.
     """
-    place = split_place(root, split)
-    if not is_url(place):
-        check_folder(root, split)
-    if (packed := open_packed(place, index_dir)) is not None:
-        return packed
+    found = FoundSplit("") if not split else find_split(root, split)
+    if found is None and is_url(split_place(root, "")):
+        raise no_split(root, split)
+    folder = split if found is None else found.folder
+    if not is_url(split_place(root, "")):
+        check_folder(root, folder)  # raises if nothing was found
+    assert found is not None
+    place, notes = split_place(root, folder), [] if found.note is None else [found.note]
+    if not found.files:
+        if (packed := open_packed(place, index_dir)) is not None:
+            return _told(packed, notes, say)
+        _refuse_unfinished_pack(place)
+    options: Any = {"index_dir": index_dir, "progress": progress, "rebuild": rebuild, "say": say}
+    if (index := open_labelled_place(place, found.files, **options)) is not None:
+        return _told(index, [*notes, *index.facts.get("notes", [])], say)
     kept, news = _open_kept_or_list(place, index_dir, progress, rebuild, say)
-    notes = [*news, *_notes(place, kept)]
+    return _told(kept.index, [*notes, *news, *_notes(place, kept)], say)
+
+
+def _told(index: SampleIndex, notes: list[str], say: Say | None) -> SampleIndex:
     if say is not None:
         for note in notes:
             say(note)
-    return replace(kept.index, facts={**kept.index.facts, "notes": notes})
+    return replace(index, facts={**index.facts, "notes": notes})
 
 
 def check_same_classes(train: SampleIndex, val: SampleIndex) -> None:
@@ -265,18 +297,19 @@ def _index_of(place: str, listed: list[ClassListing]) -> SampleIndex:
 
 def _no_class_folders(place: str) -> UserError:
     where = shown(redact_text(place))
-    flat, tars = files_directly_in(place)
-    if tars:
-        why = f"it contains {count(tars, 'tar file')}, but not the {META} that `stoker pack` writes last"
-    elif flat:
-        why = f"it contains {count(flat, 'image')} outside of class folders, so their class is unknown"
+    flat, _ = files_directly_in(place)
+    if flat:
+        why = (
+            f"it contains {count(flat, 'image')} outside of class folders, and neither {SOLUTION} nor {GROUND_TRUTH} "
+            "is there or above"
+        )
     else:
         why = "the class of an image is the name of its folder"
     return UserError(
         "no-class-folders",
         f"{where} has no class folders",
         why=why,
-        hint=f"the images should be {where}/CLASS/IMAGE.jpg",
+        hint=f"the images should be {where}/CLASS/IMAGE.jpg; other layouts: docs/bring-your-data.md",
     )
 
 

@@ -73,8 +73,9 @@ def write_tars(folder: Path, samples: list[tuple[Path, str]], classes: list[str]
                     tar.addfile(info, io.BytesIO(data))
 
 
-def write_parquet(path: Path, samples: list[tuple[Path, str]], classes: list[str], *, rows_per_group: int = 7) -> None:
-    """A parquet file with the schema of Hugging Face `datasets`."""
+def write_parquet(path: Path, samples: list[tuple[Path, str]], classes: list[str], *, with_bytes: bool = True,
+                  shift: int = 0) -> None:  # fmt: skip
+    """A parquet file with the schema of Hugging Face `datasets`; `shift` makes labels wrong."""
     import pyarrow
     from pyarrow import parquet
 
@@ -82,7 +83,12 @@ def write_parquet(path: Path, samples: list[tuple[Path, str]], classes: list[str
     image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     schema = pyarrow.schema([("image", image), ("label", pyarrow.int64())])
     schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    rows = [{"image": {"bytes": file.read_bytes(), "path": file.name}, "label": classes.index(name)}
-            for file, name in samples]  # fmt: skip
+    rows = [
+        {
+            "image": {"bytes": file.read_bytes() if with_bytes else None, "path": file.name},
+            "label": WNIDS.index(name) + shift if shift else classes.index(name),
+        }
+        for file, name in samples
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path, row_group_size=rows_per_group)
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path, row_group_size=7)

@@ -18,10 +18,11 @@ import scipy.io
 from stoker.config import load_config
 from stoker.data.images import imagenet_labels
 from stoker.data.images.opening import open_index
-from stoker.data.images.parquet_files import open_sample_store
+from stoker.data.images.parquet_files import list_parquet, open_sample_store
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.order import permute
 from stoker.errors import UserError
+from stoker.machine.storage import measure_storage
 from stoker.tasks.classify import open_data
 from stoker.tasks.image_data import open_samples
 from tests.support.layouts import (
@@ -385,6 +386,41 @@ def test_a_parquet_file_without_its_columns_or_cut_off_is_named(folders: Path, t
     data = (tmp_path / "whole" / "data" / "train-00000-of-00002.parquet").read_bytes()
     path.write_bytes(data[:-100])
     assert refusal(tmp_path, "train").name == "parquet-unreadable"
+
+
+def test_the_speed_of_storage_is_not_measured_on_parquet_files(folders: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    parquet(folders, tmp_path)
+    samples, missing = opened(tmp_path, "train"), []
+    measure_storage(open_sample_store(samples.index), samples, 0.1, missing.append)
+    assert missing == ["the storage's speed: images in parquet files cannot be read alone"]
+
+
+def test_parquet_files_with_paths_alone_or_an_unknown_label_are_refused(folders: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "train-0.parquet"
+    write_parquet(path, images_of(folders, "train"), CLASSES, with_bytes=False)
+    assert "no images, only their paths" in refusal(tmp_path, "train").seen
+    write_parquet(path, images_of(folders, "train"), CLASSES[:2], shift=1)
+    assert "the label 2 is not one of the 2 classes" in refusal(tmp_path, "train").seen
+
+
+def test_a_store_of_parquet_files_keeps_a_bounded_number_of_row_groups(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    parquet(folders, tmp_path)
+    index = opened(tmp_path, "train").index
+    monkeypatch.setattr("stoker.data.images.parquet_files.KEPT_BYTES", 20_000)
+    store = open_sample_store(index)
+    for sample in permute(np.arange(len(index)), len(index), 1).tolist():
+        store.read(*index.location(sample))
+        held = [group.nbytes for group in store._kept.values()]
+        assert len(held) == 1 or sum(held) <= 20_000
+    assert index.facts["notes"] == []
+    listed = list_parquet(index.root, index.shards)
+    assert "a row group of 6 images" in listed.facts["notes"][0]
+    assert "stoker pack" in listed.facts["notes"][0]
 
 
 # A share of the training images

@@ -1,5 +1,5 @@
-"""Opens a split that is not made of class folders: a flat folder with a file of labels, a list, or tars or parquet files
-of others. Each way gives the same index."""
+"""Opens a split that is not made of class folders: a flat folder with a file of labels, a list, or tars or parquet
+files of others. Each way gives the same index."""
 
 from __future__ import annotations
 

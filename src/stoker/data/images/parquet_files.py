@@ -246,8 +246,11 @@ class _ParquetFile:
                 raise LabelFileWrong(self._path, line, seen, "write the file again with its ClassLabel feature")
         about = self._file.metadata.row_group(group)
         stored = [about.column(number) for number in range(about.num_columns)]
-        group_bytes = sum(one.total_uncompressed_size for one in stored if one.path_in_schema == self._bytes)
-        return labels, paths or [None] * len(labels), group_bytes
+        (images,) = [one for one in stored if one.path_in_schema == self._bytes]
+        if labels and images.statistics is not None and images.statistics.null_count == len(labels):
+            seen = "it has no images, only their paths"
+            raise LabelFileWrong(self._path, None, seen, "write it again with datasets.table.embed_table_storage")
+        return labels, paths or [None] * len(labels), images.total_uncompressed_size
 
     def _image_column(self, schema: Any) -> tuple[str, str, bool]:
         import pyarrow

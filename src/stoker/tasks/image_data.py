@@ -90,7 +90,8 @@ def open_split(
     elif fraction is None:
         index = open_index(root, split, progress=progress, **options)
     else:
-        if find_split(root, "val") is not None:
+        own = find_split(root, "val")
+        if own is not None and own.name != "test":  # which is for later, where val_fraction is set
             raise _two_validation_sets(fraction, root)
         index = open_index(root, "train" if find_split(root, "train") else "", progress=progress, **options)
     _check_nothing_writes_into(config, index)

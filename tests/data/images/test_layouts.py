@@ -20,7 +20,9 @@ from stoker.data.images import imagenet_labels
 from stoker.data.images.opening import open_index
 from stoker.data.images.parquet_files import list_parquet, open_sample_store
 from stoker.data.images.sample_index import SampleSet
+from stoker.data.images.splits import FoundSplit, find_split
 from stoker.data.order import permute
+from stoker.data.store.stores import StoreDown
 from stoker.errors import UserError
 from stoker.machine.storage import measure_storage
 from stoker.tasks.classify import open_data
@@ -220,6 +222,16 @@ def test_val_is_preferred_to_its_other_names_and_the_choice_is_said(folders: Pat
     assert said == []
     open_index(str(tmp_path / "validation"), "val", index_dir=None, say=said.append)
     assert said == ["there is no val/: using validation for validation"]
+
+
+def test_a_store_that_may_be_read_but_not_listed_has_the_split_at_its_usual_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: object) -> None:
+        raise StoreDown("credentials-refused", "no permission to list")
+
+    monkeypatch.setattr("stoker.data.store.object_store.ObjectStore.entries", refuse)
+    assert find_split("s3://bucket/packed", "val") == FoundSplit("val")
 
 
 # Labels of ImageNet's validation images
@@ -443,8 +455,12 @@ def test_a_fraction_of_each_class_is_for_validation_whatever_the_order(folders: 
     assert content(other) != content(val)
 
 
-def test_a_fraction_beside_a_validation_split_is_refused(folders: Path) -> None:
+def test_a_fraction_beside_a_validation_split_is_refused_but_not_beside_a_test_split(
+    folders: Path, tmp_path: Path
+) -> None:
     assert refusal(folders, "train", "val_fraction=0.1").name == "two-validation-sets"
+    renamed_val("test")(folders, tmp_path)
+    assert len(opened(tmp_path, "train", "val_fraction=0.25")) == 18
 
 
 # Changes are noticed

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from stoker.data.images.listing import not_readable, shown, split_place
 from stoker.data.images.sample_index import decode_name, encode_name
-from stoker.data.store.stores import is_url
+from stoker.data.store.stores import StoreDown, is_url
 from stoker.errors import UserError
 from stoker.redact import redact_text
 
@@ -38,6 +38,8 @@ class FoundSplit:
     """Below the root; "" for the root itself."""
     files: tuple[str, ...] = ()
     """Names in that folder, if the split is some of its files."""
+    name: str = ""
+    """What it is called there, such as `valid`."""
     note: str | None = None
     """What the user should know about the choice."""
 
@@ -69,6 +71,16 @@ def find_split(root: str, split: str) -> FoundSplit | None:
     names = SPLIT_NAMES.get(split)
     if names is None or split_place(root, "").startswith(("http://", "https://")):  # a web server does not list
         return FoundSplit(split)
+    try:
+        return _search(root, names)
+    except StoreDown as error:
+        # Keys that may read but not list are common, and packed shards need no more.
+        if error.name == "credentials-refused":
+            return FoundSplit(split)
+        raise
+
+
+def _search(root: str, names: tuple[str, ...]) -> FoundSplit | None:
     first: FoundSplit | None = None
     for base in BASES:
         entries = list_entries(split_place(root, base))
@@ -97,10 +109,10 @@ def _named(entries: Entries, base: str, names: tuple[str, ...]) -> FoundSplit | 
         below = f"{base}/{name}" if base else name
         note = None if name == names[0] else f"there is no {names[0]}/: using {shown(name)} for validation"
         if name in entries.folders:
-            return FoundSplit(below, note=note)
+            return FoundSplit(below, name=name, note=note)
         for kind in FILE_KINDS:
             if files := tuple(file for file in entries.files if _is_part(file, name, kind)):
-                return FoundSplit(base, files, note)
+                return FoundSplit(base, files, name, note)
     return None
 
 

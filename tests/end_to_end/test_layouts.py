@@ -36,7 +36,7 @@ def test_after_our_commands_torchvision_timm_and_datasets_read_the_same_folder(
     run(ready, tmp_path, "bench", "data", str(data), "--seconds", "0.2", "--workers", "1", "img_size=32")
     run(ready, tmp_path, "train", str(config))
     run(ready, tmp_path, "plan", str(config), "--gpu", "a100-80")
-    run(ready, tmp_path, "doctor", str(config), "--seconds", "1", "--pace", "t4", "epochs=20")
+    run(ready, tmp_path, "doctor", str(config), "--seconds", "0.5", "--pace", "t4", "epochs=20")
     run(ready, tmp_path, "eval", "runs/tiny", str(data))
     run(ready, tmp_path, "pack", str(data), str(tmp_path / "packed"), "--workers", "1")
     assert tree(data) == before

@@ -80,9 +80,9 @@ def open_split(
     fraction = None if split == "" else config.val_fraction
     csv = config.train_csv if fraction else {"train": config.train_csv, "val": config.val_csv}.get(split)
     if csv is not None:
-        index = _told(open_list(csv, root, "", **options), say)
+        index = open_list(csv, root, "", **options)
     elif config.samples_csv is not None:
-        index = _told(open_list(config.samples_csv, root, "" if fraction else split, **options), say)
+        index = open_list(config.samples_csv, root, "" if fraction else split, **options)
         if fraction and index.facts["has_splits"]:
             raise _two_validation_sets(fraction, config.samples_csv)
         if split == "val" and not fraction and not index.facts["has_splits"]:
@@ -101,13 +101,6 @@ def open_split(
     if split == "val" and say is not None:
         say(f"validation: {len(val):,} of {len(index):,} images, {fraction:.0%} of each class (val_fraction)")
     return index, val if split == "val" else train
-
-
-def _told(index: SampleIndex, say: Say | None) -> SampleIndex:
-    if say is not None:
-        for note in index.facts.get("notes", []):
-            say(note)
-    return index
 
 
 def _two_validation_sets(fraction: float, place: str) -> UserError:

@@ -58,7 +58,9 @@ def open_labelled_place(
         return keep_or_make(place, kind, state, make, index_dir=index_dir, rebuild=rebuild, say=say)
 
     if metadata is not None and (files or not parquets) and _has_labels(f"{place}/{metadata}"):
-        return opened(metadata, [metadata], lambda: _index_of_list(f"{place}/{metadata}", place, ""))
+        note = f"labels of {shown(redact_text(place))} from its {metadata}, as in Hugging Face datasets"
+        path = f"{place}/{metadata}"
+        return opened(metadata, [metadata], lambda: told(_index_of_list(path, place, ""), [note], None))
     if entries.folders and not files:
         return None
     if tars:
@@ -84,9 +86,10 @@ def open_list(
     file, root = _find_list(path, root), split_place(root, "")
     state = _states("", [file], None)
     kind = f"list {file} {split}"
-    return keep_or_make(
+    index = keep_or_make(
         root, kind, state, lambda: _index_of_list(file, root, split), index_dir=index_dir, rebuild=rebuild, say=say
     )
+    return told(index, index.facts["notes"], say)
 
 
 def list_splits(path: str, root: str) -> list[str]:
@@ -172,6 +175,9 @@ def _states(place: str, names: Sequence[str], entries: Entries | None) -> dict[s
     return states
 
 
-def with_notes(index: SampleIndex, notes: Sequence[str]) -> SampleIndex:
-    """The same index with further notes for the user."""
-    return replace(index, facts={**index.facts, "notes": [*index.facts.get("notes", []), *notes]})
+def told(index: SampleIndex, notes: Sequence[str], say: Say | None) -> SampleIndex:
+    """The index with these notes for the user, which are said."""
+    if say is not None:
+        for note in notes:
+            say(note)
+    return replace(index, facts={**index.facts, "notes": list(notes)})

@@ -29,7 +29,7 @@ from stoker.data.images.kept_index import (
     whole_folder,
     write_kept,
 )
-from stoker.data.images.layouts import open_labelled_place
+from stoker.data.images.layouts import open_labelled_place, told
 from stoker.data.images.listing import (
     IMAGE_SUFFIXES,
     ClassListing,
@@ -178,20 +178,13 @@ def open_index(
     place, notes = split_place(root, folder), [] if found.note is None else [found.note]
     if not found.files:
         if (packed := open_packed(place, index_dir)) is not None:
-            return _told(packed, notes, say)
+            return told(packed, notes, say)
         _refuse_unfinished_pack(place)
     options: Any = {"index_dir": index_dir, "progress": progress, "rebuild": rebuild, "say": say}
     if (index := open_labelled_place(place, found.files, **options)) is not None:
-        return _told(index, [*notes, *index.facts.get("notes", [])], say)
+        return told(index, [*notes, *index.facts.get("notes", [])], say)
     kept, news = _open_kept_or_list(place, index_dir, progress, rebuild, say)
-    return _told(kept.index, [*notes, *news, *_notes(place, kept)], say)
-
-
-def _told(index: SampleIndex, notes: list[str], say: Say | None) -> SampleIndex:
-    if say is not None:
-        for note in notes:
-            say(note)
-    return replace(index, facts={**index.facts, "notes": notes})
+    return told(kept.index, [*notes, *news, *_notes(place, kept)], say)
 
 
 def check_same_classes(train: SampleIndex, val: SampleIndex) -> None:

@@ -120,7 +120,7 @@ def _members(store: Store, path: str, tar: str) -> Iterator[tuple[str, int, int,
                         content = archive.extractfile(member)
                         data = b"" if content is None else content.read()
                     yield member.name, member.offset_data, member.size, data
-                archive.members = []  # tarfile would keep every one
+                archive.members = []  # type: ignore[attr-defined]  # tarfile would keep every one
     except (tarfile.TarError, EOFError, ReadFailure) as error:
         raise UserError(
             "tar-unreadable",

@@ -197,7 +197,8 @@ def _real_labels() -> tuple[list[list[int]], dict[str, int]] | None:
 
 
 def _upwards(place: str) -> list[str]:
-    folders, folder = [], place.rstrip("/")
+    folders: list[str] = []
+    folder = place.rstrip("/")
     while len(folders) < 5 and folder and not folder.endswith(":/"):
         folders.append(folder)
         folder = folder.rpartition("/")[0]

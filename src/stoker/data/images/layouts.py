@@ -158,13 +158,13 @@ def _states(place: str, names: Sequence[str], entries: Entries | None) -> dict[s
     for name in names:
         if entries is not None and is_url(place) and name in ("", *entries.versions):
             everything = hashlib.blake2b("\n".join(entries.files).encode(), digest_size=8).hexdigest()
-            states[name] = entries.versions[name] if name else everything
+            states[name] = list(entries.versions[name]) if name else everything
             continue
         path = name if name.startswith("/") or is_url(name) or not place else f"{place}/{name}".rstrip("/")
         if is_url(path):
             folder, _, file = path.rpartition("/")
             siblings = list_entries(folder)
-            states[name] = None if siblings is None else siblings.versions.get(file)
+            states[name] = list(siblings.versions[file]) if siblings and file in siblings.versions else None
             continue
         try:
             found = os.stat(path)  # noqa: PTH116

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stoker.data.images.listing import not_readable, shown, split_place
 from stoker.data.images.sample_index import decode_name, encode_name
@@ -26,7 +27,7 @@ class Entries(NamedTuple):
 
     folders: tuple[str, ...]
     files: tuple[str, ...]
-    versions: dict[str, list[object]]
+    versions: dict[str, Sequence[Any]]
     """Of a URL's files: what tells that one has been replaced. A folder's are asked for when needed."""
 
 
@@ -53,7 +54,8 @@ def list_entries(place: str) -> Entries | None:
         if not folders and not objects:
             return None  # an object store has no empty folders
         return Entries(tuple(folders), tuple(objects), objects)
-    folder_names, file_names = [], []
+    folder_names: list[bytes] = []
+    file_names: list[bytes] = []
     try:
         with os.scandir(encode_name(place)) as found:
             for entry in found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -143,7 +143,7 @@ class ObjectStore:
         except (BaseError, OSError) as error:
             raise self._down(error) from None
 
-    def entries(self) -> tuple[list[str], dict[str, list[Any]]]:
+    def entries(self) -> tuple[Sequence[str], dict[str, Sequence[Any]]]:
         """What is directly below the URL: names of folders, and of objects with their size and version; both sorted and
         without hidden ones."""
         client = self._connected(None)
@@ -152,7 +152,7 @@ class ObjectStore:
         except (BaseError, OSError) as error:
             raise self._down(error) from None
         folders = sorted(str(prefix).strip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
-        objects = {str(entry["path"]): [entry["size"], entry["e_tag"]] for entry in found["objects"]}
+        objects = {str(entry["path"]): (entry["size"], entry["e_tag"]) for entry in found["objects"]}
         return (
             [name for name in folders if not name.startswith(".")],
             {name: objects[name] for name in sorted(objects) if not name.startswith(".")},

@@ -286,6 +286,12 @@ def test_a_solution_with_permuted_classes_is_refused(tmp_path: Path) -> None:
         imagenet_labels.classes_of_images(str(tmp_path / "LOC_val_solution.csv"), [f"{name}.JPEG" for name in names])
 
 
+def test_a_metadata_file_without_labels_leaves_the_class_folders_as_they_are(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders, tmp_path / "data")
+    write_list(tmp_path / "data" / "train" / "metadata.csv", [("a.jpg", "a bird")], ("file_name", "caption"))
+    assert content(opened(tmp_path / "data", "train")) == content(opened(folders, "train"))
+
+
 # Bad input
 
 

@@ -18,7 +18,7 @@ from stoker.data.images.kept_index import keep_or_make
 from stoker.data.images.listing import CLOCK_TICK_NS, IMAGE_SUFFIXES, count, shown, split_place
 from stoker.data.images.parquet_files import list_parquet
 from stoker.data.images.sample_index import SampleIndex, encode_name
-from stoker.data.images.sample_lists import class_order, index_of_labels, read_list, rows_of_split
+from stoker.data.images.sample_lists import class_order, has_labels, index_of_labels, read_list, rows_of_split
 from stoker.data.images.splits import Entries, list_entries
 from stoker.data.store.stores import is_url
 from stoker.errors import UserError
@@ -57,7 +57,7 @@ def open_labelled_place(
         state = _states(place, depends_on, entries)
         return keep_or_make(place, kind, state, make, index_dir=index_dir, rebuild=rebuild, say=say)
 
-    if metadata is not None and (files or not parquets) and _has_labels(f"{place}/{metadata}"):
+    if metadata is not None and (files or not parquets) and has_labels(f"{place}/{metadata}"):
         note = f"labels of {shown(redact_text(place))} from its {metadata}, as in Hugging Face datasets"
         path = f"{place}/{metadata}"
         return opened(metadata, [metadata], lambda: told(_index_of_list(path, place, ""), [note], None))
@@ -138,17 +138,6 @@ def _index_of_flat(place: str, names: Sequence[str], labels_file: str) -> Sample
         f"{count(len(names), 'image')} of {shown(redact_text(place))}: classes from {shown(redact_text(labels_file))}"
     )
     return index_of_labels(place, names, labels, class_order(labels), {"layout": "flat", "notes": [note]})
-
-
-def _has_labels(path: str) -> bool:
-    """Whether a metadata file labels images; those of captions or boxes do not."""
-    try:
-        read_list(path, path.rpartition("/")[0])
-    except LabelFileWrong as error:
-        if "no column of" in error.seen:
-            return False
-        raise
-    return True
 
 
 def _states(place: str, names: Sequence[str], entries: Entries | None) -> dict[str, Any]:

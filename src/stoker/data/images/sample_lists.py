@@ -68,6 +68,14 @@ def read_list(path: str, root: str) -> SampleList:
     return SampleList(rows, columns is not None and columns[2] is not None)
 
 
+def has_labels(path: str) -> bool:
+    """Whether a list labels images, by its columns: the metadata of captions or boxes does not."""
+    text = read_text(path)
+    first = next(_json_records(path, text) if path.endswith(".jsonl") else _csv_records(path, text), None)
+    words = {name.lower() for name in first[1]} if first else set()
+    return not words.isdisjoint(PATH_COLUMNS) and not words.isdisjoint(LABEL_COLUMNS)
+
+
 def rows_of_split(path: str, samples: SampleList, split: str) -> tuple[list[Row], list[str]]:
     """The rows of a split, and notes; all of them if the list has no column of splits."""
     if not samples.has_splits or not split:

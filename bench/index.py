@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rounds import interleave, keep, ratio
-from stoker.data.images.kept_index import building, keeping_folders, write_kept
+from stoker.data.images.kept_index import building, keeping_folder, write_kept
 from stoker.data.images.listing import ClassListing, Seen, index_of_classes
 from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import SampleIndex, pack_names
@@ -47,7 +47,7 @@ def keep_made_up_index(root: Path, index_dir: Path, entries: int) -> SampleIndex
         names = [f"{name}/{file_name(label, number)}".encode() for number in range(entries // CLASSES)]
         listings.append(ClassListing(name, *pack_names(names), None, Seen(folders={name: 0})))
     place = str(root / "train")
-    kept = keeping_folders(place, index_dir)[0]
+    kept = keeping_folder(place, index_dir)
     with building(kept):
         return write_kept(kept, index_of_classes(place, listings), listings).index
 

@@ -1,4 +1,4 @@
-"""`stoker pack`: class folders, or an existing pack, into tar shards with an index."""
+"""`stoker pack`: images in any layout, or an existing pack, into tar shards with an index."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from stoker.commands.options import JsonOption
 from stoker.errors import UsageError
 
 if TYPE_CHECKING:
+    from stoker.config import Config
     from stoker.data.images.pack.packing import PackOptions, PackResult
 
 
@@ -24,13 +25,21 @@ def pack(
         str,
         typer.Argument(
             metavar="SRC",
-            help="Folder or URL with train/ and val/, or with class folders.",
+            help="Folder or URL with train/ and val/, or with class folders; or a config, whose data is packed whole.",
             show_default=False,
         ),
     ],
     destination: Annotated[
         Path, typer.Argument(metavar="DST", help="Folder for the shards; must not be inside SRC.", show_default=False)
     ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Config keys that say how the data is laid out, such as samples_csv=list.csv.",
+            show_default=False,
+        ),
+    ] = None,
     split: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,7 +91,8 @@ def pack(
     from stoker.console import print_json, print_result
     from stoker.machine.host import usable_cpus
 
-    results = _pack_splits(source, destination, split, options, workers or usable_cpus(), max_bad_fraction, fresh)
+    config = _config(source, overrides or [])
+    results = _pack_splits(config, destination, split, options, workers or usable_cpus(), max_bad_fraction, fresh)
     if json:
         print_json({"splits": {name: _as_json(result) for name, result in results.items()}})
     else:
@@ -90,8 +100,34 @@ def pack(
     return 0
 
 
+def _config(source: str, overrides: Sequence[str]) -> Config:
+    from stoker.config.reading import load_for_command
+    from stoker.errors import ConfigError
+
+    path = Path(source) if source.endswith((".yaml", ".yml")) else None
+    config = load_for_command(path, overrides if path else [f"data_root={source}", *overrides], None).config
+    if config.data_root is None:
+        raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
+    return config
+
+
+def _splits(config: Config, wanted: Sequence[str] | None) -> list[str]:
+    from stoker.data.images.pack.folder import find_splits
+
+    assert config.data_root is not None
+    has_val = config.val_csv is not None or config.val_fraction is not None
+    if not wanted and config.samples_csv is not None and not has_val:
+        from stoker.data.images.layouts import list_splits
+
+        return list_splits(config.samples_csv, config.data_root)
+    if not wanted and (has_val or config.train_csv is not None):
+        return ["train", *(["val"] if has_val else [])]
+    listed = (config.samples_csv, config.train_csv, config.val_csv, config.val_fraction)
+    return list(wanted) if wanted and any(listed) else find_splits(config.data_root, wanted)
+
+
 def _pack_splits(
-    source: str,
+    config: Config,
     destination: Path,
     wanted: Sequence[str] | None,
     options: PackOptions,
@@ -100,21 +136,23 @@ def _pack_splits(
     fresh: bool,
 ) -> dict[str, PackResult]:
     from stoker.console import progress_bar, say_notes, say_warnings
-    from stoker.data.images.opening import open_index
-    from stoker.data.images.pack.folder import check_destination, claim_packs, find_splits, source_index_folder
+    from stoker.data.images.pack.folder import check_destination, claim_packs, source_index_folder
     from stoker.data.images.pack.packing import pack_split
+    from stoker.data.images.sample_index import part_of
+    from stoker.tasks.image_data import open_split
 
-    check_destination(source, destination)
-    splits = find_splits(source, wanted)
+    assert config.data_root is not None
+    check_destination(config.data_root, destination)
+    splits = _splits(config, wanted)
     results: dict[str, PackResult] = {}
     with claim_packs(destination, splits, options.as_dict(), fresh=fresh) as packs:
         for pack in packs:
             name = pack.split or "."
             notes: list[str] = []
             with progress_bar(f"listing {name}") as advance:
-                index = open_index(
-                    source, pack.split, index_dir=source_index_folder(destination), progress=advance, say=notes.append
-                )
+                kept = source_index_folder(destination)
+                index, among = open_split(config, pack.split, index_dir=kept, progress=advance, say=notes.append)
+                index = index if among is None else part_of(index, among)
             say_notes(notes)
             with progress_bar(f"packing {name}", len(index), unit="images") as advance:
                 result = pack_split(

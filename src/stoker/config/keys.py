@@ -16,8 +16,22 @@ class DataKeys(KeyGroup):
     """What to train: `classify` images in class folders, or `segment3d` patches of volumes."""
 
     data_root: str | None = key(None, min_length=1)
-    """Folder or URL (`s3://bucket/prefix`, also `gs://`, `az://`) that holds `train/` and `val/`,
-    as class folders or as packed shards."""
+    """Folder or URL (`s3://bucket/prefix`, also `gs://`, `az://`) that holds `train/` and `val/` (or `valid/`,
+    `validation/`, `test/`): class folders, packed shards, or another layout of docs/bring-your-data.md."""
+
+    val_fraction: float | None = key(None, gt=0, lt=1)
+    """For data without a validation split: the share of each class that is set aside for it, chosen by `subset_seed`
+    and the names of the images."""
+
+    samples_csv: str | None = key(None, min_length=1)
+    """List of images and labels: columns `path,label` and optionally `split`; paths are relative to `data_root`. A file
+    in `data_root` or the current folder, or a URL."""
+
+    train_csv: str | None = key(None, min_length=1)
+    """The same for the training images alone."""
+
+    val_csv: str | None = key(None, min_length=1)
+    """The same for the validation images alone."""
 
     num_classes: int | None = key(None, ge=1)
     """Number of classes; taken from the data by default."""
@@ -26,7 +40,8 @@ class DataKeys(KeyGroup):
     """Use only this many classes, chosen by `subset_seed`."""
 
     subset_seed: int = key(42, ge=0)
-    """Seed for choosing the classes and images of a subset; the same seed gives the same subset everywhere."""
+    """Seed for choosing the classes and images of a subset, and those of `val_fraction`; the same seed gives the same
+    choice everywhere."""
 
     subset_train_per_class: int | None = key(None, ge=1)
     """Use at most this many training images per class."""
@@ -35,8 +50,8 @@ class DataKeys(KeyGroup):
     """Use at most this many validation images per class."""
 
     index_dir: str | None = key(None, min_length=1)
-    """Folder for the index of the data. Default: next to the data, or the user's cache folder if the data
-    is read-only."""
+    """Folder for the index of the data. Default: the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). Nothing
+    is written into the data."""
 
     cache_dir: str | None = key(None, min_length=1)
     """Local folder that caches what is read from `data_root`, so that each file is fetched only once."""

@@ -169,6 +169,20 @@ def _cache_size_needs_cache(c: Config) -> str | None:
     return None
 
 
+@pair_rule("samples_csv", "train_csv", "val_csv")
+def _one_way_to_list(c: Config) -> str | None:
+    if c.samples_csv is not None and (c.train_csv is not None or c.val_csv is not None):
+        return "samples_csv lists all images, so it excludes train_csv and val_csv"
+    return None
+
+
+@pair_rule("val_fraction", "val_csv")
+def _one_validation_set(c: Config) -> str | None:
+    if c.val_fraction is not None and c.val_csv is not None:
+        return f"val_fraction: {c.val_fraction} and val_csv: {c.val_csv} are two validation sets; use one of them"
+    return None
+
+
 @pair_rule("strategy", "devices", "num_nodes")
 def _single_process_is_single(c: Config) -> str | None:
     if c.strategy == "single" and ((c.devices != "auto" and c.devices > 1) or c.num_nodes > 1):

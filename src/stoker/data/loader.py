@@ -14,9 +14,9 @@ from stoker.data.engines.buffers import PageLock
 from stoker.data.engines.making import BatchMaker, BatchPlan
 from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
+from stoker.data.images.parquet_files import open_sample_store
 from stoker.data.images.sample_index import SampleIndex
 from stoker.data.store.reader import Reader
-from stoker.data.store.stores import open_store
 
 Engine = Literal["auto", "process", "thread"]
 DEFAULT_PREFETCH = 2
@@ -128,8 +128,8 @@ def choose_engine(wanted: Engine, workers: int) -> Literal["process", "thread"]:
 
 
 def _open_reader(index: SampleIndex, options: LoaderOptions) -> Reader:
-    store = open_store(
-        index.root,
+    store = open_sample_store(
+        index,
         cache_dir=options.cache_dir,
         cache_size=options.cache_size,
         max_object_bytes=options.max_image_bytes,

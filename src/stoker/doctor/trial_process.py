@@ -13,7 +13,7 @@ import torch
 from stoker.clock.file import HEADER, clock_header, interval_record
 from stoker.clock.reading import NEWEST
 from stoker.clock.steps import Interval, StepClock
-from stoker.data.store.stores import open_store
+from stoker.data.images.parquet_files import open_sample_store
 from stoker.machine.accelerators import device_busy_share, measure_transfer
 from stoker.machine.host import HostConfig, HostWatch
 from stoker.machine.loader_speed import (
@@ -106,7 +106,7 @@ def storage_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> Tri
     """Latency and throughput of the storage that the data is on."""
     samples = open_samples(config, "train")
     missing: list[str] = []
-    store = open_store(samples.index.root, max_object_bytes=config.max_image_bytes)
+    store = open_sample_store(samples.index, max_object_bytes=config.max_image_bytes)
     facts = measure_storage(store, samples, (1 - LOCAL_SHARE) * job["seconds"], missing.append)
     if facts.remote and facts.bytes_per_sample:
         folder = None if config.cache_dir is None else Path(config.cache_dir)

@@ -140,6 +140,9 @@ def measure_storage(
 ) -> StorageFacts:
     """Reads some of the data for about `seconds`; tells `missing` what could not be measured."""
     facts = describe_storage(samples)
+    if samples.index.facts.get("layout") == "parquet":
+        missing("the storage's speed: images in parquet files cannot be read alone")
+        return facts
     root = None if store.is_remote else store.url
     alone, together = _two_draws(samples)
     memory = facts.kind in IN_MEMORY  # files there are never cold

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from stoker.config import Config
 from stoker.config.reading import load_for_command
 from stoker.console import format_table, progress_bar, say, say_notes
+from stoker.data.images.splits import find_split
 from stoker.data.loader import choose_engine
 from stoker.machine.datasheets import published_rate
 from stoker.machine.host import fit_to_machine, read_machine
@@ -136,9 +137,10 @@ def bench_data(
 def _config_of(source: str, overrides: Sequence[str]) -> tuple[Config, Literal["train", ""]]:
     if source.endswith(CONFIG_ENDINGS):
         return load_for_command(Path(source), overrides, None).config, "train"
-    split: Literal["train", ""] = "" if "://" not in source and not (Path(source) / "train").is_dir() else "train"
     batch = [] if any(text.startswith("batch_size=") for text in overrides) else [f"batch_size={FOLDER_BATCH_SIZE}"]
-    return load_for_command(None, [f"data_root={source}", *batch, *overrides], None).config, split
+    config = load_for_command(None, [f"data_root={source}", *batch, *overrides], None).config
+    listed = any(key is not None for key in (config.samples_csv, config.train_csv, config.val_fraction))
+    return config, "train" if listed or "://" in source or find_split(source, "train") else ""
 
 
 def _counts_up_to(cpus: int) -> list[int]:

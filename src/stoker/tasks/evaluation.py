@@ -16,13 +16,13 @@ from torch.nn.functional import cross_entropy
 from stoker.config import Config
 from stoker.console import Advance, Say
 from stoker.data.images.listing import count, shown, some, split_place
-from stoker.data.images.opening import open_index
 from stoker.data.images.sample_index import SampleIndex, SampleSet
+from stoker.data.images.splits import find_split
 from stoker.data.images.subset import choose_subset
 from stoker.data.loader import ImageLoader
 from stoker.data.store.stores import is_url
 from stoker.errors import ConfigError, UserError, did_you_mean
-from stoker.tasks.image_data import Split, choose_decoding, open_loader, validation_plan
+from stoker.tasks.image_data import Split, choose_decoding, open_loader, open_split, validation_plan
 from stoker.tasks.prediction import classifier_of
 from stoker.tasks.results import Evaluation, RealScore, finite_or_none, percent
 from stoker.train.checkpoint.restore import Restored
@@ -106,13 +106,10 @@ def open_labelled(restored: Restored, split: Split, say: Say, progress: Advance 
     config, classes = restored.config, restored.classes
     if config.data_root is None:
         raise ConfigError("the checkpoint has no data_root", name="no-data", hint="stoker eval CKPT DATA_ROOT")
-    index_dir = Path(config.index_dir) if config.index_dir else None
-    index = open_index(
-        config.data_root, _folder_of(config.data_root, split), index_dir=index_dir, progress=progress, say=say
-    )
+    index, among = open_split(config, _folder_of(config, split), progress=progress, say=say)
     numbers = _class_numbers(index, classes, config, say)
     per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
-    chosen = choose_subset(index, classes=None, per_class=per_class, seed=config.subset_seed)
+    chosen = choose_subset(index, classes=None, per_class=per_class, seed=config.subset_seed, among=among)
     labels = numbers[chosen.labels]
     known = labels >= 0
     return SampleSet(index, classes, chosen.indices[known], labels[known])
@@ -184,12 +181,14 @@ def _classify_all(
     return np.concatenate(labels), np.concatenate(best), np.concatenate(losses), np.concatenate(classified)
 
 
-def _folder_of(root: str, split: Split) -> str:
-    """The split's folder, or the root itself if it has neither train nor val in it."""
-    if is_url(root):
+def _folder_of(config: Config, split: Split) -> str:
+    """The split, or "" for the root itself if that has neither train nor val in it."""
+    root = config.data_root
+    listed = (config.samples_csv, config.train_csv, config.val_csv, config.val_fraction)
+    if root is None or is_url(root) or any(key is not None for key in listed):
         return split
     here = Path(split_place(root, ""))
-    return "" if here.is_dir() and not any((here / name).is_dir() for name in ("train", "val")) else split
+    return "" if here.is_dir() and not any(find_split(root, name) for name in ("train", "val")) else split
 
 
 def _class_numbers(index: SampleIndex, classes: tuple[str, ...], config: Config, say: Say) -> np.ndarray:

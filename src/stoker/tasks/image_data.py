@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.config import Config
 from stoker.console import Advance, Say
@@ -15,15 +16,19 @@ from stoker.data.engines.making import BatchPlan
 from stoker.data.images.calibration import CalibrationResult, choose_decoder
 from stoker.data.images.crops import CentreCrop, CropRange, RandomCrop, View
 from stoker.data.images.decoding import Decoding
+from stoker.data.images.layouts import open_list
 from stoker.data.images.opening import open_index
+from stoker.data.images.parquet_files import open_sample_store
 from stoker.data.images.resizing import Interpolation
 from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
-from stoker.data.images.subset import Subset, choose_subset, subset_record
+from stoker.data.images.splits import find_split
+from stoker.data.images.subset import Subset, choose_subset, split_samples, subset_record
 from stoker.data.loader import ImageLoader, LoaderOptions
 from stoker.data.order import Order, Steps
-from stoker.data.store.stores import ReadFailure, open_store
-from stoker.errors import ConfigError, StokerError
+from stoker.data.store.stores import ReadFailure, is_url
+from stoker.errors import ConfigError, StokerError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
+from stoker.redact import redact_text
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
@@ -47,17 +52,91 @@ def open_samples(
     say: Say | None = None,
 ) -> SampleSet:
     """The samples of a split that the config selects; for validation, pass the classes of training."""
-    if config.data_root is None:
-        raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
-    index_dir = Path(config.index_dir) if config.index_dir else None
-    index = open_index(config.data_root, split, index_dir=index_dir, progress=progress, say=say)
+    index, among = open_split(config, split, progress=progress, say=say)
     per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
-    if config.subset_classes is None and per_class is None and classes is None:
+    if config.subset_classes is None and per_class is None and classes is None and among is None:
         return all_samples(index)
     subset = choose_subset(
-        index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes
+        index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes, among=among
     )
     return SampleSet(index, subset.classes, subset.indices, subset.labels)
+
+
+def open_split(
+    config: Config,
+    split: str,
+    *,
+    index_dir: Path | None = None,
+    progress: Advance | None = None,
+    say: Say | None = None,
+) -> tuple[SampleIndex, NDArray[np.int64] | None]:
+    """The index that holds a split, and which of its samples belong to it; None for all. `split=""` is the root itself.
+
+    `index_dir` takes precedence over the config's."""
+    root = config.data_root
+    if root is None:
+        raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
+    options: Any = {"index_dir": index_dir or (Path(config.index_dir) if config.index_dir else None), "say": say}
+    fraction = None if split == "" else config.val_fraction
+    csv = config.train_csv if fraction else {"train": config.train_csv, "val": config.val_csv}.get(split)
+    if csv is not None:
+        index = open_list(csv, root, "", **options)
+    elif config.samples_csv is not None:
+        index = open_list(config.samples_csv, root, "" if fraction else split, **options)
+        if fraction and index.facts["has_splits"]:
+            raise _two_validation_sets(fraction, config.samples_csv)
+        if split == "val" and not fraction and not index.facts["has_splits"]:
+            raise _no_validation(config.samples_csv)
+    elif fraction is None:
+        index = open_index(root, split, progress=progress, **options)
+    else:
+        own = find_split(root, "val")
+        if own is not None and own.name != "test":  # which is for later, where val_fraction is set
+            raise _two_validation_sets(fraction, root)
+        index = open_index(root, "train" if find_split(root, "train") else "", progress=progress, **options)
+    _check_nothing_writes_into(config, index)
+    if fraction is None:
+        return index, None
+    train, val = split_samples(index, fraction, config.subset_seed)
+    if split == "val" and say is not None:
+        say(f"validation: {len(val):,} of {len(index):,} images, {fraction:.0%} of each class (val_fraction)")
+    return index, val if split == "val" else train
+
+
+def _two_validation_sets(fraction: float, place: str) -> UserError:
+    return UserError(
+        "two-validation-sets",
+        f"val_fraction is {fraction}, but {redact_text(place)} has a validation split of its own",
+        why="a result would not say on which of them it was measured",
+        hint="remove val_fraction, or set data_root to the folder of training images",
+    )
+
+
+def _no_validation(csv: str) -> UserError:
+    return UserError(
+        "split-not-found",
+        f"{csv} has no column `split`, and val_fraction is not set",
+        hint="val_fraction=0.1 sets a tenth of each class aside",
+    )
+
+
+def _check_nothing_writes_into(config: Config, index: SampleIndex) -> None:
+    """Refuses folders of ours among the images: the next listing would find a class there, and so would others."""
+    if is_url(index.root) or index.shards or "layout" in index.facts:
+        return
+    place = Path(index.root).resolve()
+    for key in ("index_dir", "cache_dir", "runs_dir"):
+        folder = getattr(config, key)
+        if folder is None or is_url(folder):
+            continue
+        inside = Path(folder).expanduser().resolve()
+        if inside == place or place in inside.parents:
+            raise UserError(
+                "folder-inside-data",
+                f"{key} is {inside}, which is inside the images of {place}",
+                why="a folder there is a class to every program that reads class folders",
+                hint=f"{key}=FOLDER, outside of the data",
+            )
 
 
 def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> dict[str, Any] | None:
@@ -197,7 +276,7 @@ def measure_speed(
 
 def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
     """The contents of files spread over the index, to measure on the user's own data."""
-    store = open_store(index.root, max_object_bytes=config.max_image_bytes)
+    store = open_sample_store(index, max_object_bytes=config.max_image_bytes)
     files = []
     for sample in np.linspace(0, len(index) - 1, min(CALIBRATION_FILES, len(index))).astype(int):
         location = index.location(int(sample))
@@ -260,6 +339,8 @@ def _mean_bytes(samples: SampleSet) -> float | None:
     index, members = samples.index, np.arange(len(samples), dtype=np.int64)
     if index.sizes is not None:
         return float(index.sizes[samples.indices(members)].mean()) if len(members) else None
+    if "mean_bytes" in index.facts:
+        return float(index.facts["mean_bytes"])
     if "://" in index.root:
         return None
     chosen = members[:: max(1, len(members) // MOST_FILES_SIZED)]

@@ -95,8 +95,6 @@ def test_a_class_whose_name_begins_another_comes_first(tmp_path: Path) -> None:
 
 def test_a_root_of_class_folders_is_opened_by_an_empty_split(tmp_path: Path) -> None:
     assert opened_names(make_tree(tmp_path, TREE, split=""), "") == SORTED
-    # The index now saved there is not a class.
-    assert opened_names(tmp_path, "") == SORTED
 
 
 @pytest.mark.parametrize("write", [str, lambda path: f"file://{path}"], ids=["path", "file URL"])
@@ -185,7 +183,7 @@ def test_the_second_opening_lists_nothing(tmp_path: Path) -> None:
     assert second.index.digest == first.index.digest
     assert isinstance(second.index.labels, np.memmap)
     assert first.index.folder is not None
-    assert first.index.folder.parent == tmp_path / "train" / ".stoker-index"
+    assert first.index.folder.parent.parent == tmp_path / "cache" / "stoker" / "index"
 
 
 def test_a_folder_that_has_just_changed_is_silently_listed_again(tmp_path: Path) -> None:
@@ -218,17 +216,50 @@ def test_the_index_can_be_saved_elsewhere(tmp_path: Path) -> None:
         for listed in (3 if split == "train" else 1, 0):
             opening = Opening(tmp_path / "data", split, index_dir=tmp_path / "kept")
             assert (len(opening.index), opening.listed) == (samples, listed)
-    assert not list((tmp_path / "data").rglob(".stoker-index"))
 
 
-def test_data_that_was_moved_with_its_index_is_not_listed_again(tmp_path: Path) -> None:
+def test_data_that_was_moved_is_listed_again_and_what_takes_its_place_is_not_mistaken_for_it(tmp_path: Path) -> None:
     age(make_tree(tmp_path / "old", TREE))
     Opening(tmp_path / "old")
     shutil.move(tmp_path / "old", tmp_path / "new")
     moved = Opening(tmp_path / "new")
-    assert moved.listed == 0
+    assert moved.listed == 3
     assert moved.index.root == str(tmp_path / "new" / "train")
     assert pickle.loads(pickle.dumps(moved.index)).root == moved.index.root
+    make_tree(tmp_path / "old", {"cat": ["other.jpg"]})
+    assert Opening(tmp_path / "old").names == ["cat/other.jpg"]
+
+
+def test_an_index_of_another_place_is_not_used_even_under_its_name(tmp_path: Path) -> None:
+    """As if two places had the same hash, or somebody copied a folder of the cache."""
+    for place in ("a", "b"):
+        age(make_tree(tmp_path / place, TREE))
+    (kept,) = {Opening(tmp_path / "a").index.folder.parent}
+    other = Opening(tmp_path / "b").index.folder.parent
+    shutil.rmtree(other)
+    shutil.copytree(kept, other)
+    assert Opening(tmp_path / "b").listed == 3
+
+
+def leave_an_old_index(root: Path) -> Path:
+    """What versions before kept inside the data."""
+    age(root)
+    kept = Opening(root).index.folder.parent
+    left = root / "train" / ".stoker-index"
+    shutil.move(kept, left)
+    return left
+
+
+def test_an_index_left_in_the_data_is_used_untouched_and_the_user_is_told_once(tmp_path: Path) -> None:
+    left = leave_an_old_index(make_tree(tmp_path, TREE))
+    before = {path: path.stat().st_mtime_ns for path in left.rglob("*")}
+    first, second = Opening(tmp_path), Opening(tmp_path)
+    assert (first.names, first.listed) == (SORTED, 0)
+    assert {path: path.stat().st_mtime_ns for path in left.rglob("*")} == before
+    (note,) = first.said
+    assert "makes torchvision's ImageFolder fail" in note
+    assert f"rm -r {left}" in note
+    assert second.said == []
 
 
 def test_a_rebuild_lists_everything(tmp_path: Path) -> None:
@@ -303,7 +334,7 @@ def test_the_previous_index_stays_for_the_run_that_uses_it_and_older_ones_are_re
         make_tree(tmp_path, {"cat": [f"new{number}.jpg"]})
         openings.append(Opening(tmp_path).index)
         age(tmp_path / "train" / "cat")
-    kept = {path.name for path in (tmp_path / "train" / ".stoker-index").iterdir() if path.is_dir()}
+    kept = {path.name for path in openings[-1].folder.parent.iterdir() if path.is_dir()}
     assert kept == {openings[-1].digest, openings[-2].digest}
     assert len(pickle.loads(pickle.dumps(openings[-2]))) == 9
 
@@ -312,8 +343,7 @@ def test_the_previous_index_stays_for_the_run_that_uses_it_and_older_ones_are_re
 @pytest.mark.parametrize("damage", ["missing", "half"])
 def test_a_damaged_index_is_rebuilt(tmp_path: Path, damaged: str, damage: str) -> None:
     age(make_tree(tmp_path, TREE))
-    Opening(tmp_path)
-    (file,) = (tmp_path / "train" / ".stoker-index").rglob(damaged)
+    (file,) = Opening(tmp_path).index.folder.parent.rglob(damaged)
     if damage == "missing":
         file.unlink()
     else:
@@ -352,7 +382,7 @@ def test_one_of_many_processes_lists_and_all_see_the_same(tmp_path: Path) -> Non
         outs = [racer.communicate(timeout=DEADLINE_S)[0].split() for racer in racers]
         assert sorted(int(out[0]) for out in outs) == [0, 0, 0, 100]
         assert len({tuple(out[1:]) for out in outs}) == 1
-        shutil.rmtree(data / "train" / ".stoker-index")
+        shutil.rmtree(tmp_path / "cache")
 
 
 def test_a_process_killed_while_listing_does_not_block_others(tmp_path: Path) -> None:
@@ -466,9 +496,17 @@ def test_a_flat_folder_of_images_is_distinguished_from_an_empty_one(tmp_path: Pa
         (tmp_path / "val" / f"ILSVRC2012_val_{number}.JPEG").write_text("")
     error = refusal(tmp_path, "val")
     assert "3 images outside of class folders" in (error.why or "")
-    (tmp_path / "val" / "0.tar").write_text("")
-    assert "1 tar file, but not the index.json" in (refusal(tmp_path, "val").why or "")
-    assert not (tmp_path / "val" / ".stoker-index").exists(), "a place that was not meant is left as it was"
+    assert "LOC_val_solution.csv" in (error.why or "")
+
+
+def test_an_unfinished_pack_is_not_taken_for_the_tars_of_others(tmp_path: Path) -> None:
+    packed(tmp_path / "train")
+    (tmp_path / "train" / "index.json").unlink()
+    (tmp_path / ".pack" / "train").mkdir(parents=True)
+    (tmp_path / ".pack" / "train" / "pack.json").write_text("{}")
+    error = refusal(tmp_path, "train")
+    assert error.name == "pack-unfinished"
+    assert "not the index.json" in error.seen
 
 
 def test_class_folders_without_any_image_are_refused(tmp_path: Path) -> None:
@@ -528,7 +566,6 @@ def test_packed_shards_are_opened_by_the_index_beside_them(tmp_path: Path) -> No
     assert opening.index.location(1) == ("shard-000000.tar", 1536, 4)
     assert opening.index.root == str(tmp_path / "train")
     assert opening.listed == 0
-    assert not (tmp_path / "train" / ".stoker-index").exists()
 
 
 def test_a_torn_pack_is_refused_and_a_foreign_index_file_is_not_ours(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Where an index is kept, so that a million files are listed only once, and how to tell that it is still valid.
 
-<place>/.stoker-index/      or below index_dir, or below the user's cache folder
-    listing.json            which index is current, and when each listed folder had last changed
+<cache>/index/<name>-<hash>/  in the user's cache folder, or below index_dir; the hash is that of the whole place
+    listing.json            which index is current, and the state of what it was made from
     <digest>/               an index, never changed afterwards: a run may have it mapped
     lock                    held by the process that lists
+    told                    the user knows about the folder that an earlier version left in the data
+
+Never in the data: other programs take every folder there for a class.
 """
 
 from __future__ import annotations
@@ -13,15 +16,17 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from stoker.console import Say
 from stoker.data.images.listing import THREADS, ClassListing, Seen, class_names
@@ -32,7 +37,8 @@ from stoker.files import cache_folder, write_text
 from stoker.redact import redact_text
 
 FORMAT = 1
-BESIDE = ".stoker-index"
+# Where earlier versions kept it, inside the data.
+LEFT_IN_DATA = ".stoker-index"
 _ABANDONED_AFTER_S = 24 * 3600
 # Record locks never conflict within one process, so its threads take turns here.
 _one_thread = threading.RLock()
@@ -49,15 +55,32 @@ class KeptIndex:
     """When it was listed; 0 if just now."""
 
 
-def keeping_folders(place: str, index_dir: Path | None) -> list[Path]:
-    """The folders in which the index of a place may be saved, the preferred one first."""
+def keeping_folder(place: str, index_dir: Path | None, kind: str = "") -> Path:
+    """The folder in which the index of a place is saved; `kind` distinguishes indexes of parts of the same place."""
     # The last part of the place is for people; the hash of all of it makes the name unique.
     word = re.sub(r"[^A-Za-z0-9._-]", "-", place.rstrip("/").rpartition("/")[2])[:40].lstrip(".") or "data"
-    name = f"{word}-{hashlib.blake2b(place.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
-    if index_dir is not None:
-        return [index_dir.absolute() / name]
-    in_cache = cache_folder() / "index" / name
-    return [in_cache] if is_url(place) else [Path(place) / BESIDE, in_cache]
+    key = f"{place}\n{kind}" if kind else place
+    name = f"{word}-{hashlib.blake2b(key.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
+    parent = cache_folder() / "index" if index_dir is None else index_dir.absolute()
+    return parent / name
+
+
+def index_left_in_data(place: str) -> KeptIndex | None:
+    """The index that an earlier version saved inside the data, if it did; it is read, and never changed."""
+    return None if is_url(place) else read_kept(Path(place) / LEFT_IN_DATA, None)
+
+
+def note_of_left_index(place: str, keep: Path) -> str | None:
+    """What the user should know about that folder, once."""
+    left = Path(place) / LEFT_IN_DATA
+    if is_url(place) or not left.is_dir() or (keep / "told").exists():
+        return None
+    with suppress(OSError):
+        (keep / "told").touch()
+    return (
+        f"{left} is the index of an earlier version of stoker, and is no longer used; it makes torchvision's "
+        f"ImageFolder fail (no image in that 'class'): rm -r {shlex.quote(str(left))}"
+    )
 
 
 def not_keepable(place: str, folder: Path, error: OSError) -> UserError:
@@ -70,13 +93,21 @@ def not_keepable(place: str, folder: Path, error: OSError) -> UserError:
     )
 
 
-def read_kept(keep: Path, place: str) -> KeptIndex | None:
-    """The index in a folder; None if there is none, or none that this version can use."""
+def cannot_be_saved(error: OSError) -> str:
+    """The note if an index is not saved, and need not be."""
+    return f"the index cannot be saved ({error}), so the next start lists all files again; set index_dir=FOLDER"
+
+
+def read_kept(keep: Path, place: str | None) -> KeptIndex | None:
+    """The index in a folder; None if there is none, none of this place, or none that this version can use."""
     try:
         document = json.loads((keep / "listing.json").read_text())
         if document["format"] != FORMAT or not re.fullmatch("[0-9a-f]+", document["index"]):
             return None
-        index = replace(load_index(keep / document["index"]), root=place)
+        if place is not None and document["place"] != redact_text(place):
+            return None
+        index = load_index(keep / document["index"])
+        index = index if place is None else replace(index, root=place)
         seen = [Seen(record["folders"], record["left_out"]) for record in document["seen"]]
         return KeptIndex(index, dict(zip(index.classes, seen, strict=True)), int(document["made_ns"]))
     except (OSError, ValueError, KeyError, TypeError, IndexUnreadable):
@@ -85,6 +116,55 @@ def read_kept(keep: Path, place: str) -> KeptIndex | None:
 
 def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing]) -> KeptIndex:
     """Saves an index; a reader sees either the old or the new one, complete. Call it within `building`."""
+    seen = [{"folders": dict(one.seen.folders), "left_out": dict(one.seen.left_out)} for one in listings]
+    return KeptIndex(_save(keep, index, {"seen": seen}), {one.name: one.seen for one in listings}, 0)
+
+
+def keep_or_make(
+    place: str,
+    kind: str,
+    state: Mapping[str, Any],
+    make: Callable[[], SampleIndex],
+    *,
+    index_dir: Path | None,
+    rebuild: bool = False,
+    say: Say | None = None,
+) -> SampleIndex:
+    """The index saved for a place if it was made from files in this state, else a new one, which is saved.
+
+    The state of a file is None if it cannot be told from the next one: then the index is made again."""
+    keep = keeping_folder(place, index_dir, kind)
+    if not rebuild and (kept := _made_from(keep, place, kind, state)) is not None:
+        return kept
+    index: SampleIndex | None = None
+    try:
+        with building(keep, say):
+            # Another process may have done the work while we waited for the lock.
+            if not rebuild and (kept := _made_from(keep, place, kind, state)) is not None:
+                return kept
+            index = make()
+            return _save(keep, index, {"kind": kind, "state": dict(state)}, place)
+    except OSError as error:
+        if index_dir is not None:
+            raise not_keepable(place, index_dir, error) from None
+        trouble = error
+    index = index or make()
+    notes = [*index.facts.get("notes", []), cannot_be_saved(trouble)]
+    return replace(index, digest=digest_of(index), facts={**index.facts, "notes": notes})
+
+
+def _made_from(keep: Path, place: str, kind: str, state: Mapping[str, Any]) -> SampleIndex | None:
+    try:
+        document = json.loads((keep / "listing.json").read_text())
+        known = [document[name] for name in ("format", "place", "kind", "state")]
+        if known != [FORMAT, redact_text(place), kind, dict(state)] or None in state.values():
+            return None
+        return replace(load_index(keep / Path(document["index"]).name), root=place)
+    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable):
+        return None
+
+
+def _save(keep: Path, index: SampleIndex, about: dict[str, Any], place: str | None = None) -> SampleIndex:
     before = _current_name(keep)
     final = keep / digest_of(index)
     try:
@@ -94,22 +174,18 @@ def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing])
             save_index(replace(index, root=redact_text(index.root)), folder)
     document = {
         "format": FORMAT,
-        "place": redact_text(index.root),
+        "place": redact_text(place or index.root),
         "made_ns": time.time_ns(),
         "index": final.name,
-        "seen": [{"folders": dict(one.seen.folders), "left_out": dict(one.seen.left_out)} for one in listings],
+        **about,
     }
     write_text(keep / "listing.json", json.dumps(document) + "\n")
     _remove_old(keep, {final.name, before})
-    return KeptIndex(replace(load_index(final), root=index.root), {one.name: one.seen for one in listings}, 0)
+    return replace(load_index(final), root=index.root)
 
 
 def changed_classes(place: str, kept: KeptIndex) -> tuple[list[str], set[str]]:
-    """The current class folders, and those of them that have to be listed (again).
-
-    The split's own folder is compared by its class folders, not by its time, because saving the index in it changes
-    that.
-    """
+    """The current class folders, and those of them that have to be listed (again)."""
     now = class_names(place)
     with ThreadPoolExecutor(THREADS) as pool:
         same = pool.map(lambda name: name in kept.seen and _unchanged(place, kept.seen[name]), now)

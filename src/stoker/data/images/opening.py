@@ -1,4 +1,4 @@
-"""Opens a split: loads its index from packed shards or from where it is kept, or lists its class folders once."""
+"""Opens a split: loads its index from packed shards or from where it is kept, or lists it once, whatever its layout."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from typing import Any
 import numpy as np
 
 from stoker.console import Advance, Say
+from stoker.data.images.imagenet_labels import GROUND_TRUTH, SOLUTION
 from stoker.data.images.kept_index import (
     KeptIndex,
     building,
+    cannot_be_saved,
     changed_classes,
-    keeping_folders,
+    index_left_in_data,
+    keeping_folder,
     not_keepable,
+    note_of_left_index,
     read_kept,
     whole_folder,
     write_kept,
 )
+from stoker.data.images.layouts import open_labelled_place, told
 from stoker.data.images.listing import (
     IMAGE_SUFFIXES,
     ClassListing,
@@ -41,11 +46,14 @@ from stoker.data.images.listing import (
     split_place,
 )
 from stoker.data.images.sample_index import META, IndexUnreadable, SampleIndex, digest_of, encode_name, load_index
+from stoker.data.images.splits import FoundSplit, find_split, no_split
 from stoker.data.store.stores import ReadFailure, Store, is_url
 from stoker.errors import UserError
 from stoker.files import write_bytes
 from stoker.redact import redact_text
 
+# Where a pack keeps its records, until and after it is complete.
+RECORDS = ".pack"
 # Enough for an array of a hundred million samples; a larger file is not ours.
 MAX_ARRAY_BYTES = 8_000_000_000
 
@@ -64,6 +72,20 @@ def open_packed(place: str, index_dir: Path | None) -> SampleIndex | None:
             return None  # an unrelated file among class folders
         raise
     return replace(index, root=place) if index.shards else None
+
+
+def _refuse_unfinished_pack(place: str) -> None:
+    """Its shards are plain tars, which could be read, but not all of them are there."""
+    folder = Path(place)
+    abouts = (folder.parent / RECORDS / folder.name / "pack.json", folder / RECORDS / "pack.json")
+    if is_url(place) or not any(about.is_file() for about in abouts):
+        return
+    raise UserError(
+        "pack-unfinished",
+        f"{shown(place)} has shards, but not the {META} that `stoker pack` writes last",
+        why="some of the images are missing",
+        hint="run the same stoker pack again: it continues where it stopped",
+    )
 
 
 def files_directly_in(place: str) -> tuple[int, int]:
@@ -88,7 +110,7 @@ def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
         arrays = [str(name) for name in meta["arrays"]]
     except (ReadFailure, ValueError, KeyError, TypeError):
         return None
-    keep = keeping_folders(place, index_dir)[0]
+    keep = keeping_folder(place, index_dir)
     final = keep / f"packed-{hashlib.blake2b(raw, digest_size=8).hexdigest()}"
     if (index := _load_if_whole(final)) is None:
         try:
@@ -140,23 +162,29 @@ def open_index(
     rebuild: bool = False,
     say: Say | None = None,
 ) -> SampleIndex:
-    """The samples of `root`/`split`, a folder or URL of class folders or of packed shards.
+    """The samples of a split of a folder or URL, in any layout: class folders, packed shards, or labels in files.
 
     The first call lists the class folders (`progress` counts folders, or objects at a URL) and keeps the index; later
     calls load it, and list only the class folders that changed. A URL is listed again only with `rebuild`. `say` gets
     notes for the user, which are also in `facts["notes"]`. `split=""` opens a root that contains the class folders.
     """
-    place = split_place(root, split)
-    if not is_url(place):
-        check_folder(root, split)
-    if (packed := open_packed(place, index_dir)) is not None:
-        return packed
+    found = FoundSplit("") if not split else find_split(root, split)
+    if found is None and is_url(split_place(root, "")):
+        raise no_split(root, split)
+    folder = split if found is None else found.folder
+    if not is_url(split_place(root, "")):
+        check_folder(root, folder)  # raises if nothing was found
+    assert found is not None
+    place, notes = split_place(root, folder), [] if found.note is None else [found.note]
+    if not found.files:
+        if (packed := open_packed(place, index_dir)) is not None:
+            return told(packed, notes, say)
+        _refuse_unfinished_pack(place)
+    options: Any = {"index_dir": index_dir, "progress": progress, "rebuild": rebuild, "say": say}
+    if (index := open_labelled_place(place, found.files, **options)) is not None:
+        return told(index, [*notes, *index.facts.get("notes", [])], say)
     kept, news = _open_kept_or_list(place, index_dir, progress, rebuild, say)
-    notes = [*news, *_notes(place, kept)]
-    if say is not None:
-        for note in notes:
-            say(note)
-    return replace(kept.index, facts={**kept.index.facts, "notes": notes})
+    return told(kept.index, [*notes, *news, *_notes(place, kept)], say)
 
 
 def check_same_classes(train: SampleIndex, val: SampleIndex) -> None:
@@ -175,38 +203,38 @@ def _open_kept_or_list(
     place: str, index_dir: Path | None, progress: Advance | None, rebuild: bool, say: Say | None
 ) -> tuple[KeptIndex, list[str]]:
     if not is_url(place) and not class_names(place):
-        raise _no_class_folders(place)  # before creating an index folder in the wrong place
-    keeps = keeping_folders(place, index_dir)
-    before = [read_kept(keep, place) for keep in keeps]
-    if not rebuild:
-        for kept in before:
-            if kept is not None and _still_holds(place, kept):
-                return kept, []
+        raise _no_class_folders(place)
+    keep = keeping_folder(place, index_dir)
+    before = read_kept(keep, place)
+    if before is not None and not rebuild and _still_holds(place, before):
+        return before, _about_left_index(place, keep)
+    # An earlier version's spares the listing of what has not changed since.
+    known = None if rebuild else before or index_left_in_data(place)
     listed: list[ClassListing] = []
-    news: list[str] = []
-    trouble: OSError | None = None
-    for keep, old in zip(keeps, before, strict=True):
-        try:
-            with building(keep, say):
-                # Another process may have done the work while we waited for the lock.
-                kept = read_kept(keep, place)
-                is_new = kept is not None and (old is None or kept.made_ns != old.made_ns)
-                if kept is not None and (is_new or not rebuild) and _still_holds(place, kept):
-                    return kept, []
-                if not listed:
-                    known = kept or next(filter(None, before), None)
-                    listed, news = _list(place, None if rebuild else known, progress)
-                return write_kept(keep, _index_of(place, listed), listed), news
-        except OSError as error:
-            trouble = error
-    if index_dir is not None and trouble is not None:
-        raise not_keepable(place, index_dir, trouble)
+    try:
+        with building(keep, say):
+            # Another process may have done the work while we waited for the lock.
+            kept = read_kept(keep, place)
+            is_new = kept is not None and (before is None or kept.made_ns != before.made_ns)
+            if kept is not None and (is_new or not rebuild) and _still_holds(place, kept):
+                return kept, _about_left_index(place, keep)
+            listed, news = _list(place, None if rebuild else kept or known, progress)
+            kept = write_kept(keep, _index_of(place, listed), listed)
+            return kept, [*news, *_about_left_index(place, keep)]
+    except OSError as error:
+        if index_dir is not None:
+            raise not_keepable(place, index_dir, error) from None
+        trouble = error
     if not listed:
-        listed, news = _list(place, None if rebuild else next(filter(None, before), None), progress)
+        listed, news = _list(place, known, progress)
     index = _index_of(place, listed)
     kept = KeptIndex(replace(index, digest=digest_of(index)), {one.name: one.seen for one in listed}, 0)
-    news.append(f"the index cannot be saved ({trouble}), so the next start lists all files again; set index_dir=FOLDER")
-    return kept, news
+    return kept, [*news, cannot_be_saved(trouble), *_about_left_index(place, keep)]
+
+
+def _about_left_index(place: str, keep: Path) -> list[str]:
+    note = note_of_left_index(place, keep)
+    return [] if note is None else [note]
 
 
 def _still_holds(place: str, kept: KeptIndex) -> bool:
@@ -262,18 +290,19 @@ def _index_of(place: str, listed: list[ClassListing]) -> SampleIndex:
 
 def _no_class_folders(place: str) -> UserError:
     where = shown(redact_text(place))
-    flat, tars = files_directly_in(place)
-    if tars:
-        why = f"it contains {count(tars, 'tar file')}, but not the {META} that `stoker pack` writes last"
-    elif flat:
-        why = f"it contains {count(flat, 'image')} outside of class folders, so their class is unknown"
+    flat, _ = files_directly_in(place)
+    if flat:
+        why = (
+            f"it contains {count(flat, 'image')} outside of class folders, and neither {SOLUTION} nor {GROUND_TRUTH} "
+            "is there or above"
+        )
     else:
         why = "the class of an image is the name of its folder"
     return UserError(
         "no-class-folders",
         f"{where} has no class folders",
         why=why,
-        hint=f"the images should be {where}/CLASS/IMAGE.jpg",
+        hint=f"the images should be {where}/CLASS/IMAGE.jpg; other layouts: docs/bring-your-data.md",
     )
 
 

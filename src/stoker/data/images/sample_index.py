@@ -135,6 +135,25 @@ def load_index(folder: Path) -> SampleIndex:
     return index
 
 
+def part_of(index: SampleIndex, indices: NDArray[np.int64]) -> SampleIndex:
+    """An index of some samples alone, in the same order; its samples are numbered anew."""
+    lengths = np.diff(index.name_ends, prepend=0)
+    kept = np.zeros(len(index), bool)
+    kept[indices] = True
+    chosen = np.flatnonzero(kept)
+    part = replace(
+        index,
+        labels=np.asarray(index.labels)[chosen],
+        name_bytes=np.asarray(index.name_bytes)[np.repeat(kept, lengths)],
+        name_ends=np.cumsum(lengths[chosen]),
+        sizes=None if index.sizes is None else np.asarray(index.sizes)[chosen],
+        shard_of=None if index.shard_of is None else np.asarray(index.shard_of)[chosen],
+        offsets=None if index.offsets is None else np.asarray(index.offsets)[chosen],
+        folder=None,
+    )
+    return replace(part, digest=digest_of(part))
+
+
 def digest_of(index: SampleIndex) -> str:
     """Hash of the samples, the classes and their order; the same wherever the data is stored."""
     digest = hashlib.blake2b(digest_size=16)

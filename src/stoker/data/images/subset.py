@@ -28,7 +28,7 @@ class Subset:
     labels: NDArray[np.int32]
     """Their classes, numbered as in `classes`."""
     classes: tuple[str, ...]
-    """Names of the chosen classes, sorted."""
+    """Names of the chosen classes, in the order of the index."""
     seed: int = 0
 
     def __len__(self) -> int:
@@ -36,20 +36,40 @@ class Subset:
 
 
 def choose_subset(
-    index: SampleIndex, *, classes: int | None, per_class: int | None, seed: int, names: Sequence[str] | None = None
+    index: SampleIndex,
+    *,
+    classes: int | None,
+    per_class: int | None,
+    seed: int,
+    names: Sequence[str] | None = None,
+    among: NDArray[np.int64] | None = None,
 ) -> Subset:
     """A subset of this many classes and images per class; None means all. `names` gives the classes instead: for
-    validation, those of the training subset, so that both number them alike."""
+    validation, those of the training subset, so that both number them alike. `among` are the samples to choose from,
+    ascending; None means all."""
     chosen = _choose_classes(index, classes, seed) if names is None else _given_classes(index, names)
     new_label = np.full(len(index.classes), -1, np.int32)
     label_of = {name: label for label, name in enumerate(chosen)}
     for old, name in enumerate(index.classes):
         new_label[old] = label_of.get(name, -1)
     labels = new_label[index.labels]
-    indices = np.flatnonzero(labels >= 0)
+    indices = np.flatnonzero(labels >= 0) if among is None else among[labels[among] >= 0]
     if per_class is not None:
         indices = _choose_images(index, indices, per_class, seed)
     return Subset(indices, labels[indices], chosen, seed)
+
+
+def split_samples(index: SampleIndex, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Divides the samples into training and validation: of each class this fraction is for validation, rounded, but
+    neither part is empty where a class has two images or more."""
+    chosen = []
+    by_class = np.argsort(index.labels, kind="stable")
+    borders = np.flatnonzero(np.diff(index.labels[by_class])) + 1
+    for of_class in np.split(by_class, borders):
+        wanted = min(len(of_class) - 1, max(1, round(len(of_class) * fraction)))
+        chosen.append(_lowest(index, of_class, wanted, seed, b"validation"))
+    val = np.sort(np.concatenate(chosen)) if chosen else np.zeros(0, np.int64)
+    return np.setdiff1d(np.arange(len(index), dtype=np.int64), val), val.astype(np.int64)
 
 
 def subset_record(train: Subset, val: Subset | None) -> dict[str, Any]:
@@ -75,7 +95,8 @@ def _choose_classes(index: SampleIndex, wanted: int | None, seed: int) -> tuple[
             hint=f"subset_classes={len(filled)}",
         )
     best = sorted(filled, key=lambda name: _rank(seed, b"class", encode_name(name)))[:wanted]
-    return tuple(sorted(best, key=encode_name))
+    chosen = set(best)
+    return tuple(name for name in index.classes if name in chosen)
 
 
 def _given_classes(index: SampleIndex, names: Sequence[str]) -> tuple[str, ...]:
@@ -86,7 +107,7 @@ def _given_classes(index: SampleIndex, names: Sequence[str]) -> tuple[str, ...]:
             why=f"it has {some(list(index.classes))}",
             hint=did_you_mean(names[0], index.classes) if names else None,
         )
-    return tuple(sorted(set(names), key=encode_name))
+    return tuple(names)  # in this order: the labels of training count on it
 
 
 def _choose_images(index: SampleIndex, indices: NDArray[np.int64], per_class: int, seed: int) -> NDArray[np.int64]:
@@ -94,12 +115,14 @@ def _choose_images(index: SampleIndex, indices: NDArray[np.int64], per_class: in
     by_class = indices[np.argsort(index.labels[indices], kind="stable")]
     borders = np.flatnonzero(np.diff(index.labels[by_class])) + 1
     for of_class in np.split(by_class, borders):
-        best = of_class
-        if len(of_class) > per_class:
-            ranks = [_rank(seed, b"image", encode_name(index.name(sample))) for sample in of_class.tolist()]
-            best = of_class[np.argsort(np.array(ranks, np.uint64), kind="stable")[:per_class]]
-        kept.append(best)
+        kept.append(of_class if len(of_class) <= per_class else _lowest(index, of_class, per_class, seed, b"image"))
     return np.sort(np.concatenate(kept))
+
+
+def _lowest(index: SampleIndex, samples: NDArray[np.int64], wanted: int, seed: int, kind: bytes) -> NDArray[np.int64]:
+    """The samples whose names have the smallest hashes."""
+    ranks = [_rank(seed, kind, encode_name(index.name(sample))) for sample in samples.tolist()]
+    return samples[np.argsort(np.array(ranks, np.uint64), kind="stable")[:wanted]]
 
 
 def _counts(subset: Subset) -> NDArray[np.int64]:

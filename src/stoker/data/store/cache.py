@@ -73,6 +73,10 @@ class CachedStore:
             self._keep(kept, key, data)
         return data
 
+    def size_of(self, path: str) -> int:
+        """Bytes of an object of the source."""
+        return self.source.size_of(path)
+
     @property
     def fetches(self) -> int:
         """How many reads went over the network."""

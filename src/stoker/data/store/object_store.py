@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -142,6 +142,28 @@ class ObjectStore:
                     yield entry["path"], entry["size"]
         except (BaseError, OSError) as error:
             raise self._down(error) from None
+
+    def entries(self) -> tuple[Sequence[str], dict[str, Sequence[Any]]]:
+        """What is directly below the URL: names of folders, and of objects with their size and version; both sorted and
+        without hidden ones."""
+        client = self._connected(None)
+        try:
+            found = obstore.list_with_delimiter(client)
+        except (BaseError, OSError) as error:
+            raise self._down(error) from None
+        folders = sorted(str(prefix).strip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
+        objects = {str(entry["path"]): (entry["size"], entry["e_tag"]) for entry in found["objects"]}
+        return (
+            [name for name in folders if not name.startswith(".")],
+            {name: objects[name] for name in sorted(objects) if not name.startswith(".")},
+        )
+
+    def size_of(self, path: str) -> int:
+        """Bytes of an object."""
+        try:
+            return int(obstore.head(self._connected(path), path)["size"])
+        except (BaseError, OSError, ValueError) as error:
+            raise self._failure(path, error, None) from None
 
     def _check_unchanged(self, path: str, meta: Any, size: int | None, part: bool) -> None:
         if size is not None and meta["size"] != size:

@@ -61,6 +61,10 @@ class Store(Protocol):
         Raises ReadFailure if this object cannot be read, StoreDown if the store cannot."""
         ...
 
+    def size_of(self, path: str) -> int:
+        """Bytes of an object; raises like `read`."""
+        ...
+
 
 class LocalStore:
     """A folder. Files read in part (shards) stay open; files read whole are opened for each read."""
@@ -97,6 +101,13 @@ class LocalStore:
         if len(data) != size:
             raise ReadFailure(path, "short", f"it ends before byte {offset + size}")
         return data
+
+    def size_of(self, path: str) -> int:
+        """Bytes of a file."""
+        try:
+            return os.stat(f"{self.root}/{path}").st_size  # noqa: PTH116
+        except OSError as error:
+            raise self._failure(path, error) from None
 
     def _read_whole(self, file: _OpenFile, path: str, offset: int, size: int | None) -> bytes:
         now = os.fstat(file.descriptor)

@@ -24,15 +24,16 @@ from typing import Any
 import numpy as np
 
 from stoker.data.images.listing import check_folder
+from stoker.data.images.opening import RECORDS
 from stoker.data.images.pack.tar_shards import END, read_record, sample_footprint
 from stoker.data.images.sample_index import META, SampleIndex, save_index
+from stoker.data.images.splits import find_split
 from stoker.data.store.stores import is_url
 from stoker.errors import UsageError, UserError
 from stoker.files import write_text
 from stoker.run.lease import Lease, LeaseHeld
 
 USUAL_SPLITS = ("train", "val")
-_RECORDS = ".pack"
 _SHARD = re.compile(r"\.?shard-\d{6,}\.tar(\.tmp)?")
 _INDEX = re.compile(r"(labels|name_bytes|name_ends|sizes|shard_of|offsets)\.npy")
 
@@ -50,7 +51,7 @@ class PackFolder:
 
     @property
     def records(self) -> Path:
-        return self.destination / _RECORDS / self.split
+        return self.destination / RECORDS / self.split
 
     @property
     def skipped(self) -> Path:
@@ -76,7 +77,7 @@ class PackFolder:
 
 def source_index_folder(destination: Path) -> Path:
     """Where the index of the source is kept while it is packed."""
-    return destination / _RECORDS / "source-index"
+    return destination / RECORDS / "source-index"
 
 
 def check_destination(source: str, destination: Path) -> None:
@@ -101,24 +102,17 @@ def check_destination(source: str, destination: Path) -> None:
 def find_splits(source: str, wanted: Sequence[str] | None) -> list[str]:
     """The wanted splits, checked; by default the usual ones that exist, or the source itself ("") if it has none."""
     if not wanted:
-        return _usual_splits(source) or [""]
+        if not is_url(source):
+            check_folder(source, "")
+        return [name for name in USUAL_SPLITS if find_split(source, name) is not None] or [""]
     splits = list(dict.fromkeys(name.strip("/") for name in wanted))
     if outside := next((name for name in splits if ".." in name.split("/")), None):
         raise UsageError("usage", f"--split {outside} points outside SRC", hint="--split train")
     if not is_url(source):
         for name in splits:
-            check_folder(source, name)
+            if find_split(source, name) is None or name not in USUAL_SPLITS:
+                check_folder(source, name)
     return splits
-
-
-def _usual_splits(source: str) -> list[str]:
-    if is_url(source):
-        from stoker.data.store.object_store import open_object_store
-
-        stores = {name: open_object_store(f"{source.rstrip('/')}/{name}") for name in USUAL_SPLITS}
-        return [name for name, store in stores.items() if any(True for _ in store.list())]
-    check_folder(source, "")
-    return [name for name in USUAL_SPLITS if (Path(source).expanduser() / name).is_dir()]
 
 
 @contextmanager
@@ -142,7 +136,7 @@ def claim_packs(
 @contextmanager
 def claim_destination(destination: Path) -> Iterator[None]:
     """Creates the destination, and locks it for this process."""
-    records = destination / _RECORDS
+    records = destination / RECORDS
     try:
         records.mkdir(parents=True, exist_ok=True)
         if not os.access(destination, os.W_OK | os.X_OK):

@@ -34,6 +34,7 @@ from stoker.data.images.pack.folder import (
 )
 from stoker.data.images.pack.shard import Reencoding, ShardDone, ShardTask, Source, make_shards, sampled_ratio
 from stoker.data.images.pack.tar_shards import END, sample_footprint
+from stoker.data.images.parquet_files import LAYOUT, row_groups, sizes_of_images
 from stoker.data.images.sample_index import SampleIndex, digest_of
 from stoker.data.order import permute
 from stoker.errors import UserError
@@ -103,7 +104,7 @@ def pack_split(
         )
     sizes = source_sizes(index)
     check_source(pack, options.as_dict(), _fingerprint(index, sizes))
-    tasks = plan_shards(sizes, options.shard_bytes)
+    tasks = plan_shards(sizes, options.shard_bytes, row_groups(index))
     remove_temporaries(pack)
     _check_space(index, pack, options, tasks)
     made = _make_shards(Source(index, pack, options.reencoding), tasks, workers, max_bad_fraction, progress)
@@ -123,9 +124,15 @@ def pack_split(
     )
 
 
-def plan_shards(sizes: NDArray[np.int64], shard_bytes: int) -> list[ShardTask]:
-    """Which samples go into which shard, and under which keys; each shard is filled up to its size."""
-    order = permute(np.arange(len(sizes), dtype=np.int64), len(sizes), ORDER_KEY)
+def plan_shards(sizes: NDArray[np.int64], shard_bytes: int, groups: NDArray[np.int64] | None = None) -> list[ShardTask]:
+    """Which samples go into which shard, and under which keys; each shard is filled up to its size.
+
+    `groups` are samples that can only be read together: they stay together, and only their order is permuted."""
+    if groups is None:
+        order = permute(np.arange(len(sizes), dtype=np.int64), len(sizes), ORDER_KEY)
+    else:
+        most = int(groups.max()) + 1
+        order = np.argsort(permute(np.arange(most, dtype=np.int64), most, ORDER_KEY)[groups], kind="stable")
     ends = np.cumsum(sample_footprint(sizes[order]))
     tasks: list[ShardTask] = []
     first = 0
@@ -144,6 +151,8 @@ def source_sizes(index: SampleIndex) -> NDArray[np.int64]:
     """Bytes of each sample; 0 for what is not a file: it is reported when it is read."""
     if index.sizes is not None:
         return np.asarray(index.sizes, np.int64)
+    if index.facts.get("layout") == LAYOUT:
+        return sizes_of_images(index)
 
     def size_of(sample: int) -> int:
         try:

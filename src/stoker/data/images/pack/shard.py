@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import cv2
@@ -32,8 +31,9 @@ from stoker.data.images.pack.tar_shards import (
     verify_shard,
     write_record,
 )
+from stoker.data.images.parquet_files import open_sample_store
 from stoker.data.images.sample_index import SampleIndex
-from stoker.data.store.stores import ReadFailure, Store, open_store
+from stoker.data.store.stores import ReadFailure, Store
 from stoker.files import sync_folder
 
 # For images that are shrunk without a given quality: little loss compared with the original.
@@ -268,11 +268,16 @@ def _read_ahead(
 def _read(index: SampleIndex, sample: int) -> bytes | BadImage:
     path, offset, size = index.location(sample)
     try:
-        return bytes(_store(index.root).read(path, offset, size, whole=not index.shards))
+        return bytes(_store(index).read(path, offset, size, whole=not index.shards))
     except ReadFailure as error:
         return BadImage(f"{error.reason} ({error.detail})" if error.detail else error.reason)
 
 
-@lru_cache(maxsize=4)
-def _store(root: str) -> Store:
-    return open_store(root)
+_stores: dict[tuple[str, str | None], Store] = {}
+
+
+def _store(index: SampleIndex) -> Store:
+    key = index.root, index.facts.get("version")
+    if key not in _stores:
+        _stores[key] = open_sample_store(index)
+    return _stores[key]

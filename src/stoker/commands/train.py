@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
-from stoker.console import say, say_notes
+from stoker.console import say, say_notes, say_warnings
 from stoker.errors import EXIT_OK
 
 
@@ -57,6 +57,7 @@ def train_from_config(
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
     from stoker.train.ranks import Ranks, ranks_from_environment
+    from stoker.verify.running import warnings_before_training
 
     ranks = ranks_from_environment()
     loaded = load_for_command(path, overrides, None).config
@@ -70,6 +71,8 @@ def train_from_config(
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):
         # Once on each node, before any process is started: those of our own launcher come later.
         refuse_what_cannot_fit(config, path, machine, force=force)
+    if ranks is None or (ranks.is_first and not launched_here()):
+        say_warnings(warnings_before_training(config, path, overrides, machine))
     if ranks is None and config.devices * config.num_nodes > 1:
         command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
         return launch(command, config.devices, config.num_nodes), None

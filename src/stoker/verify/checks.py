@@ -54,6 +54,11 @@ def unknown(seen: str, fix: str | None = None, *details: str, **facts: Any) -> O
     return Outcome("unknown", seen, fix, details, facts)
 
 
+def size_text(size: int) -> str:
+    """Bytes in the unit that suits their number."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
 @dataclass(frozen=True)
 class Check:
     """One declaration: listing it in `stoker.verify.running` is all that is needed to add it."""
@@ -96,6 +101,12 @@ class Subject:
     def arguments(self) -> str:
         """Config and overrides as the user typed them, for commands to type next."""
         return shlex.join([str(self.path), *self.overrides])
+
+    def arguments_with(self, settings: Sequence[str]) -> str:
+        """The same with these KEY=VALUE, which replace the user's for the same keys."""
+        keys = {setting.partition("=")[0] for setting in settings}
+        kept = [text for text in self.overrides if text.partition("=")[0] not in keys]
+        return shlex.join([str(self.path), *kept, *settings])
 
     @property
     def samples(self) -> tuple[SampleSet, SampleSet | None]:

@@ -45,10 +45,10 @@ def check_recipe(subject: Subject) -> Outcome:
     except_ = f"except: {', '.join(texts[:MOST_NAMED])}{more}"
     if claimed:
         called = " and ".join(sorted(names))
-        settings = " ".join(one.fix for one in differs if one.fix is not None)
+        settings = [word for one in differs if one.fix is not None for word in one.fix.split()]
         return failed(
             f"called {called}, but it is {recipe.name} ({recipe.source}) {except_}",
-            f"stoker train {subject.path} {settings}; or another file name and run_name=",
+            f"stoker train {subject.arguments_with(settings)}; or another file name and run_name=",
             *(texts[MOST_NAMED:] if more else ()),
             **facts,
         )
@@ -86,7 +86,8 @@ def check_schedule(subject: Subject) -> Outcome:
     horizon = _horizon(config, max(1, steps_of(config, *samples)[0]))
     peak = peak_lr(config)
     last = horizon.total_steps - 1
-    steps = sorted({round(last * point / POINTS) for point in range(POINTS + 1)})
+    after_warmup = min(last, horizon.warmup_epochs * horizon.steps_per_epoch)
+    steps = sorted({after_warmup, *(round(last * point / POINTS) for point in range(POINTS + 1))})
     rates = [learning_rate(step, horizon, peak) for step in steps]
     epochs = [step / horizon.steps_per_epoch for step in steps]
     facts = {

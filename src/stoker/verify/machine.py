@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stoker.machine.host import allowed_cores
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.verify.checks import Check, Outcome, Subject, failed, passed, size_text, unknown
 
 if TYPE_CHECKING:
     from stoker.plan.records import Budget, Plan, RamBudget
@@ -58,8 +58,10 @@ def check_vram(subject: Subject) -> Outcome | None:
         if finding.id == "vram-exceeded":
             return failed(finding.message, finding.fix or "a smaller batch_size=", **facts)
     if limit is None:
-        return unknown(f"{_size(plan.vram.peak_bytes)} of VRAM needed; the device is unknown", "accelerator=", **facts)
-    return passed(f"{_size(plan.vram.peak_bytes)} of {_size(limit)} of VRAM", **facts)
+        return unknown(
+            f"{size_text(plan.vram.peak_bytes)} of VRAM needed; the device is unknown", "accelerator=", **facts
+        )
+    return passed(f"{size_text(plan.vram.peak_bytes)} of {size_text(limit)} of VRAM", **facts)
 
 
 def check_disk(subject: Subject) -> Outcome:
@@ -195,12 +197,8 @@ def _budget(plan: Plan, budget: Budget | RamBudget, finding_id: str, what: str) 
         if finding.id == finding_id:
             return failed(finding.message, finding.fix or "a smaller batch_size=", **facts)
     if limit is None:
-        return unknown(f"{_size(needed)} {what} needed; the limit is not known", **facts)
-    return passed(f"{_size(needed)} of {_size(limit)} {what}", **facts)
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+        return unknown(f"{size_text(needed)} {what} needed; the limit is not known", **facts)
+    return passed(f"{size_text(needed)} of {size_text(limit)} {what}", **facts)
 
 
 CHECKS = (

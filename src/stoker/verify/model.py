@@ -11,9 +11,12 @@ from stoker.verify.checks import Check, Outcome, Subject, failed, passed
 if TYPE_CHECKING:
     from stoker.verify.trial import GroupFacts, Trial
 
-# The loss of an untrained network, as a multiple of that of a uniform guess. Twelve timm networks at their initial
-# weights, from ResNet-50 and ViT to EfficientNet, gave 0.98 to 1.15.
-HIGHEST_START, LOWEST_START = 1.6, 0.5
+# The loss of an untrained network is close to that of a uniform guess: ten timm networks at their initial weights, from
+# ResNet-50 to ViT-S, had 0.99 to 1.06 times ln 1000. With few classes a few samples scatter more, hence the constant.
+HIGHEST_START, SCATTER = 1.3, 1.0
+LOWEST_START = 0.5
+# Below, a few samples can be guessed right by chance.
+LEAST_CLASSES = 10
 SHOWN = 3
 
 
@@ -44,10 +47,10 @@ def check_first_loss(subject: Subject) -> Outcome:
             "precision=bf16-mixed or precision=32" if config.precision == "16-mixed" else "check weights= and the data"
         )
         return failed(f"the loss of the first step is {loss} for {_images(trial)}", fix, **facts)
-    if loss > HIGHEST_START * guess:
-        fix = "check weights=, and the labels with stoker verify" if config.weights else "another model=, or seed="
+    if loss > HIGHEST_START * guess + SCATTER:
+        fix = "other weights=, or none" if config.weights else "another model=: its initial weights are far too large"
         return failed(f"{seen}: the network is surer of wrong classes than a guess", fix, **facts)
-    if loss < LOWEST_START * guess and config.weights is None:
+    if loss < LOWEST_START * guess and config.weights is None and trial.outputs >= LEAST_CLASSES:
         return failed(
             f"{seen}: an untrained network cannot know the classes",
             "look at the labels: do all images have one?",

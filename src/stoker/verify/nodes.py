@@ -165,30 +165,28 @@ def _over_ranks(judge: Callable[[tuple[RankFacts, ...]], Outcome]) -> Callable[[
     """A check of what the ranks saw; does not apply to a single process."""
 
     def run(subject: Subject) -> Outcome | None:
-        if isinstance(subject.ranks, StokerError):
-            raise subject.ranks
-        if subject.ranks is not None:
+        if isinstance(subject.ranks, tuple):
             return judge(subject.ranks)
-        if subject.config.devices * subject.config.num_nodes == 1:
-            return None
-        why = why_not_started(subject.config, subject.machine) or "the ranks were not started"
-        return unknown(why, f"srun stoker verify {subject.arguments}, or torchrun, where it will train")
+        alone = subject.config.devices * subject.config.num_nodes == 1
+        return None if alone else unknown("the ranks did not meet")
 
     return run
 
 
 def check_ranks_meet(subject: Subject) -> Outcome | None:
     """All ranks find each other."""
-    if isinstance(subject.ranks, StokerError):
-        error = subject.ranks
-        return failed(error.seen, error.hint or "check MASTER_ADDR and MASTER_PORT on every node", reason=error.name)
-    return _over_ranks(_met)(subject)
-
-
-def _met(ranks: tuple[RankFacts, ...]) -> Outcome:
-    hosts = Counter(rank.host for rank in ranks)
-    said = ", ".join(f"{count} on {host}" for host, count in hosts.items())
-    return passed(f"{len(ranks)} ranks: {said}", ranks=len(ranks), hosts=dict(hosts))
+    config, ranks = subject.config, subject.ranks
+    if isinstance(ranks, StokerError):
+        hint = ranks.hint or "check MASTER_ADDR and MASTER_PORT on every node"
+        return failed(ranks.seen, hint, reason=ranks.name)
+    if ranks is not None:
+        hosts = Counter(rank.host for rank in ranks)
+        said = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+        return passed(f"{len(ranks)} ranks: {said}", ranks=len(ranks), hosts=dict(hosts))
+    if config.devices * config.num_nodes == 1:
+        return None
+    why = why_not_started(config, subject.machine) or "the ranks were not started"
+    return unknown(why, f"where it will train: srun stoker verify {subject.arguments}, or the same with torchrun")
 
 
 def judge_versions(ranks: tuple[RankFacts, ...]) -> Outcome:

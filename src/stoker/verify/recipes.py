@@ -143,7 +143,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "lr": lambda value: f"learning rate {value:g}",
     "momentum": lambda value: f"momentum {value:g}",
     "weight_decay": lambda value: f"weight decay {value:g}",
-    "decay_bias_and_norm": lambda value: f"weight decay {'also' if value else 'not'} on bias and norm",
+    "decay_bias_and_norm": lambda value: f"{'' if value else 'no '}weight decay on bias and norm",
     "lr_scheduler": lambda value: f"a {value} schedule",
     "warmup_epochs": lambda value: f"{value} epochs of warmup" if value else "no warmup",
     "loss": lambda value: {"bce": "BCE", "cross_entropy": "CE"}.get(value, value),
@@ -164,7 +164,16 @@ def _difference_text(setting: str, seen: Any, wanted: Any) -> str:
     ours, theirs = word(seen), word(wanted)
     if ours.startswith("no "):
         return ours
-    return f"{ours} instead of {'none' if theirs.startswith('no ') else theirs}"
+    return f"{ours} instead of {'none' if theirs.startswith('no ') else _without_shared_words(theirs, ours)}"
+
+
+def _without_shared_words(theirs: str, ours: str) -> str:
+    """'mixup 0.1' beside 'mixup 0.2' is '0.1'."""
+    kept, others = theirs.split(), ours.split()
+    for end in (0, -1):
+        while len(kept) > 1 and len(others) > 1 and kept[end] == others[end]:
+            del kept[end], others[end]
+    return " ".join(kept)
 
 
 def _fix(setting: str, wanted: Any, config: HostConfig, recipe: Recipe) -> str | None:

@@ -7,10 +7,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from stoker.errors import Interrupted, Preempted, StokerError, UsageError, did_you_mean
 from stoker.verify.checks import TOPICS, Check, Outcome, Status, Subject, unknown
+
+if TYPE_CHECKING:
+    from stoker.machine.host import HostConfig, Machine
 
 MODULES = (
     "stoker.verify.config",
@@ -108,10 +112,17 @@ def run_checks(checks: Sequence[Check], subject: Subject, on_start: OnStart = la
     return Report(tuple(results), tuple(not_applicable), time.perf_counter() - began)
 
 
-def cheap_failures(subject: Subject) -> list[Result]:
-    """What the checks that take no time find wrong; `stoker train` runs them before it starts."""
-    cheap = [check for check in all_checks() if check.cheap]
-    return [result for result in run_checks(cheap, subject).results if result.outcome.status == "failed"]
+def warnings_before_training(
+    config: HostConfig, path: Path, overrides: Sequence[str], machine: Machine, checks: Sequence[Check] | None = None
+) -> list[str]:
+    """What the checks that take no time find wrong, one line each; the run starts anyway."""
+    cheap = [check for check in (all_checks() if checks is None else checks) if check.cheap]
+    report = run_checks(cheap, Subject(config, path, overrides, machine))
+    return [
+        f"{result.check.name}: {result.outcome.seen}; fix: {result.outcome.fix}"
+        for result in report.results
+        if result.outcome.status == "failed"
+    ]
 
 
 def _run(check: Check, subject: Subject) -> Outcome | None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from stoker.console import format_table
-from stoker.verify.checks import Check, Outcome, Status
+from stoker.plan.text import duration
+from stoker.verify.checks import Check, Status, size_text
 from stoker.verify.expected import Expected
 from stoker.verify.running import Report, Result
 
@@ -36,24 +37,15 @@ def list_text(checks: Sequence[Check]) -> str:
     return format_table(rows, ["check", "topic", "what is checked", "when"])
 
 
-def warning_text(check: Check, outcome: Outcome) -> str:
-    """A failed check as one line for a run that starts anyway."""
-    fix = "" if outcome.fix is None else f"; fix: {outcome.fix}"
-    return f"{check.name}: {outcome.seen}{fix}"
-
-
 def expected_lines(expected: Expected) -> list[str]:
     """How long the run takes, what it needs and costs, and the accuracy that its recipe publishes."""
     lines = []
     if expected.hours is not None:
         pace = "" if expected.images_per_second is None else f" at {expected.images_per_second:,.0f} images/s"
         bound = "" if expected.bound_by is None else f", bound by the {expected.bound_by}"
-        lines.append(f"time    {_hours(expected.hours)}{pace}{bound} (a plan, not a measurement)")
-    memory = [f"{expected.ram_bytes / 1e9:.1f} GB of RAM"] if expected.ram_bytes is not None else []
-    if expected.vram_bytes is not None:
-        memory.insert(0, f"{expected.vram_bytes / 1e9:.1f} GB of VRAM")
-    if expected.disk_bytes is not None:
-        memory.append(f"{expected.disk_bytes / 1e9:.1f} GB of disk")
+        lines.append(f"time    {duration(3600 * expected.hours)}{pace}{bound} (a plan, not a measurement)")
+    sizes = (("VRAM", expected.vram_bytes), ("RAM", expected.ram_bytes), ("disk", expected.disk_bytes))
+    memory = [f"{size_text(size)} of {name}" for name, size in sizes if size is not None]
     if memory:
         lines.append(f"memory  {', '.join(memory)}")
     if expected.cost is not None:
@@ -96,9 +88,3 @@ def _count_line(report: Report) -> str:
 
 def _when(check: Check) -> str:
     return "--deep" if check.deep else "train too" if check.cheap else ""
-
-
-def _hours(hours: float) -> str:
-    if hours >= 48:
-        return f"{hours / 24:.1f} days"
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"

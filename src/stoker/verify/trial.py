@@ -30,6 +30,7 @@ from stoker.train.optimization import set_lr
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import learning_rate
 from stoker.train.step import StepResult
+from stoker.verify.checks import size_text
 from stoker.verify.config import peak_lr
 
 if TYPE_CHECKING:
@@ -198,8 +199,8 @@ def _refuse_too_large(config: HostConfig, device: torch.device) -> None:
     if needed > state.available_bytes:
         raise UserError(
             "trial-too-large",
-            f"a step of {config.batch_size} images may need {needed / 1e9:.1f} GB of memory, and "
-            f"{state.available_bytes / 1e9:.1f} GB are free",
+            f"a step of {config.batch_size} images may need {size_text(needed)} of memory, and "
+            f"{size_text(state.available_bytes)} are free",
             hint="check it on the machine that will train",
         )
 

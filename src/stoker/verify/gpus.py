@@ -176,14 +176,14 @@ def check_product(subject: Subject) -> Outcome | None:
 
 
 def judge_products(
-    devices: Sequence[torch.device], multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    devices: Sequence[torch.device], multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], side: int = SIDE
 ) -> Outcome:
     """Compares products with those of the host. The factors are -1, 0 and 1: sums of a thousand such products are exact
     in float32, TF32 and float16, so that any difference is an error of the hardware."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randint(-1, 2, (SIDE, SIDE), generator=generator) for _ in range(2))
+    left, right = (torch.randint(-1, 2, (side, side), generator=generator) for _ in range(2))
     expected = (left.double() @ right.double()).float()
     wrong: list[str] = []
     facts: dict[str, Any] = {}
@@ -194,10 +194,10 @@ def judge_products(
             name = f"{device} {str(dtype).removeprefix('torch.')}"
             facts[name] = count
             if count:
-                wrong.append(f"{name}: {count:,} of {SIDE * SIDE:,} numbers are wrong")
+                wrong.append(f"{name}: {count:,} of {side * side:,} numbers are wrong")
     if wrong:
         return failed("; ".join(wrong), "do not train on this device: CUDA_VISIBLE_DEVICES= without it", **facts)
-    return passed(f"{SIDE} x {SIDE} products in float32 and float16 are exact on {len(devices)} devices", **facts)
+    return passed(f"{side} x {side} products in float32 and float16 are exact on {len(devices)} devices", **facts)
 
 
 def _number(text: str | None) -> float | None:

@@ -37,7 +37,10 @@ NOT_TRAINED = ("plan-a-machine",)
 
 
 def test_there_is_a_page_for_each_job() -> None:
-    jobs = ("train-imagenet", "why-is-my-gpu-idle", "plan-a-machine", "read-from-s3", "resume-and-continue", "results")
+    jobs = (
+        "train-imagenet", "verify-a-run", "why-is-my-gpu-idle", "plan-a-machine", "read-from-s3", "resume-and-continue",
+        "results",
+    )  # fmt: skip
     assert {page.stem for page in DOCS.glob("*.md")} == set(jobs)
     readme = (PROJECT / "README.md").read_text()
     assert [job for job in jobs if f"(docs/{job}.md)" not in readme] == []

@@ -205,7 +205,7 @@ def test_steps_are_counted_over_all_ranks_and_the_rest_is_named(tmp_path: Path, 
     assert outcome.status == "passed"
     assert outcome.seen == (
         "24 images in updates of 10: 2 steps an epoch (4 images, others each time, are left out); "
-        "9 for validation: 1 steps"
+        "9 for validation: 1 step"
     )
 
 

@@ -63,9 +63,8 @@ def verify(
         return EXIT_OK
     if config is None:
         raise UsageError("usage", "no config given", hint="stoker verify CONFIG; stoker verify --list")
-    for option, path in (("--weights", weights),):
-        if path is not None and not path.is_file():
-            raise UsageError("usage", f"{option} {path} is not a file")
+    if weights is not None and not weights.is_file():
+        raise UsageError("usage", f"--weights {weights} is not a file")
     checks = choose_checks(all_checks(), skip or (), deep=deep)
     let_threads_sleep()
     return _verify(config, [*(overrides or ()), *(set_ or ())], checks, deep, weights, out, price, json)

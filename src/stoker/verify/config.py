@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stoker.console import format_table
 from stoker.errors import StokerError
@@ -90,7 +90,7 @@ def check_schedule(subject: Subject) -> Outcome:
     steps = sorted({after_warmup, *(round(last * point / POINTS) for point in range(POINTS + 1))})
     rates = [learning_rate(step, horizon, peak) for step in steps]
     epochs = [step / horizon.steps_per_epoch for step in steps]
-    facts = {
+    facts: dict[str, Any] = {
         "steps": horizon.total_steps, "warmup_epochs": horizon.warmup_epochs, "first": rates[0], "peak": max(rates),
         "last": rates[-1], "scheduler": horizon.scheduler,
     }  # fmt: skip
@@ -163,13 +163,16 @@ def check_steps(subject: Subject) -> Outcome:
             f"steps_per_epoch={train // total}, or leave it out",
             **facts,
         )
-    validation = "no validation" if val is None else f"{val:,} for validation: {val_steps:,} steps"
+    validation = "no validation" if val is None else f"{val:,} for validation: {_steps(val_steps or 0)}"
+    rest = ""
     if config.steps_per_epoch is None and dropped:
-        rest = f" ({dropped:,} images, others each time, are left out)"
-    else:
-        rest = ""
-    seen = f"{train:,} images in updates of {total:,}: {updates:,} steps an epoch{rest}; {validation}{assumed}"
+        rest = f" ({dropped:,} image{'s' * (dropped != 1)}, others each time, are left out)"
+    seen = f"{train:,} images in updates of {total:,}: {_steps(updates)} an epoch{rest}; {validation}{assumed}"
     return unknown(seen, "a data_root= that can be read from here", **facts) if assumed else passed(seen, **facts)
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def total_batch(config: HostConfig) -> int:

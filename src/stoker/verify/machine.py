@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stoker.machine.host import allowed_cores
 from stoker.verify.checks import Check, Outcome, Subject, failed, passed, size_text, unknown
 
 if TYPE_CHECKING:
-    from stoker.plan.records import Budget, Plan, RamBudget
+    from stoker.plan.records import Plan
 
 # A rank with a single core has its loader and its training thread take turns. Only reported where the host has many
 # more: a small machine is what it is.
@@ -41,27 +41,20 @@ def plan_run(subject: Subject) -> Plan:
 
 
 def check_ram(subject: Subject) -> Outcome:
-    return _budget(subject.plan, subject.plan.ram, "ram-exceeded", "of RAM")
+    ram = subject.plan.ram
+    return _judge(subject.plan, "ram-exceeded", ram.total_bytes, ram.limit_bytes, "of RAM")
 
 
 def check_shm(subject: Subject) -> Outcome:
-    return _budget(subject.plan, subject.plan.shm, "shm-exceeded", "of shared memory")
+    shm = subject.plan.shm
+    return _judge(subject.plan, "shm-exceeded", shm.needed, shm.limit, "of shared memory")
 
 
 def check_vram(subject: Subject) -> Outcome | None:
-    plan = subject.plan
-    if plan.vram is None:
+    vram = subject.plan.vram
+    if vram is None:
         return None
-    limit = plan.vram.limit_bytes
-    facts = {"needed": plan.vram.peak_bytes, "limit": limit}
-    for finding in plan.refused:
-        if finding.id == "vram-exceeded":
-            return failed(finding.message, finding.fix or "a smaller batch_size=", **facts)
-    if limit is None:
-        return unknown(
-            f"{size_text(plan.vram.peak_bytes)} of VRAM needed; the device is unknown", "accelerator=", **facts
-        )
-    return passed(f"{size_text(plan.vram.peak_bytes)} of {size_text(limit)} of VRAM", **facts)
+    return _judge(subject.plan, "vram-exceeded", vram.peak_bytes, vram.limit_bytes, "of VRAM")
 
 
 def check_disk(subject: Subject) -> Outcome:
@@ -72,21 +65,28 @@ def check_disk(subject: Subject) -> Outcome:
         existing = existing.parent
     if not os.access(existing, os.W_OK):
         return failed(f"{existing} is not writable, and runs are kept in {folder}", "runs_dir=/a/writable/folder")
-    plan = subject.plan
-    if plan.disk is None:
+    disk = subject.plan.disk
+    if disk is None:
         return unknown("the size of the checkpoints is not known")
-    return _budget(plan, plan.disk, "disk-exceeded", f"of disk at {existing}")
+    return _judge(subject.plan, "disk-exceeded", disk.needed, disk.limit, f"of disk at {existing}")
 
 
 def check_open_files(subject: Subject) -> Outcome:
-    plan = subject.plan
-    files = plan.open_files
-    facts = {"needed": files.needed, "limit": files.limit}
+    files = subject.plan.open_files
+    return _judge(subject.plan, "open-files-exceeded", files.needed, files.limit, "open files", lambda n: f"{n:,}")
+
+
+def _judge(
+    plan: Plan, refusal: str, needed: int, limit: int | None, what: str, show: Callable[[int], str] = size_text
+) -> Outcome:
+    """What the plan says about one resource: its refusal, with the fix, or how much is needed of what is there."""
+    facts: dict[str, Any] = {"needed": needed, "limit": limit}
     for finding in plan.refused:
-        if finding.id == "open-files-exceeded":
-            return failed(finding.message, finding.fix or "ulimit -n 65536", **facts)
-    limit = "no limit" if files.limit is None else f"{files.limit:,} allowed"
-    return passed(f"{files.needed:,} needed, {limit}", **facts)
+        if finding.id == refusal:
+            return failed(finding.message, finding.fix or "a smaller batch_size=", **facts)
+    if limit is None:
+        return unknown(f"{show(needed)} {what} needed; the limit is not known", None, **facts)
+    return passed(f"{show(needed)} of {show(limit)} {what}", **facts)
 
 
 def check_cores(subject: Subject) -> Outcome:
@@ -165,7 +165,9 @@ def judge_threads(environment: Mapping[str, str], cpus: int, ranks: int) -> Outc
             f"OMP_NUM_THREADS={max(1, cpus // ranks)}",
             **seen,
         )
-    return passed(said or "OpenMP's own defaults; stoker sets one thread for each core", **seen)
+    # Ours, set when a command starts.
+    usual = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return passed("one thread for each core, which sleeps while it waits" if seen in ({}, usual) else said, **seen)
 
 
 def check_wandb(subject: Subject) -> Outcome | None:
@@ -187,18 +189,6 @@ def check_wandb(subject: Subject) -> Outcome | None:
         fix = "wandb login" if why.startswith("no key") else "check the network or WANDB_BASE_URL"
         return failed(f"the run would be logged offline: {why}", f"{fix}; or WANDB_MODE=offline", online=False)
     return passed("reachable, with a key", online=True)
-
-
-def _budget(plan: Plan, budget: Budget | RamBudget, finding_id: str, what: str) -> Outcome:
-    needed = budget.needed if hasattr(budget, "needed") else budget.total_bytes
-    limit = budget.limit if hasattr(budget, "limit") else budget.limit_bytes
-    facts = {"needed": needed, "limit": limit, "parts": budget.parts}
-    for finding in plan.refused:
-        if finding.id == finding_id:
-            return failed(finding.message, finding.fix or "a smaller batch_size=", **facts)
-    if limit is None:
-        return unknown(f"{size_text(needed)} {what} needed; the limit is not known", **facts)
-    return passed(f"{size_text(needed)} of {size_text(limit)} {what}", **facts)
 
 
 CHECKS = (

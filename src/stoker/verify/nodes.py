@@ -145,14 +145,15 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     if torch.cuda.is_available():  # GPU only
-        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        nccl: Any = torch.cuda.nccl
+        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl.version()))}
         found["gpu"] = torch.cuda.get_device_name()
     return found
 
 
 def _work_s(matrix: Any) -> float:
     """The median time of a small product, over a fraction of a second."""
-    times = []
+    times: list[float] = []
     ends = time.perf_counter() + WORK_S
     while time.perf_counter() < ends or not times:
         began = time.perf_counter()

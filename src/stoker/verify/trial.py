@@ -9,6 +9,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,54 +92,32 @@ class Trial:
 
 def try_run(subject: Subject) -> Trial:
     """Takes two steps, with a save between them, and repeats the second one from the checkpoint."""
-    config, device = _small(subject.config), _device()
+    config, device = _small(subject.config), _ready_device(subject)
     _refuse_too_large(config, device)
-    if device.type == "cpu":
-        torch.set_num_threads(subject.machine.cpus)
     with tempfile.TemporaryDirectory(prefix="stoker-verify-") as name:
-        folder = Path(name)
-        data, config, random_because = _data(subject, config, folder)
-        checkpoints = Checkpoints(folder / "checkpoints")
-        run = _built(config, data, device)
-        saver = Saver(run, checkpoints)
-        try:
-            before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
-            began = time.perf_counter()
-            first = _step(run, saver)
-            first_loss, skipped = float(first.loss), bool(first.skipped)
-            step_s = time.perf_counter() - began
-            named = [(name, value) for name, value in run.model.named_parameters() if value.requires_grad]
-            without = tuple(name for name, value in named if value.grad is None)
-            unchanged = tuple(
-                name
-                for name, value in named
-                if value.grad is not None and bool(value.grad.any()) and torch.equal(value.detach(), before[name])
-            )
-            groups = _groups(run)
-            counts = Counter(id(value) for group in run.step.optimizer.param_groups for value in group["params"])
-            missing = tuple(name for name, value in named if not counts[id(value)])
-            twice = tuple(name for name, value in named if counts[id(value)] > 1)
-            del before, named
-            began = time.perf_counter()
-            saved = saver.save({**run.train_metrics.total()}, now=True)
-            save_s = time.perf_counter() - began
-            if not saved:
-                raise UserError("trial-not-saved", f"the checkpoint could not be written to {folder}")
-            next_loss = float(_step(run, saver).loss)
+        data, config, random_because = _data(subject, config, Path(name))
+        checkpoints = Checkpoints(Path(name) / "checkpoints")
+        with _running(config, data, device) as run:
+            saver = Saver(run, checkpoints)
+            try:
+                facts = _first_step(run, saver) | _grouping(run)
+                began = time.perf_counter()
+                if not saver.save(run.train_metrics.total(), now=True):
+                    raise UserError("trial-not-saved", f"the checkpoint could not be written to {name}")
+                facts["save_s"] = time.perf_counter() - began
+                facts["next_loss"] = float(_step(run, saver).loss)
+            finally:
+                saver.close()
+            parameters = sum(value.numel() for value in run.model.parameters())
+            outputs = config.num_classes or len(run.classes)
             after = {name: value.detach().cpu() for name, value in run.model.state_dict().items()}
-            parameters, outputs = sum(value.numel() for value in run.model.parameters()), _outputs(run, config)
-        finally:
-            saver.close()
-            run.close()
-        del run, saver
+        del run, saver  # their memory, before the second run takes as much
         resumed_loss, differing = _resumed(config, data, device, checkpoints, after)
-        size = checkpoints.last.stat().st_size
-    return Trial(
-        parameters=parameters, outputs=outputs, device=device.type, samples=config.batch_size,
-        random_because=random_because, first_loss=first_loss, skipped=skipped, without_gradient=without,
-        unchanged=unchanged, groups=groups, in_no_group=missing, in_two_groups=twice, next_loss=next_loss,
-        resumed_loss=resumed_loss, differing_weights=differing, checkpoint_bytes=size, save_s=save_s, step_s=step_s,
-    )  # fmt: skip
+        return Trial(
+            parameters=parameters, outputs=outputs, device=device.type, samples=config.batch_size,
+            random_because=random_because, resumed_loss=resumed_loss, differing_weights=differing,
+            checkpoint_bytes=checkpoints.last.stat().st_size, **facts,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,23 +133,18 @@ class WholeStep:
 
 def try_whole_batch(subject: Subject) -> WholeStep:
     """Two steps with the config's own batch and compiler settings, on one device."""
-    device = _device()
+    device = _ready_device(subject)
     keep = {"compile_model": subject.config.compile_model, "batch_size": subject.config.batch_size}
     config = _small(subject.config).model_copy(update=keep)
     _refuse_too_large(config, device)
-    if device.type == "cpu":
-        torch.set_num_threads(subject.machine.cpus)
     with tempfile.TemporaryDirectory(prefix="stoker-verify-") as name:
         data, config, _ = _data(subject, config, Path(name))
-        run = _built(config, data, device)
-        saver = Saver(run, None)
-        try:
+        with _running(config, data, device) as run:
+            saver = Saver(run, None)
             _step(run, saver)
             began = time.perf_counter()
             loss = float(_step(run, saver).loss)  # waits for the device
             return WholeStep(loss, run.step.micro_batch, time.perf_counter() - began)
-        finally:
-            run.close()
 
 
 def _small(config: HostConfig) -> HostConfig:
@@ -180,8 +155,11 @@ def _small(config: HostConfig) -> HostConfig:
     return config.model_copy(update=ALONE | keys | {"num_workers": min(2, config.num_workers)})
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def _ready_device(subject: Subject) -> torch.device:
+    if torch.cuda.is_available():  # GPU only
+        return torch.device("cuda", torch.cuda.current_device())
+    torch.set_num_threads(subject.machine.cpus)
+    return torch.device("cpu")
 
 
 def _refuse_too_large(config: HostConfig, device: torch.device) -> None:
@@ -232,13 +210,63 @@ def _write_random_images(root: Path, config: HostConfig) -> None:
         Image.fromarray(pixels).save(path)
 
 
-def _built(config: HostConfig, data: TrainingData, device: torch.device) -> Run:
+@contextmanager
+def _running(config: HostConfig, data: TrainingData, device: torch.device) -> Iterator[Run]:
+    """The run that the config describes, closed at the end of the block."""
     try:
-        return build_run(config, data, Ranks(), device)
+        run = build_run(config, data, Ranks(), device)
     except StokerError:
         raise
     except Exception as error:
         raise _does_not_run(config, error) from error
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def _first_step(run: Run, saver: Saver) -> dict[str, Any]:
+    """The facts of a first step: its loss, and what it did to the parameters."""
+    before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
+    began = time.perf_counter()
+    result = _step(run, saver)
+    loss, skipped = float(result.loss), bool(result.skipped)  # waits for the device
+    step_s = time.perf_counter() - began
+    named = _trained(run)
+    return {
+        "first_loss": loss,
+        "skipped": skipped,
+        "step_s": step_s,
+        "without_gradient": tuple(name for name, value in named if value.grad is None),
+        "unchanged": tuple(
+            name
+            for name, value in named
+            if value.grad is not None and bool(value.grad.any()) and torch.equal(value.detach(), before[name])
+        ),
+    }
+
+
+def _grouping(run: Run) -> dict[str, Any]:
+    """The optimizer's groups, and parameters that are not in exactly one."""
+    groups = run.step.optimizer.param_groups
+    times = Counter(id(value) for group in groups for value in group["params"])
+    return {
+        "groups": tuple(
+            GroupFacts(
+                weight_decay=float(group["weight_decay"]),
+                tensors=len(group["params"]),
+                parameters=sum(value.numel() for value in group["params"]),
+                matrices=sum(value.ndim > 1 for value in group["params"]),
+            )
+            for group in groups
+        ),
+        "in_no_group": tuple(name for name, value in _trained(run) if times[id(value)] == 0),
+        "in_two_groups": tuple(name for name, value in _trained(run) if times[id(value)] > 1),
+    }
+
+
+def _trained(run: Run) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, value) for name, value in run.model.named_parameters() if value.requires_grad]
 
 
 def _step(run: Run, saver: Saver) -> StepResult:
@@ -267,40 +295,17 @@ def _resumed(
 ) -> tuple[float, int]:
     """The loss of the second step in a new run that resumed from the checkpoint, and how many tensors of its model
     differ from those of the run that was never interrupted."""
-    # Other initial weights: what the checkpoint does not restore, shows.
-    other = config.model_copy(update={"weights": None})
-    run = _built(other, data, device)
-    saver = Saver(run, None)
-    try:
+    with _running(config, data, device) as run:
         with torch.no_grad():
             for value in run.model.parameters():
-                value.zero_()
+                value.zero_()  # what the checkpoint does not restore, shows
         found = load_for_resume(checkpoints, None)
         assert found is not None
         run = resume(run, found, lambda _text: None)
-        saver = Saver(run, None)
-        loss = float(_step(run, saver).loss)
+        loss = float(_step(run, Saver(run, None)).loss)
         ours = run.model.state_dict()
         differing = sum(not torch.equal(value.detach().cpu(), after[name]) for name, value in ours.items())
         return loss, differing
-    finally:
-        run.close()
-
-
-def _groups(run: Run) -> tuple[GroupFacts, ...]:
-    return tuple(
-        GroupFacts(
-            weight_decay=float(group["weight_decay"]),
-            tensors=len(group["params"]),
-            parameters=sum(value.numel() for value in group["params"]),
-            matrices=sum(value.ndim > 1 for value in group["params"]),
-        )
-        for group in run.step.optimizer.param_groups
-    )
-
-
-def _outputs(run: Run, config: HostConfig) -> int:
-    return config.num_classes or len(run.classes)
 
 
 def _does_not_run(config: HostConfig | dict[str, Any], error: Exception) -> UserError:

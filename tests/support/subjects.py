@@ -25,7 +25,16 @@ def check_named(name: str) -> Check:
     return next(check for check in all_checks() if check.name == name)
 
 
-def another_timm() -> None:
-    """To be called in a rank: its timm has another version."""
-    real = metadata.version
-    metadata.version = lambda name: "0.9.0" if name == "timm" else real(name)
+def be_a_faulty_rank() -> None:
+    """To be called in a rank: its timm has another version, and its sums have one wrong number."""
+    import torch.distributed as dist
+
+    version, all_reduce = metadata.version, dist.all_reduce
+
+    def wrong_once(tensor: Any, *arguments: Any, **keys: Any) -> Any:
+        work = all_reduce(tensor, *arguments, **keys)
+        tensor[12345 % len(tensor)] += 1
+        return work
+
+    metadata.version = lambda name: "0.9.0" if name == "timm" else version(name)
+    dist.all_reduce = wrong_once

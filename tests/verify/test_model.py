@@ -123,6 +123,22 @@ def test_huge_initial_weights_show_in_the_first_loss(
     assert "a guess has ln 3" in outcome.seen
 
 
+def test_a_parameter_that_the_network_does_not_use_is_named(
+    tiny: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trials.build_run
+
+    def with_an_unused_one(*arguments: Any, **keys: Any) -> Any:
+        run = real(*arguments, **keys)
+        run.model.register_parameter("forgotten", torch.nn.Parameter(torch.ones(3)))
+        return run
+
+    monkeypatch.setattr(trials, "build_run", with_an_unused_one)
+    outcome = judged("update", tiny())
+    assert outcome.status == "failed"
+    assert outcome.seen.startswith("forgotten got no gradient: never trained")
+
+
 def test_parameters_that_do_not_learn_are_named(seen: Trial, tiny: Callable[..., Subject]) -> None:
     for change, words in (
         ({"skipped": True}, "the update was skipped"),

@@ -69,7 +69,7 @@ def test_two_ranks_that_agree_pass(ready: ReadyProcess, images: Path, tmp_path: 
     assert "over 2 ranks is exact" in found["all-reduce"]["seen"]
 
 
-def test_a_rank_with_another_version_config_and_data_is_named_for_each(
+def test_a_rank_with_another_version_config_and_data_and_wrong_sums_is_named_for_each(
     ready: ReadyProcess, images: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -80,17 +80,18 @@ def test_a_rank_with_another_version_config_and_data_is_named_for_each(
         write_config(tmp_path, images, devices=2, num_workers=0),
         write_config(other, other / "images", devices=2, num_workers=1, label_smoothing=0.1),
     ]
-    document, code = verified(ready, configs, before="tests.support.subjects:another_timm")
+    document, code = verified(ready, configs, before="tests.support.subjects:be_a_faulty_rank")
     found = by_name(document)
     assert code == 1
     assert {name for name in NAMES[:-1] if found[name]["status"] == "failed"} == {
-        "same-versions", "same-config", "same-data",
+        "same-versions", "same-config", "same-data", "all-reduce",
     }  # fmt: skip
     assert "rank 1 on " in found["same-versions"]["seen"]
     assert "has timm 0.9.0 instead of " in found["same-versions"]["seen"]
     assert found["same-config"]["seen"].endswith("has label_smoothing 0.1 instead of 0.0"), "own paths may differ"
     assert found["same-data"]["seen"].endswith(": other samples, classes or order")
-    assert all(found[name]["fix"] for name in ("same-versions", "same-config", "same-data"))
+    assert found["all-reduce"]["seen"].startswith("rank 1 on ")
+    assert all(check["fix"] for check in found.values() if check["status"] == "failed")
 
 
 def test_ranks_that_do_not_meet_fail_and_the_first_one_continues(

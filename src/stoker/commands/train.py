@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
-from stoker.console import say, say_notes, say_warnings
+from stoker.console import say, say_notes
 from stoker.errors import EXIT_OK
 
 
@@ -72,7 +72,8 @@ def train_from_config(
         # Once on each node, before any process is started: those of our own launcher come later.
         refuse_what_cannot_fit(config, path, machine, force=force)
     if ranks is None or (ranks.is_first and not launched_here()):
-        say_warnings(warnings_before_training(config, path, overrides, machine))
+        for warning in warnings_before_training(config, path, overrides, machine):
+            say(f"warning: {warning}")
     if ranks is None and config.devices * config.num_nodes > 1:
         command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
         return launch(command, config.devices, config.num_nodes), None

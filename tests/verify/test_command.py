@@ -43,9 +43,13 @@ def test_a_healthy_config_passes_and_no_run_folder_appears(
     code, out, err = verify(capsys, config, "--json", "--price", "2", "--out", here / "pictures")
     document: dict[str, Any] = json.loads(out)
     assert code == 0, out
-    assert (document["fail_count"], document["unknown_count"]) == (0, 0)
-    assert document["pass_count"] == len(document["checks"]) > 12
-    assert document["pass_count"] + len(document["not_applicable"]) == sum(not check.deep for check in all_checks())
+    assert document["fail_count"] == 0
+    # Whether labels are right cannot be told from names that are not ImageNet's.
+    unsure = [check["topic"] for check in document["checks"] if check["status"] == "unknown"]
+    assert set(unsure) <= {"labels"}
+    assert document["unknown_count"] == len(unsure)
+    assert document["pass_count"] == len(document["checks"]) - len(unsure) > 12
+    assert len(document["checks"]) + len(document["not_applicable"]) == sum(not check.deep for check in all_checks())
     assert document["expected"]["hours"] > 0
     assert document["expected"]["cost"] == pytest.approx(2 * document["expected"]["hours"])
     assert "checking: model" in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -108,7 +109,7 @@ class Subject:
         kept = [text for text in self.overrides if text.partition("=")[0] not in keys]
         return shlex.join([str(self.path), *kept, *settings])
 
-    @property
+    @cached_property
     def samples(self) -> tuple[SampleSet, SampleSet | None]:
         """Training and validation samples; None for data without a validation split."""
         return self.data.train, self.data.val

@@ -25,6 +25,7 @@ COMPLETION_VARIABLE = "_STOKER_COMPLETE"
 COMMANDS = {
     "train": "Train what a config describes, or resume.",
     "doctor": "Find out what slows down a config, a run or any PyTorch script.",
+    "verify": "Check a config, its data, labels, model and machine before a run starts.",
     "plan": "Estimate memory, time and cost before anything runs.",
     "preview": "Write a picture of the samples that the network gets, with their classes.",
     "report": "Write report.html: where a run's time went, or two runs side by side.",

@@ -38,7 +38,7 @@ NOT_TRAINED = ("plan-a-machine",)
 
 def test_there_is_a_page_for_each_job() -> None:
     jobs = (
-        "train-imagenet", "bring-your-data", "why-is-my-gpu-idle", "plan-a-machine", "read-from-s3",
+        "train-imagenet", "bring-your-data", "verify-a-run", "why-is-my-gpu-idle", "plan-a-machine", "read-from-s3",
         "resume-and-continue", "results",
     )  # fmt: skip
     assert {page.stem for page in DOCS.glob("*.md")} == set(jobs)

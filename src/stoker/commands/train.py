@@ -95,6 +95,7 @@ def train_from_config(
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
     from stoker.train.ranks import Ranks, ranks_from_environment
+    from stoker.verify.running import warnings_before_training
 
     ranks = ranks_from_environment()
     loaded = trial_run(load_for_command(path, overrides, None).config)
@@ -113,6 +114,9 @@ def train_from_config(
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):
         # Once on each node, before any process is started: those of our own launcher come later.
         refuse_what_cannot_fit(config, path, machine, force=force)
+    if ranks is None or (ranks.is_first and not launched_here()):
+        for warning in warnings_before_training(config, path, overrides, machine):
+            say(f"warning: {warning}")
     if ranks is None and config.devices * config.num_nodes > 1:
         command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
         return launch(command, config.devices, config.num_nodes), None

@@ -41,7 +41,7 @@ def _start(wandb: Any, about: dict[str, Any], tell: Callable[[dict[str, str]], N
     if mode in ("offline", "dryrun"):
         why: str | None = f"WANDB_MODE={mode}"
     else:
-        why = _why_offline(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+        why = why_offline()
     run = None
     if why is None:
         try:
@@ -77,8 +77,9 @@ def _init(wandb: Any, about: dict[str, Any], mode: str) -> Any:
     )  # fmt: skip
 
 
-def _why_offline(base_url: str) -> str | None:
-    """Why nothing can be sent (no key, no answer); None if it can."""
+def why_offline() -> str | None:
+    """Why nothing can be sent (no key, no answer); None if it can. Takes a few seconds at most."""
+    base_url = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     if not _has_key(base_url):
         return "no key: neither WANDB_API_KEY nor `wandb login`"
     try:

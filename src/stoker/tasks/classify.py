@@ -124,7 +124,7 @@ def build_run(
     )  # fmt: skip
     uploader = Uploader(queue_of(device))
     loaders = _Loaders(config, data, ranks, quarantine_file, say, on_gpu=uploader.queue is not None)
-    horizon = _horizon(config, loaders.of_epoch(0).steps())
+    horizon = horizon_for(config, loaders.of_epoch(0).steps())
     ema = _average(config, model, horizon)
     colours = colours_of(model)
     augment = train_augment(config, num_classes, colours, device)
@@ -293,7 +293,8 @@ def _for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch
     return computing
 
 
-def _horizon(config: Config, batches: int) -> Horizon:
+def horizon_for(config: Config, batches: int) -> Horizon:
+    """The schedule that the config describes, for epochs of this many batches."""
     return Horizon(
         steps_per_epoch=batches // config.gradient_accumulation, epochs=config.epochs,
         warmup_epochs=config.warmup_epochs, warmup_start=config.warmup_start, min_lr=config.min_lr,

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from stoker.console import Say
+from stoker.errors import StokerError
 
 if TYPE_CHECKING:
     from stoker.data.images.sample_index import SampleSet
     from stoker.machine.host import HostConfig, Machine
+    from stoker.plan.records import Plan
+    from stoker.tasks.classify import TrainingData
+    from stoker.verify.nodes import RankFacts
+    from stoker.verify.trial import Trial
 
+T = TypeVar("T")
 Topic = Literal["config", "data", "labels", "model", "machine", "nodes"]
+TOPICS: tuple[Topic, ...] = get_args(Topic)
+"""In the order in which they are checked and shown."""
 Status = Literal["passed", "failed", "unknown"]
 
 
@@ -44,6 +53,11 @@ def failed(seen: str, fix: str, *details: str, **facts: Any) -> Outcome:
 def unknown(seen: str, fix: str | None = None, *details: str, **facts: Any) -> Outcome:
     """It could not be checked; `fix` says what would allow it."""
     return Outcome("unknown", seen, fix, details, facts)
+
+
+def size_text(size: int) -> str:
+    """Bytes in the unit that suits their number."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 @dataclass(frozen=True)
@@ -78,11 +92,57 @@ class Subject:
     """Folder for pictures."""
     deep: bool = False
     say: Say = lambda _text: None
+    price_per_hour: float | None = None
+    """Of one node."""
+    ranks: tuple[RankFacts, ...] | StokerError | None = None
+    """What each rank saw, or why the ranks could not meet; None for a single process."""
+    _opened: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def arguments(self) -> str:
+        """Config and overrides as the user typed them, for commands to type next."""
+        return shlex.join([str(self.path), *self.overrides])
+
+    def arguments_with(self, settings: Sequence[str]) -> str:
+        """The same with these KEY=VALUE, which replace the user's for the same keys."""
+        keys = {setting.partition("=")[0] for setting in settings}
+        kept = [text for text in self.overrides if text.partition("=")[0] not in keys]
+        return shlex.join([str(self.path), *kept, *settings])
 
     @cached_property
     def samples(self) -> tuple[SampleSet, SampleSet | None]:
         """Training and validation samples; None for data without a validation split."""
+        return self.data.train, self.data.val
+
+    @property
+    def data(self) -> TrainingData:
+        """The same with their decoder, as a run gets them."""
         from stoker.tasks.classify import open_data
 
-        data = open_data(self.config, self.say)
-        return data.train, data.val
+        return self._once("data", lambda: open_data(self.config, self.say))
+
+    @property
+    def plan(self) -> Plan:
+        """What the run needs on this machine, and how long it takes."""
+        from stoker.verify.machine import plan_run
+
+        return self._once("plan", lambda: plan_run(self))
+
+    @property
+    def trial(self) -> Trial:
+        """What a few real steps and a resumed checkpoint showed."""
+        from stoker.verify.trial import try_run
+
+        return self._once("trial", lambda: try_run(self))
+
+    def _once(self, name: str, make: Callable[[], T]) -> T:
+        if name not in self._opened:
+            try:
+                self._opened[name] = make()
+            except Exception as error:
+                self._opened[name] = error
+        kept = self._opened[name]
+        if isinstance(kept, Exception):
+            raise kept
+        result: T = kept
+        return result

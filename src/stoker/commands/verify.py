@@ -1,0 +1,144 @@
+"""`stoker verify`: checks a run before it starts, and says what would go wrong and how to fix it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.commands.options import JsonOption, OverridesArgument, SetOption, let_threads_sleep
+from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from stoker.machine.host import HostConfig, Machine
+    from stoker.verify.checks import Check, Subject
+    from stoker.verify.running import Report
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog="Example: stoker verify configs/rsb_a2.yaml data_root=/data/imagenet")(verify)
+
+
+def verify(
+    config: Annotated[
+        Path | None,
+        # The config reader has a better error for files that cannot be read.
+        typer.Argument(
+            metavar="CONFIG", readable=False, help="Config file, e.g. configs/demo.yaml.", show_default=False
+        ),
+    ] = None,
+    overrides: OverridesArgument = None,
+    set_: SetOption = None,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", metavar="NAME", help="Leave out this check; can be repeated.")
+    ] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Also run the checks that take minutes.")] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A trained network, to tell whether the labels are right.", readable=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for pictures. Default: the user's cache folder.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Price per node and hour, for the cost.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List every check, and run none.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Check a config, its data, labels and model, this machine and its ranks, before a run starts.
+
+    Each check is ✓ (fine), ✗ (wrong, with the command that fixes it) or ? (could not be checked). Takes less than two
+    minutes, trains nothing and leaves no run folder behind. With several devices or nodes, the ranks are started as
+    `stoker train` starts them. Exits with 1 if a check fails.
+    """
+    from stoker.console import print_result
+    from stoker.verify.running import all_checks, choose_checks
+
+    if list_:
+        from stoker.verify.text import list_text
+
+        print_result(list_text(all_checks()))
+        return EXIT_OK
+    if config is None:
+        raise UsageError("usage", "no config given", hint="stoker verify CONFIG; stoker verify --list")
+    if weights is not None and not weights.is_file():
+        raise UsageError("usage", f"--weights {weights} is not a file")
+    checks = choose_checks(all_checks(), skip or (), deep=deep)
+    let_threads_sleep()
+    return _verify(config, [*(overrides or ()), *(set_ or ())], checks, deep, weights, out, price, json)
+
+
+def _verify(
+    path: Path,
+    overrides: Sequence[str],
+    checks: Sequence[Check],
+    deep: bool,
+    weights: Path | None,
+    out: Path | None,
+    price: float | None,
+    json: bool,
+) -> int:
+    from dataclasses import replace
+
+    from stoker.config.reading import check_task, load_for_command
+    from stoker.console import print_json, print_result, say_notes
+    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.train.launch import launch
+    from stoker.train.ranks import ranks_from_environment
+    from stoker.verify.checks import Subject
+    from stoker.verify.expected import expect
+    from stoker.verify.nodes import meet
+    from stoker.verify.text import verify_text
+
+    ranks = ranks_from_environment()
+    loaded = load_for_command(path, overrides, None).config
+    check_task(loaded, "verified")
+    machine = read_machine()
+    config, notes = fit_to_machine(loaded, machine)
+    if ranks is None and _starts_ranks(config, machine, checks):
+        command = ["-m", "stoker", *sys.argv[1:]] if Path(sys.argv[0]).name in ("stoker", "__main__.py") else sys.argv
+        return launch(command, config.devices, config.num_nodes)
+    if ranks is None or ranks.is_first:
+        say_notes(notes)
+    subject = Subject(config, path, overrides, machine, weights, out, deep, price_per_hour=price)
+    if ranks is not None and ranks.world > 1:
+        subject = replace(subject, ranks=meet(subject, ranks))
+        if not ranks.is_first:
+            return EXIT_OK  # the first rank checks the rest, and speaks for all
+    report = _run(checks, subject)
+    expected = expect(subject)
+    if json:
+        print_json({"config": str(path), **report.as_dict(), "expected": expected.as_dict()})
+    else:
+        print_result(verify_text(report, expected, subject.arguments))
+    return EXIT_FINDING if report.count("failed") else EXIT_OK
+
+
+def _starts_ranks(config: HostConfig, machine: Machine, checks: Sequence[Check]) -> bool:
+    from stoker.verify.nodes import why_not_started
+
+    several = config.devices * config.num_nodes > 1
+    return several and any(check.topic == "nodes" for check in checks) and why_not_started(config, machine) is None
+
+
+def _run(checks: Sequence[Check], subject: Subject) -> Report:
+    """Runs the checks with a line that shows which one is under way."""
+    from contextlib import ExitStack
+
+    from stoker.console import progress_bar, say
+    from stoker.verify.running import run_checks
+
+    topics: set[str] = set()
+    with ExitStack() as shown:
+
+        def show(check: Check, number: int, total: int) -> None:
+            shown.close()  # the line of the check before
+            if sys.stderr.isatty():
+                shown.enter_context(progress_bar(f"checking {number} of {total}: {check.title}"))
+            elif check.topic not in topics:
+                topics.add(check.topic)
+                say(f"checking: {check.topic}")
+
+        return run_checks(checks, subject, show)

@@ -1,0 +1,204 @@
+"""Checks of the host: whether memory, disk and files suffice for the whole run, and how its cores are limited."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.machine.host import allowed_cores
+from stoker.verify.checks import Check, Outcome, Subject, failed, passed, size_text, unknown
+
+if TYPE_CHECKING:
+    from stoker.plan.records import Plan
+
+# A rank with a single core has its loader and its training thread take turns. Only reported where the host has many
+# more: a small machine is what it is.
+LEAST_CORES = 2
+FAR_MORE = 4
+
+
+def plan_run(subject: Subject) -> Plan:
+    """The plan of the run on this machine, as `stoker plan` makes it without options."""
+    from stoker.machine.loader_memory import STATED
+    from stoker.machine.memory import used_by_others_bytes
+    from stoker.plan.budget import Job, Measured, make_plan, trace_needs
+    from stoker.plan.planning import Wanted, hardware_for
+    from stoker.tasks.classify import traceable_step
+    from stoker.tasks.image_data import data_facts
+
+    config = subject.config
+    wanted = Wanted(price=subject.price_per_hour)
+    hardware = hardware_for(config, subject.path, wanted, subject.machine)
+    data = data_facts(config, None)
+    job = Job(config, hardware, data, Measured(STATED, None, used_by_others_bytes()))
+    step = traceable_step(config, data.num_classes)
+    needs = trace_needs(job, step, search=False)
+    if needs.vram.fits is False:
+        needs = trace_needs(job, step)  # only now: finding what would fit takes three more traces
+    return make_plan(job, needs, name=subject.path.name, scaling=False)
+
+
+def check_ram(subject: Subject) -> Outcome:
+    ram = subject.plan.ram
+    return _judge(subject.plan, "ram-exceeded", ram.total_bytes, ram.limit_bytes, "of RAM")
+
+
+def check_shm(subject: Subject) -> Outcome:
+    shm = subject.plan.shm
+    return _judge(subject.plan, "shm-exceeded", shm.needed, shm.limit, "of shared memory")
+
+
+def check_vram(subject: Subject) -> Outcome | None:
+    vram = subject.plan.vram
+    if vram is None:
+        return None
+    return _judge(subject.plan, "vram-exceeded", vram.peak_bytes, vram.limit_bytes, "of VRAM")
+
+
+def check_disk(subject: Subject) -> Outcome:
+    """The disk holds all checkpoints of the run, and its folder can be written."""
+    folder = Path(subject.config.runs_dir).absolute()
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not os.access(existing, os.W_OK):
+        return failed(f"{existing} is not writable, and runs are kept in {folder}", "runs_dir=/a/writable/folder")
+    disk = subject.plan.disk
+    if disk is None:
+        return unknown("the size of the checkpoints is not known")
+    return _judge(subject.plan, "disk-exceeded", disk.needed, disk.limit, f"of disk at {existing}")
+
+
+def check_open_files(subject: Subject) -> Outcome:
+    files = subject.plan.open_files
+    return _judge(subject.plan, "open-files-exceeded", files.needed, files.limit, "open files", lambda n: f"{n:,}")
+
+
+def _judge(
+    plan: Plan, refusal: str, needed: int, limit: int | None, what: str, show: Callable[[int], str] = size_text
+) -> Outcome:
+    """What the plan says about one resource: its refusal, with the fix, or how much is needed of what is there."""
+    facts: dict[str, Any] = {"needed": needed, "limit": limit}
+    for finding in plan.refused:
+        if finding.id == refusal:
+            return failed(finding.message, finding.fix or "a smaller batch_size=", **facts)
+    if limit is None:
+        return unknown(f"{show(needed)} {what} needed; the limit is not known", None, **facts)
+    return passed(f"{show(needed)} of {show(limit)} {what}", **facts)
+
+
+def check_cores(subject: Subject) -> Outcome:
+    """The affinity of this process leaves it enough of the host's cores."""
+    return judge_cores(len(allowed_cores()), os.cpu_count() or 1, subject.machine.ranks or subject.config.devices)
+
+
+def judge_cores(allowed: int, present: int, ranks: int) -> Outcome:
+    """`allowed` cores of those `present`, for so many ranks of this host."""
+    facts = {"allowed": allowed, "present": present, "ranks": ranks}
+    if allowed < LEAST_CORES * ranks and present > FAR_MORE * allowed:
+        return failed(
+            f"this process may run on {allowed} of {present} cores, for {ranks} rank{'s' * (ranks != 1)}",
+            "srun --cpus-per-task=N, taskset -c 0-N, or docker run --cpuset-cpus; unset OMP_PROC_BIND",
+            **facts,
+        )
+    return passed(f"{allowed} of {present} cores may be used", **facts)
+
+
+def check_cpu_quota(subject: Subject) -> Outcome | None:
+    """A container's CPU quota is not smaller than the number of workers: each of them would be stopped in turn."""
+    from stoker.machine.cgroups import cpu_quota
+
+    quota = cpu_quota()
+    ranks = subject.machine.ranks or subject.config.devices
+    return None if quota is None else judge_quota(quota, subject.config.num_workers * ranks, ranks)
+
+
+def judge_quota(quota: float, workers: int, ranks: int) -> Outcome:
+    facts = {"quota_cores": quota, "workers": workers}
+    if workers > max(quota, ranks):
+        fitting = max(1, int(quota) // ranks)
+        return failed(
+            f"the container may use {quota:g} cores, and {workers} workers want to run: the kernel stops all of them "
+            "in turn, the training thread too",
+            f"num_workers={fitting}, or docker run --cpus={workers + ranks}",
+            **facts,
+        )
+    return passed(f"{quota:g} cores for {workers} workers", **facts)
+
+
+def check_threads(subject: Subject) -> Outcome:
+    """OpenMP's variables do not make threads spin, pin ranks to the same cores, or start too many."""
+    return judge_threads(os.environ, subject.machine.cpus, subject.machine.ranks or subject.config.devices)
+
+
+def judge_threads(environment: Mapping[str, str], cpus: int, ranks: int) -> Outcome:
+    names = (
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+        "OMP_PROC_BIND",
+        "GOMP_CPU_AFFINITY",
+        "KMP_AFFINITY",
+        "KMP_BLOCKTIME",
+    )
+    seen = {name: environment[name] for name in names if name in environment}
+    said = ", ".join(f"{name}={value}" for name, value in seen.items())
+    # 142 s against 20 s for the same training on two shared cores (stoker.commands.options).
+    if seen.get("OMP_WAIT_POLICY", "").lower() == "active" or seen.get("KMP_BLOCKTIME", "").lower() == "infinite":
+        return failed(
+            f"{said}: threads spin while they wait, and take the cores from the loader",
+            "unset OMP_WAIT_POLICY KMP_BLOCKTIME",
+            **seen,
+        )
+    bound = seen.get("OMP_PROC_BIND", "false").lower() not in ("false", "0") or "GOMP_CPU_AFFINITY" in seen
+    if bound and ranks > 1:
+        return failed(
+            f"{said}: each of the {ranks} ranks is bound to the same first cores",
+            "unset OMP_PROC_BIND GOMP_CPU_AFFINITY",
+            **seen,
+        )
+    threads = seen.get("OMP_NUM_THREADS", "").split(",")[0]
+    if threads.isdigit() and int(threads) > cpus:
+        return failed(
+            f"{said}: more threads than the {cpus} cores that may be used",
+            f"OMP_NUM_THREADS={max(1, cpus // ranks)}",
+            **seen,
+        )
+    # Ours, set when a command starts.
+    usual = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return passed("one thread for each core, which sleeps while it waits" if seen in ({}, usual) else said, **seen)
+
+
+def check_wandb(subject: Subject) -> Outcome | None:
+    """W&B is reachable, or offline on purpose."""
+    from importlib.util import find_spec
+
+    from stoker.run.wandb_process import why_offline
+
+    config = subject.config
+    mode = os.environ.get("WANDB_MODE")
+    if not (config.wandb or config.wandb_project is not None) or mode == "disabled":
+        return None
+    if find_spec("wandb") is None:
+        return failed("the wandb package is not installed", "pip install 'stoker[trackers]', or wandb=false")
+    if mode in ("offline", "dryrun"):
+        return passed(f"offline (WANDB_MODE={mode}); `wandb sync` sends it later", online=False)
+    why = why_offline()
+    if why is not None:
+        fix = "wandb login" if why.startswith("no key") else "check the network or WANDB_BASE_URL"
+        return failed(f"the run would be logged offline: {why}", f"{fix}; or WANDB_MODE=offline", online=False)
+    return passed("reachable, with a key", online=True)
+
+
+CHECKS = (
+    Check("ram", "machine", "memory for the loader, the model and checkpoints", check_ram),
+    Check("shared-memory", "machine", "/dev/shm for worker processes", check_shm),  # noqa: S108 - a label
+    Check("vram", "machine", "memory of the accelerator for a step", check_vram),
+    Check("disk", "machine", "disk for all checkpoints of the run", check_disk),
+    Check("open-files", "machine", "the limit of open files", check_open_files),
+    Check("cores", "machine", "cores that this process may run on", check_cores, cheap=True),
+    Check("cpu-quota", "machine", "the container's CPU quota", check_cpu_quota, cheap=True),
+    Check("threads", "machine", "OpenMP's threads", check_threads, cheap=True),
+    Check("wandb", "machine", "Weights & Biases: reachable, or offline on purpose", check_wandb),
+)

@@ -1,0 +1,201 @@
+"""Checks of the model: it builds, learns from a step, and resumes from its checkpoint. They judge what a trial saw."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stoker.errors import UserError
+from stoker.verify.checks import Check, Outcome, Subject, failed, passed
+
+if TYPE_CHECKING:
+    from stoker.verify.trial import GroupFacts, Trial
+
+# The loss of an untrained network is close to that of a uniform guess: ten timm networks at their initial weights, from
+# ResNet-50 to ViT-S, had 0.99 to 1.06 times ln 1000. With few classes a few samples scatter more, hence the constant.
+HIGHEST_START, SCATTER = 1.3, 1.0
+LOWEST_START = 0.5
+# Below, a few samples can be guessed right by chance.
+LEAST_CLASSES = 10
+SHOWN = 3
+
+
+def check_builds(subject: Subject) -> Outcome:
+    """Fails if the network cannot be built or cannot compute the config's images."""
+    try:
+        trial = subject.trial
+    except UserError as error:
+        if error.name == "trial-too-large":
+            raise
+        return failed(error.seen, error.hint or "another model= or img_size=", reason=error.name)
+    return passed(
+        f"{subject.config.model}: {trial.parameters:,} parameters, {trial.outputs:,} classes, on {trial.device}",
+        parameters=trial.parameters,
+        classes=trial.outputs,
+    )
+
+
+def check_first_loss(subject: Subject) -> Outcome:
+    """The loss of an untrained network is that of a guess: anything else is a mistake in images, labels or loss."""
+    config, trial = subject.config, subject.trial
+    loss, guess = trial.first_loss, guessed_loss(config.loss, trial.outputs)
+    rule = "ln 2" if config.loss == "bce" else f"ln {trial.outputs}"
+    facts = {"loss": loss, "guess": guess, "samples": trial.samples, "random_images": trial.random_because is not None}
+    seen = f"{loss:.3f} for {_images(trial)}; a guess has {rule} = {guess:.3f}"
+    if not math.isfinite(loss):
+        fix = (
+            "precision=bf16-mixed or precision=32" if config.precision == "16-mixed" else "check weights= and the data"
+        )
+        return failed(f"the loss of the first step is {loss} for {_images(trial)}", fix, **facts)
+    if loss > HIGHEST_START * guess + SCATTER:
+        fix = "other weights=, or none" if config.weights else "another model=: its initial weights are far too large"
+        return failed(f"{seen}: the network is surer of wrong classes than a guess", fix, **facts)
+    if loss < LOWEST_START * guess and config.weights is None and trial.outputs >= LEAST_CLASSES:
+        return failed(
+            f"{seen}: an untrained network cannot know the classes",
+            "look at the labels: do all images have one?",
+            **facts,
+        )
+    return passed(seen, **facts)
+
+
+def check_update(subject: Subject) -> Outcome:
+    """Every trained parameter has a gradient and changes."""
+    trial = subject.trial
+    facts = {"without_gradient": list(trial.without_gradient), "unchanged": list(trial.unchanged)}
+    if trial.skipped:
+        return failed(
+            "a gradient of the first step was NaN or infinite, so the update was skipped",
+            "a lower lr=, clip_grad_norm=1.0, or precision=bf16-mixed",
+            **facts,
+        )
+    if trial.without_gradient:
+        return failed(
+            f"{_named(trial.without_gradient)} got no gradient: never trained, and refused on several GPUs",
+            "another model=, or freeze these parameters in it",
+            **facts,
+        )
+    if trial.unchanged:
+        return failed(
+            f"{_named(trial.unchanged)} did not change in the update, despite a gradient",
+            "a higher lr=, or precision=32: the change is lost in rounding",
+            **facts,
+        )
+    return passed(f"forward, backward and update of {_images(trial)}: every parameter changed", **facts)
+
+
+def check_optimizer_groups(subject: Subject) -> Outcome:
+    """Each parameter is in one group, with the weight decay that the config asks for."""
+    config, trial = subject.config, subject.trial
+    groups = trial.groups
+    facts = {
+        "with_decay": sum(group.parameters for group in groups if group.weight_decay > 0),
+        "without_decay": sum(group.parameters for group in groups if group.weight_decay == 0),
+    }
+    for names, what in ((trial.in_no_group, "in no group: never trained"), (trial.in_two_groups, "in two groups")):
+        if names:
+            return failed(f"{_named(names)}: {what}", "an optimizer with each parameter once (optimizer=sgd)", **facts)
+    wrong = _wrong_decay(groups, config.weight_decay, config.decay_bias_and_norm)
+    if wrong is not None:
+        return failed(wrong, f"weight_decay={config.weight_decay:g} decay_bias_and_norm=false", **facts)
+    decayed = [group for group in groups if group.weight_decay > 0]
+    others = [group for group in groups if group.weight_decay == 0]
+    return passed(f"{_counted(decayed)} with weight decay {config.weight_decay:g}, {_counted(others)} without", **facts)
+
+
+def check_checkpoint(subject: Subject) -> Outcome:
+    """A checkpoint that is written, read and resumed gives the same next step."""
+    trial = subject.trial
+    size = f"{trial.checkpoint_bytes / 1e6:,.1f} MB in {trial.save_s:.1f} s"
+    facts = {
+        "bytes": trial.checkpoint_bytes, "save_s": trial.save_s, "next_loss": trial.next_loss,
+        "resumed_loss": trial.resumed_loss, "differing_weights": trial.differing_weights,
+    }  # fmt: skip
+    same = trial.next_loss == trial.resumed_loss or (math.isnan(trial.next_loss) and math.isnan(trial.resumed_loss))
+    if same and not trial.differing_weights:
+        return passed(f"{size}; resumed, the next step has the same loss, {trial.next_loss:.6f}", **facts)
+    if trial.device != "cpu" and math.isclose(trial.next_loss, trial.resumed_loss, rel_tol=1e-3):
+        return passed(f"{size}; resumed, the loss differs by the rounding of the device's kernels", **facts)
+    return failed(
+        f"{size}; resumed, the next step has the loss {trial.resumed_loss:.6f} instead of {trial.next_loss:.6f}, and "
+        f"{trial.differing_weights} tensors of the model differ",
+        "do not rely on resuming this model: a layer keeps state outside of its state_dict",
+        **facts,
+    )
+
+
+def check_train_accuracy(subject: Subject) -> Outcome:
+    """Says what `train/acc1` will mean: only batches that are not mixed count."""
+    config = subject.config
+    mixing = config.mixup_alpha > 0 or config.cutmix_alpha > 0
+    share = 1 - config.mix_probability if mixing else 1.0
+    if share == 1.0:
+        seen = "train/acc1 is over all training batches: nothing is mixed"
+    elif share == 0.0:
+        seen = "train/acc1 is left out: every batch is mixed, and a mixed image has no single correct class"
+    else:
+        seen = f"train/acc1 is over the {share:.0%} of the batches that are not mixed"
+    return passed(seen, unmixed_share=share)
+
+
+def check_whole_batch(subject: Subject) -> Outcome:
+    """The config's own batch fits into the device's memory in one piece."""
+    from stoker.verify.trial import try_whole_batch
+
+    config = subject.config
+    step = try_whole_batch(subject)
+    facts = {"micro_batch": step.micro_batch, "step_s": step.step_s, "loss": step.loss}
+    if not math.isfinite(step.loss):
+        return failed(f"the loss of the second step is {step.loss}", "a lower lr=, or precision=bf16-mixed", **facts)
+    if step.micro_batch < config.batch_size:
+        return failed(
+            f"{config.batch_size} images do not fit into the device's memory; {step.micro_batch} do",
+            f"batch_size={step.micro_batch} gradient_accumulation="
+            f"{-(-config.batch_size // step.micro_batch) * config.gradient_accumulation}",
+            **facts,
+        )
+    rate = config.batch_size / step.step_s
+    return passed(f"{config.batch_size} images in {step.step_s:.2f} s on one device: {rate:,.0f} images/s", **facts)
+
+
+def guessed_loss(loss: str, classes: int) -> float:
+    """The loss of a network that considers every class equally likely."""
+    return math.log(2) if loss == "bce" else math.log(classes)
+
+
+def _wrong_decay(groups: tuple[GroupFacts, ...], weight_decay: float, everywhere: bool) -> str | None:
+    for group in groups:
+        if group.matrices and not math.isclose(group.weight_decay, weight_decay):
+            return f"{group.matrices} weights have weight decay {group.weight_decay:g} instead of {weight_decay:g}"
+        small = group.tensors - group.matrices
+        wanted = weight_decay if everywhere else 0.0
+        if small and not math.isclose(group.weight_decay, wanted):
+            return f"{small} biases and norms have weight decay {group.weight_decay:g} instead of {wanted:g}"
+    return None
+
+
+def _counted(groups: list[GroupFacts]) -> str:
+    parameters = sum(group.parameters for group in groups)
+    return f"{parameters:,} parameters in {sum(group.tensors for group in groups)} tensors" if groups else "none"
+
+
+def _images(trial: Trial) -> str:
+    if trial.random_because is None:
+        return f"{trial.samples} training images"
+    return f"{trial.samples} random images ({trial.random_because})"
+
+
+def _named(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+CHECKS = (
+    Check("model-builds", "model", "the network is built and computes the config's images", check_builds),
+    Check("first-loss", "model", "the loss of the untrained network", check_first_loss),
+    Check("update", "model", "one real forward, backward and update", check_update),
+    Check("optimizer-groups", "model", "parameters with and without weight decay", check_optimizer_groups),
+    Check("checkpoint", "model", "a checkpoint that is written, read and resumed", check_checkpoint),
+    Check("train-accuracy", "model", "what train/acc1 means with this mixing", check_train_accuracy),
+    Check("whole-batch", "model", "a step with the config's own batch", check_whole_batch, deep=True),
+)

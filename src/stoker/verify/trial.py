@@ -1,0 +1,318 @@
+"""A few real steps of the config's own model, and a checkpoint that is written, read and resumed: what was seen.
+
+All of it is the code that trains: `build_run`, `TrainStep`, `Saver`, `resume`. Only the batch is small, so that it
+takes seconds on any machine; `--deep` takes the config's own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from stoker.errors import StokerError, UserError
+from stoker.machine.host import HostConfig
+from stoker.machine.memory import read_memory
+from stoker.plan.guard import MOST_ACTIVATIONS_PER_INPUT
+from stoker.plan.tracing import build_without_memory
+from stoker.tasks.classify import TrainingData, build_run, open_data, traceable_step
+from stoker.train.checkpoint.folder import Checkpoints
+from stoker.train.checkpoint.restore import load_for_resume, resume
+from stoker.train.checkpoint.saver import Saver
+from stoker.train.loop import Run, pending
+from stoker.train.optimization import set_lr
+from stoker.train.ranks import Ranks
+from stoker.train.schedule import learning_rate
+from stoker.train.step import StepResult
+from stoker.verify.checks import size_text
+from stoker.verify.config import peak_lr
+
+if TYPE_CHECKING:
+    from stoker.verify.checks import Subject
+
+# Batch norm needs a few samples; ResNet-50 at 224 px takes about a second for these on two cores.
+SAMPLES = 8
+UNKNOWN_CLASSES = 1000
+# One device shows the same; starting processes and compiling would take longer than the steps.
+ALONE: dict[str, Any] = {
+    "devices": 1, "num_nodes": 1, "sync_batchnorm": False, "compile_model": False, "gradient_accumulation": 1,
+    "loader": "thread", "steps_per_epoch": None, "cache_dir": None, "cache_size": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One parameter group of the optimizer."""
+
+    weight_decay: float
+    tensors: int
+    parameters: int
+    matrices: int
+    """Tensors with more than one dimension; the others are biases and scales."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was seen. Names are those of parameters."""
+
+    parameters: int
+    outputs: int
+    device: str
+    samples: int
+    """Images of each step."""
+    random_because: str | None
+    """Why the images were random ones; None for real ones."""
+    first_loss: float
+    skipped: bool
+    """Whether the update was skipped because a gradient was NaN or infinite."""
+    without_gradient: tuple[str, ...]
+    unchanged: tuple[str, ...]
+    """Had a gradient, and are the same after the update."""
+    groups: tuple[GroupFacts, ...]
+    in_no_group: tuple[str, ...]
+    in_two_groups: tuple[str, ...]
+    next_loss: float
+    """Of the second step."""
+    resumed_loss: float
+    """Of the same step after the checkpoint was read by a new run."""
+    differing_weights: int
+    """Tensors of the model that differ after that step."""
+    checkpoint_bytes: int
+    save_s: float
+    step_s: float
+
+
+def try_run(subject: Subject) -> Trial:
+    """Takes two steps, with a save between them, and repeats the second one from the checkpoint."""
+    config, device = _small(subject.config), _ready_device(subject)
+    _refuse_too_large(config, device)
+    with tempfile.TemporaryDirectory(prefix="stoker-verify-") as name:
+        data, config, random_because = _data(subject, config, Path(name))
+        checkpoints = Checkpoints(Path(name) / "checkpoints")
+        with _running(config, data, device) as run:
+            saver = Saver(run, checkpoints)
+            try:
+                facts = _first_step(run, saver) | _grouping(run)
+                began = time.perf_counter()
+                if not saver.save(run.train_metrics.total(), now=True):
+                    raise UserError("trial-not-saved", f"the checkpoint could not be written to {name}")
+                facts["save_s"] = time.perf_counter() - began
+                facts["next_loss"] = float(_step(run, saver).loss)
+            finally:
+                saver.close()
+            parameters = sum(value.numel() for value in run.model.parameters())
+            outputs = config.num_classes or len(run.classes)
+            after = {name: value.detach().cpu() for name, value in run.model.state_dict().items()}
+        del run, saver  # their memory, before the second run takes as much
+        resumed_loss, differing = _resumed(config, data, device, checkpoints, after)
+        return Trial(
+            parameters=parameters, outputs=outputs, device=device.type, samples=config.batch_size,
+            random_because=random_because, resumed_loss=resumed_loss, differing_weights=differing,
+            checkpoint_bytes=checkpoints.last.stat().st_size, **facts,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A step with the config's own batch."""
+
+    loss: float
+    micro_batch: int
+    """Samples that the device computed at a time."""
+    step_s: float
+    """Of the second step: the first one compiles and allocates."""
+
+
+def try_whole_batch(subject: Subject) -> WholeStep:
+    """Two steps with the config's own batch and compiler settings, on one device."""
+    device = _ready_device(subject)
+    keep = {"compile_model": subject.config.compile_model, "batch_size": subject.config.batch_size}
+    config = _small(subject.config).model_copy(update=keep)
+    _refuse_too_large(config, device)
+    with tempfile.TemporaryDirectory(prefix="stoker-verify-") as name:
+        data, config, _ = _data(subject, config, Path(name))
+        with _running(config, data, device) as run:
+            saver = Saver(run, None)
+            _step(run, saver)
+            began = time.perf_counter()
+            loss = float(_step(run, saver).loss)  # waits for the device
+            return WholeStep(loss, run.step.micro_batch, time.perf_counter() - began)
+
+
+def _small(config: HostConfig) -> HostConfig:
+    repeats = config.repeated_augmentation
+    batch = min(config.batch_size, -(-SAMPLES // repeats) * repeats)
+    # The peak of the whole run, not that of so small a batch.
+    keys = {"batch_size": batch, "val_batch_size": batch, "lr": peak_lr(config), "scale_lr": False}
+    return config.model_copy(update=ALONE | keys | {"num_workers": min(2, config.num_workers)})
+
+
+def _ready_device(subject: Subject) -> torch.device:
+    if torch.cuda.is_available():  # GPU only
+        return torch.device("cuda", torch.cuda.current_device())
+    torch.set_num_threads(subject.machine.cpus)
+    return torch.device("cpu")
+
+
+def _refuse_too_large(config: HostConfig, device: torch.device) -> None:
+    """Raises if the trial would not fit into the host's memory, where the kernel would kill it."""
+    state = read_memory()
+    if device.type != "cpu" or state is None:
+        return
+    step = traceable_step(config, config.num_classes or UNKNOWN_CLASSES)
+    model = build_without_memory(step.build_model)
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    # Weights, gradients, optimizer state and average; then the checkpoint's copy, and copies to compare with.
+    copies = 2 + (1 if config.optimizer == "sgd" else 2) + (config.ema_decay is not None)
+    needed = weights * (2 * copies + 1)
+    needed += config.batch_size * 3 * config.img_size**2 * 4 * MOST_ACTIVATIONS_PER_INPUT
+    if needed > state.available_bytes:
+        raise UserError(
+            "trial-too-large",
+            f"a step of {config.batch_size} images may need {size_text(needed)} of memory, and "
+            f"{size_text(state.available_bytes)} are free",
+            hint="check it on the machine that will train",
+        )
+
+
+def _data(subject: Subject, config: HostConfig, folder: Path) -> tuple[TrainingData, HostConfig, str | None]:
+    """The config's data, or random images if it cannot be opened; the config for it, and why."""
+    try:
+        data = subject.data
+    except StokerError as error:
+        classes = config.num_classes or config.subset_classes or UNKNOWN_CLASSES
+        _write_random_images(folder / "images", config)
+        keys = {
+            "data_root": str(folder / "images"), "index_dir": str(folder / "index"), "num_classes": classes,
+            "subset_classes": None, "subset_train_per_class": None, "subset_val_per_class": None, "decoder": "pillow",
+        }  # fmt: skip
+        config = config.model_copy(update=keys)
+        return replace(open_data(config, lambda _text: None), val=None), config, error.seen
+    return replace(data, val=None), config, None
+
+
+def _write_random_images(root: Path, config: HostConfig) -> None:
+    from PIL import Image
+
+    generator = np.random.default_rng(config.seed)
+    for number in range(max(2, 3 * config.batch_size)):
+        path = root / "train" / f"class{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (config.img_size, config.img_size, 3), np.uint8)
+        Image.fromarray(pixels).save(path)
+
+
+@contextmanager
+def _running(config: HostConfig, data: TrainingData, device: torch.device) -> Iterator[Run]:
+    """The run that the config describes, closed at the end of the block."""
+    try:
+        run = build_run(config, data, Ranks(), device)
+    except StokerError:
+        raise
+    except Exception as error:
+        raise _does_not_run(config, error) from error
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def _first_step(run: Run, saver: Saver) -> dict[str, Any]:
+    """The facts of a first step: its loss, and what it did to the parameters."""
+    before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
+    began = time.perf_counter()
+    result = _step(run, saver)
+    loss, skipped = float(result.loss), bool(result.skipped)  # waits for the device
+    step_s = time.perf_counter() - began
+    named = _trained(run)
+    return {
+        "first_loss": loss,
+        "skipped": skipped,
+        "step_s": step_s,
+        "without_gradient": tuple(name for name, value in named if value.grad is None),
+        "unchanged": tuple(
+            name
+            for name, value in named
+            if value.grad is not None and bool(value.grad.any()) and torch.equal(value.detach(), before[name])
+        ),
+    }
+
+
+def _grouping(run: Run) -> dict[str, Any]:
+    """The optimizer's groups, and parameters that are not in exactly one."""
+    groups = run.step.optimizer.param_groups
+    times = Counter(id(value) for group in groups for value in group["params"])
+    return {
+        "groups": tuple(
+            GroupFacts(
+                weight_decay=float(group["weight_decay"]),
+                tensors=len(group["params"]),
+                parameters=sum(value.numel() for value in group["params"]),
+                matrices=sum(value.ndim > 1 for value in group["params"]),
+            )
+            for group in groups
+        ),
+        "in_no_group": tuple(name for name, value in _trained(run) if times[id(value)] == 0),
+        "in_two_groups": tuple(name for name, value in _trained(run) if times[id(value)] > 1),
+    }
+
+
+def _trained(run: Run) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, value) for name, value in run.model.named_parameters() if value.requires_grad]
+
+
+def _step(run: Run, saver: Saver) -> StepResult:
+    """One step, as the loop takes it."""
+    progress = run.progress
+    run.step.model.train()
+    batch = next(run.train_loader(progress.epoch).epoch(progress.epoch, progress.position))
+    set_lr(run.step.optimizer, learning_rate(progress.step, run.horizon, run.peak_lr))
+    try:
+        part = pending(run, batch, progress.epoch, progress.step)
+        result = run.step([part], progress.step, before_update=saver.wait_for_copy)
+    except StokerError:
+        raise
+    except Exception as error:
+        raise _does_not_run(run.config, error) from error
+    run.train_metrics.add_step(result)
+    if run.ema is not None:
+        run.ema.update()
+    progress.position, progress.step = batch.next_position, progress.step + 1
+    progress.micro_batch = run.step.micro_batch
+    return result
+
+
+def _resumed(
+    config: HostConfig, data: TrainingData, device: torch.device, checkpoints: Checkpoints, after: dict[str, Any]
+) -> tuple[float, int]:
+    """The loss of the second step in a new run that resumed from the checkpoint, and how many tensors of its model
+    differ from those of the run that was never interrupted."""
+    with _running(config, data, device) as run:
+        with torch.no_grad():
+            for value in run.model.parameters():
+                value.zero_()  # what the checkpoint does not restore, shows
+        found = load_for_resume(checkpoints, None)
+        assert found is not None
+        run = resume(run, found, lambda _text: None)
+        loss = float(_step(run, Saver(run, None)).loss)
+        ours = run.model.state_dict()
+        differing = sum(not torch.equal(value.detach().cpu(), after[name]) for name, value in ours.items())
+        return loss, differing
+
+
+def _does_not_run(config: HostConfig | dict[str, Any], error: Exception) -> UserError:
+    values = config if isinstance(config, dict) else dict(config)
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    return UserError(
+        "model-does-not-run",
+        f"{values['model']} at {values['img_size']} px: {type(error).__name__}: {first}",
+        hint="another img_size= or model=; `python -c 'import timm; print(timm.list_models())'` lists them",
+    )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MODULES = (
     "stoker.verify.config",
+    "stoker.verify.data",
+    "stoker.verify.labels",
     "stoker.verify.model",
     "stoker.verify.machine",
     "stoker.verify.gpus",

@@ -15,7 +15,7 @@ from stoker.errors import UserError
 from stoker.machine.host import HostConfig
 from stoker.models.build import build_model
 from stoker.models.weights import load_weights
-from stoker.tasks.classify import eval_prepare
+from stoker.tasks.classify import colours_of, eval_prepare
 from stoker.tasks.image_data import choose_decoding, open_loader, validation_plan
 from stoker.tasks.prediction import Classifier, classifier_of
 from stoker.train.checkpoint.restore import restore_model
@@ -71,7 +71,9 @@ def _from_weights(subject: Subject, classes: tuple[str, ...], not_ours: UserErro
             model = model.eval().requires_grad_(False).to(device)
             precision = Precision(config.precision, device)
             return Judge(
-                Classifier(model, device, eval_prepare(config, model, device), precision), config, tuple(names)
+                Classifier(model, device, eval_prepare(config, colours_of(model), device), precision),
+                config,
+                tuple(names),
             )
     raise UserError(
         "weights-other-classes",

@@ -301,7 +301,7 @@ def _resumed(
                 value.zero_()  # what the checkpoint does not restore, shows
         found = load_for_resume(checkpoints, None)
         assert found is not None
-        run = resume(run, found, lambda _text: None)
+        run = resume(run, found, lambda _text: None).run
         loss = float(_step(run, Saver(run, None)).loss)
         ours = run.model.state_dict()
         differing = sum(not torch.equal(value.detach().cpu(), after[name]) for name, value in ours.items())

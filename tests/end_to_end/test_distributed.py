@@ -179,7 +179,7 @@ def test_a_checkpoint_on_the_first_nodes_disk_is_enough(
     assert ready.run("train", config, "epochs=1", "gradient_accumulation=2", cwd=tmp_path).code == 0
     ranks = [
         ready.start(
-            "train", config, f"runs_dir={tmp_path}/{'runs' if rank == 0 else 'elsewhere'}", cwd=tmp_path,
+            "train", config, "epochs=1", f"runs_dir={tmp_path}/{'runs' if rank == 0 else 'elsewhere'}", cwd=tmp_path,
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
         )
         for port in [free_port()] for rank in range(2)

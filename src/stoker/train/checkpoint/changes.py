@@ -71,9 +71,9 @@ KINDS: dict[Kind, Iterable[str]] = {"free": FREE, "applied": APPLIED, "schedule"
 ON_RESUME: dict[str, Kind] = {key: kind for kind, keys in KINDS.items() for key in keys}
 """What happens to a run that resumes with another value of a key."""
 
-# Different on every machine too (`fit_to_machine`, a decoder that is missing, a scheduler's temporary folder): no sign
-# that somebody wants another result.
-_BY_MACHINE = frozenset({"decoder", "precision", "sync_batchnorm", "data_root"})
+# Different on every machine (`fit_to_machine`, a decoder that is missing, a scheduler's temporary folder, as much of a
+# batch as fits a GPU): no sign that somebody wants another result of a run that is finished.
+_BY_MACHINE = frozenset({"decoder", "precision", "sync_batchnorm", "data_root", "batch_size", "gradient_accumulation"})
 _IN_HORIZON = {
     "epochs": "epochs", "warmup_epochs": "warmup_epochs", "warmup_start": "warmup_start", "min_lr": "min_lr",
     "lr_scheduler": "scheduler", "lr_update": "update", "lr_step_epochs": "step_epochs", "lr_step_factor":

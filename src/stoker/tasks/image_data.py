@@ -191,10 +191,8 @@ def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, rank
     """
     view: View = validation_view(config, decoding)
     batch = config.val_batch_size or config.batch_size
-    used, limit = len(samples), config.limit_val_batches
-    order = Order(used, config.subset_seed, shuffle=limit is not None)
-    if limit is not None:
-        used = min(used, _limited(-(-used // (batch * ranks.world)), limit) * batch * ranks.world)
+    order = Order(len(samples), config.subset_seed, shuffle=config.limit_val_batches is not None)
+    used = validation_samples(config, len(samples), ranks.world)
     steps = Steps(used, batch, ranks.world, ranks.rank, drop_last=False)
     return BatchPlan(samples, order, steps, view, config.seed, horizontal_flip=0.0)
 
@@ -208,6 +206,14 @@ def updates_per_epoch(config: Config, samples: int, world: int) -> int:
     else:
         wanted = config.steps_per_epoch or updates
     return min(updates, wanted)
+
+
+def validation_samples(config: Config, samples: int, world: int) -> int:
+    """How many of the validation samples are used: all, or those of `limit_val_batches`."""
+    if config.limit_val_batches is None:
+        return samples
+    together = (config.val_batch_size or config.batch_size) * world
+    return min(samples, _limited(-(-samples // together), config.limit_val_batches) * together)
 
 
 def _limited(batches: int, limit: float) -> int:

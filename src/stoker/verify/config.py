@@ -189,14 +189,14 @@ def peak_lr(config: HostConfig) -> float:
 
 def steps_of(config: HostConfig, train: int, val: int | None) -> tuple[int, int | None]:
     """Updates and validation steps of an epoch, by the same arithmetic as the loaders'."""
-    from stoker.data.order import Steps
+    from stoker.tasks.image_data import updates_per_epoch, validation_samples
 
     ranks = config.devices * config.num_nodes
-    used = train if config.steps_per_epoch is None else min(train, config.steps_per_epoch * total_batch(config))
-    updates = Steps(used, config.batch_size, ranks, drop_last=True).count() // config.gradient_accumulation
-    if val is None:
+    updates = updates_per_epoch(config, train, ranks)
+    if val is None or config.limit_val_batches == 0:
         return updates, None
-    return updates, Steps(val, config.val_batch_size or config.batch_size, ranks, drop_last=False).count()
+    together = (config.val_batch_size or config.batch_size) * ranks
+    return updates, -(-validation_samples(config, val, ranks) // together)
 
 
 def _samples(subject: Subject) -> tuple[tuple[int, int | None], str]:

@@ -44,7 +44,8 @@ UNKNOWN_CLASSES = 1000
 # One device shows the same; starting processes and compiling would take longer than the steps.
 ALONE: dict[str, Any] = {
     "devices": 1, "num_nodes": 1, "sync_batchnorm": False, "compile_model": False, "gradient_accumulation": 1,
-    "loader": "thread", "steps_per_epoch": None, "cache_dir": None, "cache_size": None,
+    "loader": "thread", "steps_per_epoch": None, "limit_train_batches": None, "limit_val_batches": None,
+    "early_stopping": None, "fast_dev_run": False, "cache_dir": None, "cache_size": None,
 }  # fmt: skip
 
 

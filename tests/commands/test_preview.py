@@ -17,12 +17,13 @@ from torch import Tensor
 import stoker.tasks.classify
 from stoker.cli import main
 from stoker.config import load_config
+from stoker.data.images.imagenet import spoken
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.models.build import build_model
 from stoker.tasks.classify import build_network, colours_of, colours_of_name, open_data
 from stoker.tasks.contact_sheet import LARGEST_SIDE, drawable, fitting, regular, shown_side
 from stoker.tasks.preview import look, spread_over_classes
-from stoker.tasks.preview_sheet import caption_of, in_words, sheet_of
+from stoker.tasks.preview_sheet import caption_of, sheet_of
 from stoker.train.optimization import build_loss
 from tests.conftest import PROJECT
 from tests.support.images import encode, noise
@@ -265,9 +266,9 @@ def test_validation_samples_are_spread_evenly_over_the_classes(tmp_path: Path) -
 
 
 def test_classes_of_imagenet_are_named_in_words_and_mixed_ones_with_their_weights(images: Path, tmp_path: Path) -> None:
-    assert in_words("n01440764") == "n01440764 tench"
-    assert in_words("n99999999") == "n99999999"
-    assert in_words("tench") == "tench"
+    assert spoken("n01440764") == "n01440764 tench"
+    assert spoken("n99999999") == "n99999999"
+    assert spoken("tench") == "tench"
     config = host_config(write_config(tmp_path, images, mixup_alpha=0.8, batch_size=9))
     for step in look(config, open_data(config, lambda _text: None)).training:
         for sample in step.inputs.samples:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from stoker.data.images.imagenet import synsets
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.store.stores import Buffer, LocalStore
 from stoker.machine.storage import Mount
 from stoker.verify import files
 from stoker.verify.data import CHECKS
 from stoker.verify.files import judge_first_reads
-from stoker.verify.imagenet import synsets
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiny_training import write_images
 from tests.verify.data_sets import listed, outcome, subject_of, subject_with

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import numpy as np
 
 from stoker.config import Config
 from stoker.console import Say
+from stoker.data.images.imagenet import spoken
 from stoker.files import write_bytes
 from stoker.machine.host import HostConfig
 from stoker.redact import redact_text
@@ -24,23 +22,6 @@ from stoker.tasks.preview import LEAST_WEIGHT, Inputs, Preview, Sample, StepSeen
 RUN_PATIENCE_S = 1.0
 RUN_LARGEST_SIDE = 160
 RUN_MOST_BYTES = 250_000
-
-
-def in_words(name: str) -> str:
-    """The name of a class, with its meaning if it is one of WordNet's numbers: 'n01440764 tench'."""
-    meaning = _synsets().get(name) if re.fullmatch(r"n\d{8}", name) else None
-    return f"{name} {meaning}" if meaning else name
-
-
-@functools.cache
-def _synsets() -> dict[str, str]:
-    """The first word for each of ImageNet's classes, from timm's list."""
-    try:
-        text = resources.files("timm").joinpath("data/_info/imagenet_synset_to_lemma.txt").read_text(encoding="utf-8")
-    except OSError:
-        return {}  # another version of timm: numbers without words
-    lines = (line.partition("\t") for line in text.splitlines())
-    return {number: words.split(",")[0].strip() for number, _, words in lines}
 
 
 def sheet_of(preview: Preview, name: str, largest: int) -> Sheet:
@@ -135,8 +116,8 @@ def caption_of(sample: Sample) -> tuple[str, ...]:
     if not sample.labels:
         return ("no class above the threshold",)
     if len(sample.labels) == 1 and sample.labels[0][1] > 1 - LEAST_WEIGHT:
-        return (in_words(sample.labels[0][0]),)
-    first, *others = (f"{weight:.2f} {in_words(name)}" for name, weight in sample.labels)
+        return (spoken(sample.labels[0][0]),)
+    first, *others = (f"{weight:.2f} {spoken(name)}" for name, weight in sample.labels)
     return first, *(f"+ {text}" for text in others)
 
 
@@ -181,8 +162,7 @@ def describe(preview: Preview, boxes: tuple[tuple[int, int, int, int], ...]) -> 
 def _record(sample: Sample, box: tuple[int, int, int, int]) -> dict[str, Any]:
     return {
         "labels": [
-            {"class": _utf8(label), "words": _utf8(in_words(label)), "weight": weight}
-            for label, weight in sample.labels
+            {"class": _utf8(label), "words": _utf8(spoken(label)), "weight": weight} for label, weight in sample.labels
         ],
         "images": [asdict(part) | {"name": _utf8(part.name)} for part in sample.parts],
         "box": list(box),

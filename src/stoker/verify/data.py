@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.data.images import imagenet
 from stoker.data.images.listing import class_names, count, shown, some, split_place
 from stoker.data.images.sample_index import SampleIndex
 from stoker.data.store.stores import is_url
 from stoker.errors import UserError
-from stoker.verify import imagenet
 from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
 from stoker.verify.files import FILE_CHECKS
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stoker.data.images.imagenet import synsets
 from stoker.data.images.sample_index import SampleSet
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig
@@ -22,7 +23,6 @@ from stoker.train.checkpoint.restore import restore_model
 from stoker.train.compute import Precision
 from stoker.verify.checks import Subject
 from stoker.verify.files import in_turns
-from stoker.verify.imagenet import synsets
 
 BATCH = 32
 

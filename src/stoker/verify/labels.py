@@ -11,11 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.images.listing import count, shown, some
-from stoker.data.images.sample_index import SampleIndex, SampleSet
-from stoker.train.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
-from stoker.verify.imagenet import (
+from stoker.data.images.imagenet import (
     DEVKIT_FIRST,
     is_synset,
     real_labels,
@@ -24,6 +20,10 @@ from stoker.verify.imagenet import (
     synsets_in_names,
     validation_numbers,
 )
+from stoker.data.images.listing import count, shown, some
+from stoker.data.images.sample_index import SampleIndex, SampleSet
+from stoker.train.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
+from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
 
 # ReaL labels agree with the official labels of 42,164 of the 46,837 validation images that have any: 90.0 %. By class
 # the worst is 18 % (tape player), then 39 %; by any 50 neighbouring classes at least 84 %. Images spread at random

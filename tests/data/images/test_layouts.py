@@ -17,6 +17,7 @@ import scipy.io
 
 from stoker.config import load_config
 from stoker.data.images import imagenet_labels
+from stoker.data.images.imagenet import real_labels, synsets
 from stoker.data.images.opening import open_index
 from stoker.data.images.parquet_files import list_parquet, open_sample_store
 from stoker.data.images.sample_index import SampleSet
@@ -237,22 +238,10 @@ def test_a_store_that_may_be_read_but_not_listed_has_the_split_at_its_usual_plac
 # Labels of ImageNet's validation images
 
 
-def real_labels() -> list[list[int]]:
-    tables = imagenet_labels._real_labels()
-    assert tables is not None
-    return tables[0]
-
-
-def wnids() -> list[str]:
-    tables = imagenet_labels._real_labels()
-    assert tables is not None
-    return list(tables[1])
-
-
 def ground_truth(folder: Path, order: list[str], table: list[str]) -> Path:
     """A file of numbers for the images that have a ReaL label, true in `order`, beside a table that says `table`."""
     number_of = {wnid: number for number, wnid in enumerate(order, 1)}
-    lines = [number_of[wnids()[labels[0]]] if labels else 1 for labels in real_labels()]
+    lines = [number_of[synsets()[labels[0]]] if labels else 1 for labels in real_labels()]
     folder.mkdir()
     path = folder / "ILSVRC2012_validation_ground_truth.txt"
     path.write_text("".join(f"{number}\n" for number in lines))
@@ -261,11 +250,11 @@ def ground_truth(folder: Path, order: list[str], table: list[str]) -> Path:
 
 
 def test_a_table_of_another_order_is_refused_even_if_only_two_classes_are_swapped(tmp_path: Path) -> None:
-    order = [wnids()[at] for at in permute(np.arange(1000), 1000, 5)]
+    order = [synsets()[at] for at in permute(np.arange(1000), 1000, 5)]
     right = imagenet_labels.read_ground_truth(str(ground_truth(tmp_path / "right", order, order)))
-    assert right[1] == wnids()[real_labels()[1][0]]
+    assert right[1] == synsets()[real_labels()[1][0]]
     with pytest.raises(UserError, match=r"agree with ImageNet's ReaL labels for 0\.\d% of"):
-        imagenet_labels.read_ground_truth(str(ground_truth(tmp_path / "sorted", order, wnids())))
+        imagenet_labels.read_ground_truth(str(ground_truth(tmp_path / "sorted", order, synsets())))
     swapped = [order[1], order[0], *order[2:]]
     with pytest.raises(UserError, match=rf"hardly any of .*{min(order[:2])}"):
         imagenet_labels.read_ground_truth(str(ground_truth(tmp_path / "swapped", order, swapped)))
@@ -280,7 +269,7 @@ def test_numbers_without_a_table_are_refused_rather_than_guessed(folders: Path, 
 
 def test_a_solution_with_permuted_classes_is_refused(tmp_path: Path) -> None:
     labelled = [(number, labels[0]) for number, labels in enumerate(real_labels()[:60], 1) if labels]
-    names = {f"ILSVRC2012_val_{number:08d}": wnids()[(label + 1) % 1000] for number, label in labelled}
+    names = {f"ILSVRC2012_val_{number:08d}": synsets()[(label + 1) % 1000] for number, label in labelled}
     write_solution(tmp_path / "LOC_val_solution.csv", names)
     with pytest.raises(UserError, match=r"ReaL labels for \d\.\d% of"):
         imagenet_labels.classes_of_images(str(tmp_path / "LOC_val_solution.csv"), [f"{name}.JPEG" for name in names])

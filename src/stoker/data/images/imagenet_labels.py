@@ -13,16 +13,14 @@ notebook computer), both measured with the true labels.
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
-import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from stoker.data.images.imagenet import real_labels, synsets
 from stoker.data.images.listing import count, shown, some
 from stoker.data.store.stores import ReadFailure, is_url, open_store
 from stoker.errors import UserError
@@ -160,9 +158,9 @@ def _read_meta(path: str) -> dict[int, str]:
 
 def check_with_real(source: str, classes: Mapping[int, str]) -> None:
     """Refuses WordNet ids of validation images, by number, that disagree with the ReaL labels."""
-    if (tables := _real_labels()) is None:
+    real, wnids = real_labels(), {wnid: number for number, wnid in enumerate(synsets())}
+    if not real or not wnids:
         return
-    real, wnids = tables
     right, judged = np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
     for number, wnid in classes.items():
         if number <= len(real) and real[number - 1] and wnid in wnids:
@@ -179,21 +177,6 @@ def check_with_real(source: str, classes: Mapping[int, str]) -> None:
     if agreement >= LEAST_AGREEMENT:
         seen += f", but for hardly any of {some([names[number] for number in wrong])}"
     raise LabelFileWrong(source, None, f"{seen} (right ones: 90 %)", f"the classes are permuted: use {SOLUTION}")
-
-
-@cache
-def _real_labels() -> tuple[list[list[int]], dict[str, int]] | None:
-    """The ReaL labels by image, and the number of each WordNet id; None without timm's files."""
-    # Found without importing timm, which takes seconds.
-    spec = importlib.util.find_spec("timm")
-    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "data" / "_info"
-    try:
-        assert folder is not None
-        real = json.loads((folder / "imagenet_real_labels.json").read_text())
-        wnids = (folder / "imagenet_synsets.txt").read_text().split()
-    except (AssertionError, OSError, ValueError):
-        return None
-    return real, {wnid: number for number, wnid in enumerate(wnids)}
 
 
 def _upwards(place: str) -> list[str]:

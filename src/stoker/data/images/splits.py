@@ -20,6 +20,8 @@ BASES = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "data")
 """Where below the root the splits may be: the root itself, as Kaggle unpacks ImageNet, and `data` of a Hugging Face
 repository."""
 FILE_KINDS = (".tar", ".parquet")
+LABELLED = (*FILE_KINDS, ".csv", ".jsonl", "index.json")
+"""Files that hold labels, by the end of their names; a pack has an index.json."""
 
 
 class Entries(NamedTuple):
@@ -88,8 +90,8 @@ def _search(root: str, names: tuple[str, ...]) -> FoundSplit | None:
         entries = list_entries(split_place(root, base))
         if entries is None:
             continue
-        found = _named(entries, base, names)
-        if _named(entries, base, SPLIT_NAMES["train"]) is not None:
+        found = _named(root, entries, base, names)
+        if _named(root, entries, base, SPLIT_NAMES["train"]) is not None:
             return found  # the splits of a data set are side by side
         first = first or found
     return first
@@ -106,16 +108,22 @@ def no_split(root: str, split: str) -> UserError:
     )
 
 
-def _named(entries: Entries, base: str, names: tuple[str, ...]) -> FoundSplit | None:
+def _named(root: str, entries: Entries, base: str, names: tuple[str, ...]) -> FoundSplit | None:
     for name in names:
         below = f"{base}/{name}" if base else name
         note = None if name == names[0] else f"there is no {names[0]}/: using {shown(name)} for validation"
-        if name in entries.folders:
+        if name in entries.folders and (note is None or _has_labels(split_place(root, below))):
             return FoundSplit(below, name=name, note=note)
         for kind in FILE_KINDS:
             if files := tuple(file for file in entries.files if _is_part(file, name, kind)):
                 return FoundSplit(base, files, name, note)
     return None
+
+
+def _has_labels(place: str) -> bool:
+    """Whether a folder has classes or anything that may tell them: `test/` is often a competition's, without labels."""
+    entries = list_entries(place)
+    return entries is not None and bool(entries.folders or any(file.endswith(LABELLED) for file in entries.files))
 
 
 def _is_part(file: str, split: str, kind: str) -> bool:

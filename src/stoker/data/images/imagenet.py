@@ -45,17 +45,17 @@ def real_labels() -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, json.loads(text))) if text is not None else ()
 
 
-def spoken(synset: str) -> str:
-    """A synset with its first English name: n01440764 (tench)."""
-    name = _lemmas().get(synset)
-    return synset if name is None else f"{synset} ({name})"
+def spoken(name: str) -> str:
+    """The name of a class, with its meaning if it is one of WordNet's numbers: n01440764 tench."""
+    meaning = _lemmas().get(name) if is_synset(name) else None
+    return name if meaning is None else f"{name} {meaning}"
 
 
 @cache
 def _lemmas() -> dict[str, str]:
-    wanted = set(synsets())
+    """The first word for each of WordNet's numbers."""
     lines = (line.partition("\t") for line in (_read("imagenet_synset_to_lemma.txt") or "").splitlines())
-    return {synset: names.partition(",")[0] for synset, _, names in lines if synset in wanted}
+    return {synset: names.partition(",")[0].strip() for synset, _, names in lines}
 
 
 def is_synset(name: str) -> bool:

@@ -188,8 +188,9 @@ class _Sample:
         key = mix_numbers(self._key, offset)
         if found > self._most:
             # One of each stretch of equal length: as even as a grid, and without its regularity.
+            ends = np.arange(self._most + 1) * found // self._most
             inside = (mix(np.arange(self._most), key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-            new = new[((np.arange(self._most) + inside) * (found / self._most)).astype(np.int64)]
+            new = new[ends[:-1] + (inside * np.diff(ends)).astype(np.int64)]
         new = new + offset
         total = self.count + found
         if total > self._most:

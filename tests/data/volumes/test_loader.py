@@ -18,14 +18,15 @@ from stoker.data.batch import TooManyBad
 from stoker.data.loader import LoaderOptions
 from stoker.data.order import Steps
 from stoker.data.volumes.cases import Case, open_cases
-from stoker.data.volumes.label_index import build_label_index
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.loader import PatchLoader
-from stoker.data.volumes.making import PatchBatch, PatchPlan, plan_patches
+from stoker.data.volumes.making import PatchBatch, PatchPlan
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef, open_volume
-from stoker.data.volumes.patches import GridPatches, RandomPatches, training_steps
+from stoker.data.volumes.patches import GridPatches, training_steps
+from stoker.data.volumes.plans import PatchRule, plan_patches, plan_training, plan_validation
 from stoker.data.volumes.scrolls import write_scrolls
-from stoker.data.volumes.survey import image_dtype, survey
+from stoker.data.volumes.split import SplitRule, divide
+from stoker.data.volumes.survey import survey
 from stoker.data.volumes.transforms import TransformRange
 from stoker.data.volumes.volume import ReadingOptions, Region, whole
 from stoker.errors import UserError
@@ -53,11 +54,8 @@ def training(
     cases: tuple[Case, ...], steps: Steps, transforms: TransformRange, rules: LabelRules | None = None
 ) -> PatchPlan:
     rules, volumes = rules or LabelRules(2, ignore=2), OpenVolumes()
-    facts = survey(cases, volumes)
-    labels = build_label_index(cases, volumes, rules)
-    shapes = tuple(facts.facts[case.id].shape for case in cases)
-    patches = RandomPatches(PATCH, shapes, labels, seed=7, transforms=transforms)
-    return plan_patches(cases, patches, steps, image_dtype([*facts.facts.values()]), rules)
+    rule = PatchRule(PATCH, small="pad", transforms=transforms)
+    return plan_training(cases, survey(cases, volumes), volumes, rules, rule, steps, seed=7)
 
 
 def digest(batch: PatchBatch) -> str:
@@ -129,9 +127,9 @@ def test_patches_are_slices_of_the_array_in_every_format(name: str, kind: str, t
 
 
 def test_a_grid_puts_every_volume_together_again(cases: tuple[Case, ...]) -> None:
-    shapes = tuple(survey(cases, OpenVolumes()).shapes[case.id] for case in cases)
-    grid = GridPatches(PATCH, shapes, overlap=0.25)
-    plan = plan_patches(cases, grid, Steps(len(grid), 4, drop_last=False), np.dtype("uint8"), LabelRules(2, 2))
+    surveyed = survey(cases, OpenVolumes())
+    shapes = tuple(surveyed.shapes[case.id] for case in cases)
+    plan = plan_validation(cases, surveyed, LabelRules(2, 2), PatchRule(PATCH, overlap=0.25), 4)
     made = [(np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)) for shape in shapes]
     for batch in PatchLoader(plan, READING, LoaderOptions(workers=2)).epoch(0):
         assert batch.valid.all()
@@ -182,7 +180,7 @@ def test_a_bad_volume_is_quarantined_and_replaced(how: str, cases: tuple[Case, .
     loader = PatchLoader(plan, READING, LoaderOptions(quarantine_file=tmp_path / "quarantine.jsonl"))
     batches = list(loader.epoch(0))
     assert 5 not in np.concatenate([batch.cases for batch in batches])
-    assert all(np.isfinite(batch.region(slot)[0].float()).all() for batch in batches for slot in range(2))
+    assert all(torch.isfinite(batch.region(slot)[0].float()).all() for batch in batches for slot in range(2))
     (line,) = map(json.loads, (tmp_path / "quarantine.jsonl").read_text().splitlines())
     assert (line["sample"], line["name"]) == (5, "broken")
     assert bad.images[0].location in line["reason"]
@@ -211,6 +209,47 @@ def test_without_labels_a_batch_has_images_only(cases: tuple[Case, ...]) -> None
     assert image.shape == (1, *PATCH)
     assert label is None
     assert first.images.nbytes == 2 * 1680
+
+
+def test_a_run_divided_by_region_never_reads_the_validation_slab(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    # Every voxel tells its own z: what a batch of training holds can be looked up.
+    depth = np.broadcast_to(np.arange(60, dtype=np.uint8)[:, None, None], (60, 30, 30))
+    np.save(tmp_path / "image.npy", depth)
+    np.save(tmp_path / "label.npy", np.ones(depth.shape, np.uint8))
+    case = Case("c", "c", (VolumeRef(str(tmp_path / "image.npy")),), VolumeRef(str(tmp_path / "label.npy")))
+    volumes = OpenVolumes()
+    surveyed = survey([case], volumes)
+    parts = divide(surveyed.cases, surveyed.shapes, SplitRule(by="region", folds=3, fold=1, margin=3))
+    plan = plan_training(
+        parts.train, surveyed, volumes, LabelRules(2), PatchRule(PATCH, transforms=EVERYTHING), training_steps(40, 4),
+        seed=0,
+    )  # fmt: skip
+    seen: set[int] = set()
+    for batch in PatchLoader(plan, READING, LoaderOptions()).epoch(0):
+        for slot in range(4):
+            seen |= set(np.unique(batch.region(slot)[0].numpy()).tolist())
+    # Zero is also what lies outside the parts.
+    assert seen == set(range(17)) | set(range(43, 60))
+
+
+def test_cases_that_cannot_be_trained_on_are_left_out_or_refused(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    np.save(tmp_path / "blank.npy", np.full((20, 28, 30), 2, np.uint8))
+    blank = Case("blank", "x", cases[0].images, VolumeRef(str(tmp_path / "blank.npy")))
+    several, volumes, said = (*cases, blank), OpenVolumes(), list[str]()
+    surveyed = survey(several, volumes)
+    plan = plan_training(
+        several, surveyed, volumes, LabelRules(2, 2), PatchRule(PATCH), training_steps(1, 1), seed=0, say=said.append
+    )
+    assert plan.cases == cases
+    assert said == ["1 volume without a labelled voxel left out: blank"]
+    blind = Case(cases[0].id, "x", cases[0].images, None)
+    for wrong, rule, name in (
+        ((blind,), PatchRule(PATCH), "labels-missing"),
+        (cases, PatchRule((64, 8, 8)), "patch-larger-than-volume"),
+    ):
+        with pytest.raises(UserError, match=cases[0].id) as caught:
+            plan_training(wrong, surveyed, volumes, LabelRules(2, 2), rule, training_steps(1, 1), seed=0)
+        assert caught.value.name == name
 
 
 def test_cases_with_different_channels_are_refused(cases: tuple[Case, ...]) -> None:

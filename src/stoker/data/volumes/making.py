@@ -150,24 +150,6 @@ class PatchPlan:
         return self.patches.place(self.patches.cases(epoch, positions), keys, positions), keys
 
 
-def plan_patches(
-    cases: Sequence[Case], patches: Patches, steps: Steps, image_dtype: np.dtype[Any], rules: LabelRules | None
-) -> PatchPlan:
-    """The plan of a split whose images have the same channels and kind of voxels."""
-    channels = {len(case.images) for case in cases}
-    if len(channels) != 1:
-        one, other = (next(case.id for case in cases if len(case.images) == count) for count in sorted(channels)[:2])
-        raise UserError(
-            "channels-differ",
-            f"case {one} has {min(channels)} channels, case {other} has {sorted(channels)[1]}",
-            why="a network has a fixed number of input channels",
-            hint="list the same channels for every case",
-        )
-    label = None if rules is None else rules.dtype.name
-    layout = RowLayout(channels.pop(), image_dtype.name, label, patches.most_voxels)
-    return PatchPlan(tuple(cases), patches, steps, layout, rules)
-
-
 class PatchReader:
     """Reads the regions of a plan's patches; one for a process and all its threads."""
 

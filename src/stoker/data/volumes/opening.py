@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -84,6 +83,8 @@ def open_npy(path: str, options: ReadingOptions) -> Volume:
     if not isinstance(array, np.ndarray):
         array.close()
         raise ReadFailure(path, "not a volume", "it is a .npz archive")
+    if array.dtype == np.bool_:
+        array = array.view(np.uint8)  # masks are often saved as truth values
     check_extent(path, array.shape, array.dtype, options)
     # A plain array over the mapping: slices of np.memmap cost ten times as much.
     return ArrayVolume(path, np.asarray(array), identity_of(path))
@@ -97,7 +98,6 @@ class OpenVolumes:
         self._most = most
         self._open: OrderedDict[VolumeRef, Volume] = OrderedDict()
         self._lock = threading.Lock()
-        self._process = os.getpid()
 
     def get(self, ref: VolumeRef, box: Region | None = None) -> Volume:
         """The volume, or only this box of it; raises as `open_volume` does."""
@@ -136,9 +136,14 @@ def _with_libraries(open_it: Callable[[], Volume]) -> Volume:
     try:
         return open_it()
     except ModuleNotFoundError as error:
-        raise UserError(
-            "library-missing",
-            f"{error.name} is not installed",
-            why="it reads volumes of this format",
-            hint="pip install 'stoker[volumes]'",
-        ) from None
+        raise library_missing(error) from None
+
+
+def library_missing(error: ModuleNotFoundError) -> UserError:
+    """The error if a library of the optional extra is not there."""
+    return UserError(
+        "library-missing",
+        f"{error.name} is not installed",
+        why="volumes of this format need it",
+        hint="pip install 'stoker[volumes]'",
+    )

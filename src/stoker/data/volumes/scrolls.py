@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.draws import mix_numbers
+from stoker.data.volumes.opening import library_missing
 from stoker.data.volumes.volume import Shape
 from stoker.files import write_bytes, write_text
 
@@ -61,8 +62,10 @@ def write_scrolls(
     root: Path, *, volumes: int, shape: Shape, seed: int = 0, scrolls: int = 3, tests: int = 1
 ) -> list[str]:
     """Writes a data set in the competition's layout and returns the ids for training; `train.csv` comes last."""
-    import tifffile
-
+    try:
+        import tifffile
+    except ModuleNotFoundError as error:
+        raise library_missing(error) from None
     rows: list[tuple[str, str]] = []
     for number in range(volumes + tests):
         scroll = number % scrolls

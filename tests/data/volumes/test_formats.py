@@ -189,6 +189,28 @@ def test_damaged_pages_are_refused_when_they_are_read(tmp_path: Path) -> None:
         volume.read(Region((0, 0, 0), (21, 41, 53)))
 
 
+@pytest.mark.parametrize("name", ["tiff", "tiff lzw", "tiff tiles", "tiff by Pillow", "npy", "nii", "nii.gz"])
+def test_whatever_bytes_are_damaged_the_file_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    ref = (FORMATS | PILLOW)[name](tmp_path, np.arange(5 * 20 * 24, dtype=np.uint8).reshape(5, 20, 24))
+    path, random = Path(ref.location), np.random.default_rng(3)
+    data = path.read_bytes()
+    small = ReadingOptions(max_voxels=10**7, max_decoded_bytes=10**7)
+    refused = 0
+    for attempt in range(80):
+        damaged = bytearray(data)
+        # Headers are at the beginning, those of most TIFF files at the end.
+        for place in random.integers(0, 350, 5):
+            place = int(place) if attempt % 2 else len(data) - 1 - int(place)
+            damaged[place % len(data)] = int(random.choice([0, 1, 128, 255]))
+        path.write_bytes(damaged)
+        try:
+            volume = open_volume(ref, small)
+            volume.read(whole(volume.shape))
+        except ReadFailure as failure:
+            refused += failure.path == ref.location
+    assert refused > 0
+
+
 def test_a_compressed_bomb_is_refused_before_it_is_decompressed(tmp_path: Path) -> None:
     small = ReadingOptions(max_decoded_bytes=1_000_000)
     header = nibabel.Nifti1Header()
@@ -197,8 +219,13 @@ def test_a_compressed_bomb_is_refused_before_it_is_decompressed(tmp_path: Path) 
     header["magic"], header["vox_offset"] = b"n+1", 352
     (tmp_path / "bomb.nii.gz").write_bytes(gzip.compress(header.binaryblock + bytes(400_000)))
     tifffile.imwrite(tmp_path / "bomb.tif", np.zeros((2, 2000, 2000), np.uint8), compression="zlib")
+    tifffile.imwrite(tmp_path / "tile.tif", np.zeros((2, 32, 32), np.uint8), compression="zlib", tile=(16, 16))
+    with tifffile.TiffFile(tmp_path / "tile.tif", mode="r+") as file:
+        for page in file.pages:
+            page.tags["TileWidth"].overwrite(60_000)
+            page.tags["TileLength"].overwrite(60_000)
     zarr.create_array(tmp_path / "bomb.zarr", shape=(2000,) * 3, chunks=(1000,) * 3, dtype="u1")
-    for name in ("bomb.nii.gz", "bomb.tif", "bomb.zarr"):
+    for name in ("bomb.nii.gz", "bomb.tif", "tile.tif", "bomb.zarr"):
         with pytest.raises(ReadFailure) as caught:
             open_volume(VolumeRef(str(tmp_path / name)), small)
         assert (caught.value.path, caught.value.reason) == (str(tmp_path / name), "too large")

@@ -76,7 +76,7 @@ def open_npy(path: str, options: ReadingOptions) -> Volume:
         array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise failure_of(path, error) from None
-    except (ValueError, TypeError, EOFError) as error:
+    except Exception as error:  # numpy parses the header as Python's syntax, which can fail in many ways
         size = Path(path).stat().st_size
         short = "length" in str(error) or "larger than" in str(error) or size < 128
         raise ReadFailure(path, "short" if short else "unreadable", str(error).split("\n", 1)[0][:200]) from None

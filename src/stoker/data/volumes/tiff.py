@@ -42,22 +42,29 @@ def open_tiff(path: str, options: ReadingOptions) -> Volume:
     _check_chain(path, memory)
     try:
         with tifffile.TiffFile(path) as file:
-            series = file.series
-            if not series:
-                raise ReadFailure(path, "not a volume", "it has no pages")
-            if len(series) > 1:
-                shapes = " and ".join(str(one.shape) for one in series[:3])
-                raise ReadFailure(path, "not a volume", f"its pages differ: {shapes}")
-            stack = series[0]
-            dtype = np.dtype(stack.dtype).newbyteorder(file.byteorder)
-            shape = check_extent(path, _shape_zyx(path, stack.shape, stack.axes), dtype, options)
-            if stack.dataoffset is not None:
-                return ArrayVolume(path, _mapped(path, memory, shape, dtype, stack.dataoffset), identity)
-            pages = [_whole_page(path, page) for page in stack.pages]
+            return _open_stack(path, file, memory, identity, options)
+    except (ReadFailure, MemoryError):
+        raise
     except OSError as error:
         raise failure_of(path, error) from None
-    except (tifffile.TiffFileError, ValueError, TypeError, KeyError, IndexError, struct.error) as error:
-        raise ReadFailure(path, "unreadable", f"{error}".split("\n", 1)[0][:200]) from None
+    except Exception as error:  # damaged headers make tifffile divide by zero, among much else
+        reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        raise ReadFailure(path, "unreadable", f"its headers are damaged ({reason})"[:200]) from None
+
+
+def _open_stack(path: str, file: Any, memory: mmap.mmap, identity: str, options: ReadingOptions) -> Volume:
+    series = file.series
+    if not series:
+        raise ReadFailure(path, "not a volume", "it has no pages")
+    if len(series) > 1:
+        shapes = " and ".join(str(one.shape) for one in series[:3])
+        raise ReadFailure(path, "not a volume", f"its pages differ: {shapes}")
+    stack = series[0]
+    dtype = np.dtype(stack.dtype).newbyteorder(file.byteorder)
+    shape = check_extent(path, _shape_zyx(path, stack.shape, stack.axes), dtype, options)
+    if stack.dataoffset is not None:
+        return ArrayVolume(path, _mapped(path, memory, shape, dtype, stack.dataoffset), identity)
+    pages = [_whole_page(path, page) for page in stack.pages]
     if len(pages) != shape[0]:
         raise ReadFailure(path, "short", f"{len(pages)} pages; {shape[0]} were announced")
     _check_segments(path, memory, pages, options)
@@ -111,15 +118,14 @@ class PagedVolume:
             if not size:
                 continue  # a sparse file: the segment is zero throughout
             try:
-                segment, place, extent = page.decode(self.memory[offset : offset + size], index)
-            except Exception as error:  # each codec has an error of its own
+                segment, (_, _, y, x, _), extent = page.decode(self.memory[offset : offset + size], index)
+                # Tiles at the border stick out of the page.
+                height, width = min(extent[1], self.shape[1] - y), min(extent[2], self.shape[2] - x)
+                image[y : y + height, x : x + width] = segment[0, :height, :width, 0]
+            except MemoryError:
+                raise
+            except Exception as error:  # each codec has an error of its own, and a short segment does not fit its place
                 raise ReadFailure(self.name, "unreadable", f"page {number} cannot be decoded: {error}"[:200]) from None
-            _, _, y, x, _ = place
-            # Tiles at the border stick out of the page.
-            height, width = min(extent[1], self.shape[1] - y), min(extent[2], self.shape[2] - x)
-            if segment is None or segment.shape[1] < height or segment.shape[2] < width:
-                raise ReadFailure(self.name, "short", f"page {number} ends early")
-            image[y : y + height, x : x + width] = segment[0, :height, :width, 0]
         return image
 
 
@@ -157,8 +163,15 @@ def _whole_page(path: str, page: Any) -> Any:
 
 def _check_segments(path: str, memory: mmap.mmap, pages: list[Any], options: ReadingOptions) -> None:
     """Refuses pages whose bytes are not in the file, or whose size on decoding is absurd."""
+    first = pages[0]
     for number, page in enumerate(pages):
+        if page.dtype is None or (page.shape, page.dtype) != (first.shape, first.dtype):
+            raise ReadFailure(path, "not a volume", f"page {number} has another shape or kind of voxels than the first")
         decoded = int(np.prod(page.shape, dtype=object)) * page.dtype.itemsize
+        if page.is_tiled:
+            # A tile is decoded whole, however much of it sticks out of the page.
+            tile = page.tilewidth * page.tilelength * page.tiledepth * page.samplesperpixel * page.dtype.itemsize
+            decoded = max(decoded, tile)
         if decoded > options.max_decoded_bytes:
             raise ReadFailure(path, "too large", f"page {number} has {decoded:,} bytes of voxels when decoded")
         if not page.dataoffsets or len(page.dataoffsets) != len(page.databytecounts):

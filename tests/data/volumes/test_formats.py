@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import subprocess
 import sys
@@ -272,6 +273,19 @@ def test_levels_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     ref = FORMATS["ome-zarr 0.4"](tmp_path, voxels("uint8"))
     with pytest.raises(ReadFailure, match="levels 0 to 1"):
         open_volume(VolumeRef(ref.location, level=2))
+
+
+def test_an_open_stack_keeps_no_object_for_each_page(tmp_path: Path) -> None:
+    refs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        refs.append(tiff(compression="lzw")(tmp_path / name, voxels("uint8")))
+    volumes = OpenVolumes()
+    assert all(volumes.get(ref).shape == SHAPE for ref in refs)
+    gc.collect()
+    # Hundreds of volumes with hundreds of pages are open at once.
+    kinds = (tifffile.TiffPage, tifffile.TiffFrame)
+    assert sum(type(one) in kinds for one in gc.get_objects()) <= 2 * len(refs)
 
 
 def test_voxels_that_are_not_finite_are_found(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What every case is, before any is trained on: shape and kind of voxels, and that image and label fit together.
 
-Opening eight hundred stacks of pages takes half a minute, so the result is kept until a file changes.
+Opening hundreds of stacks, each with hundreds of pages, takes time, so the result is kept until a file changes.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import tifffile
+from numpy.typing import NDArray
 
 from stoker.data.store.stores import ReadFailure
 from stoker.data.volumes.volume import (
@@ -77,7 +78,15 @@ def _open_stack(path: str, file: Any, memory: mmap.mmap, identity: str, options:
             strides = (step, dtype.itemsize * shape[2], dtype.itemsize)
             array: Any = np.ndarray(shape, dtype, memory, offsets[0], strides)
             return ArrayVolume(path, array, identity)
-    return PagedVolume(path, shape, dtype, identity, memory, tuple(pages), decoded_cache(options.cache_bytes))
+    segments = np.array([[page.dataoffsets, page.databytecounts] for page in pages], np.int64)
+    mapped = np.array([page.is_contiguous for page in pages])
+    # A page holds its file, and that holds all the others, with a Python object for each of their tags. Their offsets
+    # are enough, and one page that knows how all are encoded: the first of a file in which no other was looked at.
+    with tifffile.TiffFile(path) as fresh:
+        first = fresh.pages.first
+    return PagedVolume(
+        path, shape, dtype, identity, memory, segments, mapped, first, decoded_cache(options.cache_bytes)
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,12 @@ class PagedVolume:
     stored: np.dtype[Any]
     identity: str
     memory: mmap.mmap
-    pages: tuple[Any, ...]
+    segments: NDArray[np.int64]
+    """(pages, 2, segments): where each segment of a page begins, and its bytes."""
+    mapped: NDArray[np.bool_]
+    """Pages whose voxels lie in the file as they are."""
+    first: Any
+    """tifffile's first page, which decodes the segments of any."""
     cache: DecodedCache
     affine: None = None
 
@@ -105,20 +119,18 @@ class PagedVolume:
         return target
 
     def _page(self, number: int) -> Voxels:
-        page = self.pages[number]
-        if page.is_contiguous:
-            found: Voxels = np.ndarray(self.shape[1:], self.stored, self.memory, int(page.dataoffsets[0]))
+        if self.mapped[number]:
+            found: Voxels = np.ndarray(self.shape[1:], self.stored, self.memory, int(self.segments[number, 0, 0]))
             return found
         return self.cache.get((self.identity, number), lambda: self._decode(number))
 
     def _decode(self, number: int) -> Voxels:
-        page = self.pages[number]
         image = np.zeros(self.shape[1:], self.dtype)
-        for index, (offset, size) in enumerate(zip(page.dataoffsets, page.databytecounts, strict=True)):
+        for index, (offset, size) in enumerate(self.segments[number].T.tolist()):
             if not size:
                 continue  # a sparse file: the segment is zero throughout
             try:
-                segment, (_, _, y, x, _), extent = page.decode(self.memory[offset : offset + size], index)
+                segment, (_, _, y, x, _), extent = self.first.decode(self.memory[offset : offset + size], index)
                 # Tiles at the border stick out of the page.
                 height, width = min(extent[1], self.shape[1] - y), min(extent[2], self.shape[2] - x)
                 image[y : y + height, x : x + width] = segment[0, :height, :width, 0]
@@ -165,8 +177,9 @@ def _check_segments(path: str, memory: mmap.mmap, pages: list[Any], options: Rea
     """Refuses pages whose bytes are not in the file, or whose size on decoding is absurd."""
     first = pages[0]
     for number, page in enumerate(pages):
-        if page.dtype is None or (page.shape, page.dtype) != (first.shape, first.dtype):
-            raise ReadFailure(path, "not a volume", f"page {number} has another shape or kind of voxels than the first")
+        # tifffile's hash covers shape, kind of voxels, strips or tiles, and compression.
+        if page.dtype is None or page.hash != first.hash or len(page.dataoffsets) != len(first.dataoffsets):
+            raise ReadFailure(path, "not a volume", f"page {number} is stored in another way than the first")
         decoded = int(np.prod(page.shape, dtype=object)) * page.dtype.itemsize
         if page.is_tiled:
             # A tile is decoded whole, however much of it sticks out of the page.

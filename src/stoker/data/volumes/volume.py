@@ -201,7 +201,7 @@ def read_padded(volume: Volume, region: Region, out: Voxels, fill: float) -> Non
 
 def check_finite(voxels: Voxels, name: str) -> None:
     """Raises ReadFailure if a voxel is NaN or infinite: one is enough to ruin every weight of a network."""
-    # The extremes carry NaN along, and cost a tenth of a mask of all voxels.
+    # The extremes carry NaN along, and need no mask of all voxels.
     if voxels.dtype.kind == "f" and voxels.size and not (np.isfinite(voxels.min()) and np.isfinite(voxels.max())):
         bad = int((~np.isfinite(voxels)).sum())
         raise ReadFailure(name, "not finite", f"{bad:,} of {voxels.size:,} voxels read are NaN or infinite")

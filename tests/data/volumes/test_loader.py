@@ -145,7 +145,11 @@ def test_a_grid_puts_every_volume_together_again(cases: tuple[Case, ...]) -> Non
 
 
 def test_what_lies_outside_a_volume_is_never_trained_on(tmp_path: Path) -> None:
-    for dtype, rules in ((np.uint8, LabelRules(2, ignore=2)), (np.int32, LabelRules(2, ignore=-1))):
+    for dtype, rules in (
+        (np.uint8, LabelRules(2, ignore=2)),
+        (np.int32, LabelRules(2, ignore=-1)),
+        (np.uint8, LabelRules(2)),
+    ):
         np.save(tmp_path / "image.npy", np.full((6, 40, 40), 9, np.uint8))
         np.save(tmp_path / "label.npy", np.ones((6, 40, 40), dtype))
         case = Case("c", "c", (VolumeRef(str(tmp_path / "image.npy")),), VolumeRef(str(tmp_path / "label.npy")))
@@ -156,8 +160,9 @@ def test_what_lies_outside_a_volume_is_never_trained_on(tmp_path: Path) -> None:
                 assert label is not None
                 assert (image[0, 2:8] == 9).all()
                 assert (label[2:8] == 1).all()
-                assert (label[:2] == rules.ignore).all()
-                assert (label[8:] == rules.ignore).all()
+                assert rules.outside not in (0, 1)
+                assert (label[:2] == rules.outside).all()
+                assert (label[8:] == rules.outside).all()
                 assert not image[0, :2].any()
 
 

@@ -24,8 +24,8 @@ class LabelRules:
     """Unlabelled voxels have this value; it is not one of the classes."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.classes <= 32_767:
-            raise BadLabels("bad-classes", f"{self.classes} classes", why="there are 1 to 32,767")
+        if not 1 <= self.classes < 32_767:
+            raise BadLabels("bad-classes", f"{self.classes} classes", why="there are 1 to 32,766")
         if self.ignore is not None and (0 <= self.ignore < self.classes or not -32_768 <= self.ignore <= 32_767):
             raise BadLabels(
                 "bad-ignore-label",
@@ -37,13 +37,13 @@ class LabelRules:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of labels in a batch: one byte if that is enough."""
-        ignore = 0 if self.ignore is None else self.ignore
-        return np.dtype(np.uint8 if 0 <= ignore <= 255 and self.classes <= 256 else np.int16)
+        return np.dtype(np.uint8 if 0 <= self.outside <= 255 and self.classes <= 256 else np.int16)
 
     @property
     def outside(self) -> int:
-        """The label of voxels outside a volume: ignored, or background if nothing is."""
-        return 0 if self.ignore is None else self.ignore
+        """The label in a batch that is never trained on and never counted: the ignore label, or the number after the
+        last class. Voxels outside a volume have it, so it is needed even where every voxel is labelled."""
+        return self.classes if self.ignore is None else self.ignore
 
     def check_kind(self, case: str, label: Volume) -> None:
         """Refuses labels that are no integers."""

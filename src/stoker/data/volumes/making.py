@@ -167,22 +167,18 @@ class PatchReader:
             return
         assert case.label is not None, "a case without a label cannot be trained on"
         volume = self.volumes.get(case.label, case.box)
-        if volume.dtype == label.dtype:
-            read_padded(volume, placement.region, label, rules.outside)
-            rules.check_values(case.id, volume.name, label)
-            return
-        wide = np.empty(label.shape, volume.dtype)
         rules.check_kind(case.id, volume)
-        # The ignore label may be negative, and the file's numbers not: what lies outside is set after narrowing.
         inside = placement.region.within(volume.shape)
-        read_padded(volume, placement.region, wide, 0)
-        rules.check_values(case.id, volume.name, wide)
-        label[...] = wide
-        if inside != placement.region:
-            outside = np.ones(label.shape, bool)
+        if inside == placement.region and volume.dtype == label.dtype:
+            rules.check_values(case.id, volume.name, volume.read(inside, label))
+            return
+        label[...] = rules.outside
+        if inside.voxels:
+            voxels = volume.read(inside)
+            # Before they are narrowed: 256 would become 0.
+            rules.check_values(case.id, volume.name, voxels)
             z, y, x = (-a for a in placement.region.start)
-            outside[inside.moved((z, y, x)).slices] = False
-            label[outside] = rules.outside
+            label[inside.moved((z, y, x)).slices] = voxels
 
     def forget(self) -> None:
         """Nothing is read ahead: what a thread reads is mapped, or fetched chunk by chunk, many at once."""

@@ -15,7 +15,6 @@ from stoker.data.engines.making import BatchMaker, BatchPlan
 from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
 from stoker.data.images.parquet_files import open_sample_store
-from stoker.data.images.sample_index import SampleIndex
 from stoker.data.store.reader import Reader
 
 Engine = Literal["auto", "process", "thread"]
@@ -55,12 +54,11 @@ class ImageLoader:
         self.quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
         self.workers = options.workers
         prefetch = options.prefetch or DEFAULT_PREFETCH
-        open_reader = partial(_open_reader, plan.samples.index, options)
-        self._engine: ThreadEngine | ProcessEngine
+        open_maker = partial(_open_maker, plan, options)
+        self._engine: ThreadEngine[Batch] | ProcessEngine[Batch]
         if self.engine == "thread":
-            maker = BatchMaker(plan, open_reader())
             self._engine = ThreadEngine(
-                maker,
+                open_maker(),
                 workers=options.workers,
                 prefetch=prefetch,
                 pin_memory=options.pin_memory,
@@ -71,7 +69,7 @@ class ImageLoader:
         else:
             self._engine = ProcessEngine(
                 plan,
-                open_reader,
+                open_maker,
                 workers=options.workers,
                 prefetch=prefetch,
                 persistent=options.persistent_workers,
@@ -127,7 +125,8 @@ def choose_engine(wanted: Engine, workers: int) -> Literal["process", "thread"]:
     return "thread" if workers <= MOST_THREADS else "process"
 
 
-def _open_reader(index: SampleIndex, options: LoaderOptions) -> Reader:
+def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:
+    index = plan.samples.index
     store = open_sample_store(
         index,
         cache_dir=options.cache_dir,
@@ -135,4 +134,4 @@ def _open_reader(index: SampleIndex, options: LoaderOptions) -> Reader:
         max_object_bytes=options.max_image_bytes,
     )
     workers = max(1, options.workers) if choose_engine(options.engine, options.workers) == "process" else 1
-    return Reader(store, index, lookahead_bytes=options.lookahead // workers)
+    return BatchMaker(plan, Reader(store, index, lookahead_bytes=options.lookahead // workers))

@@ -1,11 +1,13 @@
-"""Makes a whole batch in one buffer: order -> bytes -> header -> crop -> the sample's slot in the batch."""
+"""Makes a whole batch in one buffer: order -> bytes -> header -> crop -> the sample's slot in the batch.
+
+The engines know a maker only by what `Maker` says; that of patches is in stoker.data.volumes.making."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +23,60 @@ from stoker.data.store.reader import Reader
 from stoker.data.store.stores import ReadFailure
 from stoker.errors import UserError
 
-Allocate = Callable[[tuple[int, int, int, int]], NDArray[np.uint8]]
+Allocate = Callable[[tuple[int, ...]], NDArray[np.uint8]]
 # With one sample in a hundred unreadable, sixteen bad draws in a row happen once in 10^32 samples.
 MAX_REPLACEMENTS = 16
 # Batches held besides those in flight by a consumer that holds one: that one, and the one that it has just released.
 IN_HAND = 2
+
+
+class MadeBatch(Protocol):
+    """What an engine has to know of a batch."""
+
+    images: Any
+    """The batch's memory: an array while it is made, then a slot's number or a tensor."""
+
+    def __len__(self) -> int: ...
+
+
+Made = TypeVar("Made", bound=MadeBatch)
+Made_co = TypeVar("Made_co", bound=MadeBatch, covariant=True)
+
+
+class Plan(Protocol):
+    """What an engine has to know of a plan."""
+
+    @property
+    def steps(self) -> Steps: ...
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Of the memory of a whole batch, in bytes; the samples come first."""
+
+
+class Source(Protocol):
+    """What an engine has to know of where a maker reads."""
+
+    @property
+    def mean_bytes(self) -> float: ...
+
+    def forget(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Maker(Protocol[Made_co]):
+    """Makes the batches of a plan; several threads may share it."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def reader(self) -> Source: ...
+
+    def announce(self, epoch: int, step: int, start: int) -> None: ...
+
+    def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> Made_co: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +89,11 @@ class BatchPlan:
     view: View
     seed: int
     horizontal_flip: float
+
+    @property
+    def batch_shape(self) -> tuple[int, int, int, int]:
+        """Of the images of a whole batch."""
+        return self.steps.batch_size, self.view.size, self.view.size, 3
 
     def members(self, epoch: int, step: int, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The members of the sample set in a step, and which repeat of a member each is."""
@@ -135,7 +191,7 @@ class Announcer:
     """Keeps about `budget` bytes of upcoming steps announced to the reader, so that their bytes are fetched early."""
 
     def __init__(
-        self, maker: BatchMaker, epoch: int, start: int, count: int, budget: int, *, stride: int, first: int
+        self, maker: Maker[Any], epoch: int, start: int, count: int, budget: int, *, stride: int, first: int
     ) -> None:
         self._maker = maker
         self._epoch = epoch

@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-from stoker.data.batch import Batch
 from stoker.data.engines.buffers import PageLock, SharedSlots, shared_array
-from stoker.data.engines.making import Announcer, BatchMaker, BatchPlan, batches_held, beyond_flight
+from stoker.data.engines.making import Announcer, Made, Maker, Plan, batches_held, beyond_flight
 from stoker.data.priority import step_back
-from stoker.data.store.reader import Reader
 from stoker.errors import StokerError, UserError
 
 Request = tuple[int, int, int, int | None]
@@ -78,7 +76,7 @@ class LimitedIterator(_MultiProcessingDataLoaderIter):
 class _Steps:
     """The batch sampler: the requests of the next epoch."""
 
-    plan: BatchPlan
+    plan: Plan
     slots: SharedSlots | None
     epoch: int = 0
     start: int = 0
@@ -92,30 +90,27 @@ class _Steps:
             yield self.epoch, step, self.start, None if self.slots is None else self.slots.take()
 
 
-class _Batches(Dataset[Batch]):
-    """The dataset: makes the batch of a request. Each worker process opens its own reader."""
+class _Batches(Dataset[Made]):
+    """The dataset: makes the batch of a request. Each worker process opens its own maker, and with it its reader."""
 
-    def __init__(
-        self, plan: BatchPlan, open_reader: Callable[[], Reader], lookahead: int, slots: list[torch.Tensor]
-    ) -> None:
-        self._plan = plan
+    def __init__(self, open_maker: Callable[[], Maker[Made]], lookahead: int, slots: list[torch.Tensor]) -> None:
         self._slots = slots
-        self._open_reader = open_reader
+        self._open_maker = open_maker
         self._lookahead = lookahead
-        self._maker: BatchMaker | None = None
+        self._maker: Maker[Made] | None = None
         self._announcer: Announcer | None = None
         self._announced_for: tuple[int, int] | None = None
 
-    def __getitems__(self, request: Request) -> Batch | StokerError:
+    def __getitems__(self, request: Request) -> Made | StokerError:
         # Returned, not raised: torch would turn an error with more than one argument into a RuntimeError.
         try:
             return self._make(*request)
         except StokerError as error:
             return error
 
-    def _make(self, epoch: int, step: int, start: int, slot: int | None) -> Batch:
+    def _make(self, epoch: int, step: int, start: int, slot: int | None) -> Made:
         if self._maker is None:
-            self._maker = BatchMaker(self._plan, self._open_reader())
+            self._maker = self._open_maker()
         self._announce(self._maker, epoch, step, start)
         if slot is None:
             batch = self._maker.make(epoch, step, start, shared_array)
@@ -126,25 +121,25 @@ class _Batches(Dataset[Batch]):
         batch.images = slot
         return batch
 
-    def _announce(self, maker: BatchMaker, epoch: int, step: int, start: int) -> None:
+    def _announce(self, maker: Maker[Made], epoch: int, step: int, start: int) -> None:
         worker = get_worker_info()
         stride = worker.num_workers if worker is not None else 1
         if self._announced_for != (epoch, start) or self._announcer is None:
             maker.reader.forget()
-            count = self._plan.steps.count(start)
+            count = maker.plan.steps.count(start)
             budget = self._lookahead // stride
             self._announcer = Announcer(maker, epoch, start, count, budget, stride=stride, first=step)
             self._announced_for = (epoch, start)
         self._announcer.before(step)
 
 
-class ProcessEngine:
+class ProcessEngine(Generic[Made]):
     """Yields an epoch's batches in order, made by worker processes."""
 
     def __init__(
         self,
-        plan: BatchPlan,
-        open_reader: Callable[[], Reader],
+        plan: Plan,
+        open_maker: Callable[[], Maker[Made]],
         *,
         workers: int,
         prefetch: int,
@@ -159,15 +154,14 @@ class ProcessEngine:
         self._beyond_flight = beyond_flight(held)
         self._slots = None
         if workers:
-            shape = (plan.steps.batch_size, plan.view.size, plan.view.size, 3)
             count = batches_held("process", workers, prefetch, held)
-            self._slots = SharedSlots(count, shape, page_lock=page_lock)
+            self._slots = SharedSlots(count, plan.batch_shape, page_lock=page_lock)
         self._steps = _Steps(plan, self._slots)
         self._iterator: LimitedIterator | None = None
         if start_method == "forkserver" and workers:
             _preload_forkserver()
         self._loader = LimitedLoader(
-            _Batches(plan, open_reader, lookahead, self._slots.tensors if self._slots is not None else []),
+            _Batches(open_maker, lookahead, self._slots.tensors if self._slots is not None else []),
             batch_sampler=self._steps,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
@@ -195,7 +189,7 @@ class ProcessEngine:
         iterator = self._iterator
         return 0 if iterator is None else iterator.ready()
 
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, start: int) -> Iterator[Made]:
         """The batches of an epoch, starting at a position."""
         self._steps.epoch, self._steps.start = epoch, start
         if self._slots is not None:

@@ -9,22 +9,22 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic
 
 import torch
 
 from stoker.console import Say
-from stoker.data.batch import Batch
 from stoker.data.engines.buffers import BufferPool
-from stoker.data.engines.making import Announcer, BatchMaker, beyond_flight
+from stoker.data.engines.making import Announcer, Made, Maker, beyond_flight
 from stoker.data.priority import step_back
 
 
-class ThreadEngine:
+class ThreadEngine(Generic[Made]):
     """Yields an epoch's batches in order, with `workers x prefetch` of them in flight."""
 
     def __init__(
         self,
-        maker: BatchMaker,
+        maker: Maker[Made],
         *,
         workers: int,
         prefetch: int,
@@ -40,7 +40,7 @@ class ThreadEngine:
         self._buffers = BufferPool(pinned=pin_memory, say=say)
         self._lookahead = lookahead
         self._pool: ThreadPoolExecutor | None = None
-        self._pending: deque[Future[Batch]] = deque()
+        self._pending: deque[Future[Made]] = deque()
 
     def limit(self, batches: int) -> None:
         """Limits the batches in flight from now on; those already made are still yielded."""
@@ -51,7 +51,7 @@ class ThreadEngine:
         """Batches that are made and wait for the consumer."""
         return sum(future.done() for future in self._pending)
 
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, start: int) -> Iterator[Made]:
         """The batches of an epoch, starting at a position."""
         count = self._maker.plan.steps.count(start)
         announcer = Announcer(self._maker, epoch, start, count, self._lookahead, stride=1, first=0)
@@ -92,12 +92,12 @@ class ThreadEngine:
             self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="stoker-loader", initializer=step_back)
         return self._pool
 
-    def _make_unless(self, stopped: threading.Event, epoch: int, step: int, start: int) -> Batch:
+    def _make_unless(self, stopped: threading.Event, epoch: int, step: int, start: int) -> Made:
         if stopped.is_set():
             raise RuntimeError("the consumer left this epoch")  # never seen: its future was dropped
         return self._make(epoch, step, start)
 
-    def _make(self, epoch: int, step: int, start: int) -> Batch:
+    def _make(self, epoch: int, step: int, start: int) -> Made:
         batch = self._maker.make(epoch, step, start, self._buffers.get)
         batch.images = torch.from_numpy(batch.images)
         return batch

@@ -30,7 +30,8 @@ class ReadFailure(Exception):
         super().__init__(path, reason, detail)
         self.path = path
         self.reason = reason
-        """One of: missing, permission, is a directory, not a file, too large, changed, short, unreadable, bad name."""
+        """One of: missing, permission, is a directory, not a file, too large, changed, short, unreadable, bad name; and
+        of a volume: unknown format, not a volume, wrong axes, no such level, missing chunk, not finite."""
         self.detail = detail
 
     def __str__(self) -> str:

@@ -1,0 +1,288 @@
+"""Makes a batch of patches in one buffer: position -> placement -> regions of image and label -> the sample's row.
+
+A row holds what was read for one sample: the image's region, channel after channel, and the label's. Un-rotated patches
+fill a row exactly; rotated ones need a larger region, so rows are as long as the largest may be. The device resamples,
+swaps axes and flips: a batch carries what that needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoker.clock.costs import BatchClock, BatchCost
+from stoker.data.batch import BadSample
+from stoker.data.draws import REPLACEMENT, mix
+from stoker.data.engines.making import MAX_REPLACEMENTS, Allocate
+from stoker.data.order import Steps
+from stoker.data.store.stores import ReadFailure
+from stoker.data.volumes.cases import Case
+from stoker.data.volumes.labels import LabelRules
+from stoker.data.volumes.opening import OpenVolumes
+from stoker.data.volumes.patches import Patches, Placement
+from stoker.data.volumes.volume import Shape, Voxels, check_finite, read_padded
+from stoker.errors import UserError
+
+_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a sample's bytes lie in its row."""
+
+    channels: int
+    image: str
+    """Kind of the image's voxels; numpy's name."""
+    label: str | None
+    """Kind of the label's; None for prediction, where there are no labels."""
+    most_voxels: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the largest region; a multiple of the alignment, so that every row can be viewed as numbers."""
+        return self._label_at(self.most_voxels) + (0 if self.label is None else self._rounded(self._label_bytes))
+
+    @property
+    def _label_bytes(self) -> int:
+        return 0 if self.label is None else self.most_voxels * np.dtype(self.label).itemsize
+
+    def _label_at(self, voxels: int) -> int:
+        return self._rounded(self.channels * voxels * np.dtype(self.image).itemsize)
+
+    @staticmethod
+    def _rounded(size: int) -> int:
+        return -(-size // _ALIGNED) * _ALIGNED
+
+    def parts(self, row: Any, shape: Sequence[int]) -> tuple[Any, Any]:
+        """The image (channels, z, y, x) and the label (z, y, x) in a row, an array or a tensor; no copy."""
+        z, y, x = (int(size) for size in shape)
+        voxels = z * y * x
+        image_bytes = self.channels * voxels * np.dtype(self.image).itemsize
+        image = _as(row[:image_bytes], self.image).reshape(self.channels, z, y, x)
+        if self.label is None:
+            return image, None
+        begin = self._label_at(voxels)
+        label = _as(row[begin : begin + voxels * np.dtype(self.label).itemsize], self.label)
+        return image, label.reshape(z, y, x)
+
+
+def _as(row: Any, kind: str) -> Any:
+    return row.view(getattr(torch, kind)) if isinstance(row, torch.Tensor) else row.view(np.dtype(kind))
+
+
+@dataclass
+class PatchBatch:
+    """The patches of one step on one rank, as they were read."""
+
+    images: Any
+    """uint8 (samples, row_bytes), named as in an image batch: an array while the batch is made, a tensor afterwards."""
+    layout: RowLayout
+    patch: Shape
+    shapes: NDArray[np.int64]
+    """(samples, 3): the region that each row holds."""
+    orders: NDArray[np.int64]
+    """(samples, 3): the region's axis that each axis of the patch runs along."""
+    flips: NDArray[np.bool_]
+    """(samples, 3): which axes of the patch run backwards."""
+    plain: NDArray[np.bool_]
+    """Samples that are neither rotated nor scaled: swapping and flipping axes makes the patch."""
+    matrices: NDArray[np.float64]
+    offsets: NDArray[np.float64]
+    """(samples, 3, 3) and (samples, 3): voxel p of a patch is at `offset + matrix @ p` of its region."""
+    cases: NDArray[np.int64]
+    """The cases' numbers in the plan."""
+    starts: NDArray[np.int64]
+    """(samples, 3): where each patch's box begins in its volume."""
+    valid: NDArray[np.bool_]
+    """False for a patch of a grid that could not be read: its row is zero, and it must not be counted."""
+    keys: NDArray[np.uint64]
+    """Each sample's key, from which every further random choice about it follows (stoker.data.draws)."""
+    epoch: int
+    step: int
+    next_position: int
+    """The position at which a run resumes after this batch."""
+    cost: BatchCost = field(default_factory=BatchCost)
+    bad: tuple[BadSample, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def region(self, slot: int) -> tuple[Any, Any]:
+        """What was read for a sample: image (channels, z, y, x) and label (z, y, x), None without labels; no copy."""
+        return self.layout.parts(self.images[slot], self.shapes[slot])
+
+    def patch_of(self, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The patch of a plain sample, its axes swapped and flipped: image (channels, z, y, x) and label (z, y, x)."""
+        assert self.plain[slot], "a rotated or scaled patch is resampled from its region"
+        image, label = self.region(slot)
+        order = [int(axis) for axis in self.orders[slot]]
+        turned = [axis for axis, is_reversed in enumerate(self.flips[slot]) if is_reversed]
+        image = image.permute(0, *(axis + 1 for axis in order)).flip([axis + 1 for axis in turned])
+        return image, None if label is None else label.permute(order).flip(turned)
+
+
+@dataclass(frozen=True)
+class PatchPlan:
+    """Everything that determines the content of a batch: the same plan gives the same batches anywhere."""
+
+    cases: tuple[Case, ...]
+    patches: Patches
+    steps: Steps
+    layout: RowLayout
+    rules: LabelRules | None
+    """None for prediction."""
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Of the bytes of a whole batch."""
+        return self.steps.batch_size, self.layout.row_bytes
+
+    def placements(self, epoch: int, step: int, start: int) -> tuple[list[Placement], NDArray[np.uint64]]:
+        """The patches of a step, counted from the position `start` of an epoch, and their keys."""
+        positions = self.steps.positions(step, start)
+        keys = self.patches.keys(epoch, positions)
+        return self.patches.place(self.patches.cases(epoch, positions), keys, positions), keys
+
+
+class PatchReader:
+    """Reads the regions of a plan's patches; one for a process and all its threads."""
+
+    def __init__(self, volumes: OpenVolumes, row_bytes: int) -> None:
+        self.volumes = volumes
+        self.mean_bytes = float(row_bytes)
+
+    def read(self, case: Case, placement: Placement, rules: LabelRules | None, image: Voxels, label: Any) -> None:
+        """Fills the parts of a row; raises ReadFailure if the case cannot be read, or has NaN voxels."""
+        for channel, ref in zip(image, case.images, strict=True):
+            volume = self.volumes.get(ref, case.box)
+            read_padded(volume, placement.region, channel, 0)
+            check_finite(channel, volume.name)
+        if rules is None or label is None:
+            return
+        assert case.label is not None, "a case without a label cannot be trained on"
+        volume = self.volumes.get(case.label, case.box)
+        rules.check_kind(case.id, volume)
+        inside = placement.region.within(volume.shape)
+        if inside == placement.region and volume.dtype == label.dtype:
+            rules.check_values(case.id, volume.name, volume.read(inside, label))
+            return
+        label[...] = rules.outside
+        if inside.voxels:
+            voxels = volume.read(inside)
+            # Before they are narrowed: 256 would become 0.
+            rules.check_values(case.id, volume.name, voxels)
+            z, y, x = (-a for a in placement.region.start)
+            label[inside.moved((z, y, x)).slices] = voxels
+
+    def forget(self) -> None:
+        """Nothing is read ahead: what a thread reads is mapped, or fetched chunk by chunk, many at once."""
+
+    def close(self) -> None:
+        """Mappings end with their last user."""
+
+
+class PatchMaker:
+    """Makes batches for one worker; several threads may share it."""
+
+    def __init__(self, plan: PatchPlan, reader: PatchReader) -> None:
+        self.plan = plan
+        self.reader = reader
+
+    def announce(self, epoch: int, step: int, start: int) -> None:
+        """A step's batch will be made later; nothing has to be prepared for it."""
+
+    def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> PatchBatch:
+        """The batch of a step, counted from the position `start` of an epoch."""
+        plan, clock = self.plan, BatchClock()
+        placements, keys = plan.placements(epoch, step, start)
+        clock.begins("collate")
+        rows = allocate((len(placements), plan.layout.row_bytes))
+        clock.begins("fetch")
+        bad: list[BadSample] = []
+        valid = np.ones(len(placements), bool)
+        began_s = time.perf_counter()
+        for slot, placement in enumerate(placements):
+            reason = self._fill(placement, rows[slot])
+            clock.cost.bytes_read += self._bytes(placement)
+            if reason is not None and plan.patches.is_random:
+                placements[slot] = self._replace(reason, placement, int(keys[slot]), rows[slot], bad)
+            elif reason is not None:
+                valid[slot] = False
+                rows[slot] = 0
+                bad.append(BadSample(placement.case, plan.cases[placement.case].id, reason, placement.case))
+            done_s = time.perf_counter()
+            if done_s - began_s > clock.cost.slowest_s:
+                clock.cost.slowest_s, clock.cost.slowest_sample = done_s - began_s, placement.case
+            began_s = done_s
+        clock.begins("other")
+        clock.cost.samples, clock.cost.batch_bytes = len(placements), rows.nbytes
+        patch = plan.patches.patch
+        transforms = [one.transform for one in placements]
+        offsets = [one.transform.offset(patch, one.start, one.region) for one in placements]
+        return PatchBatch(
+            images=rows,
+            layout=plan.layout,
+            patch=patch,
+            shapes=_rows([one.region.shape for one in placements], np.int64),
+            orders=_rows([one.order for one in transforms], np.int64),
+            flips=_rows([one.flips for one in transforms], np.bool_),
+            plain=np.array([one.is_plain for one in transforms], bool),
+            matrices=np.array([one.matrix for one in transforms], np.float64).reshape(-1, 3, 3),
+            offsets=_rows(offsets, np.float64),
+            cases=np.array([one.case for one in placements], np.int64),
+            starts=_rows([one.start for one in placements], np.int64),
+            valid=valid,
+            keys=keys,
+            epoch=epoch,
+            step=step,
+            next_position=min(start + (step + 1) * plan.steps.total_batch, plan.steps.samples),
+            cost=clock.finish(),
+            bad=tuple(bad),
+        )
+
+    def _fill(self, placement: Placement, row: NDArray[np.uint8]) -> str | None:
+        """Reads one sample into its row; returns the reason if that fails."""
+        plan = self.plan
+        image, label = plan.layout.parts(row, placement.region.shape)
+        try:
+            self.reader.read(plan.cases[placement.case], placement, plan.rules, image, label)
+        except ReadFailure as failure:
+            return str(failure)
+        return None
+
+    def _replace(
+        self, reason: str, placement: Placement, key: int, row: NDArray[np.uint8], bad: list[BadSample]
+    ) -> Placement:
+        """Puts a patch of another case in place of one that cannot be read, and records every bad case. The choice
+        follows from the key: it is the same in every worker."""
+        plan = self.plan
+        for attempt in range(MAX_REPLACEMENTS):
+            other = int(mix(mix(key, REPLACEMENT), attempt)) % len(plan.cases)
+            bad.append(BadSample(placement.case, plan.cases[placement.case].id, reason, other))
+            places = plan.patches.place(np.array([other]), np.array([key], np.uint64), np.zeros(1, np.int64))
+            found = self._fill(places[0], row)
+            if found is None:
+                return places[0]
+            placement, reason = places[0], found
+        named = "\n".join(f"{sample.name}: {sample.reason}" for sample in bad[-MAX_REPLACEMENTS:])
+        raise UserError(
+            "no-readable-sample",
+            f"{MAX_REPLACEMENTS} patches in a row cannot be read\n{named}",
+            why="this is not chance: the volumes no longer match their index",
+            hint="open one of these files",
+        )
+
+    def _bytes(self, placement: Placement) -> int:
+        layout = self.plan.layout
+        label = 0 if layout.label is None else np.dtype(layout.label).itemsize
+        return placement.region.voxels * (layout.channels * np.dtype(layout.image).itemsize + label)
+
+
+def _rows(values: list[Any], dtype: Any) -> NDArray[Any]:
+    return np.array(values, dtype).reshape(-1, 3)

@@ -1,0 +1,132 @@
+"""The plans of a run over volumes: from surveyed cases to what every batch of training and validation contains.
+
+listed = open_cases(root)
+volumes = OpenVolumes(reading)
+surveyed = survey(listed.cases, volumes)
+parts = divide(surveyed.cases, surveyed.shapes, SplitRule(fold=0))
+train = plan_training(parts.train, surveyed, volumes, rules, PatchRule((72, 136, 136)), steps, seed=0)
+loader = PatchLoader(train, reading, LoaderOptions(workers=2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stoker.console import Advance, Say
+from stoker.data.images.listing import count, some
+from stoker.data.order import Steps
+from stoker.data.volumes.cases import Case
+from stoker.data.volumes.label_index import build_label_index
+from stoker.data.volumes.labels import LabelRules
+from stoker.data.volumes.making import PatchPlan, RowLayout
+from stoker.data.volumes.opening import OpenVolumes
+from stoker.data.volumes.patches import (
+    GridPatches,
+    Patches,
+    RandomPatches,
+    Small,
+    check_labelled,
+    check_patch_fits,
+)
+from stoker.data.volumes.survey import Survey, boxed, image_dtype
+from stoker.data.volumes.transforms import UNCHANGED, TransformRange
+from stoker.data.volumes.volume import Shape
+from stoker.errors import UserError
+
+
+@dataclass(frozen=True)
+class PatchRule:
+    """What patches are like."""
+
+    patch: Shape
+    small: Small = "refuse"
+    """A volume smaller than the patch is padded with zeros that are never trained on, or refused."""
+    foreground: float = 1 / 3
+    """Share of training patches that are drawn for a voxel of a class other than 0."""
+    transforms: TransformRange = UNCHANGED
+    overlap: float = 0.0
+    """Share of a validation patch that is shared with the next one."""
+
+
+def plan_training(
+    cases: Sequence[Case],
+    surveyed: Survey,
+    volumes: OpenVolumes,
+    rules: LabelRules,
+    rule: PatchRule,
+    steps: Steps,
+    *,
+    seed: int,
+    progress: Advance | None = None,
+    say: Say = lambda _line: None,
+) -> PatchPlan:
+    """Random patches of these cases; `progress` counts the cases whose labels have been indexed.
+
+    Cases without a labelled voxel, or whose labels cannot be read, are left out, and `say` is told."""
+    if blind := [case.id for case in cases if case.label is None]:
+        raise UserError(
+            "labels-missing",
+            f"{count(len(blind), 'case')} to train on without a label: {some(blind)}",
+            why="there is nothing to learn from an image alone",
+            hint="add the labels, or remove these cases",
+        )
+    labels = build_label_index(cases, volumes, rules, progress=progress)
+    used = check_labelled(labels, [case.id for case in cases])
+    unread = {one.id for one in labels.bad}
+    for one in labels.bad:
+        say(f"warning: {one.id} is left out, its labels cannot be read: {one.reason}")
+    left_out = [case.id for number, case in enumerate(cases) if number not in set(used) and case.id not in unread]
+    if left_out:
+        say(f"{count(len(left_out), 'volume')} without a labelled voxel left out: {some(left_out)}")
+    chosen = tuple(cases[number] for number in used)
+    shapes = _shapes(chosen, surveyed, rule)
+    patches = RandomPatches(rule.patch, shapes, labels.chosen(used), seed, rule.foreground, rule.transforms)
+    return plan_patches(chosen, patches, steps, _dtype(chosen, surveyed), rules)
+
+
+def plan_validation(
+    cases: Sequence[Case],
+    surveyed: Survey,
+    rules: LabelRules | None,
+    rule: PatchRule,
+    batch_size: int,
+    *,
+    world: int = 1,
+    rank: int = 0,
+) -> PatchPlan:
+    """A grid of patches over these cases; without rules, for prediction, no labels are read."""
+    patches = GridPatches(rule.patch, _shapes(cases, surveyed, rule), rule.overlap)
+    steps = Steps(len(patches), batch_size, world, rank, drop_last=False)
+    return plan_patches(cases, patches, steps, _dtype(cases, surveyed), rules)
+
+
+def plan_patches(
+    cases: Sequence[Case], patches: Patches, steps: Steps, image_dtype: np.dtype[Any], rules: LabelRules | None
+) -> PatchPlan:
+    """The plan of a split whose images have the same channels and kind of voxels."""
+    by_channels = {len(case.images): case.id for case in cases}
+    if len(by_channels) != 1:
+        (few, one), (many, other) = sorted(by_channels.items())[:2]
+        raise UserError(
+            "channels-differ",
+            f"case {one} has {count(few, 'channel')}, case {other} has {many}",
+            why="a network has a fixed number of input channels",
+            hint="list the same channels for every case",
+        )
+    label = None if rules is None else rules.dtype.name
+    layout = RowLayout(next(iter(by_channels)), image_dtype.name, label, patches.most_voxels)
+    return PatchPlan(tuple(cases), patches, steps, layout, rules)
+
+
+def _shapes(cases: Sequence[Case], surveyed: Survey, rule: PatchRule) -> tuple[Shape, ...]:
+    shapes = tuple(boxed(case, surveyed.facts[case.id]).shape for case in cases)
+    check_patch_fits(rule.patch, shapes, [case.id for case in cases], rule.small)
+    return shapes
+
+
+def _dtype(cases: Sequence[Case], surveyed: Survey) -> np.dtype[Any]:
+    return image_dtype([surveyed.facts[case.id] for case in cases])

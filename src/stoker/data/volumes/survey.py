@@ -1,0 +1,151 @@
+"""What every case is, before any is trained on: shape and kind of voxels, and that image and label fit together.
+
+Opening hundreds of stacks, each with hundreds of pages, takes time, so the result is kept until a file changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.console import Advance
+from stoker.data.images.listing import count
+from stoker.data.store.stores import ReadFailure, is_url
+from stoker.data.volumes.cases import Case
+from stoker.data.volumes.labels import check_pair
+from stoker.data.volumes.opening import OpenVolumes, VolumeRef
+from stoker.data.volumes.volume import Shape, failure_of, identity_of
+from stoker.errors import UserError
+from stoker.files import cache_folder, write_text
+
+FORMAT = 1
+# Requests in flight to a network file system or an object store; most of opening a volume is waiting there.
+THREADS = 8
+
+
+@dataclass(frozen=True)
+class CaseFacts:
+    """What is known of a case without reading its voxels."""
+
+    shape: Shape
+    dtype: str
+    """Of its image; numpy's name."""
+    label_dtype: str | None
+
+
+@dataclass(frozen=True)
+class BadCase:
+    """A case that cannot be read, and why."""
+
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The cases that can be read, what they are, and those that cannot be."""
+
+    cases: tuple[Case, ...]
+    facts: dict[str, CaseFacts]
+    """By id."""
+    bad: tuple[BadCase, ...]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: facts.shape for name, facts in self.facts.items()}
+
+
+def survey(
+    cases: Sequence[Case], volumes: OpenVolumes, *, max_bad_fraction: float = 0.01, progress: Advance | None = None
+) -> Survey:
+    """Opens every case. Those that cannot be read are set aside, up to `max_bad_fraction` (one always); labels that do
+    not fit their image raise BadLabels."""
+    identities = [case_identity(case, volumes) for case in cases]
+    key = hashlib.blake2b(json.dumps([FORMAT, identities]).encode(), digest_size=16).hexdigest()
+    file = cache_folder() / "volumes" / f"survey-{key}.json"
+    known = _read(file, cases)
+    facts: dict[str, CaseFacts] = {}
+    bad: list[BadCase] = []
+    if known is not None:
+        facts = known
+    else:
+        with ThreadPoolExecutor(THREADS) as pool:
+            for done, (case, found) in enumerate(zip(cases, pool.map(lambda c: _look(c, volumes), cases), strict=True)):
+                if isinstance(found, ReadFailure):
+                    bad.append(BadCase(case.id, str(found)))
+                else:
+                    facts[case.id] = found
+                if progress is not None:
+                    progress(done + 1, len(cases))
+        if not bad:
+            document = {name: [list(one.shape), one.dtype, one.label_dtype] for name, one in facts.items()}
+            with suppress(OSError):  # the next start opens them again
+                write_text(file, json.dumps(document) + "\n")
+    if len(bad) > max(1, max_bad_fraction * len(cases)) or not facts:
+        raise UserError(
+            "too-many-bad-volumes",
+            f"{len(bad)} of {count(len(cases), 'volume')} cannot be read\n"
+            + "\n".join(f"{one.id}: {one.reason}" for one in bad[:20]),
+            why=f"max_bad_fraction allows {max_bad_fraction:g}; the run would train on other data than you expect",
+            hint="repair or remove these files, or raise max_bad_fraction",
+        )
+    return Survey(tuple(case for case in cases if case.id in facts), facts, tuple(bad))
+
+
+def case_identity(case: Case, volumes: OpenVolumes) -> list[str]:
+    """Changes if a file of the case, or the way it is read, changes; local files are not opened for it."""
+    refs = [*case.images, *([case.label] if case.label is not None else [])]
+    missing = volumes.options.missing_chunks
+    return [f"{_identity(ref, volumes)} {ref.level} {missing}" for ref in refs]
+
+
+def image_dtype(facts: Sequence[CaseFacts]) -> np.dtype[Any]:
+    """The kind of voxels that holds those of all cases; their own, if they agree."""
+    dtype = np.result_type(*(np.dtype(one.dtype) for one in facts))
+    return np.dtype(np.float32) if dtype == np.float64 else dtype
+
+
+def _identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
+    try:
+        if not is_url(ref.location) and Path(ref.location).is_file():
+            return identity_of(ref.location)
+        return volumes.get(ref).identity
+    except ReadFailure as failure:
+        return f"bad {failure}"
+    except OSError as error:
+        return f"bad {failure_of(ref.location, error)}"
+
+
+def _look(case: Case, volumes: OpenVolumes) -> CaseFacts | ReadFailure:
+    try:
+        images = tuple(volumes.get(ref) for ref in case.images)
+        label = volumes.get(case.label) if case.label is not None else None
+    except ReadFailure as failure:
+        return failure.with_traceback(None)
+    check_pair(case.id, images, label)
+    dtype = np.result_type(*(image.dtype for image in images))
+    return CaseFacts(images[0].shape, dtype.name, None if label is None else label.dtype.name)
+
+
+def _read(file: Path, cases: Sequence[Case]) -> dict[str, CaseFacts] | None:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        document = json.loads(file.read_text())
+        facts = {}
+        for case in cases:
+            (z, y, x), dtype, label_dtype = document[case.id]
+            facts[case.id] = CaseFacts((int(z), int(y), int(x)), np.dtype(dtype).name, label_dtype)
+        return facts
+    return None
+
+
+def boxed(case: Case, facts: CaseFacts) -> CaseFacts:
+    """The facts of a case that a split by region has cut."""
+    return facts if case.box is None else replace(facts, shape=case.box.shape)

@@ -36,6 +36,7 @@ def arguments_for_stoker(arguments: list[str]) -> list[str]:
         "--no_wandb", action="store_true", help="never log to Weights & Biases, whatever the config says"
     )
     parser.add_argument("--resume", metavar="CKPT", help="resume from this checkpoint")
+    parser.add_argument("--from", dest="from_", metavar="CKPT", help="start a new run from the weights of this file")
     parser.add_argument("--fresh", action="store_true", help="start over")
     parser.add_argument("--replan", action="store_true", help="resume with another schedule")
     parser.add_argument("--force", action="store_true", help="start even if the plan says that it does not fit")
@@ -50,6 +51,8 @@ def arguments_for_stoker(arguments: list[str]) -> list[str]:
         words += ["wandb=false", "wandb_project=null"]
     if given.resume:
         words += ["--resume", given.resume]
+    if given.from_:
+        words += ["--from", given.from_]
     words += [f"--{flag}" for flag in ("fresh", "replan", "force") if getattr(given, flag)]
     return words
 

@@ -74,7 +74,7 @@ def test_a_checkpoint_of_another_model_names_what_differs(train: Any) -> None:
     assert done.code == 1
     assert "last.ckpt was made by another model or config" in done.err
     assert "model: test_convnext in the checkpoint, test_convnext2 in this run" in done.err
-    assert "--fresh to start over" in done.err
+    assert "--fresh starts over" in done.err
 
 
 def test_a_checkpoint_of_other_classes(train: Any, data: Path) -> None:

@@ -39,8 +39,9 @@ OTHER_VALUES: dict[str, Any] = {
     "betas": [0.8, 0.9], "weight_decay": 0.05, "decay_bias_and_norm": False, "clip_grad_norm": 1.0,
     "max_bad_steps": 3, "early_stopping": 9, "early_stopping_min_delta": 0.5,
 }  # fmt: skip
-# Compiling takes half a minute; a CPU has no synchronised batch norm; patches are for volumes; data_root: see below.
-NOT_TRIED = {"compile_model", "sync_batchnorm", "patch_size", "data_root"}
+# Compiling takes half a minute; a CPU has no synchronised batch norm; patches are for volumes; data_root: see below;
+# lists are another way to say where the data is.
+NOT_TRIED = {"compile_model", "sync_batchnorm", "patch_size", "data_root", "samples_csv", "train_csv", "val_csv"}
 OTHER_SCHEDULE: dict[str, Any] = {
     "epochs": 5, "limit_train_batches": 3, "lr": 0.25, "scale_lr": False, "lr_reference_batch": 128,
     "lr_scheduler": "step", "lr_update": "epoch", "lr_step_epochs": 2, "lr_step_factor": 0.5, "min_lr": 0.001,
@@ -136,7 +137,7 @@ def test_another_schedule_and_another_run_are_refused_with_the_ways_to_do_it(
 
 def test_the_tables_of_this_file_name_every_key() -> None:
     assert OTHER_SCHEDULE.keys() | {"steps_per_epoch"} == set(SCHEDULE)
-    assert ANOTHER_RUN.keys() | {"weights", "task", "subset_classes"} == set(OTHER)
+    assert ANOTHER_RUN.keys() | {"weights", "task", "subset_classes", "val_fraction"} == set(OTHER)
 
 
 def test_replan_extends_a_finished_run_once_and_a_resume_is_exact(

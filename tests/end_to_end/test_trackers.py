@@ -227,6 +227,7 @@ def test_nothing_outlives_a_training_process_that_was_killed(tmp_path: Path) -> 
     assert training.stderr is not None
     assert training.stderr.readline().startswith("W&B: offline")
     assert len(processes_with(str(tmp_path / "home"))) > 1
+    wait_until(lambda: bool(offline_runs(root)) and len(rows_of(offline_runs(root)[0])[1]) > 0)
     training.kill()
     training.wait()
     training.stderr.close()

@@ -26,6 +26,7 @@ from train import arguments_for_stoker
         ("--config c.yaml --wandb_project p --wandb_name n", "train c.yaml wandb_project=p wandb_name=n"),
         ("--config c.yaml --wandb_project p --no_wandb", "train c.yaml wandb=false wandb_project=null"),
         ("--config c.yaml --resume last.ckpt", "train c.yaml --resume last.ckpt"),
+        ("--config c.yaml --from model.pth", "train c.yaml --from model.pth"),
         ("--config c.yaml lr=1 --fresh", "train c.yaml lr=1 --fresh"),
         ("seed=1 --config c.yaml lr=1 --fresh momentum=0.5", "train c.yaml seed=1 lr=1 momentum=0.5 --fresh"),
         (
@@ -61,7 +62,7 @@ def test_the_documented_flags_train(tmp_path: Path, images: Path) -> None:
     # A checkpoint resumes elsewhere, on two processes, without W&B.
     second = run_script(
         tmp_path, "run_name=two", "--config", str(config), "--resume", str(run / "checkpoints" / "last.ckpt"),
-        "--no_wandb", "--devices", "2", "--batch_size", "8",
+        "--no_wandb", "--devices", "2", "--batch_size", "8", "--epochs", "1",
     )  # fmt: skip
     assert second.returncode == 0, second.stderr
     assert "is finished: 3 steps" in second.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -14,6 +15,9 @@ from stoker.verify.running import Report, all_checks, choose_checks, run_checks,
 from stoker.verify.text import list_text, verify_text
 from tests.support.subjects import HERE, subject_of
 from tests.support.tiny_training import write_config
+
+if TYPE_CHECKING:
+    from stoker.tasks.classify import TrainingData
 
 
 @pytest.fixture
@@ -108,10 +112,13 @@ def test_deep_checks_run_only_when_asked_for() -> None:
     assert choose_checks((deep,), deep=True) == (deep,)
 
 
+NO_DATA = cast("TrainingData", None)  # the checks below do not ask for it
+
+
 def test_training_warns_of_failed_cheap_checks_only(subject: Subject) -> None:
     costly = Check("costly", "data", "takes long", lambda _subject: failed("never seen", "nothing"))
     unsure = Check("unsure", "data", "cannot look", lambda _subject: unknown("not there"), cheap=True)
-    found = warnings_before_training(subject.config, subject.path, (), HERE, (*PLANTED, costly, unsure))
+    found = warnings_before_training(subject.config, subject.path, (), HERE, NO_DATA, (*PLANTED, costly, unsure))
     assert found == ["wrong: it is wrong; fix: right=true"]
 
 

@@ -25,6 +25,7 @@ from stoker.console import say, say_notes
 from stoker.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
+    from stoker.tasks.classify import TrainingData
     from stoker.train.checkpoint.branching import Start
 
 
@@ -114,9 +115,6 @@ def train_from_config(
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):
         # Once on each node, before any process is started: those of our own launcher come later.
         refuse_what_cannot_fit(config, path, machine, force=force)
-    if ranks is None or (ranks.is_first and not launched_here()):
-        for warning in warnings_before_training(config, path, overrides, machine):
-            say(f"warning: {warning}")
     if ranks is None and config.devices * config.num_nodes > 1:
         command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
         return launch(command, config.devices, config.num_nodes), None
@@ -137,7 +135,14 @@ def train_from_config(
                 start = start and start.moved(folder.root, opened.set_aside)
             progress = TrainProgress(TrainLog(folder.logs))
             stack.callback(progress.close)
-        return EXIT_OK, train_here(config, folder, ranks, machine, checkpoint, progress, stack, start, replan=replan)
+
+        def look(data: TrainingData) -> list[str]:
+            return warnings_before_training(config, path, overrides, machine, data)
+
+        summary = train_here(
+            config, folder, ranks, machine, checkpoint, progress, stack, start, replan=replan, look=look
+        )
+        return EXIT_OK, summary
 
 
 def _is_program() -> bool:

@@ -108,7 +108,7 @@ def _two_validation_sets(fraction: float, place: str) -> UserError:
         "two-validation-sets",
         f"val_fraction is {fraction}, but {redact_text(place)} has a validation split of its own",
         why="a result would not say on which of them it was measured",
-        hint="remove val_fraction, or set data_root to the folder of training images",
+        hint="leave out val_fraction, or set data_root to the folder of training images",
     )
 
 

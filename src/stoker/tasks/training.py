@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -55,12 +55,13 @@ def train_here(
     start: Start | None = None,
     *,
     replan: bool = False,
+    look: Callable[[TrainingData], Sequence[str]] = lambda _data: (),
 ) -> Summary | None:
     """Trains on this rank, from the last checkpoint if there is one, else from `start`; returns the run's summary on
     the first rank.
 
     `progress` is that of the first rank, which writes and speaks for all. With `replan`, a config with another schedule
-    than the checkpoint's is not refused.
+    than the checkpoint's is not refused. `look` says what is wrong with a new run, a line each.
     """
     device = _device(ranks)
     say_here = _say_nothing if progress is None else progress.say
@@ -113,6 +114,8 @@ def train_here(
             observer.event(name, run.progress.step, details)
         say_here(describe_run(config, run, data))
         if found is None:
+            for line in () if config.fast_dev_run else look(data):
+                say_here(f"warning: {line}")
             keep_with_run(folder.preview_file, config, data, ranks.world, say_here)
         warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
         if warning:

@@ -121,6 +121,11 @@ class Subject:
 
         return self._once("data", lambda: open_data(self.config, self.say))
 
+    def with_data(self, data: TrainingData) -> Subject:
+        """The same about data that is open already."""
+        self._opened["data"] = data
+        return self
+
     @property
     def plan(self) -> Plan:
         """What the run needs on this machine, and how long it takes."""

@@ -87,7 +87,7 @@ def check_counts(subject: Subject) -> Outcome:
     if empty:
         return failed(
             f"{count(len(empty), 'class', 'classes')} without training images: {some(empty)}",
-            f"remove the empty folders, or copy their images to {shown(train.index.root)} again",
+            f"copy their images to {shown(train.index.root)} again, or --skip class-counts if that is meant",
             empty=empty,
             **facts,
         )

@@ -91,7 +91,7 @@ def check_decoding(subject: Subject) -> Outcome:
         more = [f"and {len(bad) - SHOWN_FILES} more"] if len(bad) > SHOWN_FILES else []
         return failed(
             f"{len(bad):,} of {done:,} images, up to {per_class} of each class, cannot be decoded",
-            "copy these files again, or remove them; --deep tries more of them",
+            "copy these files again; --deep tries more of them",
             *bad[:SHOWN_FILES],
             *more,
             **facts,
@@ -245,7 +245,7 @@ def check_duplicates(subject: Subject) -> Outcome | None:
     if len(same) >= LEAK_SHARE * compared and same:
         return failed(
             f"{seen}: {count(len(same), 'image is', 'images are')} in both, so val/acc1 is too good",
-            f"remove them from {shown(train.index.root)} (--json lists them)",
+            "train_csv= with a list of the training images without them (--json names them)",
             *[f"{shown(a)} is {shown(b)}" for a, b in same[:SHOWN_FILES]],
             **facts,
         )

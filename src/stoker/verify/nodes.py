@@ -218,7 +218,7 @@ def judge_data(ranks: tuple[RankFacts, ...]) -> Outcome:
         return failed(said, "the same data on every node, at data_root=", odd=[rank.rank for rank in closed])
     lines = _odd_ones(ranks, lambda rank: {"data": rank.data})
     if lines:
-        fix = "copy the same data to every node, or remove stale indexes (index_dir)"
+        fix = "copy the same data to every node"
         return failed("; ".join(lines) + ": other samples, classes or order", fix, odd=lines)
     return passed(f"the same samples in the same order on all ranks ({ranks[0].data})", digest=ranks[0].data)
 

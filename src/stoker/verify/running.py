@@ -15,6 +15,7 @@ from stoker.verify.checks import TOPICS, Check, Outcome, Status, Subject, unknow
 
 if TYPE_CHECKING:
     from stoker.machine.host import HostConfig, Machine
+    from stoker.tasks.classify import TrainingData
 
 MODULES = (
     "stoker.verify.config",
@@ -115,11 +116,16 @@ def run_checks(checks: Sequence[Check], subject: Subject, on_start: OnStart = la
 
 
 def warnings_before_training(
-    config: HostConfig, path: Path, overrides: Sequence[str], machine: Machine, checks: Sequence[Check] | None = None
+    config: HostConfig,
+    path: Path,
+    overrides: Sequence[str],
+    machine: Machine,
+    data: TrainingData,
+    checks: Sequence[Check] | None = None,
 ) -> list[str]:
     """What the checks that take no time find wrong, one line each; the run starts anyway."""
     cheap = [check for check in (all_checks() if checks is None else checks) if check.cheap]
-    report = run_checks(cheap, Subject(config, path, overrides, machine))
+    report = run_checks(cheap, Subject(config, path, overrides, machine).with_data(data))
     return [
         f"{result.check.name}: {result.outcome.seen}; fix: {result.outcome.fix}"
         for result in report.results

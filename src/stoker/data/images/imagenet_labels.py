@@ -98,7 +98,7 @@ def read_solution(path: str) -> dict[str, str]:
                 path, rows.line_num, seen, "a row is ILSVRC2012_val_00000001,n01751748 111 108 189 354"
             )
         if row[0] in found:
-            raise LabelFileWrong(path, rows.line_num, f"a second row for {shown(row[0])}", "remove one of them")
+            raise LabelFileWrong(path, rows.line_num, f"a second row for {shown(row[0])}", "an image has one row")
         found[row[0]] = wnid
     return found
 

@@ -56,11 +56,11 @@ def read_list(path: str, root: str) -> SampleList:
             lacking = columns[0] if image is None or not image.strip() else columns[1]
             raise LabelFileWrong(path, line, f"no {lacking}", "every row needs an image and its label")
         if columns[2] and not (split or "").strip():
-            raise LabelFileWrong(path, line, f"no {columns[2]}", "every row needs a split, or remove the column")
+            raise LabelFileWrong(path, line, f"no {columns[2]}", "every row needs a split, or none of them")
         name = _below(path, line, root, image.strip())
         if name in first_line:
             seen = f"{shown(name)} is already in line {first_line[name]:,}"
-            raise LabelFileWrong(path, line, seen, "remove one of the two rows")
+            raise LabelFileWrong(path, line, seen, "list it once")
         first_line[name] = line
         rows.append(Row(name, label.strip(), split.strip().lower() if split else None, line))
     if not rows:

@@ -106,7 +106,7 @@ def _from_competition(root: Path, part: Part) -> CaseList:
             "volumes-missing",
             f"{root / 'train.csv'} lists {count(len(lost), 'volume')} without an image or a label: {some(lost)}",
             why="a volume that is missing now may be there in the next run, which would train on other data",
-            hint="copy the rest of train_images and train_labels, or remove these rows",
+            hint="copy the rest of train_images and train_labels, or leave these rows out",
         )
     notes = []
     if retired:
@@ -272,7 +272,7 @@ def _checked(listed: CaseList, place: str) -> CaseList:
                     "volume-twice",
                     f"{place}: the cases {other} and {case.id} have the same image, {ref.location}",
                     why="one could be trained on and the other validated on",
-                    hint="remove one of the two",
+                    hint="list one of the two",
                 )
     return CaseList(tuple(sorted(listed.cases, key=lambda case: case.id)), listed.rules, listed.notes)
 
@@ -287,7 +287,9 @@ def _volumes_in(folder: Path) -> dict[str, Path]:
         name = path.name[: -len(suffix)]
         if name in found:
             raise UserError(
-                "volume-twice", f"{found[name]} and {path} have the same name", hint="remove one of the two files"
+                "volume-twice",
+                f"{found[name]} and {path} have the same name",
+                hint="move one of the two files elsewhere",
             )
         found[name] = path
     return found

@@ -72,7 +72,7 @@ def plan_training(
             "labels-missing",
             f"{count(len(blind), 'case')} to train on without a label: {some(blind)}",
             why="there is nothing to learn from an image alone",
-            hint="add the labels, or remove these cases",
+            hint="add the labels, or leave these cases out",
         )
     labels = build_label_index(cases, volumes, rules, progress=progress)
     used = check_labelled(labels, [case.id for case in cases])

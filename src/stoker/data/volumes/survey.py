@@ -95,7 +95,7 @@ def survey(
             f"{len(bad)} of {count(len(cases), 'volume')} cannot be read\n"
             + "\n".join(f"{one.id}: {one.reason}" for one in bad[:20]),
             why=f"max_bad_fraction allows {max_bad_fraction:g}; the run would train on other data than you expect",
-            hint="repair or remove these files, or raise max_bad_fraction",
+            hint="repair these files or copy them again, or raise max_bad_fraction",
         )
     return Survey(tuple(case for case in cases if case.id in facts), facts, tuple(bad))
 

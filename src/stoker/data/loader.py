@@ -1,17 +1,17 @@
-"""Batches of images: one loader for each split, which chooses the engine and opens the store."""
+"""Loaders of batches: each chooses the engine and opens the store. Images here, patches in volumes/loader.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Generic, Literal
 
 from stoker.console import Say
 from stoker.data.batch import Batch, Quarantine
 from stoker.data.engines.buffers import PageLock
-from stoker.data.engines.making import BatchMaker, BatchPlan
+from stoker.data.engines.making import BatchMaker, BatchPlan, Made, Maker, Plan
 from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
 from stoker.data.images.parquet_files import open_sample_store
@@ -45,17 +45,23 @@ class LoaderOptions:
     quarantine_file: Path | None = None
 
 
-class ImageLoader:
+class BatchLoader(Generic[Made]):
     """Yields the batches of any epoch, from any position."""
 
-    def __init__(self, plan: BatchPlan, options: LoaderOptions, say: Say = lambda _line: None) -> None:
-        self.plan = plan
+    def __init__(
+        self,
+        plan: Plan,
+        open_maker: Callable[[], Maker[Made]],
+        quarantine: Quarantine,
+        options: LoaderOptions,
+        say: Say = lambda _line: None,
+    ) -> None:
         self.engine = choose_engine(options.engine, options.workers)
-        self.quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
+        self.quarantine = quarantine
         self.workers = options.workers
+        self._steps = plan.steps
         prefetch = options.prefetch or DEFAULT_PREFETCH
-        open_maker = partial(_open_maker, plan, options)
-        self._engine: ThreadEngine[Batch] | ProcessEngine[Batch]
+        self._engine: ThreadEngine[Made] | ProcessEngine[Made]
         if self.engine == "thread":
             self._engine = ThreadEngine(
                 open_maker(),
@@ -73,6 +79,7 @@ class ImageLoader:
                 workers=options.workers,
                 prefetch=prefetch,
                 persistent=options.persistent_workers,
+                # The threads of obstore and tensorstore do not survive a fork.
                 start_method="forkserver" if options.worker_start == "auto" else options.worker_start,
                 lookahead=options.lookahead,
                 held=options.held,
@@ -81,18 +88,13 @@ class ImageLoader:
 
     def steps(self, start: int = 0) -> int:
         """Batches of an epoch, starting at a position."""
-        return self.plan.steps.count(start)
+        return self._steps.count(start)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Made]:
         """The batches of an epoch in order, starting at a position; raises TooManyBad if too many samples are bad."""
         for batch in self._engine.batches(epoch, start):
             self.quarantine.admit(batch.bad, len(batch))
             yield batch
-
-    @property
-    def batch_bytes(self) -> int:
-        """Memory of one batch's images."""
-        return self.plan.steps.batch_size * self.plan.view.size**2 * 3
 
     @property
     def most_in_flight(self) -> int:
@@ -116,6 +118,20 @@ class ImageLoader:
     def close(self) -> None:
         """Ends workers and reads; the loader cannot be used afterwards."""
         self._engine.close()
+
+
+class ImageLoader(BatchLoader[Batch]):
+    """The loader of a split of images."""
+
+    def __init__(self, plan: BatchPlan, options: LoaderOptions, say: Say = lambda _line: None) -> None:
+        self.plan = plan
+        quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
+        super().__init__(plan, partial(_open_maker, plan, options), quarantine, options, say)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Memory of one batch's images."""
+        return self.plan.steps.batch_size * self.plan.view.size**2 * 3
 
 
 def choose_engine(wanted: Engine, workers: int) -> Literal["process", "thread"]:

@@ -36,6 +36,9 @@ class MadeBatch(Protocol):
     images: Any
     """The batch's memory: an array while it is made, then a slot's number or a tensor."""
 
+    @property
+    def bad(self) -> tuple[BadSample, ...]: ...
+
     def __len__(self) -> int: ...
 
 

@@ -103,6 +103,14 @@ def test_waiting_for_a_core_while_cores_are_idle_is_a_hidden_quota() -> None:
     assert judge(starved(cpu=0.04, workers=1, host=half_idle)).verdict == "too-few-workers"
 
 
+def test_as_many_workers_as_cores_are_not_too_few_unless_a_prediction_says_so() -> None:
+    idle = HostFacts(cpus=2, cpu_busy_share=0.1)
+    observed = starved(cpu=0.04, workers=2, host=idle)
+    assert "too-few-workers" not in [finding.id for finding in judge(observed).findings]
+    one = starved(cpu=0.04, workers=1, host=idle)
+    assert "too-few-workers" in [finding.id for finding in judge(one).findings]
+
+
 def test_a_workers_first_batch_is_not_a_slow_sample() -> None:
     first = tuple(replace(one, wall_s=2.0, worker=number) for number, one in enumerate(batches(cpu=0.04, count=8)))
     later = tuple(replace(one, worker=number % 8) for number, one in enumerate(batches(cpu=0.04, count=92)))

@@ -29,6 +29,8 @@ def too_few_workers(case: Case) -> Hit | None:
     prediction = case.prediction("workers")
     if prediction is not None and prediction.speedup.expected < 1:
         return None
+    if prediction is None and shape.workers >= host.cpus:
+        return None  # without a prediction we would name as many as there are cores, which the loader has
     wanted = host.cpus if prediction is None else dict(prediction.settings)["num_workers"]
     if shape.workers == 0:
         message = f"the training loop prepares its own batches, and there are {host.cpus} cores"

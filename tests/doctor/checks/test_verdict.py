@@ -105,7 +105,7 @@ def test_waiting_for_a_core_while_cores_are_idle_is_a_hidden_quota() -> None:
 
 def test_as_many_workers_as_cores_are_not_too_few_unless_a_prediction_says_so() -> None:
     idle = HostFacts(cpus=2, cpu_busy_share=0.1)
-    observed = starved(cpu=0.04, workers=2, host=idle)
+    observed = replace(starved(cpu=0.04, workers=2, host=idle), batches=batches(cpu=0.005), stages={})
     assert "too-few-workers" not in [finding.id for finding in judge(observed).findings]
     one = starved(cpu=0.04, workers=1, host=idle)
     assert "too-few-workers" in [finding.id for finding in judge(one).findings]

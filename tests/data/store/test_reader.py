@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from stoker.data.images.sample_index import SampleIndex, pack_names
-from stoker.data.store.blocking import BLOCKS_ABOVE_S, Blocking
+from stoker.data.store.blocking import BLOCKS_ABOVE_S, LOCK_WAITS_BELOW_S, Blocking
 from stoker.data.store.object_store import ObjectStore
 from stoker.data.store.reader import Announced, Reader
 from stoker.data.store.stores import Buffer, LocalStore, ReadFailure, StoreDown
@@ -331,9 +331,17 @@ print("ends")
 
 def test_a_short_wait_without_io_is_not_mistaken_for_slow_storage() -> None:
     """It is a wait for the GIL; read-ahead threads would make it worse, and they would not be stopped again."""
-    blocking = Blocking(remote=False)
-    for _ in range(40):
-        blocking.timed(lambda: time.sleep(0.0006), lambda: False)
+    for _ in range(50):
+        blocking, longest = Blocking(remote=False), 0.0
+        for _ in range(20):
+            began = time.perf_counter()
+            blocking.timed(lambda: time.sleep(0.0006), lambda: False)
+            longest = max(longest, time.perf_counter() - began)
+        if longest < LOCK_WAITS_BELOW_S:
+            break
+    else:
+        pytest.skip("this host is too busy for a sleep to be short")
+    assert blocking.mean_s == 0
     assert not blocking.blocks
     for _ in range(40):
         blocking.timed(lambda: time.sleep(0.004), lambda: False)

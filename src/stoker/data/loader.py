@@ -1,4 +1,4 @@
-"""Loaders of batches: each chooses the engine and opens the store. Images here, patches in volumes/loader.py."""
+"""Loaders of batches: each chooses the engine and opens the store. Images here, patches in volumes/plans.py."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from stoker.console import Advance, Say
 from stoker.data.batch import Batch
 from stoker.data.engines.making import BatchPlan
 from stoker.data.images.decoding import Decoding
+from stoker.data.images.listing import count
 from stoker.data.images.opening import check_same_classes
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import ImageLoader
@@ -155,7 +156,7 @@ def describe_run(config: Config, run: Run, data: TrainingData) -> str:
             f"{config.model}: {count_parameters(run.model):,} parameters, {len(data.train.classes)} classes",
             f"{len(data.train):,} training images, {val}, decoded by {data.decoding.decoder}",
             f"total batch {total} ({' x '.join(part for part in parts if part)}), "
-            f"{run.horizon.steps_per_epoch:,} steps an epoch, {run.horizon.epochs} epochs",
+            f"{run.horizon.steps_per_epoch:,} steps an epoch, {count(run.horizon.epochs, 'epoch')}",
             f"learning rate {run.peak_lr:g}{scaled}, {config.optimizer}, {config.lr_scheduler}",
             f"{run.device.type}, precision {config.precision}" + (", compiled" if config.compile_model else ""),
         ]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stoker.train.checkpoint.format import contiguous_strides, is_dense
+from stoker.train.checkpoint.flat_state import contiguous_strides, is_dense
 
 # Each parameter begins at a multiple of this many numbers in the flat buffers, so that its trust ratio can be spread
 # over whole rows: the index that does it has one entry for a row, not one for each number. It also aligns the views, as

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stoker.console import Say
 from stoker.data.draws import mix_numbers
 from stoker.errors import UserError
-from stoker.train.checkpoint.format import is_dense
+from stoker.train.checkpoint.flat_state import is_dense
 from stoker.train.compute import Precision
 from stoker.train.ranks import Ranks, any_rank
 

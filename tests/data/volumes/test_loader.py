@@ -19,11 +19,10 @@ from stoker.data.loader import LoaderOptions
 from stoker.data.order import Steps
 from stoker.data.volumes.cases import Case, open_cases
 from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.loader import PatchLoader
 from stoker.data.volumes.making import PatchBatch, PatchPlan
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.data.volumes.patches import GridPatches, training_steps
-from stoker.data.volumes.plans import PatchRule, plan_patches, plan_training, plan_validation
+from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_patches, plan_training, plan_validation
 from stoker.data.volumes.scrolls import write_scrolls
 from stoker.data.volumes.split import SplitRule, divide
 from stoker.data.volumes.survey import survey

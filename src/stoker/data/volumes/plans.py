@@ -1,4 +1,5 @@
-"""The plans of a run over volumes: from surveyed cases to what every batch of training and validation contains.
+"""The plans of a run over volumes: from surveyed cases to what every batch of training and validation contains, and the
+loader of such a plan.
 
 listed = open_cases(root)
 volumes = OpenVolumes(reading)
@@ -12,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from stoker.console import Advance, Say
+from stoker.data.batch import Quarantine
 from stoker.data.images.listing import count, some
+from stoker.data.loader import BatchLoader, LoaderOptions
 from stoker.data.order import Steps
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.label_index import build_label_index
 from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.making import PatchPlan, RowLayout
+from stoker.data.volumes.making import PatchBatch, PatchMaker, PatchPlan, PatchReader, RowLayout
 from stoker.data.volumes.opening import OpenVolumes
 from stoker.data.volumes.patches import (
     GridPatches,
@@ -34,7 +38,7 @@ from stoker.data.volumes.patches import (
 )
 from stoker.data.volumes.survey import Survey, boxed, image_dtype
 from stoker.data.volumes.transforms import UNCHANGED, TransformRange
-from stoker.data.volumes.volume import Shape
+from stoker.data.volumes.volume import ReadingOptions, Shape
 from stoker.errors import UserError
 
 
@@ -130,3 +134,20 @@ def _shapes(cases: Sequence[Case], surveyed: Survey, rule: PatchRule) -> tuple[S
 
 def _dtype(cases: Sequence[Case], surveyed: Survey) -> np.dtype[Any]:
     return image_dtype([surveyed.facts[case.id] for case in cases])
+
+
+class PatchLoader(BatchLoader[PatchBatch]):
+    """The loader of a split of volumes."""
+
+    def __init__(
+        self, plan: PatchPlan, reading: ReadingOptions, options: LoaderOptions, say: Say = lambda _line: None
+    ) -> None:
+        self.plan = plan
+        # One bad volume may always be set aside: of fifty, it would already be more than the usual hundredth.
+        allowed = max(options.max_bad_fraction, 1 / len(plan.cases))
+        quarantine = Quarantine(options.quarantine_file, allowed, len(plan.cases))
+        super().__init__(plan, partial(_open_maker, plan, reading), quarantine, options, say)
+
+
+def _open_maker(plan: PatchPlan, reading: ReadingOptions) -> PatchMaker:
+    return PatchMaker(plan, PatchReader(OpenVolumes(reading), plan.layout.row_bytes))

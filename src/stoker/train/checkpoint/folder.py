@@ -21,14 +21,8 @@ from typing import Any, NamedTuple
 
 from stoker.errors import UserError
 from stoker.files import sync_folder
-from stoker.train.checkpoint.format import (
-    CheckpointCorrupt,
-    FlatState,
-    Stop,
-    no_stop,
-    read_checkpoint,
-    write_checkpoint,
-)
+from stoker.train.checkpoint.flat_state import FlatState
+from stoker.train.checkpoint.format import CheckpointCorrupt, Stop, no_stop, read_checkpoint, write_checkpoint
 
 BEST_NAME = re.compile(r"epoch=(\d+)-val_acc1=(-?\d+\.\d{4})\.ckpt")
 LEFTOVERS = ".*.ckpt.*.tmp"

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from stoker.console import Say
+from stoker.train.checkpoint.flat_state import FlatState, contiguous_strides, flatten, is_dense
 from stoker.train.checkpoint.folder import Checkpoints, Outcome, SaveFailed, State
-from stoker.train.checkpoint.format import FlatState, contiguous_strides, flatten, is_dense
 from stoker.train.observer import Observer, Silence
 
 if TYPE_CHECKING:

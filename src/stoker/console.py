@@ -22,6 +22,9 @@ Advance = Callable[[int, int | None], None]
 """advance(done, total): progress of long work; total is None if it is not known."""
 
 
+NAMED_AT_ONCE = 5
+
+
 def print_result(text: str) -> None:
     """Prints what the user asked for, on stdout."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
@@ -213,3 +216,19 @@ def _rate(per_second: float | None, unit: str) -> str:
         return ""
     number = f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
     return f"{number} {unit}/s" if unit else f"{number}/s"
+
+
+def some(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - NAMED_AT_ONCE
+    return ", ".join(map(shown, names[:NAMED_AT_ONCE])) + (f" and {more} more" if more > 0 else "")
+
+
+def shown(name: str) -> str:
+    """A name that a terminal can print, whatever its bytes."""
+    return name if name.isprintable() else repr(name)
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

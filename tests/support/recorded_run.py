@@ -12,7 +12,7 @@ BATCH = 64
 WAIT_S, COMPUTE_S, OTHER_S = 0.030, 0.065, 0.005
 """Each step takes 0.1 s, 30 % of it waiting."""
 HEADER = {
-    "kind": "event", "time": 0.0, "event": "clock", "step": 0, "format": 1, "cpus": 2,
+    "kind": "event", "time": 0.0, "event": "clock", "step": 0, "format": 1, "cpus": 8,
     "loader": {"workers": 2, "batch_size": BATCH}, "world": 1, "torch": "2.15.0", "device": "cpu",
 }  # fmt: skip
 
@@ -25,7 +25,7 @@ def write_run(
     folder.mkdir(parents=True, exist_ok=True)
     keys = {"epochs": epochs, "batch_size": BATCH, "model": "resnet50", "lr": 0.2} | config
     (folder / "config.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
-    environment = {"python": "3.11.7", "host": {"name": "box", "cpus": 2}, "packages": {"torch": "2.15.0"}}
+    environment = {"python": "3.11.7", "host": {"name": "box", "cpus": 8}, "packages": {"torch": "2.15.0"}}
     (folder / "environment.json").write_text(json.dumps(environment))
     (folder / "checkpoints").mkdir(exist_ok=True)
     (folder / "checkpoints" / "epoch=2-val_acc1=71.5000.ckpt").write_bytes(b"weights")

@@ -26,11 +26,10 @@ from stoker.augment.pipeline import (
 )
 from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
-from stoker.console import Advance, Say
+from stoker.console import Advance, Say, count
 from stoker.data.batch import Batch
 from stoker.data.engines.making import BatchPlan
 from stoker.data.images.decoding import Decoding
-from stoker.data.images.listing import count
 from stoker.data.images.opening import check_same_classes
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import ImageLoader

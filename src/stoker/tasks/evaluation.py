@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
 from stoker.config import Config
-from stoker.console import Advance, Say
-from stoker.data.images.listing import count, shown, some, split_place
+from stoker.console import Advance, Say, count, shown, some
+from stoker.data.images.listing import split_place
 from stoker.data.images.sample_index import SampleIndex, SampleSet
 from stoker.data.images.splits import find_split
 from stoker.data.images.subset import choose_subset

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from stoker.augment.pipeline import EvalPrepare
 from stoker.config import Config
-from stoker.console import Advance
+from stoker.console import Advance, shown
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.headers import BadImage
-from stoker.data.images.listing import IMAGE_SUFFIXES, shown
+from stoker.data.images.listing import IMAGE_SUFFIXES
 from stoker.tasks.classify import colours_of, eval_prepare
 from stoker.tasks.image_data import validation_view
 from stoker.tasks.results import Guess, ImagePrediction

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import format_table
-from stoker.data.images.listing import count
+from stoker.console import count, format_table
 
 MOST_CONFUSED = 10
 MOST_WORST_CLASSES = 10

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.console import count, shown, some
 from stoker.data.images import imagenet
-from stoker.data.images.listing import class_names, count, shown, some, split_place
+from stoker.data.images.listing import class_names, split_place
 from stoker.data.images.sample_index import SampleIndex
 from stoker.data.store.stores import is_url
 from stoker.errors import UserError

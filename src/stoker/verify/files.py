@@ -16,9 +16,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from stoker.console import count, shown
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.headers import BadImage
-from stoker.data.images.listing import count, shown
 from stoker.data.images.sample_index import SampleIndex, SampleSet
 from stoker.data.store.stores import ReadFailure, Store, is_url, open_store
 from stoker.machine.storage import LOCAL_READERS, mount_of

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.console import count, shown, some
 from stoker.data.images.imagenet import (
     DEVKIT_FIRST,
     is_synset,
@@ -20,7 +21,6 @@ from stoker.data.images.imagenet import (
     synsets_in_names,
     validation_numbers,
 )
-from stoker.data.images.listing import count, shown, some
 from stoker.data.images.sample_index import SampleIndex, SampleSet
 from stoker.train.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
 from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown

@@ -12,9 +12,9 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from stoker.console import Advance
+from stoker.console import Advance, shown
 from stoker.data.images.imagenet_labels import LabelFileWrong, exists, read_text
-from stoker.data.images.listing import IMAGE_SUFFIXES, shown
+from stoker.data.images.listing import IMAGE_SUFFIXES
 from stoker.data.images.sample_index import SampleIndex, encode_name, pack_names
 from stoker.data.images.sample_lists import class_order
 from stoker.data.store.stores import Buffer, ReadFailure, Store, open_store

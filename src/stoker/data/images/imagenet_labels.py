@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stoker.console import count, shown, some
 from stoker.data.images.imagenet import real_labels, synsets
-from stoker.data.images.listing import count, shown, some
 from stoker.data.store.stores import ReadFailure, is_url, open_store
 from stoker.errors import UserError
 from stoker.redact import redact_text

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stoker.console import Advance, Say
+from stoker.console import Advance, Say, count, shown
 from stoker.data.images.foreign_tars import list_tars
 from stoker.data.images.imagenet_labels import LabelFileWrong, classes_of_images, exists, find_labels
 from stoker.data.images.kept_index import keep_or_make
-from stoker.data.images.listing import CLOCK_TICK_NS, IMAGE_SUFFIXES, count, shown, split_place
+from stoker.data.images.listing import CLOCK_TICK_NS, IMAGE_SUFFIXES, split_place
 from stoker.data.images.parquet_files import list_parquet
 from stoker.data.images.sample_index import SampleIndex, encode_name
 from stoker.data.images.sample_lists import class_order, has_labels, index_of_labels, read_list, rows_of_split

@@ -21,12 +21,11 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import Advance
+from stoker.console import Advance, shown, some
 from stoker.data.images.sample_index import SampleIndex, decode_name, encode_name, pack_names
 from stoker.data.store.stores import is_url
 from stoker.errors import UserError, did_you_mean
 
-NAMED_AT_ONCE = 5
 IMAGE_SUFFIXES = (
     b".jpg", b".jpeg", b".jfif", b".png", b".webp", b".bmp", b".tif", b".tiff", b".gif", b".ppm", b".pgm",
 )  # fmt: skip
@@ -95,22 +94,6 @@ def _entries(folder: Path) -> list[str]:
         return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError:
         return []
-
-
-def some(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = len(names) - NAMED_AT_ONCE
-    return ", ".join(map(shown, names[:NAMED_AT_ONCE])) + (f" and {more} more" if more > 0 else "")
-
-
-def shown(name: str) -> str:
-    """A name that a terminal can print, whatever its bytes."""
-    return name if name.isprintable() else repr(name)
-
-
-def count(number: int, one: str, many: str | None = None) -> str:
-    """A number with its noun."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.console import Advance, Say
+from stoker.console import Advance, Say, count, shown, some
 from stoker.data.images.imagenet_labels import GROUND_TRUTH, SOLUTION
 from stoker.data.images.kept_index import (
     KeptIndex,
@@ -37,12 +37,9 @@ from stoker.data.images.listing import (
     check_folder,
     class_names,
     class_of_index,
-    count,
     index_of_classes,
     list_classes,
     list_objects,
-    shown,
-    some,
     split_place,
 )
 from stoker.data.images.sample_index import META, IndexUnreadable, SampleIndex, digest_of, encode_name, load_index

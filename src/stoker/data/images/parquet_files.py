@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import Advance
+from stoker.console import Advance, count, shown, some
 from stoker.data.images.foreign_tars import open_range
 from stoker.data.images.imagenet_labels import LabelFileWrong
-from stoker.data.images.listing import count, shown, some
 from stoker.data.images.sample_index import SampleIndex, encode_name, pack_names
 from stoker.data.images.sample_lists import LABEL_COLUMNS, class_order
 from stoker.data.store.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, Store, open_store

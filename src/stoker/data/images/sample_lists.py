@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stoker.console import count, shown, some
 from stoker.data.images.imagenet_labels import LabelFileWrong, read_text
-from stoker.data.images.listing import count, shown, some
 from stoker.data.images.sample_index import SampleIndex, encode_name, pack_names
 from stoker.data.images.splits import SPLIT_NAMES
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from stoker.data.images.listing import not_readable, shown, split_place
+from stoker.console import shown
+from stoker.data.images.listing import not_readable, split_place
 from stoker.data.images.sample_index import decode_name, encode_name
 from stoker.data.store.stores import StoreDown, is_url
 from stoker.errors import UserError

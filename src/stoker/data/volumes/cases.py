@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from stoker.data.images.listing import count, some
+from stoker.console import count, some
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.opening import SUFFIXES, VolumeRef, suffix_of

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from stoker.console import Advance, Say
+from stoker.console import Advance, Say, count, some
 from stoker.data.batch import Quarantine
-from stoker.data.images.listing import count, some
 from stoker.data.loader import BatchLoader, LoaderOptions
 from stoker.data.order import Steps
 from stoker.data.volumes.cases import Case

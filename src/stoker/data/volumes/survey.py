@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.console import Advance
-from stoker.data.images.listing import count
+from stoker.console import Advance, count
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import check_pair

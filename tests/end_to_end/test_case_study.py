@@ -49,9 +49,7 @@ def test_validation_labels_that_do_not_match_the_folders_are_found_before_the_ru
     config = write_config(tmp_path, write_imagenet(tmp_path / "permuted", shift=1))
     found = verified(ready, tmp_path, config, code=1)["val-labels"]
     assert found["status"] == "failed"
-    assert f"{synsets()[1]} goldfish holds {synsets()[0]} tench" in " ".join(found["details"]) or "shifted by one" in (
-        found["seen"] + " ".join(found["details"])
-    )
+    assert f"{synsets()[1]} holds {synsets()[0]} tench" in found["details"]
     warned = ready.run("train", config, "epochs=1", cwd=tmp_path)
     assert warned.code == 0, warned.err
     assert "val-labels" in warned.err

@@ -95,7 +95,7 @@ def test_every_setting_that_can_apply_from_here_on_does_and_is_recorded_with_its
     assert recorded.keys() == changed.keys()
     assert recorded["weight_decay"] == [0.0001, 0.05]
     assert [key for key in changed if f"from step 5 on: {key} " not in said] == []
-    assert "val_img_size 40, was none (val/acc1 is not comparable with that of earlier epochs)" in said
+    assert "val_img_size 40, was none (validation is not comparable with that of earlier epochs)" in said
     state = last_state(run)
     weights, others = state["optimizer"]["param_groups"]
     assert (weights["momentum"], weights["nesterov"], weights["weight_decay"]) == (0.5, True, 0.05)

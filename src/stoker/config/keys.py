@@ -174,7 +174,8 @@ class ModelKeys(KeyGroup):
     """Model: the network, and how it runs on the device."""
 
     model: str = key("resnet50", min_length=1)
-    """For `classify`, any timm model; for `segment3d`, a MONAI network (`dynunet`, `unet`, `segresnet`)."""
+    """For `classify`, any timm model. For `segment3d`: MONAI's `dynunet`, `segresnet`, `unet` and `swinunetr`, or
+    `resenc_m`, `resenc_l`, `resenc_xl` and `residual_unet`."""
 
     weights: str | None = key(None, min_length=1)
     """Local file with weights to start from: a checkpoint or run folder of ours, safetensors, or a file of Lightning,
@@ -192,9 +193,6 @@ class ModelKeys(KeyGroup):
     interpolation: Literal["bilinear", "bicubic"] | None = key(None)
     """Interpolation, with antialiasing. Default: bilinear for training images, bicubic for validation images.
     `draft` images are always bilinear."""
-
-    patch_size: tuple[Positive, Positive, Positive] | None = key(None, unit="voxels")
-    """For `segment3d`: depth, height and width of a patch."""
 
     compile_model: bool = key(False)
     """Compile the model with torch.compile; slows down the first steps."""
@@ -264,11 +262,15 @@ class OptimizationKeys(KeyGroup):
     `subset_seed`: an integer is a number of batches per GPU, a float up to 1.0 a share of them, and 0 turns
     validation off. `stoker eval` always takes all images."""
 
+    best_by: Literal["auto", "acc1", "acc5", "dice", "iou", "surface_dice", "loss"] = key("auto")
+    """The validation metric that the best checkpoints are chosen by, and that `early_stopping` watches. `auto` is
+    `acc1` for images and `dice` for volumes. A smaller `loss` is better."""
+
     early_stopping: int | None = key(None, unit="epochs", ge=1)
-    """End the run once `val/acc1` has not improved for so many epochs in a row; off by default."""
+    """End the run once the metric of `best_by` has not improved for so many epochs in a row; off by default."""
 
     early_stopping_min_delta: float = key(0.0, unit="percentage points", ge=0)
-    """With `early_stopping`: an improvement of `val/acc1` up to this does not count."""
+    """With `early_stopping`: an improvement of that metric up to this does not count."""
 
     batch_size: int = key(256, unit="samples", ge=1)
     """Samples per step and GPU."""
@@ -388,7 +390,7 @@ class RunKeys(KeyGroup):
     """Time between checkpoints within an epoch."""
 
     save_top_k: int = key(5, unit="checkpoints", ge=0)
-    """How many of the best checkpoints by `val/acc1` to keep, in addition to the last."""
+    """How many of the best checkpoints by `best_by` to keep, in addition to the last."""
 
     wandb: bool = key(False)
     """Log to Weights & Biases; offline if there is no network or API key."""

@@ -6,10 +6,12 @@ decorator names every key it reads: a rule is skipped if one of them is itself i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from stoker.config.keys import AugmentationKeys
 from stoker.config.schema import Config
+from stoker.config.volume_keys import VolumeKeys
 
 PairCheck = Callable[[Config], str | None]
 
@@ -120,6 +122,61 @@ def _patch_for_volumes(c: Config) -> str | None:
         return "task: segment3d needs a patch_size, for example [72, 136, 136]"
     if c.task == "classify" and c.patch_size is not None:
         return "patch_size is for task: segment3d; images take img_size"
+    return None
+
+
+_FOR_VOLUMES = tuple(name for name in VolumeKeys.model_fields if name != "patch_size")
+_FOR_IMAGES = (
+    "val_fraction", "samples_csv", "train_csv", "val_csv", "subset_classes", "subset_train_per_class",
+    "subset_val_per_class", "decoder", "decode_mode", "img_size", "val_img_size", "crop_ratio", "interpolation",
+    *(name for name in AugmentationKeys.model_fields if name not in ("mixup_alpha", "cutmix_alpha")), "loss",
+    "bce_target_threshold", "drop_path",
+)  # fmt: skip
+"""Keys of one task, which would do nothing in the other; mixing has a rule of its own."""
+
+
+def _changed(c: Config, names: Iterable[str]) -> list[str]:
+    defaults = Config()
+    return [name for name in names if getattr(c, name) != getattr(defaults, name)]
+
+
+@pair_rule("task", *_FOR_VOLUMES, *_FOR_IMAGES)
+def _keys_of_the_task(c: Config) -> str | None:
+    others = _FOR_VOLUMES if c.task == "classify" else _FOR_IMAGES
+    if not (found := _changed(c, others)):
+        return None
+    task = "segment3d" if c.task == "classify" else "classify"
+    return f"{', '.join(found)}: only task: {task} uses {'it' if len(found) == 1 else 'them'}, and this is {c.task}"
+
+
+@pair_rule("task", "best_by")
+def _metric_of_the_task(c: Config) -> str | None:
+    known = (
+        ("auto", "acc1", "acc5", "loss") if c.task == "classify" else ("auto", "dice", "iou", "surface_dice", "loss")
+    )
+    if c.best_by not in known:
+        return f"best_by: {c.best_by} is not measured by task: {c.task}, but {', '.join(known[1:])}"
+    return None
+
+
+@pair_rule("volume_scales")
+def _scales_in_order(c: Config) -> str | None:
+    if c.volume_scales[0] > c.volume_scales[1]:
+        return f"volume_scales: {list(c.volume_scales)} has its bounds in the wrong order"
+    return None
+
+
+@pair_rule("task", "fold", "folds")
+def _fold_exists(c: Config) -> str | None:
+    if c.fold != "all" and c.fold >= c.folds:
+        return f"fold: {c.fold}, but with folds: {c.folds} there are 0 to {c.folds - 1}"
+    return None
+
+
+@pair_rule("early_stopping", "fold", "task")
+def _early_stopping_needs_a_fold(c: Config) -> str | None:
+    if c.early_stopping is not None and c.task == "segment3d" and c.fold == "all":
+        return f"early_stopping: {c.early_stopping} needs validation, but fold: all has none"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The whole config: one flat namespace, put together from the groups in `stoker.config.keys`."""
+"""The whole config: one flat namespace, put together from the groups in `keys` and `volume_keys`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 from stoker.config.fields import KeyGroup
 from stoker.config.keys import AugmentationKeys, DataKeys, LoaderKeys, ModelKeys, OptimizationKeys, RunKeys
+from stoker.config.volume_keys import VolumeKeys
 
 GROUPS: tuple[type[KeyGroup], ...] = (
     DataKeys,
     LoaderKeys,
     ModelKeys,
     AugmentationKeys,
+    VolumeKeys,
     OptimizationKeys,
     RunKeys,
 )
@@ -45,7 +47,7 @@ SECTION_NAMES = frozenset(
 """Common section names; such a section may be empty, and may have the same name as a key."""
 
 
-class Config(DataKeys, LoaderKeys, ModelKeys, AugmentationKeys, OptimizationKeys, RunKeys):
+class Config(DataKeys, LoaderKeys, ModelKeys, AugmentationKeys, VolumeKeys, OptimizationKeys, RunKeys):
     """Every key."""
 
 

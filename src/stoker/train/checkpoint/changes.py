@@ -14,7 +14,7 @@ from stoker.train.schedule import Progress, default_resize_epochs, image_size
 
 Kind = Literal["free", "applied", "schedule", "other"]
 
-_NOT_COMPARABLE = "val/acc1 is not comparable with that of earlier epochs"
+_NOT_COMPARABLE = "validation is not comparable with that of earlier epochs"
 _REST_OF_EPOCH = "the rest of this epoch takes other samples: some come twice, some not at all"
 
 FREE = (
@@ -22,7 +22,7 @@ FREE = (
     "index_dir", "cache_dir", "cache_size", "lookahead", "loader", "num_workers", "prefetch_factor", "pin_memory",
     "persistent_workers", "worker_start", "run_name", "runs_dir", "devices", "num_nodes", "strategy", "accelerator",
     "numa_binding", "rank_timeout", "log_every", "checkpoint_every_steps", "checkpoint_every", "save_top_k", "wandb",
-    "wandb_project", "wandb_name", "tensorboard", "csv", "val_batch_size",
+    "wandb_project", "wandb_name", "tensorboard", "csv", "val_batch_size", "volume_cache",
     # A trial run keeps no checkpoint, so it is never the one that resumes.
     "fast_dev_run",
 )  # fmt: skip
@@ -35,12 +35,16 @@ APPLIED = {
     # Pixels. Every decoder gives the same ones at full size; only `draft` reduces while it decodes.
     "decoder": "the same pixels, unless decode_mode is draft", "decode_mode": "", "img_size": "", "val_img_size":
     _NOT_COMPARABLE, "crop_ratio": _NOT_COMPARABLE, "interpolation": "", "patch_size": "",
+    "indivisible_patch": "", "small_volumes": "", "missing_chunks": "", "normalize": "", "foreground_patches": "",
     "limit_val_batches": _NOT_COMPARABLE,
     # Augmentation.
     "crop_scale": "", "crop_aspect": "", "horizontal_flip": "", "auto_augment": "", "randaugment_magnitude": "",
     "randaugment_magnitude_std": "", "randaugment_ops": "", "random_erasing": "", "repeated_augmentation":
     _REST_OF_EPOCH, "mixup_alpha": "", "cutmix_alpha": "", "mix_probability": "", "mix_switch_probability": "",
-    "label_smoothing": "",
+    "label_smoothing": "", "volume_flips": "", "volume_turns": "", "volume_rotation": "", "volume_degrees": "",
+    "volume_scaling": "", "volume_scales": "", "volume_elastic": "", "volume_elastic_size": "", "volume_noise": "",
+    "volume_blur": "", "volume_brightness": "", "volume_contrast": "", "volume_gamma": "",
+    "volume_low_resolution": "", "volume_cutout": "",
     # How the network computes: the weights are the same, only its rounding or its noise changes.
     "compile_model": "", "compile_mode": "", "channels_last": "", "precision": "", "matmul_precision": "",
     "gradient_checkpointing": "", "drop_path": "", "dropout": "", "sync_batchnorm": "",
@@ -49,6 +53,7 @@ APPLIED = {
     # The total batch: steps are counted anew, and with scale_lr the learning rate follows.
     "batch_size": "", "gradient_accumulation": "",
     # Loss and optimizer.
+    "volume_loss": "", "surface_tolerance": _NOT_COMPARABLE,
     "loss": "", "bce_target_threshold": "", "momentum": "", "nesterov": "", "betas": "", "weight_decay": "",
     "decay_bias_and_norm": "", "clip_grad_norm": "", "max_bad_steps": "",
     "early_stopping": "", "early_stopping_min_delta": "",
@@ -64,7 +69,7 @@ SCHEDULE = (
 
 OTHER = (
     "task", "model", "num_classes", "optimizer", "weights", "subset_classes", "subset_seed", "subset_train_per_class",
-    "val_fraction",
+    "val_fraction", "best_by", "ignore_label", "fold", "folds", "split_by", "split_margin", "deep_supervision",
 )  # fmt: skip
 """Keys that make it another run: another network, other classes or training images, another optimizer."""
 

@@ -109,15 +109,16 @@ const sections = {
       const t = run.timeline;
       return card(chart({ id: `timeline-${doc.runs.indexOf(run)}`, title: runs.length > 1 ? run.label : "Step time by part", unit: "milliseconds per step", xLabel: "step", group: "step", stacked: true, format: milliseconds, axis: plain, ...(runs.length > 1 ? { usual, yMax } : {}),
         series: names.filter((name) => has(t, `${name}_ms`)).map((name) => ({ name, label: PART_NAMES[name], colour: colourOf(name), x: t.step, y: t[`${name}_ms`] })),
-        more: [{ label: "longest single step", x: t.step, y: t.longest_ms, format: milliseconds }, { label: "images/s", x: t.step, y: t.images_per_second, format: plain }] }));
+        more: [{ label: "longest single step", x: t.step, y: t.longest_ms, format: milliseconds }, { label: `${run.figures.unit ?? "images"}/s`, x: t.step, y: t.images_per_second, format: plain }] }));
     })];
   },
 
   throughput: (doc) => {
-    const lines = curves(doc, "epochs", "epoch", [["images_per_second", "images/s"]]), waits = curves(doc, "epochs", "epoch", [["wait_share", "waiting"]]);
+    const unit = doc.runs[0].figures.unit ?? "images";
+    const lines = curves(doc, "epochs", "epoch", [["images_per_second", `${unit}/s`]]), waits = curves(doc, "epochs", "epoch", [["wait_share", "waiting"]]);
     if (!lines.length) return null;
     return [...heading("throughput", "Throughput by epoch"), el("div", { class: "pair" },
-      card(chart({ id: "throughput", title: "Images per second", xLabel: "epoch", group: "epoch", fromZero: true, dots: true, series: lines })),
+      card(chart({ id: "throughput", title: `${unit[0].toUpperCase()}${unit.slice(1)} per second`, xLabel: "epoch", group: "epoch", fromZero: true, dots: true, series: lines })),
       waits.length > 0 && card(chart({ id: "waits", title: "Time spent waiting for data", unit: "including the first batch of each epoch", xLabel: "epoch", group: "epoch", fromZero: true, dots: true, format: percent, series: waits.map((line, index) => ({ ...line, colour: index ? "var(--c1)" : "var(--wait)" })) })))];
   },
 

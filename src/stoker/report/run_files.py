@@ -125,11 +125,8 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
             continue  # a running run deletes old ones
         row: dict[str, Any] = {"name": clip(file.name), "bytes": size, "epoch": None, "score": None}
         if said is not None:
-            row |= {
-                "epoch": said.epoch,
-                "score": said.value,
-                "score_text": f"{said.metric.key} {said.metric.text(said.value)}",
-            }
+            text = f"{said.metric.key} {said.metric.text(said.value)}"
+            row |= {"epoch": said.epoch, "score": said.value, "score_text": text}
         found.append((-math.inf if said is None else said.metric.rank(said.value), row))
     return [row for _, row in sorted(found, key=lambda pair: pair[0], reverse=True)[:SHOWN_CHECKPOINTS]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.config import Config
 from stoker.console import Say, count
+from stoker.data.loader import LoaderOptions
 from stoker.run.metric import Metric
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
@@ -119,3 +121,23 @@ def average_of(config: Config, model: nn.Module, horizon: Horizon) -> WeightAver
 def input_dtype(config: Config, device: torch.device) -> torch.dtype:
     """What inputs are made in: on a GPU what the first layer computes in, which spares it the conversion."""
     return compute_dtype(config.precision) if device.type == "cuda" else torch.float32
+
+
+def loader_options(config: Config, workers: int, held: int = 1, quarantine_file: Path | None = None) -> LoaderOptions:
+    """The config's settings for how batches are made; for a consumer that holds `held` batches when it asks for the
+    next."""
+    return LoaderOptions(
+        engine=config.loader,
+        workers=workers,
+        prefetch=config.prefetch_factor,
+        held=held,
+        pin_memory=config.pin_memory,
+        persistent_workers=config.persistent_workers,
+        worker_start=config.worker_start,
+        lookahead=config.lookahead,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+        cache_size=config.cache_size,
+        max_image_bytes=config.max_image_bytes,
+        max_bad_fraction=config.max_bad_fraction,
+        quarantine_file=quarantine_file,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,20 @@ from stoker.augment.pipeline import (
     build_train_augment,
     memory_format_of,
 )
+from stoker.clock.observed import StorageFacts
 from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
 from stoker.console import Advance, Say
 from stoker.data.batch import Batch
 from stoker.data.engines.making import BatchPlan
+from stoker.data.images.decoders import available_decoders
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.opening import check_same_classes
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import ImageLoader
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig
+from stoker.machine.storage import describe_storage
 from stoker.models.build import build_model, count_parameters, facts_about, with_sync_batchnorm
 from stoker.models.weights import load_weights
 from stoker.run.metric import metric_of
@@ -49,6 +52,7 @@ from stoker.tasks.building import (
     train_step,
 )
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
+from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.checkpoint.sources import open_source
 from stoker.train.compute import (
     compute_dtype,
@@ -72,6 +76,15 @@ class TrainingData:
     train: SampleSet
     val: SampleSet | None
     decoding: Decoding
+
+    @property
+    def samples(self) -> int:
+        """Images to train on."""
+        return len(self.train)
+
+    def storage(self) -> StorageFacts:
+        """What is known about the source without reading from it."""
+        return describe_storage(self.train)
 
 
 def open_data(config: Config, say: Say, progress: Advance | None = None) -> TrainingData:
@@ -159,6 +172,24 @@ def describe_run(config: Config, run: Run, data: TrainingData) -> str:
             *describe_schedule(config, run.ranks, run.device, run.horizon),
         ]
     )
+
+
+def with_decoder_of(found: FoundCheckpoint, config: HostConfig, data: TrainingData, say: Say) -> TrainingData:
+    """The data with the decoder that the run began with: `auto` chooses it once, not again on another machine."""
+    began, here = found.state.get("decoder"), data.decoding.decoder
+    if config.decoder != "auto" or began in (None, here):
+        return data
+    if began in available_decoders():
+        return replace(data, decoding=replace(data.decoding, decoder=began))
+    if config.decode_mode == "draft":
+        raise UserError(
+            "decoder-missing",
+            f"the images of this run were decoded by {began}, which is not installed here, or does not work",
+            why="with decode_mode: draft, other decoders give other pixels",
+            hint=f"install it, or decoder={here} to go on with other pixels",
+        )
+    say(f"note: {began}, which decoded the images of this run, is not available here; {here} gives the same pixels")
+    return data
 
 
 class _Loaders:

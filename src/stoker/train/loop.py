@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -84,6 +84,8 @@ class Run:
     """The names of samples, from their indices in the data set."""
     guard_memory: Callable[[Any], None]
     """Called with the loader of each batch: if memory runs low, makes the loader hold fewer batches."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """What has to be known about the data to use the model again: for volumes classes, ignore label and channels."""
     branched_from: dict[str, Any] | None = None
     """Where a run of `--from` took its weights; None for any other."""
 

@@ -59,6 +59,11 @@ class RowLayout:
     def _rounded(size: int) -> int:
         return -(-size // _ALIGNED) * _ALIGNED
 
+    def used_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes at the start of a row that a region of this shape takes."""
+        voxels = int(np.prod(shape))
+        return self._label_at(voxels) + (0 if self.label is None else voxels * np.dtype(self.label).itemsize)
+
     def parts(self, row: Any, shape: Sequence[int]) -> tuple[Any, Any]:
         """The image (channels, z, y, x) and the label (z, y, x) in a row, an array or a tensor; no copy."""
         z, y, x = (int(size) for size in shape)

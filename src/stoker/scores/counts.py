@@ -149,4 +149,6 @@ def _mean_ratio(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArra
     """100 · part / whole, the mean over the classes where `whole` is not zero; NaN where there is none."""
     occurs = whole > 0
     ratios = np.divide(100 * part, whole, out=np.zeros_like(part), where=occurs)
-    return np.divide(ratios.sum(1), occurs.sum(1), out=np.full(len(part), np.nan), where=occurs.any(1))
+    means = np.full(len(part), np.nan)
+    np.divide(ratios.sum(1), occurs.sum(1), out=means, where=occurs.any(1))
+    return means

@@ -63,7 +63,7 @@ class Silence:
 
 def loader_shape(config: Config, samples: int, workers: int, world: int = 1) -> LoaderShape:
     """How one rank's training loader is set up; `samples` counts those of all ranks."""
-    engine = choose_engine(config.loader, workers)
+    engine = choose_engine(config.loader, workers, volumes=config.task == "segment3d")
     processes = engine == "process" and workers > 0
     start = "forkserver" if config.worker_start == "auto" else config.worker_start
     return LoaderShape(

@@ -78,7 +78,8 @@ class LoaderKeys(KeyGroup):
     """Loader: how batches are made."""
 
     loader: Literal["auto", "process", "thread"] = key("auto")
-    """Run workers as threads or processes; `auto` uses threads for up to six workers, processes for more."""
+    """Run workers as threads or processes; `auto` uses threads for volumes and for up to six workers, processes for
+    more."""
 
     num_workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = key("auto")
     """Workers per GPU; `auto` uses the cores available to each rank, less one for the thread that launches the

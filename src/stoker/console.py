@@ -118,13 +118,16 @@ def bar_line(
     return f"{label}: {percent:3d}%|{_bar(done / total, blocks)}| {done}/{total} [{details}]"
 
 
+_PERCENTAGES = ("dice", "iou", "surface_dice")
+
+
 def metric_text(name: str, value: Any) -> str:
-    """A metric for display: accuracies and shares in percent, rates without digits that flicker."""
+    """A metric for display: scores and shares in percent, rates without digits that flicker."""
     if isinstance(value, str):
         return value
     number = float(value)
     last = name.rsplit("/", 1)[-1]
-    if last.startswith("acc"):
+    if last.startswith("acc") or last in _PERCENTAGES:
         return f"{number:.1f}%"
     if last == "wait" or last.endswith("_share"):
         return f"{number:.0%}"

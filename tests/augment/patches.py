@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ def batch_of(
         orders=np.array([one.order for one in transforms]), flips=np.array([one.flips for one in transforms]),
         plain=np.array([one.is_plain for one in transforms]), matrices=np.array([one.matrix for one in transforms]),
         offsets=np.array([one.offset(patch, start, region) for one, region in zip(transforms, regions, strict=True)]),
+        elastic=np.array([one.elastic for one in transforms]),
         cases=np.arange(samples), starts=np.tile(start, (samples, 1)), valid=np.ones(samples, bool), keys=keys,
         epoch=0, step=0, next_position=samples,
     )  # fmt: skip
@@ -56,22 +58,8 @@ def batch_of(
 
 def part_of(batch: PatchBatch, slots: list[int]) -> PatchBatch:
     """The same samples in another batch."""
-    fields = {**vars(batch)}
-    for name in (
-        "images",
-        "shapes",
-        "orders",
-        "flips",
-        "plain",
-        "matrices",
-        "offsets",
-        "cases",
-        "starts",
-        "valid",
-        "keys",
-    ):
-        fields[name] = fields[name][slots]
-    return PatchBatch(**fields)
+    rows = {name: value[slots] for name, value in vars(batch).items() if isinstance(value, np.ndarray | Tensor)}
+    return replace(batch, **rows)
 
 
 def drawn(samples: int, bounds: TransformRange, patch: Shape = PATCH, seed: int = 0) -> list[Transform]:

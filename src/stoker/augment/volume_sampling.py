@@ -6,6 +6,7 @@ copied for it but the few control points of an elastic deformation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.data.draws import uniforms
 from stoker.data.volumes.volume import Shape
 
 Floats = NDArray[np.float64]
+ELASTIC = 110  # purpose of these draws; see stoker.data.volumes.transforms
 
 # On a CPU the points of a patch are taken in pieces, whose coordinates and corners stay in a core's cache: 72 x 136 x
 # 136 points take a quarter of the time of the whole patch at once, and a third of that of torch's own grid_sample.
@@ -142,27 +145,20 @@ class Deformation(NamedTuple):
     control_points: NDArray[np.float32]
     """(3, z, y, x)."""
     weights: tuple[NDArray[np.float32], ...]
-    """Along z, y and x: from control points to voxels."""
+    """Along z, y and x: (voxels, control points)."""
 
 
-def deformation(normals: Floats, patch: Shape, size: float) -> Deformation:
-    """Displacements with this standard deviation, from normal numbers (see `control_shape`)."""
-    weights = [spread(length, _spacing(size)) for length in patch]
+def draw_deformation(key: int, patch: Shape, size: float) -> Deformation:
+    """Displacements with this standard deviation, in voxels; a pure function of the key."""
+    # Control points so far apart that neighbouring voxels do not change places.
+    weights = [spread(length, max(8.0, 8 * size)) for length in patch]
+    shape = (3, *(one.shape[1] for one in weights))
+    chance, angle = uniforms(np.array([key], np.uint64), ELASTIC, 2 * math.prod(shape)).reshape(2, *shape)
+    normals = np.sqrt(-2 * np.log1p(-chance)) * np.cos(2 * np.pi * angle)
     # What is left of the variance of the control points, on average over the patch.
-    share = np.prod([float(np.square(one).sum(axis=1).mean()) for one in weights])
-    points = normals.reshape(3, *(one.shape[1] for one in weights)) * (size / np.sqrt(share))
+    share = math.prod(float(np.square(one).sum(axis=1).mean()) for one in weights)
+    points = normals * (size / math.sqrt(share))
     return Deformation(points.astype(np.float32), tuple(one.astype(np.float32) for one in weights))
-
-
-def control_shape(patch: Shape, size: float) -> tuple[int, int, int, int]:
-    """The control points of a deformation of a patch."""
-    z, y, x = (spread(length, _spacing(size)).shape[1] for length in patch)
-    return 3, z, y, x
-
-
-def _spacing(size: float) -> float:
-    """Voxels between control points: so many that neighbours never change places."""
-    return max(8.0, 8 * size)
 
 
 def displace(control_points: Tensor, weights: Sequence[Tensor], most: float) -> Tensor:

@@ -150,7 +150,7 @@ def build_volume_model(
         _compute_again(network, architecture.blocks(), keep_draws=dropout > 0)
     model = VolumeModel(network, divisor, pads=indivisible == "pad")
     if channels_last:
-        model = model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last_3d)
     return model
 
 
@@ -388,9 +388,7 @@ def _compute_again(network: nn.Module, blocks: tuple[type[nn.Module], ...], *, k
         for child in part.children():
             if isinstance(child, blocks):
                 # An attribute of the instance, so names of weights stay as they are.
-                child.forward = partial(  # type: ignore[method-assign]
-                    checkpoint, child.forward, use_reentrant=False, preserve_rng_state=keep_draws
-                )
+                child.forward = partial(checkpoint, child.forward, use_reentrant=False, preserve_rng_state=keep_draws)
             else:
                 wrap(child)
 

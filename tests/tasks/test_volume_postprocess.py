@@ -13,6 +13,7 @@ from stoker.tasks.volume_postprocess import (
     ArrayPlanes,
     PostStep,
     apply_step,
+    check_chain,
     parse_chain,
     post_processed,
     working_bytes,
@@ -96,10 +97,11 @@ def test_a_chain_that_cannot_be_meant_is_refused() -> None:
     for text in ("remove_smal=3", "remove_small", "remove_small=0", "remove_small=-1", "fill_holes=2", "closing=9"):
         with pytest.raises(UserError):
             parse_chain(text)
-    assert len(parse_chain("remove_small=3", classes=5)) == 1
+    check_chain(parse_chain("remove_small=3"), classes=5)
     for text in ("fill_holes", "closing=1"):
+        check_chain(parse_chain(text), classes=2)
         with pytest.raises(UserError, match="5 classes"):
-            parse_chain(text, classes=5)
+            check_chain(parse_chain(text), classes=5)
 
 
 def test_memory_does_not_grow_with_the_depth() -> None:

@@ -28,6 +28,7 @@ from stoker.errors import UsageError, UserError
 from stoker.files import write_text
 from stoker.machine.memory import read_memory
 from stoker.run.lease import Lease, LeaseHeld
+from stoker.tasks.results import PredictedVolume
 from stoker.tasks.segment import TrainedVolumeModel
 from stoker.tasks.volume_output import (
     SUFFIX,
@@ -40,7 +41,7 @@ from stoker.tasks.volume_output import (
     write_submission,
     write_volume,
 )
-from stoker.tasks.volume_postprocess import PostStep, apply_step, working_bytes
+from stoker.tasks.volume_postprocess import PostStep, apply_step, check_chain, working_bytes
 from stoker.tasks.volume_prediction import (
     Scale,
     Segmenter,
@@ -76,7 +77,8 @@ class PredictionOptions:
     """Replace what was predicted with other settings."""
 
     def check(self, classes: int) -> None:
-        """Refuses options that exclude each other."""
+        """Refuses options that exclude each other, or do not fit the network."""
+        check_chain(self.post, classes)
         if self.threshold is not None and classes != 2:
             raise UsageError(
                 "threshold-for-two-classes",
@@ -101,20 +103,6 @@ class PredictionOptions:
             raise UsageError(
                 "submission-is-tiff", f"--submission with --format {self.file_format}", hint="--format tiff"
             )
-
-
-@dataclass(frozen=True)
-class PredictedVolume:
-    """A volume that is finished."""
-
-    id: str
-    path: Path
-    shape: Shape
-    windows: int
-    seconds: float | None
-    """None if an earlier start finished it."""
-    foreground: float | None
-    """Share of voxels of a class other than 0; None for probabilities."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +262,6 @@ def _predict_all(
             finished[job.id] = _predict_one(job, workspace, segmenter, options, advance, say)
         except ReadFailure as failure:
             failed.append((job.id, str(failure)))
-            say(f"bad volume: {job.id}: {failure}")
             workspace.remove()
         except BaseException:
             workspace.close()

@@ -69,7 +69,7 @@ class PostStep:
         return f"{self.name}={self.number}" if _NEEDS_NUMBER[self.name] else self.name
 
 
-def parse_chain(text: str, classes: int = 2) -> tuple[PostStep, ...]:
+def parse_chain(text: str) -> tuple[PostStep, ...]:
     """`remove_small=100,fill_holes,closing=1`, in this order; raises UserError."""
     steps = []
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -86,15 +86,20 @@ def parse_chain(text: str, classes: int = 2) -> tuple[PostStep, ...]:
             raise UserError("bad-post-step", f"--post has {word!r}", why=f"{name} takes {what or 'no number'}")
         if name == "closing" and int(value) > LARGEST_RADIUS:
             raise UserError("bad-post-step", f"--post has {word!r}", why=f"radii up to {LARGEST_RADIUS} are supported")
-        if classes > 2 and name != "remove_small":
-            raise UserError(
-                "post-step-for-two-classes",
-                f"--post has {name}, and the network knows {classes} classes",
-                why="it is not defined which of them a hole or a gap belongs to",
-                hint="--post remove_small=100",
-            )
         steps.append(PostStep(name, int(value) if equals else 0))  # type: ignore[arg-type]
     return tuple(steps)
+
+
+def check_chain(chain: Sequence[PostStep], classes: int) -> None:
+    """Refuses steps that mean nothing for this number of classes."""
+    strange = [step.name for step in chain if step.name != "remove_small"]
+    if classes > 2 and strange:
+        raise UserError(
+            "post-step-for-two-classes",
+            f"--post has {', '.join(strange)}, and the network knows {classes} classes",
+            why="it is not defined which of them a hole or a gap belongs to",
+            hint="--post remove_small=100",
+        )
 
 
 def apply_step(step: PostStep, source: Planes, target: Planes, slab_voxels: int = SLAB_VOXELS) -> None:

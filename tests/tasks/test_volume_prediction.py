@@ -232,10 +232,10 @@ def test_several_classes_and_channels() -> None:
     model = Pointwise(channels=2, classes=4)
     images = [volume((20, 20, 20), 1), volume((20, 20, 20), 2, np.float64)]
     found = segmenter(model, channels=2, classes=4)
-    statistics = [(100.0, 50.0), (130.0, 90.0)]
+    statistics = np.float32([100, 130]), np.float32([50, 90])
     channels = [
         (torch.from_numpy(one.array.astype(np.float32)) - mean) / std
-        for one, (mean, std) in zip(images, statistics, strict=True)
+        for one, mean, std in zip(images, *statistics, strict=True)
     ]
     inputs = torch.stack(channels)[None]
     with torch.inference_mode():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stoker.augment.volumes import deviation as deviation_of
 from stoker.augment.volumes import memory_format_of
 from stoker.console import Advance, Say
-from stoker.data.volumes.statistics import Normalization, measure, value_range
+from stoker.data.volumes.statistics import Normalization, Statistics, measure, value_range
 from stoker.data.volumes.volume import Region, Shape, Volume, Voxels, check_finite, read_padded
 from stoker.errors import UserError
 from stoker.tasks.segment import TrainedVolumeModel
@@ -166,22 +166,23 @@ def predict_volume(
     take: Take,
     *,
     sliding: SlidingWindow | None = None,
-    statistics: Pairs | None = None,
+    statistics: tuple[Statistics, Statistics] | None = None,
     carried: Carried | None = None,
     progress: Advance | None = None,
     say: Say = lambda _line: None,
 ) -> None:
     """Gives `take` the probabilities of every voxel, box by box: each voxel once, none of them twice, z ascending.
 
-    `images` are the channels. `statistics` are what is subtracted from each and what divides it, measured here if not
-    given; a box of a volume needs those of the whole. `progress` counts windows. Raises ReadFailure if the volume
+    `images` are the channels. `statistics` are what is subtracted from each channel and what divides it, measured here
+    if not given; a box of a volume needs those of the whole. `progress` counts windows. Raises ReadFailure if the volume
     cannot be read or has NaN voxels. The result does not depend on where `carried` makes it begin.
     """
     sliding = sliding or SlidingWindow()
     check_channels(segmenter, images)
     grid = WindowGrid(images[0].shape, segmenter.patch, sliding.overlap)
     carried = carried or CarriedInMemory(grid, segmenter.classes)
-    statistics = statistics or measured(images, segmenter.normalize)
+    means, deviations = statistics or measured(images, segmenter.normalize)
+    numbers = list(zip(means.tolist(), deviations.tolist(), strict=True))
     sums = _RowSums(grid, segmenter, carried, take)
     done, batch = carried.first_layer * grid.windows_per_layer, sliding.batch or segmenter.batch
     with ThreadPoolExecutor(READERS) as pool:
@@ -192,7 +193,7 @@ def predict_volume(
                 begin = 0
                 while begin < len(windows):
                     piece = slice(begin, begin + batch)
-                    found = _unless_out_of_memory(segmenter, voxels[piece], statistics, sliding.mirrored)
+                    found = _unless_out_of_memory(segmenter, voxels[piece], numbers, sliding.mirrored)
                     if found is None:
                         batch = _smaller(batch, say)
                         continue
@@ -350,12 +351,12 @@ def _batches(
         yield part, torch.from_numpy(voxels)
 
 
-def measured(images: Sequence[Volume], normalize: Normalization) -> Pairs:
+def measured(images: Sequence[Volume], normalize: Normalization) -> tuple[Statistics, Statistics]:
     """What is subtracted from the voxels of each channel, and what divides them; `patch` needs neither."""
+    pairs = [(0.0, value_range(image.dtype) if normalize == "range" else 1.0) for image in images]
     if normalize == "volume":
-        # Rounded like the arrays of training.
-        return [(float(np.float32(mean)), float(np.float32(std))) for mean, std in map(measure, images)]
-    return [(0.0, value_range(image.dtype) if normalize == "range" else 1.0) for image in images]
+        pairs = [measure(image) for image in images]
+    return np.array([mean for mean, _ in pairs], np.float32), np.array([std for _, std in pairs], np.float32)
 
 
 def _unless_out_of_memory(

@@ -1,4 +1,5 @@
-"""The cases of a data set, by layout: the Vesuvius surface competition's, nnU-Net's raw folders, a YAML list of pairs.
+"""The cases of a data set, by layout: the Vesuvius surface competition's, nnU-Net's raw folders, a YAML list of pairs,
+or a pack made of any of them.
 
 A case is a volume to train on or to predict: its image (one file a channel), its label if there is one, and its group,
 which is never divided between training and validation.
@@ -22,6 +23,8 @@ from stoker.console import count, some
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.opening import SUFFIXES, VolumeRef, suffix_of
+from stoker.data.volumes.pack.index import INDEX as PACK_INDEX
+from stoker.data.volumes.pack.index import PackedFile, read_index
 from stoker.data.volumes.volume import Region
 from stoker.errors import UserError, did_you_mean
 
@@ -69,6 +72,8 @@ def open_cases(root: str | Path, part: Part = "train") -> CaseList:
         listed = _from_list(place)
     elif not place.is_dir():
         raise UserError("data-not-found", f"{place} does not exist or is no folder", hint="data_root=FOLDER")
+    elif (place / PACK_INDEX).is_file():
+        listed = _from_pack(place, part)
     elif (place / "dataset.json").is_file():
         listed = _from_nnunet(place, part)
     elif (place / "train.csv").is_file() or (part == "test" and (place / "test_images").is_dir()):
@@ -76,8 +81,8 @@ def open_cases(root: str | Path, part: Part = "train") -> CaseList:
     else:
         raise UserError(
             "layout-unknown",
-            f"{place} has neither train.csv nor dataset.json",
-            why="the layouts are the Vesuvius competition's, nnU-Net's raw folders, and a YAML list of pairs",
+            f"{place} has none of train.csv, dataset.json and {PACK_INDEX}",
+            why="the layouts are the Vesuvius competition's, nnU-Net's raw folders, a YAML list of pairs, and a pack",
             hint="data_root=cases.yaml with a list of `- {image: a.tif, label: b.tif}`",
         )
     return _checked(listed, str(place))
@@ -223,6 +228,26 @@ def _from_list(path: Path) -> CaseList:
         name = str(entry.get("id") or _stem(images[0].location))
         cases.append(Case(name, str(entry.get("group") or name), images, label))
     return CaseList(tuple(cases), rules)
+
+
+def _from_pack(root: Path, part: Part) -> CaseList:
+    """What `stoker pack` wrote: the cases, groups and classes of its source."""
+    index = read_index(root)
+
+    def ref(file: PackedFile) -> VolumeRef:
+        return VolumeRef(str(root / file.path), packed=file.facts)
+
+    cases = tuple(
+        Case(case.id, case.group, tuple(map(ref, case.images)), None if case.label is None else ref(case.label))
+        for case in index.cases
+        if case.part == part
+    )
+    notes = list(index.notes)
+    if index.skipped:
+        left_out = [one["id"] for one in index.skipped]
+        notes.append(f"{count(len(left_out), 'volume')} could not be packed: {some(left_out)}")
+    rules = None if index.classes is None else LabelRules(index.classes, index.ignore)
+    return CaseList(cases, rules, tuple(notes))
 
 
 def _refuse_unknown(path: Path, what: str, entry: Mapping[Any, Any], known: tuple[str, ...]) -> None:

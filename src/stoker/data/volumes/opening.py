@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from stoker.data.store.stores import ReadFailure, is_url
+from stoker.data.volumes.packed import PackedFacts, open_packed
 from stoker.data.volumes.volume import (
     ArrayVolume,
     CroppedVolume,
@@ -39,12 +40,17 @@ class VolumeRef:
     location: str
     level: int = 0
     """Of an OME-Zarr pyramid; 0 is the full resolution."""
+    packed: PackedFacts | None = None
+    """What the index says about a volume of a pack; None for any other."""
 
 
 def open_volume(ref: VolumeRef, options: ReadingOptions | None = None) -> Volume:
     """The volume at a location; raises ReadFailure if it cannot be read, StoreDown if its store cannot."""
     options = options or ReadingOptions()
     location = ref.location
+    if ref.packed is not None:
+        facts = ref.packed
+        return _with_libraries(lambda: open_packed(location, facts, options))
     suffix = suffix_of(location)
     if is_url(location) or suffix == ".zarr" or Path(location).is_dir():
         from stoker.data.volumes.zarr_volume import open_zarr

@@ -21,6 +21,7 @@ from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import check_pair
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef
+from stoker.data.volumes.packed import packed_identity
 from stoker.data.volumes.volume import Shape, failure_of, identity_of
 from stoker.errors import UserError
 from stoker.files import cache_folder, write_text
@@ -115,6 +116,8 @@ def image_dtype(facts: Sequence[CaseFacts]) -> np.dtype[Any]:
 def volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
     """Changes if the volume's file changes; a local file is not opened for it."""
     try:
+        if ref.packed is not None:
+            return packed_identity(ref.location, ref.packed)
         if not is_url(ref.location) and Path(ref.location).is_file():
             return identity_of(ref.location)
         return volumes.get(ref).identity

@@ -1,4 +1,4 @@
-"""`stoker pack`: images in any layout, or an existing pack, into tar shards with an index; volumes into mapped files."""
+"""`stoker pack`: images in any layout into tar shards with an index; volumes into files that are mapped."""
 
 from __future__ import annotations
 
@@ -174,7 +174,9 @@ def pack(
     If interrupted, run the same command again: finished shards and volumes are kept.
     """
     _check_numbers(workers, max_bad_fraction)
-    for_images = {"split": split, "shard-size": shard_size, "longest": longest, "shortest": shortest, "quality": quality}
+    for_images = {
+        "split": split, "shard-size": shard_size, "longest": longest, "shortest": shortest, "quality": quality,
+    }  # fmt: skip
     for_volumes = {
         "clip": clip, "median": median, "scale": scale, "spacing": spacing, "dtype": dtype if dtype != "keep" else None,
         "layout": layout if layout != "auto" else None, "patch": patch, "verify": verify or None,
@@ -182,11 +184,12 @@ def pack(
 
     from stoker.console import print_json, print_result, say
     from stoker.machine.host import usable_cpus
-    from stoker.tasks.volume_packing import VolumePacking, as_document, has_volumes, run_volume_packing, summary
 
     sizes = None if patch is None else _sizes("--patch", patch)
-    config = _config(source, overrides or [], has_volumes(source), sizes)
+    config = _config(source, overrides or [], _has_volumes(source), sizes)
     if config.task == "segment3d":
+        from stoker.tasks.volume_packing import VolumePacking, as_document, run_volume_packing, summary
+
         _refuse(for_images, "images", source)
         asked = VolumePacking(
             _preparation(clip, median, scale, spacing, dtype), _layout(layout), sizes, workers or usable_cpus(),
@@ -206,6 +209,28 @@ def pack(
     else:
         print_result(_summary(results))
     return 0
+
+
+def _has_volumes(source: str) -> bool:
+    """Whether a folder or YAML file lists volumes, and not images; a config says so itself."""
+    place = Path(source).expanduser()
+    if place.suffix.lower() in (".yaml", ".yml") and place.is_file():
+        return _lists_cases(place)
+    files = ("volumes.json", "dataset.json")
+    return any((place / name).is_file() for name in files) or (
+        (place / "train.csv").is_file() and (place / "train_images").is_dir()
+    )
+
+
+def _lists_cases(path: Path) -> bool:
+    """Whether a YAML file is a list of volumes; it is a config otherwise."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text("utf-8-sig"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(document, list) or (isinstance(document, dict) and "cases" in document)
 
 
 def _config(source: str, overrides: Sequence[str], volumes: bool, patch: Sequence[int] | None) -> Config:

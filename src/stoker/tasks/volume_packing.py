@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from stoker.config import Config
 from stoker.console import Say, format_table, progress_bar, say_notes, say_warnings
 from stoker.data.images.pack.folder import check_destination, claim_destination
-from stoker.data.store.stores import is_url
 from stoker.data.volumes.cases import CaseList, Part, open_cases
 from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.pack.index import INDEX
 from stoker.data.volumes.pack.packing import (
     RECORDS,
     PackResult,
@@ -45,29 +41,6 @@ class VolumePacking:
     max_bad_fraction: float
     verify: bool = False
     fresh: bool = False
-
-
-def has_volumes(source: str) -> bool:
-    """Whether a folder or YAML file lists volumes, and not images; a config says so itself."""
-    if is_url(source):
-        return False
-    place = Path(source).expanduser()
-    if place.suffix.lower() in (".yaml", ".yml") and place.is_file():
-        return lists_cases(place)
-    return (
-        (place / INDEX).is_file()
-        or (place / "dataset.json").is_file()
-        or ((place / "train.csv").is_file() and (place / "train_images").is_dir())
-    )
-
-
-def lists_cases(path: Path) -> bool:
-    """Whether a YAML file is a list of volumes; it is a config otherwise."""
-    try:
-        document = yaml.safe_load(path.read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return False
-    return isinstance(document, list) or (isinstance(document, dict) and "cases" in document)
 
 
 def run_volume_packing(

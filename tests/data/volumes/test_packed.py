@@ -76,7 +76,8 @@ def test_a_pack_gives_the_cases_and_the_patches_of_its_source(layout: str, sourc
     assert [(case.id, case.group) for case in after.cases] == [(case.id, case.group) for case in before.cases]
     assert after.rules == before.rules
     assert any("777" in note for note in after.notes)
-    assert [case.id for case in open_cases(root, "test").cases] == [case.id for case in open_cases(source, "test").cases]
+    tests = [[case.id for case in open_cases(place, "test").cases] for place in (source, root)]
+    assert tests[0] == tests[1] != []
     assert patches(root) == patches(source)
     # The whole volume's, without reading it again.
     means, deviations = statistics_of(after.cases, OpenVolumes(READING), "volume")

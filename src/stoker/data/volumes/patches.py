@@ -92,9 +92,10 @@ class RandomPatches:
         total = len(self.shapes)
         turns, places = np.divmod(np.asarray(positions, np.int64), total)
         cases = np.empty_like(places)
-        for turn in np.unique(turns):
+        of_epoch = mix_numbers(self.seed, epoch)
+        for turn in np.unique(turns).tolist():
             mine = turns == turn
-            cases[mine] = permute(places[mine], total, mix_numbers(mix_numbers(mix_numbers(self.seed, epoch), int(turn)), _TURN))
+            cases[mine] = permute(places[mine], total, mix_numbers(mix_numbers(of_epoch, turn), _TURN))
         return cases
 
     def place(self, cases: NDArray[np.int64], keys: Keys, positions: Positions) -> list[Placement]:  # noqa: ARG002

@@ -230,7 +230,7 @@ def remove_pack(pack: PackFolder) -> None:
 
 def remove_temporaries(pack: PackFolder) -> None:
     """Removes unfinished shards; call with the destination locked."""
-    for path in pack.folder.glob(".shard-*.tar.tmp"):
+    for path in (*pack.folder.glob(".shard-*.tar.tmp"), *pack.records.glob(".shard-*.json.*.tmp")):
         path.unlink(missing_ok=True)
 
 

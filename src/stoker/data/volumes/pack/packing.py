@@ -166,7 +166,8 @@ def claim(pack: VolumePack) -> None:
     """Records how a folder is packed; refuses one that was begun in another way, or holds something else."""
     before = read_options(pack.root)
     if before is None:
-        foreign = [name for name in (INDEX, "train", "test") if (pack.root / name).exists()]
+        ours = (INDEX, "train/images", "train/labels", "test/images")
+        foreign = [name for name in ours if (pack.root / name).exists()]
         if foreign:
             raise UserError(
                 "destination-not-empty",
@@ -207,8 +208,9 @@ def remove_pack(root: Path) -> None:
 def remove_temporaries(root: Path) -> None:
     """Removes unfinished volumes; call with the destination locked."""
     for part in ("train", "test"):
-        for path in (root / part).glob("*/.*.tmp"):
-            remove(path)
+        for folder in (root / part, root / RECORDS / "cases"):
+            for path in folder.glob("*/.*.tmp"):
+                remove(path)
     remove(root / RECORDS / "trial")
 
 
@@ -253,9 +255,9 @@ def look(
             return Looked()
         kinds = [np.dtype(np.uint8) if preparation.dtype == "uint8" else source.dtype for source in sources]
         label_bytes = 0 if label is None else (label.dtype if rules is None else rules.dtype).itemsize
-        zipped = [ref.location.lower().endswith(".gz") for ref in case.images]
         voxels = int(np.prod(sources[0].shape, dtype=object))
-        decoded = max((voxels * source.dtype.itemsize for source, one in zip(sources, zipped, strict=True) if one), default=0)
+        zipped = [one for one in sources if one.name.lower().endswith(".gz")]
+        decoded = max((voxels * one.dtype.itemsize for one in zipped), default=0)
         return Looked(shape, sum(min(kind.itemsize, 4) for kind in kinds), label_bytes, decoded)
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -330,7 +332,7 @@ def _make(
 
 def make_cases(argument: bytes, parent: Parent) -> None:
     """Makes the cases that the parent asks for."""
-    pack: VolumePack = pickle.loads(argument)
+    pack: VolumePack = pickle.loads(argument)  # noqa: S301 - our own parent made it
     for task in parent.messages():
         last_s, since = time.monotonic(), 0
 

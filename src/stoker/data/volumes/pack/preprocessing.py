@@ -188,7 +188,9 @@ def _new_grid(volume: Volume, preparation: Preparation) -> tuple[Shape, NDArray[
     factors = preparation.scale
     if preparation.spacing is not None:
         if volume.affine is None:
-            raise ReadFailure(volume.name, "no spacing", "its format does not say how far voxels are apart: use --scale")
+            raise ReadFailure(
+                volume.name, "no spacing", "its format does not say how far apart voxels are; use --scale"
+            )
         # The affine's columns are x, y, z (as in NIfTI); ours are z, y, x.
         has = np.linalg.norm(volume.affine[:3, :3], axis=0)[::-1]
         factors = tuple(float(one) for one in has / np.array(preparation.spacing))  # type: ignore[assignment]
@@ -316,9 +318,7 @@ def _nearest(old: int, new: int) -> Axis:
 def _slabs(shape: Shape, step: int = 1) -> list[Region]:
     """A volume in slabs of a limited size, each beginning at a multiple of the step."""
     depth = max(step, _SLAB_VOXELS // max(1, shape[1] * shape[2]) // step * step)
-    return [
-        Region((z, 0, 0), (min(z + depth, shape[0]), shape[1], shape[2])) for z in range(0, shape[0], depth)
-    ]
+    return [Region((z, 0, 0), (min(z + depth, shape[0]), shape[1], shape[2])) for z in range(0, shape[0], depth)]
 
 
 def _as_kind(limit: float, dtype: np.dtype[Any]) -> Any:

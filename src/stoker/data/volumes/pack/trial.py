@@ -197,7 +197,7 @@ def _cold(
     for ref in refs:
         path = Path(ref.location)
         files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-        if not all([drop(str(one)) for one in files]):
+        if not all(drop(str(one)) for one in files):
             return None
     # Few patches: they are spread over the volume, and must not read what an earlier one has brought into memory.
     return _read([open_volume(ref, reading) for ref in refs], patch, ROUNDS, 3)

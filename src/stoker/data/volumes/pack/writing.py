@@ -143,9 +143,7 @@ def _write_zarr(path: Path, prepared: Prepared, layout: Layout, measured: Any, r
                 "shape": list(prepared.shape),
                 "data_type": dtype.name,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
-                "codecs": [
-                    {"name": "sharding_indexed", "configuration": {"chunk_shape": chunk, "codecs": codecs}}
-                ],
+                "codecs": [{"name": "sharding_indexed", "configuration": {"chunk_shape": chunk, "codecs": codecs}}],
                 "dimension_names": ["z", "y", "x"],
             },
             # A chunk of zeros is stored like any other: a missing one is always a lost one.

@@ -148,6 +148,11 @@ class PatchLoader(BatchLoader[PatchBatch]):
         quarantine = Quarantine(options.quarantine_file, allowed, len(plan.cases))
         super().__init__(plan, partial(_open_maker, plan, reading), quarantine, options, say)
 
+    @property
+    def batch_bytes(self) -> int:
+        """Memory of one batch."""
+        return self.plan.steps.batch_size * self.plan.layout.row_bytes
+
 
 def _open_maker(plan: PatchPlan, reading: ReadingOptions) -> PatchMaker:
     return PatchMaker(plan, PatchReader(OpenVolumes(reading), plan.layout.row_bytes))

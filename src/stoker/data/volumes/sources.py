@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from stoker.data.store.cache import CachedStore
-from stoker.data.store.stores import Buffer, ReadFailure, is_url
+from stoker.data.store.stores import Buffer, ReadFailure, is_url, open_store
 from stoker.data.volumes.volume import ReadingOptions, map_file
 from stoker.redact import redact_text
 
@@ -261,9 +261,7 @@ def store_at(url: str) -> Any:
 
 @cache
 def _store(url: str, environment: tuple[tuple[str, str], ...]) -> Any:  # noqa: ARG001 - part of the key
-    from stoker.data.store.object_store import ObjectStore
-
-    return ObjectStore(url, max_object_bytes=MOST_AT_ONCE)
+    return open_store(url, max_object_bytes=MOST_AT_ONCE)
 
 
 @cache

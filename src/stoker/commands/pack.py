@@ -186,7 +186,8 @@ def pack(
     from stoker.machine.host import usable_cpus
 
     sizes = None if patch is None else _sizes("--patch", patch)
-    config = _config(source, overrides or [], _has_volumes(source), sizes)
+    volumes = _has_volumes(source) or "task=segment3d" in (overrides or [])
+    config = _config(source, overrides or [], volumes, sizes)
     if config.task == "segment3d":
         from stoker.tasks.volume_packing import VolumePacking, as_document, run_volume_packing, summary
 
@@ -237,10 +238,13 @@ def _config(source: str, overrides: Sequence[str], volumes: bool, patch: Sequenc
     from stoker.config.reading import load_for_command
     from stoker.errors import ConfigError
 
-    path = Path(source) if source.endswith((".yaml", ".yml")) and not volumes else None
-    if volumes:
+    is_config = source.endswith((".yaml", ".yml")) and not _lists_cases(Path(source))
+    path = Path(source) if is_config else None
+    if volumes and not is_config:
         # A config of volumes must have a patch; without one, only the trial uses it.
-        overrides = ["task=segment3d", f"patch_size={list(patch or (128, 128, 128))}", *overrides]
+        needed = {"task": "segment3d", "patch_size": list(patch or (128, 128, 128))}
+        given = {one.partition("=")[0] for one in overrides}
+        overrides = [*(f"{name}={value}" for name, value in needed.items() if name not in given), *overrides]
     config = load_for_command(path, overrides if path else [f"data_root={source}", *overrides], None).config
     if config.data_root is None:
         raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")

@@ -25,7 +25,7 @@ from stoker.machine.loader_speed import (
     consume_at_pace,
 )
 from stoker.machine.storage import describe_storage, measure_local_disk, measure_storage
-from stoker.tasks.classify import build_run, open_data
+from stoker.tasks.dispatch import task_for
 from stoker.tasks.image_data import choose_decoding, measure_speed, open_loader, open_samples, training_plan
 from stoker.train.loop import Run, pending, train
 from stoker.train.observer import Silence, loader_shape, run_header
@@ -46,8 +46,9 @@ def build_trial(config: HostConfig, job: TrialJob) -> tuple[Run, Header]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(job["cpus"])
-    data = replace(open_data(config, lambda _text: None), val=None)
-    run = build_run(config, data, Ranks(), device)
+    task = task_for(config)
+    data = replace(task.open_data(config, lambda _text: None), val=None)
+    run = task.build_run(config, data, Ranks(), device)
     run = replace(
         run,
         clock=StepClock(device, keep=NEWEST),
@@ -56,7 +57,7 @@ def build_trial(config: HostConfig, job: TrialJob) -> tuple[Run, Header]:
         horizon=replace(run.horizon, epochs=ENDLESS),
         peak_lr=0.0,
     )
-    return run, run_header(config, data.train, run, cpus=job["cpus"])
+    return run, run_header(config, run, data.samples, data.storage(), cpus=job["cpus"])
 
 
 def train_for(run: Run, seconds: float, tell: ReportSeconds) -> Interval:

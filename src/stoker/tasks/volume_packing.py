@@ -23,10 +23,11 @@ from stoker.data.volumes.pack.packing import (
 from stoker.data.volumes.pack.preprocessing import Preparation
 from stoker.data.volumes.pack.trial import USUAL_PATCH, TrialResult, as_rows, try_layouts
 from stoker.data.volumes.pack.writing import LAYOUTS
-from stoker.data.volumes.volume import ReadingOptions, Shape
+from stoker.data.volumes.volume import Shape
 from stoker.errors import UserError
 from stoker.machine.memory import read_memory
 from stoker.machine.storage import drop_from_cache
+from stoker.tasks.volume_reading import reading_options
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ def run_volume_packing(
     parts = _parts(config.data_root)
     notes = [note for listed in parts.values() for note in listed.notes]
     say_notes(notes)
-    reading = ReadingOptions(missing_chunks="fill" if config.missing_chunks == "fill" else "error")
     rules = _rules(config, parts["train"])
     cases = gather(parts)
+    reading = reading_options(config, [case for _, case in cases])
     root = destination.absolute()
     with claim_destination(root):
         if asked.fresh:
@@ -86,7 +87,7 @@ def _parts(data_root: str) -> dict[Part, CaseList]:
     """The cases to train on, and those to predict, if the layout has such."""
     parts: dict[Part, CaseList] = {"train": open_cases(data_root)}
     try:
-        if Path(data_root).expanduser().is_dir():
+        if not data_root.lower().endswith((".yaml", ".yml")):
             parts["test"] = open_cases(data_root, "test")
     except UserError as error:
         if error.name != "no-cases":

@@ -31,7 +31,7 @@ from stoker.errors import UserError
 RULES = LabelRules(2, ignore=2)
 PATCH = (8, 12, 14)
 SHAPES: tuple[Shape, ...] = ((24, 30, 28), (20, 20, 40), (8, 16, 15))
-EVERYTHING = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.4, scaling=0.4)
+EVERYTHING = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.4, scaling=0.4, elastic=0.4, elastic_size=1.5)
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,11 @@ class RowLayout:
     def _rounded(size: int) -> int:
         return -(-size // _ALIGNED) * _ALIGNED
 
+    def used_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes at the start of a row that a region of this shape takes."""
+        voxels = int(np.prod(shape))
+        return self._label_at(voxels) + (0 if self.label is None else voxels * np.dtype(self.label).itemsize)
+
     def parts(self, row: Any, shape: Sequence[int]) -> tuple[Any, Any]:
         """The image (channels, z, y, x) and the label (z, y, x) in a row, an array or a tensor; no copy."""
         z, y, x = (int(size) for size in shape)
@@ -91,10 +96,13 @@ class PatchBatch:
     flips: NDArray[np.bool_]
     """(samples, 3): which axes of the patch run backwards."""
     plain: NDArray[np.bool_]
-    """Samples that are neither rotated nor scaled: swapping and flipping axes makes the patch."""
+    """Samples that are neither rotated, scaled nor deformed: swapping and flipping axes makes the patch."""
     matrices: NDArray[np.float64]
     offsets: NDArray[np.float64]
-    """(samples, 3, 3) and (samples, 3): voxel p of a patch is at `offset + matrix @ p` of its region."""
+    """(samples, 3, 3) and (samples, 3): voxel p of a patch is at `offset + matrix @ p` of its region, displaced if the
+    sample is deformed."""
+    elastic: NDArray[np.float64]
+    """Standard deviation of these displacements, in voxels; 0 where there are none."""
     cases: NDArray[np.int64]
     """The cases' numbers in the plan."""
     starts: NDArray[np.int64]
@@ -113,13 +121,18 @@ class PatchBatch:
     def __len__(self) -> int:
         return len(self.cases)
 
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """What a sample is called by in the clock and in messages: its case."""
+        return self.cases
+
     def region(self, slot: int) -> tuple[Any, Any]:
         """What was read for a sample: image (channels, z, y, x) and label (z, y, x), None without labels; no copy."""
         return self.layout.parts(self.images[slot], self.shapes[slot])
 
     def patch_of(self, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The patch of a plain sample, its axes swapped and flipped: image (channels, z, y, x) and label (z, y, x)."""
-        assert self.plain[slot], "a rotated or scaled patch is resampled from its region"
+        assert self.plain[slot], "a rotated, scaled or deformed patch is resampled from its region"
         image, label = self.region(slot)
         order = [int(axis) for axis in self.orders[slot]]
         turned = [axis for axis, is_reversed in enumerate(self.flips[slot]) if is_reversed]
@@ -241,6 +254,7 @@ class PatchMaker:
             plain=np.array([one.is_plain for one in transforms], bool),
             matrices=np.array([one.matrix for one in transforms], np.float64).reshape(-1, 3, 3),
             offsets=_rows(offsets, np.float64),
+            elastic=np.array([one.elastic for one in transforms], np.float64),
             cases=np.array([one.case for one in placements], np.int64),
             starts=_rows([one.start for one in placements], np.int64),
             valid=valid,

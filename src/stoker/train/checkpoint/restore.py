@@ -102,7 +102,7 @@ def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) 
     (CheckpointOther) and, unless `replan`, another schedule (ScheduleChanged), before anything is loaded.
     """
     state, path = found.state, found.path
-    changes = changes_since(state, {**run.config, "decoder": run.decoder})
+    changes = changes_since(state, {**run.config, "decoder": run.decoder or run.config["decoder"]})
     _refuse_other(run, state, path, of_kind("other", changes))
     progress, schedule = _progress_in(run, state), of_kind("schedule", changes)
     # Of the last step, and of the next: a learning rate is a function of the step, its horizon and its peak.

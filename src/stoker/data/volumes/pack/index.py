@@ -19,7 +19,9 @@ from typing import Any
 
 import xxhash
 
+from stoker.data.store.stores import ReadFailure
 from stoker.data.volumes.packed import KINDS, PackedFacts
+from stoker.data.volumes.places import Place, bytes_of
 from stoker.errors import UserError
 from stoker.files import write_text
 
@@ -76,7 +78,7 @@ class PackIndex:
 
 def write_index(root: Path, index: PackIndex) -> None:
     """Writes the index: one line for a case, and a checksum over all."""
-    content = {
+    content: dict[str, Any] = {
         "format": FORMAT,
         "classes": index.classes,
         "ignore": index.ignore,
@@ -91,13 +93,14 @@ def write_index(root: Path, index: PackIndex) -> None:
     write_text(root / INDEX, json.dumps(head)[:-1] + ', "cases": [\n' + cases + "\n]}\n")
 
 
-def read_index(root: Path) -> PackIndex:
+def read_index(root: Place) -> PackIndex:
     """The index of a pack, checked; raises UserError."""
     path = root / INDEX
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
+        text = bytes_of(path, MAX_INDEX_BYTES)
+        if text is None:
             raise ValueError("it is larger than any index")
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(text)
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')}; this version reads {FORMAT}")
         if content.pop("xxh3") != _digest(content):
@@ -112,6 +115,8 @@ def read_index(root: Path) -> PackIndex:
         )
     except OSError as error:
         reason = error.strerror or str(error)
+    except ReadFailure as failure:
+        reason = failure.reason
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = str(error) or type(error).__name__
     raise UserError(

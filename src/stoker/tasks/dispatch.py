@@ -1,0 +1,86 @@
+"""The tasks, each as what training calls of it: one row here, and its own module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stoker.clock.observed import StorageFacts
+from stoker.config import Config
+from stoker.console import Say
+from stoker.files import write_text
+from stoker.machine.host import HostConfig
+from stoker.run.folder import RunFolder
+from stoker.tasks import classify, segment, volume_data
+from stoker.tasks.classify import TrainingData
+from stoker.tasks.image_data import chosen_record
+from stoker.tasks.preview_sheet import keep_with_run
+from stoker.tasks.volume_data import VolumeData
+from stoker.train.checkpoint.folder import FoundCheckpoint
+from stoker.train.loop import Run
+
+
+class RunData(Protocol):
+    """What training has to know of a task's data."""
+
+    @property
+    def samples(self) -> int:
+        """How many the loader chooses from: images, or volumes."""
+
+    def storage(self) -> StorageFacts: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What `stoker train` calls, in this order. `Data` is whatever the task's own functions make of it."""
+
+    open_data: Callable[..., Any]
+    """(config, say, progress) -> data; raises UserError if it cannot be trained on."""
+    chosen: Callable[[HostConfig, Any, RunFolder, Say], None]
+    """Says and records which part of the data a config has chosen."""
+    as_it_began: Callable[[FoundCheckpoint, HostConfig, Any, Say], Any]
+    """The data as a resumed run read it before."""
+    build_run: Callable[..., Run]
+    describe_run: Callable[[Config, Run, Any], str]
+    keep_preview: Callable[[RunFolder, HostConfig, Any, int, Say], None]
+    """Draws what the network gets, into the run's folder."""
+    unit: str
+    """What a sample is called."""
+
+
+def task_for(config: Config) -> Task:
+    """The task of a config."""
+    return TASKS[config.task]
+
+
+def _record_subset(config: HostConfig, data: TrainingData, folder: RunFolder, say: Say) -> None:
+    chosen = chosen_record(config, data.train, data.val)
+    if chosen is not None:
+        say(f"classes: {', '.join(chosen['classes'])}")
+        write_text(folder.subset_file, json.dumps(chosen, indent=1) + "\n")
+
+
+def _keep_sheet(folder: RunFolder, config: HostConfig, data: TrainingData, world: int, say: Say) -> None:
+    keep_with_run(folder.preview_file, config, data, world, say)
+
+
+def _nothing(*_arguments: Any) -> None:
+    """For what a task does not have."""
+
+
+def _same_volumes(_found: FoundCheckpoint, _config: HostConfig, data: VolumeData, _say: Say) -> VolumeData:
+    """Voxels are the same whatever library reads them."""
+    return data
+
+
+TASKS = {
+    "classify": Task(
+        classify.open_data, _record_subset, classify.with_decoder_of, classify.build_run, classify.describe_run,
+        _keep_sheet, "images",
+    ),
+    "segment3d": Task(
+        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run, _nothing, "patches",
+    ),
+}  # fmt: skip

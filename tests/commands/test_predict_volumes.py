@@ -296,6 +296,21 @@ def test_options_of_the_other_task_are_refused(
     assert predicted(capsys, places / "a.ckpt", *arguments, code=1)["name"] == "checkpoints-differ"
 
 
+def test_a_network_of_prepared_voxels_warns_about_raw_ones(
+    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack = tmp_path / "pack"
+    assert main(["pack", str(places / "data"), str(pack), "--median", "3", "--layout", "raw"]) == 0
+    checkpoint = write_untrained_volumes(tmp_path / "a.ckpt", data_root=pack)
+    capsys.readouterr()
+    warning = "whose voxels were changed when it was packed (median 3)"
+    for data, is_raw in ((places / "data", True), (pack, False)):
+        out = tmp_path / f"out {is_raw}"
+        assert main(["predict", str(checkpoint), str(data), "--out", str(out)]) == 0
+        assert (warning in capsys.readouterr().err) == is_raw
+        assert len(list(out.glob("*.tif"))) == 2
+
+
 SLOWLY = """
 import sys, time
 from stoker.tasks import volume_prediction

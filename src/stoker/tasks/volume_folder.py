@@ -23,6 +23,9 @@ from stoker.console import Advance, Say, count, some
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.cases import Case, open_cases
 from stoker.data.volumes.opening import SUFFIXES, OpenVolumes, VolumeRef, suffix_of
+from stoker.data.volumes.pack.index import INDEX as PACK_INDEX
+from stoker.data.volumes.pack.index import read_index
+from stoker.data.volumes.places import Place, UrlPath, place_at
 from stoker.data.volumes.volume import Region, Shape, Volume
 from stoker.errors import UsageError, UserError
 from stoker.files import write_text
@@ -56,6 +59,8 @@ from stoker.tasks.volume_windows import PredictionSize, SlidingWindow, WindowGri
 
 MANIFEST, UNFINISHED, LEASE, SUBMISSION = "prediction.json", ".unfinished", "lease", "submission.zip"
 FORMAT = 1
+# Of a pack's options, those that leave voxels as they are.
+_NOT_VOXELS = ("layout", "labels")
 # What deflate leaves of a mask, with room to spare: those of made-up scrolls shrink to a twentieth or less.
 _COMPRESSED_MASK = 1 / 10
 
@@ -119,22 +124,21 @@ def cases_to_predict(data: Sequence[str], say: Say = lambda _line: None) -> tupl
     """The cases of volume files, Zarr folders and URLs, YAML lists, folders of volumes, and the layouts of data sets
     (their test part)."""
     found: list[Case] = []
-    for place in data:
-        path = Path(place).expanduser()
-        if is_url(place) or (suffix_of(place) and not _is_plain_folder(path)) or _is_zarr(path):
+    for place in map(place_at, data):
+        if _is_volume(place):
             found.append(_single(place))
-        elif path.is_dir() and not _has_layout(path):
-            files = sorted(one for one in path.iterdir() if suffix_of(one.name) and not one.name.startswith("."))
+        elif place.is_dir() and not _has_layout(place):
+            files = sorted(one for one in place.iterdir() if suffix_of(one.name) and not one.name.startswith("."))
             if not files:
                 raise UserError(
                     "no-volumes",
-                    f"{path} has no volumes",
+                    f"{place} has no volumes",
                     why=f"they are recognised by their suffix: {', '.join(SUFFIXES)}",
-                    hint=f"ls {path}",
+                    hint=f"ls {place}",
                 )
-            found += [_single(str(one)) for one in files]
+            found += map(_single, files)
         else:
-            listed = open_cases(path, "test")
+            listed = open_cases(place.url if isinstance(place, UrlPath) else place, "test")
             for note in listed.notes:
                 say(f"note: {note}")
             found += listed.cases
@@ -147,6 +151,21 @@ def cases_to_predict(data: Sequence[str], say: Say = lambda _line: None) -> tupl
     if odd := [name for name in ids if "/" in name or name.startswith(".") or not name.isprintable()]:
         raise UserError("bad-name", f"{some(odd)} cannot be the name of a file", hint="give these cases another id")
     return tuple(found)
+
+
+def warn_if_unprepared(trained: TrainedVolumeModel, cases: Sequence[Case], say: Say) -> None:
+    """Says so if the network has learned from voxels that packing had changed, and these are as they were scanned."""
+    root = trained.config.data_root
+    with suppress(UserError, OSError, ReadFailure):
+        if root is None or is_url(root) or not (place_at(root) / PACK_INDEX).is_file():
+            return
+        changed = {key: value for key, value in read_index(place_at(root)).options.items() if key not in _NOT_VOXELS}
+        if changed and any(ref.packed is None for case in cases for ref in case.images):
+            options = ", ".join(f"{key} {value}" for key, value in changed.items())
+            say(
+                f"warning: the network was trained on {root}, whose voxels were changed when it was packed "
+                f"({options}); pack the volumes to predict in the same way"
+            )
 
 
 def predict_folder(
@@ -162,6 +181,7 @@ def predict_folder(
     before anything is predicted."""
     segmenter = segmenter_of(trained)
     options.check(segmenter.classes)
+    warn_if_unprepared(trained[0], cases, say)
     volumes = OpenVolumes(reading_options(trained[0].config, cases))
     jobs, bad = _opened(cases, volumes, segmenter, out, options)
     with disk_errors(out):
@@ -479,25 +499,24 @@ def _channels(segmenter: Segmenter, options: PredictionOptions) -> int:
     return segmenter.classes - 1 if options.probabilities is not None else 1
 
 
-def _single(place: str) -> Case:
-    name = place.rstrip("/").rpartition("/")[2].partition("?")[0]
-    suffix = suffix_of(name)
-    name = name[: -len(suffix)] if suffix else name
-    location = place if is_url(place) else str(Path(place).expanduser().absolute())
-    return Case(name, name, (VolumeRef(location),), None)
+def _single(place: Place) -> Case:
+    suffix = suffix_of(place.name)
+    name = place.name[: -len(suffix)] if suffix else place.name
+    # Not `ref_to`, which lists the folder around it: a URL may be of a place that cannot be listed.
+    return Case(name, name, (VolumeRef(place.url if isinstance(place, UrlPath) else str(place)),), None)
 
 
-def _is_zarr(path: Path) -> bool:
-    return path.is_dir() and any((path / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
+def _is_volume(place: Place) -> bool:
+    """By its suffix, or by the files of a Zarr array; a folder may be called anything."""
+    suffix = suffix_of(place.name)
+    if suffix == ".zarr" or (suffix and (isinstance(place, UrlPath) or not place.is_dir())):
+        return True
+    return any((place / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
 
 
-def _is_plain_folder(path: Path) -> bool:
-    return path.is_dir() and suffix_of(path.name) != ".zarr"
-
-
-def _has_layout(path: Path) -> bool:
-    named = (path / name for name in ("dataset.json", "train.csv"))
-    return any(one.is_file() for one in named) or (path / "test_images").is_dir()
+def _has_layout(place: Place) -> bool:
+    named = (place / name for name in ("dataset.json", "train.csv", PACK_INDEX))
+    return any(one.is_file() for one in named) or (place / "test_images").is_dir()
 
 
 def _digest(path: Path) -> str:

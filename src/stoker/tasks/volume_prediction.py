@@ -174,8 +174,8 @@ def predict_volume(
     """Gives `take` the probabilities of every voxel, box by box: each voxel once, none of them twice, z ascending.
 
     `images` are the channels. `statistics` are what is subtracted from each channel and what divides it, measured here
-    if not given; a box of a volume needs those of the whole. `progress` counts windows. Raises ReadFailure if the volume
-    cannot be read or has NaN voxels. The result does not depend on where `carried` makes it begin.
+    if not given; a box of a volume needs those of the whole. `progress` counts windows. Raises ReadFailure if the
+    volume cannot be read or has NaN voxels. The result does not depend on where `carried` makes it begin.
     """
     sliding = sliding or SlidingWindow()
     check_channels(segmenter, images)

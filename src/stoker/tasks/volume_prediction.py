@@ -60,7 +60,7 @@ class Segmenter:
     def probabilities(self, voxels: Tensor, statistics: Pairs, mirrored: Sequence[tuple[int, ...]]) -> Tensor:
         """The probabilities (windows, classes but the first, z, y, x) in float32 for voxels (windows, channels, z, y,
         x) of any kind, averaged over networks and mirror images; waits for nothing."""
-        inputs = self._inputs(voxels, statistics)
+        inputs = self.inputs(voxels, statistics)
         total: Tensor | None = None
         for axes in mirrored:
             dimensions = [axis + 2 for axis in axes]
@@ -74,8 +74,9 @@ class Segmenter:
         assert total is not None
         return total.div_(len(mirrored) * len(self.models))
 
-    def _inputs(self, voxels: Tensor, statistics: Pairs) -> Tensor:
-        """Normalised as in training, with the same kernels (augment/volumes.py)."""
+    def inputs(self, voxels: Tensor, statistics: Pairs) -> Tensor:
+        """What the networks take for these voxels: normalised as in training, with the same kernels
+        (augment/volumes.py)."""
         inputs = voxels.to(self.device, non_blocking=True).float()
         for window in inputs:
             for channel, (mean, deviation) in zip(window, statistics, strict=True):

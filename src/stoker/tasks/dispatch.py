@@ -13,7 +13,7 @@ from stoker.console import Say
 from stoker.files import write_text
 from stoker.machine.host import HostConfig
 from stoker.run.folder import RunFolder
-from stoker.tasks import classify, segment, volume_data
+from stoker.tasks import classify, segment, volume_data, volume_preview
 from stoker.tasks.classify import TrainingData
 from stoker.tasks.image_data import chosen_record
 from stoker.tasks.preview_sheet import keep_with_run
@@ -66,6 +66,10 @@ def _keep_sheet(folder: RunFolder, config: HostConfig, data: TrainingData, world
     keep_with_run(folder.preview_file, config, data, world, say)
 
 
+def _keep_patches(folder: RunFolder, config: HostConfig, data: VolumeData, world: int, say: Say) -> None:
+    volume_preview.keep_with_run(folder.preview_file, config, data, world, say)
+
+
 def _nothing(*_arguments: Any) -> None:
     """For what a task does not have."""
 
@@ -81,6 +85,7 @@ TASKS = {
         _keep_sheet, "images",
     ),
     "segment3d": Task(
-        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run, _nothing, "patches",
+        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run,
+        _keep_patches, "patches",
     ),
 }  # fmt: skip

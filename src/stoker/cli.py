@@ -31,7 +31,7 @@ COMMANDS = {
     "report": "Write report.html: where a run's time went, or two runs side by side.",
     "watch": "Follow a run in the terminal or the browser.",
     "lr-find": "Find a learning rate with a range test.",
-    "eval": "Evaluate a checkpoint, class by class.",
+    "eval": "Evaluate a checkpoint, class by class or volume by volume.",
     "predict": "Classify images with a checkpoint.",
     "export": "Export a checkpoint's model for other programs, and check the result.",
     "pack": "Pack images into tar shards with an index.",

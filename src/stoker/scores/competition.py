@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.console import Advance
 from stoker.data.volumes.opening import library_missing
 from stoker.scores.surface_dice import Mask, surface_dice
 from stoker.scores.topology import Topology, compare_topology
@@ -72,13 +73,17 @@ class SurfaceScore:
 
 
 def score_surface(
-    prediction: NDArray[Any], label: NDArray[Any], ignore: int | None, processes: int = 1
+    prediction: NDArray[Any],
+    label: NDArray[Any],
+    ignore: int | None,
+    processes: int = 1,
+    progress: Advance | None = None,
 ) -> SurfaceScore:
     """Scores a volume; voxels whose label is `ignore` count as background."""
     ours, theirs = foreground(prediction, label, ignore)
     dice = surface_dice(ours, theirs, TOLERANCE)
     return SurfaceScore(
-        topology=compare_topology(ours, theirs, processes),
+        topology=compare_topology(ours, theirs, processes, progress),
         surface_dice=1.0 if dice is None else dice,
         variation=variation_of_information(ours, theirs),
     )

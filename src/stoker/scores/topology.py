@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.child import ChildDied, Parent, share_out
+from stoker.console import Advance
 from stoker.errors import UserError
 
 WEIGHTS = (0.34, 0.33, 0.33)
@@ -64,7 +65,9 @@ def _f1(matched: int, predicted: int, labelled: int) -> float | None:
     return 2 * matched / every if labelled else _WITHOUT_LABEL / (every + _WITHOUT_LABEL)
 
 
-def compare_topology(prediction: NDArray[np.bool_], label: NDArray[np.bool_], processes: int = 1) -> Topology:
+def compare_topology(
+    prediction: NDArray[np.bool_], label: NDArray[np.bool_], processes: int = 1, progress: Advance | None = None
+) -> Topology:
     """Matches the features of two masks octant by octant, as the competition does, in that many processes at once."""
     load_matcher()  # here, where an error can be read
     tasks = []
@@ -72,10 +75,12 @@ def compare_topology(prediction: NDArray[np.bool_], label: NDArray[np.bool_], pr
         ours, theirs = prediction[octant], label[octant]
         if ours.any() or theirs.any():
             tasks.append({"shape": list(ours.shape), "prediction": _packed(ours), "label": _packed(theirs)})
-    total = np.zeros((3, 3), np.int64)
+    total, done = np.zeros((3, 3), np.int64), itertools.count(1)
 
     def add(counts: list[list[int]]) -> None:
         total[...] += np.array(counts)
+        if progress is not None:
+            progress(next(done), len(tasks))
 
     try:
         share_out(match_octants, None, tasks, workers=processes, on_message=lambda _message: None, on_answer=add)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.console import Advance
 from stoker.scores.competition import SurfaceScore, score_surface
 from stoker.scores.surface_dice import ISOTROPIC, Spacing, count_surfaces
 
@@ -56,20 +57,6 @@ class VolumeScores:
             return self.competition.score
         return 2.0 if self.dice is None else self.dice
 
-    def as_dict(self) -> dict[str, Any]:
-        document: dict[str, Any] = {
-            "id": self.id, "dice": self.dice, "iou": self.iou, "surface_dice": self.surface_dice,
-            "labelled": self.labelled,
-        }  # fmt: skip
-        if len(self.classes) > 1:
-            document["classes"] = [
-                {"class": number, "dice": one.dice, "iou": one.iou, "surface_dice": one.surface_dice}
-                for number, one in enumerate(self.classes, 1)
-            ]
-        if self.competition is not None:
-            document["competition"] = self.competition.as_dict()
-        return document
-
 
 def score_volume(
     name: str,
@@ -82,9 +69,11 @@ def score_volume(
     spacing: Spacing = ISOTROPIC,
     score: ScoreName = "segmentation",
     processes: int = 1,
+    progress: Advance | None = None,
 ) -> VolumeScores:
     """Scores a prediction (z, y, x) of classes. Voxels whose label is `ignore` do not count for Dice and IoU; for
-    surfaces, which need neighbours, they are background in both."""
+    surfaces, which need neighbours, they are background in both. `progress` counts the octants of the competition's
+    score, which take the longest."""
     matrix, known = confusion(prediction, label, classes, ignore)
     scores = []
     for number in range(1, classes):
@@ -97,7 +86,7 @@ def score_volume(
             one &= label != ignore
         surface = count_surfaces(one, two, tolerance, spacing).dice(spacing)
         scores.append(ClassScores(float(2 * both / (ours + theirs)), float(both / (ours + theirs - both)), surface))
-    competition = score_surface(prediction, label, ignore, processes) if score == "vesuvius-surface" else None
+    competition = score_surface(prediction, label, ignore, processes, progress) if score == "vesuvius-surface" else None
     return VolumeScores(name, tuple(scores), known / max(1, label.size), competition)
 
 

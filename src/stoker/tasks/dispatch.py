@@ -16,7 +16,7 @@ from stoker.files import write_text
 from stoker.machine.host import HostConfig
 from stoker.machine.loader_speed import LoaderSpeed
 from stoker.run.folder import RunFolder
-from stoker.tasks import classify, image_data, segment, volume_data
+from stoker.tasks import classify, image_data, segment, volume_data, volume_preview
 from stoker.tasks.classify import TrainingData
 from stoker.tasks.image_data import chosen_record
 from stoker.tasks.preview_sheet import keep_with_run
@@ -91,6 +91,10 @@ def _patch_loader(config: HostConfig, data: VolumeData) -> PatchLoader:
     return volume_data.open_loader(config, plan, data.reading, workers=config.num_workers)
 
 
+def _keep_patches(folder: RunFolder, config: HostConfig, data: VolumeData, world: int, say: Say) -> None:
+    volume_preview.keep_with_run(folder.preview_file, config, data, world, say)
+
+
 def _nothing(*_arguments: Any) -> None:
     """For what a task does not have."""
 
@@ -106,7 +110,7 @@ TASKS = {
         _keep_sheet, _image_loader, _image_speed, "images",
     ),
     "segment3d": Task(
-        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run, _nothing,
+        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run, _keep_patches,
         _patch_loader, volume_data.measure_speed, "patches",
     ),
 }  # fmt: skip

@@ -92,8 +92,7 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     reading = reading_options(config)
     volumes = OpenVolumes(reading)
     surveyed = survey_cases(config, listed, volumes, say, progress)
-    rule = SplitRule(config.split_by, config.folds, config.fold, config.split_margin, config.subset_seed)
-    parts = divide(surveyed.cases, surveyed.shapes, rule)
+    parts = divide(surveyed.cases, surveyed.shapes, split_rule(config))
     train = plan_training(
         parts.train, surveyed, volumes, rules, patch_rule(config), training_steps(1, 1),
         seed=config.seed, progress=progress, say=say,
@@ -151,6 +150,11 @@ def survey_cases(
     for bad in surveyed.bad:
         say(f"warning: {bad.id} is left out, it cannot be read: {bad.reason}")
     return surveyed
+
+
+def split_rule(config: Config) -> SplitRule:
+    """How cases are divided into training and validation."""
+    return SplitRule(config.split_by, config.folds, config.fold, config.split_margin, config.subset_seed)
 
 
 def patch_rule(config: Config) -> PatchRule:

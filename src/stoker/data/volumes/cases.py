@@ -87,12 +87,12 @@ def _from_competition(root: Place, part: Part) -> CaseList:
     """`train.csv` with `id` and `scroll_id`; ids whose files were moved to `deprecated_*` are left out."""
     if part == "test":
         folder = root / "test_images"
-        found = _volumes_in(folder)
+        found = volumes_in(folder)
         return CaseList(tuple(Case(name, name, (ref_to(path),), None) for name, path in found.items()))
-    images, labels = _volumes_in(root / "train_images"), _volumes_in(root / "train_labels")
+    images, labels = volumes_in(root / "train_images"), volumes_in(root / "train_labels")
     retired_files: set[str] = set()
     for folder in root.glob("deprecated_*"):
-        retired_files |= _volumes_in(folder).keys()
+        retired_files |= volumes_in(folder).keys()
     cases, retired, lost = [], [], []
     for name, scroll in _rows_of_table(root / "train.csv"):
         if name in images and name in labels:
@@ -321,7 +321,7 @@ def _checked(listed: CaseList, place: str) -> CaseList:
     return CaseList(tuple(sorted(listed.cases, key=lambda case: case.id)), listed.rules, listed.notes)
 
 
-def _volumes_in(folder: Place) -> dict[str, Place]:
+def volumes_in(folder: Place) -> dict[str, Place]:
     """Volumes directly in a folder by their name without suffix; empty if there is no folder."""
     found: dict[str, Place] = {}
     for path in _files(folder):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -15,6 +18,7 @@ from stoker.config import load_config
 from stoker.data.loader import LoaderOptions
 from stoker.data.volumes.cases import open_cases
 from stoker.data.volumes.labels import LabelRules
+from stoker.data.volumes.making import PatchBatch
 from stoker.data.volumes.opening import OpenVolumes
 from stoker.data.volumes.patches import training_steps
 from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training
@@ -29,8 +33,7 @@ STEPS = 1000
 
 
 def open_stream(job: Job) -> Iterator[int]:
-    # Augmentation has both cores; reading needs little of them.
-    torch.set_num_threads(job.workers)
+    torch.set_num_threads(1)  # each of our workers has a core
     patch, augmented = patch_of(job.images), os.environ.get("AUGMENT") != "no"
     config = load_config(None, ["task=segment3d", f"patch_size={list(patch)}", *SAME_LAW]).config
     cases, volumes = open_cases(job.images / "cases.yaml").cases, OpenVolumes()
@@ -39,13 +42,23 @@ def open_stream(job: Job) -> Iterator[int]:
     plan = plan_training(
         cases, survey(cases, volumes), volumes, LabelRules(2, 2), rule, training_steps(STEPS, BATCH), seed=0
     )
-    loader = PatchLoader(plan, ReadingOptions(), LoaderOptions(workers=job.workers))
+    loader = PatchLoader(plan, ReadingOptions(), LoaderOptions(workers=job.workers, held=job.workers + 2))
     means, stds = statistics_of(len(cases))
     prepare = (build_volume_augment if augmented else build_volume_eval)(config, means, stds).prepare
-    for epoch in itertools.count():
-        for batch in loader.epoch(epoch):
-            inputs, _ = prepare(batch, lambda rows: rows)
-            yield len(inputs)
+    with ThreadPoolExecutor(job.workers) as pool:
+        for epoch in itertools.count():
+            making: deque[Future[int]] = deque()
+            for batch in loader.epoch(epoch):
+                making.append(pool.submit(_prepared, prepare, batch))
+                if len(making) > job.workers:
+                    yield making.popleft().result()
+            for last in making:
+                yield last.result()
+
+
+def _prepared(prepare: Any, batch: PatchBatch) -> int:
+    inputs, _ = prepare(batch, lambda rows: rows)
+    return len(inputs)
 
 
 if __name__ == "__main__":

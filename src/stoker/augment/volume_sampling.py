@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from stoker.data.draws import uniforms
 from stoker.data.volumes.volume import Shape
@@ -22,6 +21,9 @@ from stoker.data.volumes.volume import Shape
 Floats = NDArray[np.float64]
 ELASTIC = 110  # purpose of these draws; see stoker.data.volumes.transforms
 
+# On a CPU the points of a patch are taken in pieces, whose coordinates and corners stay in a core's cache: on one core
+# that takes a quarter of the time of the whole patch at once, and half of that of torch's own grid_sample.
+CPU_POINTS = 1 << 16
 # Numbers that torch can only store: as signed ones of the same size they can be moved, which keeps their bits.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 
@@ -53,32 +55,79 @@ def resample(image: Tensor, label: Tensor | None, points: Points, inputs: Tensor
     The region holds all voxels between which a patch interpolates, padded where it sticks out of the volume: so no
     point lies outside of it but by rounding, which is undone."""
     depth, height, width = points.patch
-    shape = image.shape[1:]
-    grid = torch.empty((depth, 1, height, width, 3), device=image.device, dtype=torch.float32)
-    index = None
-    for axis, size in enumerate(shape):
-        place = _coordinate(points, axis, image.device)
-        if label is not None:
-            nearest = place.add(0.5).floor_().clamp_(0, size - 1).to(torch.int32)
-            index = nearest if index is None else index.mul_(size).add_(nearest)
-        # In grid_sample's units, whose axes are x, y, z: -1 and 1 are the centres of the outermost voxels.
-        grid[:, 0, :, :, 2 - axis] = place.mul_(2 / max(1, size - 1)).sub_(1)
-    if index is not None and label is not None and labels is not None:
-        labels.view(-1).copy_(label.flatten().index_select(0, index.view(-1)))
-    # Every layer of the patch as a sample of its own, all of them from the same image: on a CPU it is samples that
-    # torch divides between threads.
-    source = image.float().expand(depth, *image.shape)
-    found = functional.grid_sample(source, grid, "bilinear", "border", align_corners=True)
-    inputs.copy_(found.view(depth, -1, height, width).transpose(0, 1))
+    source = image.flatten(1).float()
+    wanted = inputs.flatten(1)
+    layers = depth if image.device.type != "cpu" else max(1, CPU_POINTS // (height * width))
+    for first in range(0, depth, layers):
+        last = min(first + layers, depth)
+        taken = slice(first * height * width, last * height * width)
+        found = _coordinates(points, first, last, image.device)
+        if label is not None and labels is not None:
+            nearest = _nearest(found, label.shape)
+            labels.flatten()[taken].copy_(label.flatten().index_select(0, nearest))
+        corners = _corners(found, image.shape[1:])
+        for channel, out in zip(source, wanted, strict=True):
+            _interpolate(channel, corners, out[taken])
 
 
-def _coordinate(points: Points, axis: int, device: torch.device) -> Tensor:
-    """Where the patch's voxels (z, y, x) lie along an axis of the region."""
-    z, y, x = (torch.arange(length, device=device, dtype=torch.float32) for length in points.patch)
-    by_z, by_y, by_x = points.matrix[axis].tolist()
-    plane = torch.add(x.mul_(by_x).add_(float(points.offset[axis])), y.view(-1, 1), alpha=by_y)
-    place = torch.add(plane, z.view(-1, 1, 1), alpha=by_z)
-    return place if points.displacement is None else place.add_(points.displacement[axis])
+def _coordinates(points: Points, first: int, last: int, device: torch.device) -> list[Tensor]:
+    """Where the points of these layers lie, along each axis of the region."""
+    _, height, width = points.patch
+    z = torch.arange(first, last, device=device, dtype=torch.float32).view(-1, 1, 1)
+    y = torch.arange(height, device=device, dtype=torch.float32).view(1, -1, 1)
+    x = torch.arange(width, device=device, dtype=torch.float32).view(1, 1, -1)
+    found = []
+    for axis in range(3):
+        by_z, by_y, by_x = points.matrix[axis].tolist()
+        plane = torch.add(x.mul(by_x).add_(float(points.offset[axis])), y, alpha=by_y)
+        place = torch.add(plane, z, alpha=by_z)
+        if points.displacement is not None:
+            place += points.displacement[axis, first:last]
+        found.append(place.flatten())
+    return found
+
+
+def _nearest(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The number of the voxel that is nearest to each point."""
+    index = torch.zeros_like(coordinates[0], dtype=torch.int32)
+    for place, size in zip(coordinates, shape, strict=True):
+        index.mul_(size).add_(place.add(0.5).floor_().clamp_(0, size - 1).to(torch.int32))
+    return index
+
+
+class Corners(NamedTuple):
+    """The eight voxels around each point."""
+
+    lowest: Tensor
+    """The number of the one with the smallest coordinates."""
+    fractions: tuple[Tensor, ...]
+    """How far the point is from that one along each axis, in voxels."""
+    steps: tuple[int, ...]
+    """From a voxel to the next one along each axis; 0 where there is only one."""
+
+
+def _corners(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Corners:
+    lowest, fractions = torch.zeros_like(coordinates[0], dtype=torch.int32), []
+    for place, size in zip(coordinates, shape, strict=True):
+        low = place.floor().clamp_(0, max(0, size - 2))
+        fractions.append((place - low).clamp_(0, 1))
+        lowest.mul_(size).add_(low.to(torch.int32))
+    _, height, width = shape
+    steps = (height * width, width, 1)
+    return Corners(lowest, tuple(fractions), tuple(a if n > 1 else 0 for a, n in zip(steps, shape, strict=True)))
+
+
+def _interpolate(voxels: Tensor, corners: Corners, out: Tensor) -> None:
+    z, y, x = corners.fractions
+    up, down, right = corners.steps
+
+    def row(start: int) -> Tensor:
+        left, next_one = (voxels[at:].index_select(0, corners.lowest) for at in (start, start + right))
+        return left.lerp_(next_one, x)
+
+    near = row(0).lerp_(row(down), y)
+    far = row(up).lerp_(row(up + down), y)
+    torch.lerp(near, far, z, out=out)
 
 
 def spread(length: int, spacing: float) -> Floats:

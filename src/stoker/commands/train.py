@@ -25,7 +25,7 @@ from stoker.console import say, say_notes
 from stoker.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from stoker.tasks.classify import TrainingData
+    from stoker.machine.host import HostConfig, Machine
     from stoker.train.checkpoint.branching import Start
 
 
@@ -86,10 +86,11 @@ def train_from_config(
 ) -> tuple[int, dict[str, Any] | None]:
     """Trains, or starts the processes that do; returns the exit code and, on the first rank, the run's summary."""
     let_threads_sleep()
-    from stoker.config.reading import check_task, load_for_command
+    from stoker.config import config_values
+    from stoker.config.reading import load_for_command
     from stoker.machine.host import fit_to_machine, read_machine
-    from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
+    from stoker.run.metric import metric_of
     from stoker.tasks.training import check_devices, train_here, trial_run
     from stoker.train.checkpoint.branching import check_start
     from stoker.train.compute import accelerator_of
@@ -100,7 +101,6 @@ def train_from_config(
 
     ranks = ranks_from_environment()
     loaded = trial_run(load_for_command(path, overrides, None).config)
-    check_task(loaded, "trained")
     if loaded.fast_dev_run and checkpoint is not None:
         raise UsageError("usage", "fast_dev_run begins with a new model", hint="leave out --resume")
     accelerator_of(loaded)  # refuses an unknown name before anything starts, on every rank
@@ -114,7 +114,7 @@ def train_from_config(
         check_start(start, folder.checkpoints, resume=checkpoint, weights=config.weights, fresh=fresh)
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):
         # Once on each node, before any process is started: those of our own launcher come later.
-        refuse_what_cannot_fit(config, path, machine, force=force)
+        _guard(config, path, machine, force=force)
     if ranks is None and config.devices * config.num_nodes > 1:
         command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
         return launch(command, config.devices, config.num_nodes), None
@@ -133,16 +133,26 @@ def train_from_config(
                 if checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
                     checkpoint = opened.set_aside / folder.checkpoints.name / checkpoint.name  # moved with the rest
                 start = start and start.moved(folder.root, opened.set_aside)
-            progress = TrainProgress(TrainLog(folder.logs))
+            progress = TrainProgress(TrainLog(folder.logs), metric=metric_of(config_values(config)).key)
             stack.callback(progress.close)
 
-        def look(data: TrainingData) -> list[str]:
+        def look(data: Any) -> list[str]:
             return warnings_before_training(config, path, overrides, machine, data)
 
         summary = train_here(
             config, folder, ranks, machine, checkpoint, progress, stack, start, replan=replan, look=look
         )
         return EXIT_OK, summary
+
+
+def _guard(config: HostConfig, path: Path, machine: Machine, *, force: bool) -> None:
+    """Refuses what plan says cannot fit."""
+    from stoker.plan.guard import refuse_what_cannot_fit
+
+    if config.task == "classify":
+        refuse_what_cannot_fit(config, path, machine, force=force)
+    else:
+        say("note: volumes are not planned yet: whether memory and disk suffice is not checked before the start")
 
 
 def _is_program() -> bool:

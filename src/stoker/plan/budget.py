@@ -209,7 +209,7 @@ def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
 
 def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
     config, hardware = job.config, job.hardware
-    engine = choose_engine(config.loader, job.workers)
+    engine = choose_engine(config.loader, job.workers, volumes=config.task == "segment3d")
     on_gpu = not hardware.on_cpu
     train = LoaderSettings(
         engine, job.workers, job.prefetch, config.batch_size, config.img_size,

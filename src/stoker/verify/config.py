@@ -218,7 +218,7 @@ def _samples(subject: Subject) -> tuple[tuple[int, int | None], str]:
 
 
 def _horizon(config: HostConfig, updates: int) -> Horizon:
-    from stoker.tasks.classify import horizon_for
+    from stoker.tasks.building import horizon_for
 
     return horizon_for(config, updates * config.gradient_accumulation)
 

@@ -121,6 +121,11 @@ class PatchBatch:
     def __len__(self) -> int:
         return len(self.cases)
 
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """What a sample is called by in the clock and in messages: its case."""
+        return self.cases
+
     def region(self, slot: int) -> tuple[Any, Any]:
         """What was read for a sample: image (channels, z, y, x) and label (z, y, x), None without labels; no copy."""
         return self.layout.parts(self.images[slot], self.shapes[slot])

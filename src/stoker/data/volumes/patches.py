@@ -178,6 +178,39 @@ class GridPatches:
         return [grid_starts(size, length, self.overlap) for size, length in zip(shape, self.patch, strict=True)]
 
 
+@dataclass(frozen=True)
+class SomeOf:
+    """A part of the patches of a grid, evenly spread over all of it."""
+
+    all: Patches
+    total: int
+    used: int
+
+    is_random = False
+
+    @property
+    def patch(self) -> Shape:
+        return self.all.patch
+
+    @property
+    def most_voxels(self) -> int:
+        return self.all.most_voxels
+
+    def keys(self, epoch: int, positions: Positions) -> Keys:
+        return self.all.keys(epoch, self._at(positions))
+
+    def cases(self, epoch: int, positions: Positions) -> NDArray[np.int64]:
+        return self.all.cases(epoch, self._at(positions))
+
+    def place(self, cases: NDArray[np.int64], keys: Keys, positions: Positions) -> list[Placement]:
+        return self.all.place(cases, keys, self._at(positions))
+
+    def _at(self, positions: Positions) -> Positions:
+        """From the middle of each of `used` equal stretches."""
+        found: Positions = (2 * np.asarray(positions, np.int64) + 1) * self.total // (2 * self.used)
+        return found
+
+
 def grid_starts(size: int, length: int, overlap: float) -> list[int]:
     """Where windows of a length begin to cover an axis: evenly spaced, the last one ends with the axis.
 

@@ -103,7 +103,7 @@ def case_identity(case: Case, volumes: OpenVolumes) -> list[str]:
     """Changes if a file of the case, or the way it is read, changes; local files are not opened for it."""
     refs = [*case.images, *([case.label] if case.label is not None else [])]
     missing = volumes.options.missing_chunks
-    return [f"{_identity(ref, volumes)} {ref.level} {missing}" for ref in refs]
+    return [f"{volume_identity(ref, volumes)} {ref.level} {missing}" for ref in refs]
 
 
 def image_dtype(facts: Sequence[CaseFacts]) -> np.dtype[Any]:
@@ -112,7 +112,8 @@ def image_dtype(facts: Sequence[CaseFacts]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype == np.float64 else dtype
 
 
-def _identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
+def volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
+    """Changes if the volume's file changes; a local file is not opened for it."""
     try:
         if not is_url(ref.location) and Path(ref.location).is_file():
             return identity_of(ref.location)

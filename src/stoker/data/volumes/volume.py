@@ -93,6 +93,10 @@ class ReadingOptions:
     missing_chunks: Literal["error", "fill"] = "error"
     """Zarr does not store chunks that hold only the fill value, so a missing one may also be a lost one: `fill` says
     that it means the fill value."""
+    object_dir: Path | None = None
+    """Folder that keeps the files fetched from an object store, each whole; None to fetch only what is read."""
+    object_bytes: int | None = None
+    """Size limit of that folder."""
 
 
 class Volume(Protocol):

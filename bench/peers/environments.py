@@ -45,6 +45,9 @@ PEERS = {
          "nvidia-libnvcomp-cu13==5.3.0.16", "nvidia-nvimgcodec-cu13"),
         probe="import nvidia.dali.plugin.pytorch",
     ),
+    "batchgeneratorsv2": Peer(
+        ("batchgeneratorsv2==0.3.6",), probe="import batchgeneratorsv2.transforms.spatial.spatial"
+    ),
     "ffcv": Peer(
         ("wheel", "ffcv==1.0.2", "numba", "llvmlite",
          "assertpy", "fastargs", "psutil", "pytorch-pfn-extras", "terminaltables"),

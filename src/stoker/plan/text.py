@@ -136,7 +136,7 @@ def _volume_lines(volumes: VolumePlan) -> list[str]:
         parts.append(f"{_size(found.vram_bytes)} of VRAM")
     parts.append(f"up to {_size(found.disk_bytes)} of disk")
     lines.append(
-        f"predicting a volume of {_by(found.volume)}: {', '.join(parts)}; test-time flips take as often as long"
+        f"predicting a volume of {_by(found.volume)}: {', '.join(parts)}; each test-time flip takes as long again"
     )
     return lines
 

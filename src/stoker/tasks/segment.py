@@ -98,7 +98,7 @@ def build_run(
         progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
         close=lambda: _close(opened), config=config_values(config),
         classes=tuple(f"label {number}" for number in range(data.rules.classes)), decoder=None,
-        name_samples=lambda cases: [train.cases[case].id for case in cases], guard_memory=PrefetchGuard(say).check,
+        name_samples=data.names, guard_memory=PrefetchGuard(say).check,
         data={"classes": data.rules.classes, "ignore": data.rules.ignore, "channels": data.channels},
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def build_run(
 def build_network(config: Config, data: VolumeData, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
     """The network that the config describes, on its device."""
     assert config.patch_size is not None, "the config was checked"
-    model = build_volume_model(
+    model: nn.Module = build_volume_model(
         config.model, channels=data.channels, classes=data.rules.classes, patch=config.patch_size,
         deep_supervision=config.deep_supervision, gradient_checkpointing=config.gradient_checkpointing,
         indivisible=config.indivisible_patch, channels_last=config.channels_last, dropout=config.dropout,
@@ -132,7 +132,7 @@ def describe_run(config: Config, run: Run, data: VolumeData) -> str:
     lines = [
         f"{config.model}: {count_parameters(run.model):,} parameters, {count(data.rules.classes, 'class', 'classes')}"
         f"{ignored}, {config.volume_loss}",
-        f"{count(data.samples, 'training volume')}, {val}, {part}",
+        f"{count(len(data.train.cases), 'training volume')}, {val}, {part}",
         f"patches of {patch}, {count(data.channels, 'channel')}, {config.foreground_patches:.0%} around foreground",
         *describe_schedule(config, run.ranks, run.device, run.horizon),
     ]

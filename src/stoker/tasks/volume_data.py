@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from stoker.data.volumes.opening import OpenVolumes
 from stoker.data.volumes.patches import SomeOf, training_steps
 from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training, plan_validation
 from stoker.data.volumes.split import SplitRule, divide
-from stoker.data.volumes.statistics import Statistics, statistics_of
+from stoker.data.volumes.statistics import Normalization, Statistics, statistics_of
 from stoker.data.volumes.survey import Survey, survey
 from stoker.data.volumes.volume import ReadingOptions
 from stoker.errors import ConfigError, UserError
@@ -46,17 +47,14 @@ class VolumeData:
     val: PatchPlan | None
     rules: LabelRules
     reading: ReadingOptions
-    normalize: str
+    normalize: Normalization
+    samples: int
+    """Patches of an epoch, over all ranks."""
 
     @property
     def channels(self) -> int:
         """Images of a case that the network takes together."""
         return self.train.layout.channels
-
-    @property
-    def samples(self) -> int:
-        """Volumes to train on."""
-        return len(self.train.cases)
 
     def statistics(self, plan: PatchPlan) -> tuple[Statistics, Statistics]:
         """What is subtracted from, and what divides, the voxels of a plan's cases; measured once and remembered."""
@@ -77,6 +75,10 @@ class VolumeData:
             return replace(known, remote=True, kind=urlsplit(places[0]).scheme)
         mount = mount_of(places[0])
         return known if mount is None else replace(known, remote=mount.remote, kind=mount.kind)
+
+    def names(self, cases: Sequence[int]) -> list[str]:
+        """The ids of training cases, from their numbers in the plan."""
+        return [self.train.cases[case].id for case in cases]
 
     @cached_property
     def _volumes(self) -> OpenVolumes:
@@ -106,7 +108,7 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
                 hint="add the labels, or leave these cases out",
             )
         val = plan_validation(parts.val, surveyed, rules, replace(patch_rule(config), overlap=0.0), 1)
-    data = VolumeData(train, val, rules, reading, config.normalize)
+    data = VolumeData(train, val, rules, reading, config.normalize, _patches_per_epoch(config))
     for plan in (train, val):
         if plan is not None:
             data.statistics(plan)  # the first time takes a while: now, and not when the workers are waiting
@@ -181,6 +183,11 @@ def updates_per_epoch(config: Config) -> int:
     limit = config.limit_train_batches
     wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
     return max(1, wanted // config.gradient_accumulation)
+
+
+def _patches_per_epoch(config: Config) -> int:
+    ranks = config.num_nodes * (config.devices if isinstance(config.devices, int) else 1)
+    return updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * ranks
 
 
 def training_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> PatchPlan:

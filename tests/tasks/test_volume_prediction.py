@@ -11,8 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stoker.augment.volumes import VolumeEvalPrepare
 from stoker.data.store.stores import ReadFailure
-from stoker.data.volumes.statistics import measure
+from stoker.data.volumes.cases import Case
+from stoker.data.volumes.making import PatchMaker, PatchReader
+from stoker.data.volumes.opening import OpenVolumes, VolumeRef
+from stoker.data.volumes.plans import PatchRule, plan_validation
+from stoker.data.volumes.statistics import statistics_of
+from stoker.data.volumes.survey import CaseFacts, Survey
 from stoker.data.volumes.volume import ArrayVolume, Region, Shape
 from stoker.errors import UserError
 from stoker.tasks.volume_prediction import CarriedInMemory, Segmenter, decided, predict_volume, predicted_mask, scaled
@@ -56,7 +62,7 @@ def segmenter(*models: nn.Module, **changes: Any) -> Segmenter:
 
 def volume(shape: Shape, seed: int = 0, dtype: Any = np.uint8) -> ArrayVolume:
     values = np.random.default_rng(seed).integers(0, 256, shape)
-    return ArrayVolume(f"volume {seed}", values.astype(dtype))
+    return ArrayVolume(f"volume {seed}", values.astype(dtype), identity=f"{seed} {shape}")
 
 
 def probabilities_of(found: Segmenter, images: Sequence[Any], **options: Any) -> np.ndarray:
@@ -137,7 +143,7 @@ def blended_by_hand(model: nn.Module, array: np.ndarray, sliding: SlidingWindow)
         for window in grid.layer(layer):
             region = grid.region(window)
             z, y, x = (torch.from_numpy(axis.weights[n]) for axis, n in zip(grid.axes, window, strict=True))
-            inputs = torch.from_numpy(array[region.slices]).float()[None, None] / 255
+            inputs = torch.from_numpy(array[region.slices]).float()[None, None] * (1 / 255)
             with torch.inference_mode():
                 probabilities = model(inputs).softmax(1)[0, 1:]
             weights = z[:, None, None] * (y[:, None] * x[None, :])
@@ -196,16 +202,30 @@ def test_a_prediction_that_resumes_at_any_layer_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("normalize", ["volume", "patch", "range"])
-def test_voxels_are_normalised_as_in_training(normalize: str) -> None:
-    model, image = Pointwise(), volume(PATCH, dtype=np.uint16)
-    found = probabilities_of(segmenter(model, normalize=normalize), [image])
-    voxels = image.array.astype(np.float32)
-    mean, deviation = {
-        "volume": measure(image),
-        "patch": (float(voxels.mean()), float(voxels.std())),
-        "range": (0.0, 65535.0),
-    }[normalize]
-    assert np.abs(found - whole(model, (voxels - mean) / deviation, 1.0)).max() < 1e-5
+@pytest.mark.parametrize("shape", [(20, 20, 20), (9, 20, 20)])
+def test_the_network_sees_what_it_sees_in_validation(normalize: str, shape: Shape) -> None:
+    seen: list[Tensor] = []
+
+    class Recording(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            seen.extend(inputs.clone())
+            return torch.zeros(len(inputs), 2, *inputs.shape[2:])
+
+    image = volume(shape, dtype=np.uint16)
+    predicted_mask(segmenter(Recording(), normalize=normalize, patch=(12, 12, 12)), [image])
+    case = Case("a", "a", (VolumeRef("a"),), None)
+    survey = Survey((case,), {"a": CaseFacts(shape, "uint16", None)}, ())
+    plan = plan_validation([case], survey, None, PatchRule((12, 12, 12), small="pad", overlap=0.5), 27)
+    volumes = OpenVolumes()
+    volumes._open[case.images[0]] = image
+    maker = PatchMaker(plan, PatchReader(volumes, plan.layout.row_bytes))
+    means, stds = statistics_of([case], volumes, normalize)
+    prepare = VolumeEvalPrepare(normalize, means, stds)
+    batch = maker.make(0, 0, 0, lambda size: np.zeros(size, np.uint8))
+    batch.images = torch.from_numpy(batch.images)
+    inputs, _ = prepare.prepare(batch, lambda row: row)
+    assert len(inputs) == len(seen) == (27 if shape[0] == 20 else 9)
+    assert torch.equal(inputs, torch.stack(seen))
 
 
 def test_several_classes_and_channels() -> None:
@@ -213,10 +233,11 @@ def test_several_classes_and_channels() -> None:
     images = [volume((20, 20, 20), 1), volume((20, 20, 20), 2, np.float64)]
     found = segmenter(model, channels=2, classes=4)
     statistics = np.float32([100, 130]), np.float32([50, 90])
-    inputs = torch.from_numpy(np.stack([one.array for one in images]).astype(np.float32))[None]
-    inputs = (inputs - torch.from_numpy(statistics[0]).view(1, 2, 1, 1, 1)) / torch.from_numpy(statistics[1]).view(
-        1, 2, 1, 1, 1
-    )
+    channels = [
+        (torch.from_numpy(one.array.astype(np.float32)) - mean) / std
+        for one, mean, std in zip(images, *statistics, strict=True)
+    ]
+    inputs = torch.stack(channels)[None]
     with torch.inference_mode():
         wanted = model(inputs).softmax(1)[0]
     given = probabilities_of(found, images, statistics=statistics)

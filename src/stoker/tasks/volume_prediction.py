@@ -12,27 +12,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from stoker.augment.volumes import deviation as deviation_of
+from stoker.augment.volumes import memory_format_of
 from stoker.console import Advance, Say
 from stoker.data.volumes.statistics import Normalization, Statistics, measure, value_range
 from stoker.data.volumes.volume import Region, Shape, Volume, Voxels, check_finite, read_padded
 from stoker.errors import UserError
+from stoker.tasks.segment import TrainedVolumeModel
 from stoker.tasks.volume_windows import SlidingWindow, Window, WindowGrid
 from stoker.train.compute import Precision, set_matmul_precision
-
-if TYPE_CHECKING:
-    from stoker.tasks.segment import TrainedVolumeModel
 
 Take = Callable[[Region, Tensor], None]
 """Takes a finished box: its region, and the probabilities (classes but the first, z, y, x) of its voxels in float32, on
 the device. That of class 0 is what they lack to one. The tensor is reused: copy what is needed later."""
+Pairs = Sequence[tuple[float, float]]
+"""For each channel, what is subtracted from its voxels and what divides them."""
 Scale = Literal["float16", "uint8"]
+# Of a patch, to divide by; a constant one has none.
+SMALLEST_DEVIATION = 1e-6
 READERS = 2
 """Threads that read the next windows while the network works on these."""
 
@@ -50,14 +54,13 @@ class Segmenter:
     normalize: Normalization
     batch: int = 1
     """Windows at once, unless the sliding window says otherwise."""
+    memory_format: torch.memory_format = torch.contiguous_format
 
     @torch.inference_mode()
-    def probabilities(
-        self, voxels: Tensor, statistics: tuple[Tensor, Tensor], mirrored: Sequence[tuple[int, ...]]
-    ) -> Tensor:
+    def probabilities(self, voxels: Tensor, statistics: Pairs, mirrored: Sequence[tuple[int, ...]]) -> Tensor:
         """The probabilities (windows, classes but the first, z, y, x) in float32 for voxels (windows, channels, z, y,
         x) of any kind, averaged over networks and mirror images; waits for nothing."""
-        inputs = self._normalized(voxels.to(self.device, non_blocking=True).float(), statistics)
+        inputs = self.inputs(voxels, statistics)
         total: Tensor | None = None
         for axes in mirrored:
             dimensions = [axis + 2 for axis in axes]
@@ -71,13 +74,18 @@ class Segmenter:
         assert total is not None
         return total.div_(len(mirrored) * len(self.models))
 
-    def _normalized(self, voxels: Tensor, statistics: tuple[Tensor, Tensor]) -> Tensor:
-        if self.normalize == "patch":
-            # One value throughout, as in padding, has no deviation to divide by.
-            deviation, mean = torch.std_mean(voxels, dim=(2, 3, 4), correction=0, keepdim=True)
-            return (voxels - mean) / deviation.masked_fill(deviation == 0, 1.0)
-        means, deviations = (value.view(1, -1, 1, 1, 1) for value in statistics)
-        return (voxels - means) / deviations
+    def inputs(self, voxels: Tensor, statistics: Pairs) -> Tensor:
+        """What the networks take for these voxels: normalised as in training, with the same kernels
+        (augment/volumes.py)."""
+        inputs = voxels.to(self.device, non_blocking=True).float()
+        for window in inputs:
+            for channel, (mean, deviation) in zip(window, statistics, strict=True):
+                if self.normalize == "patch":
+                    channel.sub_(channel.mean())
+                    channel.div_(deviation_of(channel).clamp_(min=SMALLEST_DEVIATION))
+                else:
+                    channel.sub_(mean).mul_(1 / deviation)
+        return inputs.contiguous(memory_format=self.memory_format)
 
 
 def segmenter_of(trained: Sequence[TrainedVolumeModel], device: torch.device | None = None) -> Segmenter:
@@ -95,6 +103,7 @@ def segmenter_of(trained: Sequence[TrainedVolumeModel], device: torch.device | N
         models=tuple(one.model.to(device).eval() for one in trained), device=device,
         precision=Precision(config.precision, device), patch=config.patch_size, channels=first.channels,
         classes=first.classes, normalize=config.normalize, batch=config.val_batch_size or config.batch_size,
+        memory_format=memory_format_of(config),
     )  # fmt: skip
 
 
@@ -165,16 +174,16 @@ def predict_volume(
 ) -> None:
     """Gives `take` the probabilities of every voxel, box by box: each voxel once, none of them twice, z ascending.
 
-    `images` are the channels. `statistics` are their means and deviations, measured here if not given; boxes of a
-    volume need those of the whole. `progress` counts windows. Raises ReadFailure if the volume cannot be read or has
-    NaN voxels. The result does not depend on where `carried` makes it begin.
+    `images` are the channels. `statistics` are what is subtracted from each channel and what divides it, measured here
+    if not given; a box of a volume needs those of the whole. `progress` counts windows. Raises ReadFailure if the
+    volume cannot be read or has NaN voxels. The result does not depend on where `carried` makes it begin.
     """
     sliding = sliding or SlidingWindow()
     check_channels(segmenter, images)
     grid = WindowGrid(images[0].shape, segmenter.patch, sliding.overlap)
     carried = carried or CarriedInMemory(grid, segmenter.classes)
-    means, deviations = statistics or _statistics(images, segmenter.normalize)
-    numbers = torch.from_numpy(means).to(segmenter.device), torch.from_numpy(deviations).to(segmenter.device)
+    means, deviations = statistics or measured(images, segmenter.normalize)
+    numbers = list(zip(means.tolist(), deviations.tolist(), strict=True))
     sums = _RowSums(grid, segmenter, carried, take)
     done, batch = carried.first_layer * grid.windows_per_layer, sliding.batch or segmenter.batch
     with ThreadPoolExecutor(READERS) as pool:
@@ -343,18 +352,16 @@ def _batches(
         yield part, torch.from_numpy(voxels)
 
 
-def _statistics(images: Sequence[Volume], normalize: Normalization) -> tuple[Statistics, Statistics]:
-    pairs = [(0.0, 1.0)] * len(images)
+def measured(images: Sequence[Volume], normalize: Normalization) -> tuple[Statistics, Statistics]:
+    """What is subtracted from the voxels of each channel, and what divides them; `patch` needs neither."""
+    pairs = [(0.0, value_range(image.dtype) if normalize == "range" else 1.0) for image in images]
     if normalize == "volume":
         pairs = [measure(image) for image in images]
-    elif normalize == "range":
-        pairs = [(0.0, value_range(image.dtype)) for image in images]
-    means, deviations = np.array(pairs, np.float32).T
-    return means.copy(), deviations.copy()
+    return np.array([mean for mean, _ in pairs], np.float32), np.array([std for _, std in pairs], np.float32)
 
 
 def _unless_out_of_memory(
-    segmenter: Segmenter, voxels: Tensor, statistics: tuple[Tensor, Tensor], mirrored: Sequence[tuple[int, ...]]
+    segmenter: Segmenter, voxels: Tensor, statistics: Pairs, mirrored: Sequence[tuple[int, ...]]
 ) -> Tensor | None:
     try:
         return segmenter.probabilities(voxels, statistics, mirrored)

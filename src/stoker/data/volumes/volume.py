@@ -290,6 +290,11 @@ class DecodedCache:
                 with self._lock:
                     self._making.pop(key, None)
 
+    def has(self, key: Any) -> bool:
+        """Whether there is an array under a key, or one is being decoded; it may be gone a moment later."""
+        with self._lock:
+            return key in self._entries or key in self._making
+
     def _keep(self, key: Any, made: Voxels) -> None:
         if made.nbytes > self._limit or key in self._entries:
             return

@@ -18,6 +18,7 @@ from stoker.scores.whole import score_volume
 from stoker.tasks import volume_evaluation
 from stoker.tasks.segment import open_trained
 from stoker.tasks.volume_evaluation import choose_cases, read_label
+from stoker.tasks.volume_postprocess import parse_chain, post_processed
 from stoker.tasks.volume_prediction import predicted_mask, segmenter_of
 
 
@@ -117,6 +118,18 @@ def test_masks_on_disk_have_the_scores_of_the_network_that_made_them(
         capsys, "eval", "--predictions", masks, "--labels", run.parents[1] / "scrolls", "--threshold", "0.5"
     )
     assert by_threshold["volumes"] == by_network["volumes"]
+
+
+def test_masks_are_cleaned_before_they_are_scored(run: Path, masks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["eval", "--predictions", masks, "--labels", run.parents[1] / "scrolls"]
+    cleaned = result(capsys, *arguments, "--post", "remove_small=20")
+    for path in masks.iterdir():
+        tifffile.imwrite(path, post_processed(tifffile.imread(path), parse_chain("remove_small=20")))
+    assert cleaned["volumes"] == result(capsys, *arguments)["volumes"]
+    assert cleaned["post"] == "remove_small=20"
+    # A network averaged with itself predicts the same.
+    twice = result(capsys, "eval", run, "--checkpoint", run, "--post", "remove_small=20")
+    assert twice["volumes"] == cleaned["volumes"]
 
 
 def test_the_competitions_score_of_masks_and_of_the_network_agree(

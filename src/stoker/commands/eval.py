@@ -96,6 +96,19 @@ def evaluate(
     flips: Annotated[
         str, typer.Option(metavar="AXES", help="Volumes: also predict mirrored along these axes, e.g. zyx.")
     ] = "",
+    post: Annotated[
+        str, typer.Option(metavar="STEPS", help="Volumes: clean masks first, e.g. remove_small=100,fill_holes.")
+    ] = "",
+    more: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--checkpoint",
+            metavar="CKPT",
+            readable=False,
+            help="Volumes: average with this checkpoint; can be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     predictions: Annotated[
         Path | None,
         typer.Option(metavar="DIR", readable=False, help="Score the masks in this folder, without a checkpoint."),
@@ -147,9 +160,12 @@ def evaluate(
 
     from stoker.config.reference import write_scalar
     from stoker.tasks.volume_evaluation import Scoring
+    from stoker.tasks.volume_postprocess import parse_chain
     from stoker.train.checkpoint.restore import task_of
 
-    scoring = Scoring(score, tolerance or 2.0, spacing, threshold, pictures if out is not None else 0)
+    scoring = Scoring(
+        score, tolerance or 2.0, spacing, threshold, parse_chain(post), pictures if out is not None else 0
+    )
     if predictions is not None and labels is not None:
         _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
         return _score_masks(predictions, labels, scoring, ignore_label, out, json=json)
@@ -160,13 +176,17 @@ def evaluate(
         _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
         which = split or ("val" if data_root is None else "all")
         return _evaluate_volumes(
-            checkpoint, settings, which, scoring, overlap, flips, out, tolerance=tolerance, raw=raw, json=json
-        )
-    if split == "all" or out is not None or score != "segmentation" or threshold is not None:
-        raise UsageError(
-            "usage", f"{checkpoint} classifies images: --split all, --score, --threshold and --out are for volumes"
-        )
-    return _evaluate_images(checkpoint, settings, split or "val", real_labels, plot, per_class, raw=raw, json=json)
+            [checkpoint, *(more or ())], settings, which, scoring, overlap, flips, out,
+            tolerance=tolerance, raw=raw, json=json,
+        )  # fmt: skip
+    of_volumes = {
+        "--split all": split == "all", "--out": out, "--score": score != "segmentation", "--threshold": threshold,
+        "--tolerance": tolerance, "--flips": flips, "--post": post, "--checkpoint": more,
+    }  # fmt: skip
+    if used := [name for name, value in of_volumes.items() if value]:
+        raise UsageError("usage", f"{checkpoint} classifies images; {used[0]} is for volumes")
+    part: Literal["val", "train"] = "train" if split == "train" else "val"
+    return _evaluate_images(checkpoint, settings, part, real_labels, plot, per_class, raw=raw, json=json)
 
 
 def _refuse_of_images(**options: Any) -> None:
@@ -212,7 +232,7 @@ def _evaluate_images(
 
 
 def _evaluate_volumes(
-    checkpoint: Path,
+    checkpoints: list[Path],
     settings: list[str],
     split: Literal["val", "train", "all"],
     scoring: Scoring,
@@ -232,13 +252,15 @@ def _evaluate_volumes(
     from stoker.tasks.volume_windows import SlidingWindow
 
     sliding = SlidingWindow(overlap, flips)
-    trained = open_trained(checkpoint, say, settings, raw=raw)
+    trained = [open_trained(path, say, settings, raw=raw) for path in checkpoints]
+    first = trained[0]
     with progress_bar("listing", None) as advance:
-        chosen = choose_cases(trained.config, trained.rules, split, say, advance)
-    weights = "averaged weights" if trained.averaged else "raw weights"
-    steps = f"{count(trained.epoch, 'epoch')} ({count(trained.step, 'step')})"
-    title = f"{trained.config.model} after {steps}, {weights}, {chosen.what}"
-    scoring = replace(scoring, tolerance=tolerance or trained.config.surface_tolerance)
+        chosen = choose_cases(first.config, first.rules, split, say, advance)
+    weights = "averaged weights" if first.averaged else "raw weights"
+    steps = f"{count(first.epoch, 'epoch')} ({count(first.step, 'step')})"
+    others = f" and {count(len(trained) - 1, 'other network')}" if len(trained) > 1 else ""
+    title = f"{first.config.model} after {steps}, {weights}{others}, {chosen.what}"
+    scoring = replace(scoring, tolerance=tolerance or first.config.surface_tolerance)
     keep = _Keeper(out, title)
     found, judged = evaluate_volumes(
         trained, chosen, scoring, sliding=sliding, bar=progress_bar, keep=keep.scores, say=say

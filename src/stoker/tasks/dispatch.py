@@ -77,6 +77,10 @@ def _keep_sheet(folder: RunFolder, config: HostConfig, data: TrainingData, world
     keep_with_run(folder.preview_file, config, data, world, say)
 
 
+def _keep_patches(folder: RunFolder, config: HostConfig, data: VolumeData, world: int, say: Say) -> None:
+    volume_preview.keep_with_run(folder.preview_file, config, data, world, say)
+
+
 def _image_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
     plan = image_data.training_plan(config, data.train, data.decoding)
     return image_data.open_loader(config, plan, workers=config.num_workers)
@@ -89,10 +93,6 @@ def _image_speed(config: HostConfig, data: TrainingData, *, workers: int, second
 def _patch_loader(config: HostConfig, data: VolumeData) -> PatchLoader:
     plan = volume_data.training_plan(config, data)
     return volume_data.open_loader(config, plan, data.reading, workers=config.num_workers)
-
-
-def _keep_patches(folder: RunFolder, config: HostConfig, data: VolumeData, world: int, say: Say) -> None:
-    volume_preview.keep_with_run(folder.preview_file, config, data, world, say)
 
 
 def _nothing(*_arguments: Any) -> None:

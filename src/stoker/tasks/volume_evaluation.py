@@ -17,7 +17,8 @@ from stoker.data.store.stores import ReadFailure
 from stoker.data.volumes.cases import Case, open_cases, volumes_in
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef
-from stoker.data.volumes.places import ref_to
+from stoker.data.volumes.pack.index import INDEX as PACK_INDEX
+from stoker.data.volumes.places import place_at, ref_to
 from stoker.data.volumes.split import divide
 from stoker.data.volumes.statistics import statistics_of
 from stoker.data.volumes.volume import ArrayVolume, Volume, whole
@@ -30,6 +31,7 @@ from stoker.scores.whole import ScoreName, score_volume
 from stoker.tasks.segment import TrainedVolumeModel
 from stoker.tasks.volume_data import label_rules, list_cases, reading_options, split_rule, survey_cases
 from stoker.tasks.volume_pictures import worst_cuts
+from stoker.tasks.volume_postprocess import PostStep, check_chain, post_processed
 from stoker.tasks.volume_prediction import predicted_mask, segmenter_of
 from stoker.tasks.volume_results import Judged, VolumeEvaluation
 from stoker.tasks.volume_windows import SlidingWindow
@@ -59,6 +61,8 @@ class Scoring:
     """Of the voxels, in the tolerance's unit."""
     threshold: float | None = None
     """Probability above which a voxel is of class 1; None for the most probable class."""
+    post: tuple[PostStep, ...] = ()
+    """What is done to a mask before it is scored."""
     pictures: int = 0
     """Of how many volumes, the worst ones, planes are kept."""
 
@@ -95,6 +99,7 @@ class _Judge:
         self, name: str, image: Volume, prediction: NDArray[Any], label: NDArray[Any], classes: int, ignore: int | None
     ) -> None:
         scoring, processes = self._scoring, 1
+        prediction = post_processed(prediction, scoring.post)
         if scoring.score == "vesuvius-surface":
             processes = self._processes(label.shape)
         with self._bar(f"{self._number} scoring {name}", None, unit="octants") as advance:
@@ -126,6 +131,7 @@ class _Judge:
         return VolumeEvaluation(
             source=self._source, place=self._place, score=self._scoring.score, tolerance=self._scoring.tolerance,
             spacing=self._scoring.spacing, threshold=self._scoring.threshold,
+            post=",".join(map(str, self._scoring.post)),
             volumes=tuple(one.scores for one in self._judged), unreadable=tuple(self._unreadable),
             left=self._total - len(self._judged) - len(self._unreadable),
         )  # fmt: skip
@@ -150,7 +156,7 @@ class _Judge:
 
 
 def evaluate_volumes(
-    trained: TrainedVolumeModel,
+    trained: Sequence[TrainedVolumeModel],
     chosen: Chosen,
     scoring: Scoring,
     *,
@@ -159,28 +165,30 @@ def evaluate_volumes(
     keep: Keep = lambda _found, _judged: None,
     say: Say = lambda _line: None,
 ) -> tuple[VolumeEvaluation, list[Judged]]:
-    """Segments and scores every case; those that cannot be read are left out and listed."""
-    if scoring.threshold is not None and trained.classes != 2:
+    """Segments every case with these networks, averaged, and scores it; cases that cannot be read are left out and
+    listed."""
+    first, segmenter = trained[0], segmenter_of(trained)
+    if scoring.threshold is not None and first.classes != 2:
         raise UserError(
             "threshold-of-many-classes",
-            f"--threshold {scoring.threshold:g}, but the network knows {trained.classes} classes",
+            f"--threshold {scoring.threshold:g}, but the network knows {first.classes} classes",
             why="a threshold decides between one class and background; among several, the most probable one is taken",
             hint="leave out --threshold",
         )
+    check_chain(scoring.post, first.classes)
     scoring.check()
-    means, deviations = statistics_of(chosen.cases, chosen.volumes, trained.config.normalize)
+    means, deviations = statistics_of(chosen.cases, chosen.volumes, first.config.normalize)
     source = {
-        "checkpoint": str(trained.path), "model": trained.config.model,
-        "weights": "averaged" if trained.averaged else "raw", "epoch": trained.epoch, "step": trained.step,
-        "split": chosen.what,
+        "checkpoint": str(first.path), "averaged_with": [str(other.path) for other in trained[1:]],
+        "model": first.config.model, "weights": "averaged" if first.averaged else "raw", "epoch": first.epoch,
+        "step": first.step, "split": chosen.what,
     }  # fmt: skip
-    judge = _Judge(scoring, source, str(trained.config.data_root), len(chosen.cases), bar, keep, say)
-    segmenter = segmenter_of([trained])
+    judge = _Judge(scoring, source, str(first.config.data_root), len(chosen.cases), bar, keep, say)
     for number, case in enumerate(chosen.cases):
         try:
             images = [chosen.volumes.get(ref, case.box) for ref in case.images]
             # First: a label that is wrong must not cost a prediction.
-            label = read_label(case, chosen.volumes, trained.rules)
+            label = read_label(case, chosen.volumes, chosen.rules)
             with judge.predicting(case.id) as advance:
                 prediction = predicted_mask(
                     segmenter, images, threshold=scoring.threshold, sliding=sliding,
@@ -189,7 +197,7 @@ def evaluate_volumes(
         except ReadFailure as failure:
             judge.leave_out(case.id, failure)
             continue
-        judge.add(case.id, images[0], prediction, label, trained.classes, trained.rules.ignore)
+        judge.add(case.id, images[0], prediction, label, first.classes, chosen.rules.ignore)
     return judge.evaluation(), judge.judged()
 
 
@@ -231,7 +239,7 @@ def choose_cases(
         raise UserError(
             "labels-missing", f"no volume of {config.data_root} has a label", why="there is nothing to score"
         )
-    return Chosen(labelled, volumes, rules, what)
+    return Chosen(labelled, volumes, found, what)
 
 
 def read_label(case: Case, volumes: OpenVolumes, rules: LabelRules) -> NDArray[Any]:
@@ -256,19 +264,21 @@ class MaskPair:
 
 def pair_masks(predictions: Path, labels: Path, say: Say) -> tuple[list[MaskPair], LabelRules | None]:
     """The masks of a folder with their labels, by name: those of a data set, or of a folder of masks."""
-    masks = volumes_in(predictions)
+    masks = volumes_in(place_at(predictions))
     if not masks:
         raise UserError("no-masks", f"{predictions} has no masks", why="a mask is a file like 1004283650.tif",
                         hint=f"ls {predictions}")  # fmt: skip
     rules: LabelRules | None = None
     known: dict[str, tuple[VolumeRef, VolumeRef | None]]
-    if labels.suffix.lower() in (".yaml", ".yml") or any((labels / name).is_file() for name in
-                                                        ("train.csv", "dataset.json")):  # fmt: skip
+    is_data_set = labels.suffix.lower() in (".yaml", ".yml") or any(
+        (labels / name).is_file() for name in ("train.csv", "dataset.json", PACK_INDEX)
+    )
+    if is_data_set:
         listed = open_cases(labels)
         rules = listed.rules
         known = {case.id: (case.label, case.images[0]) for case in listed.cases if case.label is not None}
     else:
-        known = {name: (ref_to(path), None) for name, path in volumes_in(labels).items()}
+        known = {name: (ref_to(path), None) for name, path in volumes_in(place_at(labels)).items()}
     if strange := sorted(masks.keys() - known.keys()):
         raise UserError(
             "labels-missing",
@@ -321,6 +331,7 @@ def score_masks(
         elif scoring.score == "vesuvius-surface":
             guess = (guess != 0).astype(np.uint8)  # as the competition takes them: 1 and 255 are the same
         classes = _classes(pair.id, truth, guess, ignore)
+        check_chain(scoring.post, classes)
         # Without an image, overlays are drawn on black.
         shown = image or ArrayVolume(pair.id, np.broadcast_to(np.uint8(0), truth.shape))
         judge.add(pair.id, shown, guess, truth, classes, ignore)

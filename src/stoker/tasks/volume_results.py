@@ -42,6 +42,8 @@ class VolumeEvaluation:
     tolerance: float
     spacing: Spacing
     threshold: float | None
+    post: str
+    """What was done to the masks, as `--post` says it."""
     volumes: tuple[VolumeScores, ...]
     unreadable: tuple[tuple[str, str], ...] = ()
     """Name and reason of each volume that was left out."""
@@ -72,6 +74,7 @@ class VolumeEvaluation:
             "tolerance": self.tolerance,
             "spacing": list(self.spacing),
             "threshold": self.threshold,
+            "post": self.post,
             "mean": self.means(),
             "volumes": [_record(one) for one in self.volumes],
             "unreadable": [{"name": name, "reason": reason} for name, reason in self.unreadable],
@@ -102,6 +105,7 @@ def evaluation_text(found: VolumeEvaluation, title: str) -> str:
     about = f"{title}\n{shown(found.place)}: {count(len(found.volumes), 'volume')}"
     about += f", surface Dice within {found.tolerance:g} {unit}"
     about += f", threshold {found.threshold:g}" if found.threshold is not None else ""
+    about += f", after {found.post}" if found.post else ""
     means = found.means()
     header, rows = _table(listed, found.score, means)
     parts = [about, format_table(rows, header)]

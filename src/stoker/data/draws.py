@@ -35,7 +35,7 @@ def mix_numbers(a: int, b: int) -> int:
 
 def sample_keys(seed: int, epoch: int, members: NDArray[np.int64], repeats: NDArray[np.int64]) -> Keys:
     """The key of each sample, from which every random choice about it in this epoch follows."""
-    keys: Keys = mix(mix(mix(seed, epoch), members), repeats)
+    keys: Keys = mix(mix(mix_numbers(seed, epoch), members), repeats)
     return keys
 
 

@@ -1,4 +1,5 @@
-"""The cases of a data set, by layout: the Vesuvius surface competition's, nnU-Net's raw folders, a YAML list of pairs.
+"""The cases of a data set, by layout: the Vesuvius surface competition's, nnU-Net's raw folders, a YAML list of pairs,
+or a pack made of any of them.
 
 A case is a volume to train on or to predict: its image (one file a channel), its label if there is one, and its group,
 which is never divided between training and validation.
@@ -12,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from stoker.console import count, some
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.opening import SUFFIXES, VolumeRef, local_path, suffix_of
+from stoker.data.volumes.pack.index import INDEX as PACK_INDEX
+from stoker.data.volumes.pack.index import PackedFile, read_index
 from stoker.data.volumes.places import Place, UrlPath, bytes_of, place_at, ref_to
 from stoker.data.volumes.volume import Region
 from stoker.errors import UserError, did_you_mean
@@ -64,6 +67,8 @@ def open_cases(root: str | Path, part: Part = "train") -> CaseList:
         listed = _from_list(place)
     elif not place.is_dir():
         raise UserError("data-not-found", f"{place} does not exist or is no folder", hint="data_root=FOLDER")
+    elif (place / PACK_INDEX).is_file():
+        listed = _from_pack(place, part)
     elif (place / "dataset.json").is_file():
         listed = _from_nnunet(place, part)
     elif (place / "train.csv").is_file() or (part == "test" and (place / "test_images").is_dir()):
@@ -71,8 +76,8 @@ def open_cases(root: str | Path, part: Part = "train") -> CaseList:
     else:
         raise UserError(
             "layout-unknown",
-            f"{place} has neither train.csv nor dataset.json",
-            why="the layouts are the Vesuvius competition's, nnU-Net's raw folders, and a YAML list of pairs",
+            f"{place} has none of train.csv, dataset.json and {PACK_INDEX}",
+            why="the layouts are the Vesuvius competition's, nnU-Net's raw folders, a YAML list of pairs, and a pack",
             hint="data_root=cases.yaml with a list of `- {image: a.tif, label: b.tif}`",
         )
     return _checked(listed, str(place))
@@ -227,6 +232,33 @@ def _from_list(path: Place) -> CaseList:
             hint=f"edit {path}",
         )
     return CaseList(tuple(cases), rules)
+
+
+def _from_pack(root: Place, part: Part) -> CaseList:
+    """What `stoker pack` wrote: the cases, groups and classes of its source."""
+    index = read_index(root)
+    if isinstance(root, UrlPath) and any(file.facts.kind == "blocks" for case in index.cases for file in case.files):
+        raise UserError(
+            "pack-not-local",
+            f"{root} has volumes in blocks, which are read from a local disk",
+            why="they are mapped into memory",
+            hint="copy the pack to a disk, or pack it again with --layout zarr",
+        )
+
+    def ref(file: PackedFile) -> VolumeRef:
+        return replace(ref_to(root / file.path), packed=file.facts)
+
+    cases = tuple(
+        Case(case.id, case.group, tuple(map(ref, case.images)), None if case.label is None else ref(case.label))
+        for case in index.cases
+        if case.part == part
+    )
+    notes = list(index.notes)
+    if index.skipped:
+        left_out = [one["id"] for one in index.skipped]
+        notes.append(f"{count(len(left_out), 'volume')} could not be packed: {some(left_out)}")
+    rules = None if index.classes is None else LabelRules(index.classes, index.ignore)
+    return CaseList(cases, rules, tuple(notes))
 
 
 def _refuse_unknown(path: Place, what: str, entry: Mapping[Any, Any], known: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.arrays import open_npy
+from stoker.data.volumes.packed import PackedFacts, open_packed
 from stoker.data.volumes.sources import open_source
 from stoker.data.volumes.volume import CroppedVolume, ReadingOptions, Region, Volume
 from stoker.errors import UserError
@@ -32,12 +33,17 @@ class VolumeRef:
     """Of an OME-Zarr pyramid; 0 is the full resolution."""
     version: str = ""
     """What a listing said of an object: its size and ETag. Saves a request for each volume."""
+    packed: PackedFacts | None = None
+    """What the index says about a volume of a pack; None for any other."""
 
 
 def open_volume(ref: VolumeRef, options: ReadingOptions | None = None) -> Volume:
     """The volume at a location; raises ReadFailure if it cannot be read, StoreDown if its store cannot."""
     options = options or ReadingOptions()
     location = local_path(ref.location)
+    if ref.packed is not None and not is_url(location):
+        facts = ref.packed
+        return _with_libraries(lambda: open_packed(location, facts, options))
     suffix = suffix_of(location)
     if suffix in ("", ".zarr") and (is_url(location) or suffix or Path(location).is_dir()):
         from stoker.data.volumes.zarr_volume import open_zarr

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.draws import Keys, mix, sample_keys, uniforms
+from stoker.data.draws import Keys, mix_numbers, sample_keys, uniforms
 from stoker.data.order import Positions, Steps, permute
 from stoker.data.volumes.label_index import LabelIndex
 from stoker.data.volumes.transforms import PLACE, UNCHANGED, Transform, TransformRange, draw_transforms
@@ -92,9 +92,10 @@ class RandomPatches:
         total = len(self.shapes)
         turns, places = np.divmod(np.asarray(positions, np.int64), total)
         cases = np.empty_like(places)
-        for turn in np.unique(turns):
+        of_epoch = mix_numbers(self.seed, epoch)
+        for turn in np.unique(turns).tolist():
             mine = turns == turn
-            cases[mine] = permute(places[mine], total, int(mix(mix(mix(self.seed, epoch), turn), _TURN)))
+            cases[mine] = permute(places[mine], total, mix_numbers(mix_numbers(of_epoch, turn), _TURN))
         return cases
 
     def place(self, cases: NDArray[np.int64], keys: Keys, positions: Positions) -> list[Placement]:  # noqa: ARG002

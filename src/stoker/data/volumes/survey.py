@@ -21,6 +21,7 @@ from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import check_pair
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef
+from stoker.data.volumes.packed import packed_identity
 from stoker.data.volumes.volume import Shape, failure_of, identity_of
 from stoker.errors import UserError
 from stoker.files import cache_folder, write_text
@@ -118,6 +119,8 @@ def volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
     try:
         if ref.version:
             return f"{ref.location} {ref.version}"
+        if ref.packed is not None and not is_url(ref.location):
+            return packed_identity(ref.location, ref.packed)
         if not is_url(ref.location) and Path(ref.location).is_file():
             return identity_of(ref.location)
         return volumes.get(ref).identity

@@ -21,8 +21,10 @@ from stoker.data.store.stores import is_url
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef
 from stoker.data.volumes.volume import ArrayVolume, Region, Shape, Volume, Voxels
 
-# Regions in flight; each is many requests.
-MOST_THREADS = 32
+# Regions in flight, each of them many requests: first these few, then one more for each that has arrived. Without this
+# the first batch, which is needed at once, would share the bandwidth with all that follow it.
+FIRST_IN_FLIGHT = 4
+MOST_IN_FLIGHT = 32
 CLOSING_S = 5.0
 
 
@@ -61,6 +63,8 @@ class ReadAhead:
         self._queue: deque[_Read] = deque()
         self._known: dict[Wanted, deque[_Read]] = {}
         self._held = 0
+        self._in_flight = 0
+        self._allowed = FIRST_IN_FLIGHT
         self._idle = 0
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -97,6 +101,7 @@ class ReadAhead:
                         self._held -= read.bytes
             self._known.clear()
             self._queue.clear()
+            self._allowed = FIRST_IN_FLIGHT
 
     def close(self) -> None:
         """Ends the threads, after what they are reading."""
@@ -131,7 +136,7 @@ class ReadAhead:
             return
         if self._idle:
             self._work_to_do.notify()
-        elif len(self._threads) < MOST_THREADS and not self._is_closed:
+        elif len(self._threads) < MOST_IN_FLIGHT and not self._is_closed:
             thread = threading.Thread(target=self._work, name="stoker-volumes", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -139,8 +144,10 @@ class ReadAhead:
     def _has_work(self) -> bool:
         while self._queue and self._queue[0].is_dropped:
             self._queue.popleft()
+        if not self._queue or self._in_flight >= self._allowed:
+            return False
         # A region larger than the whole budget is read alone.
-        return bool(self._queue) and (not self._held or self._held + self._queue[0].bytes <= self._budget)
+        return not self._held or self._held + self._queue[0].bytes <= self._budget
 
     def _next(self) -> _Read | None:
         with self._lock:
@@ -149,6 +156,7 @@ class ReadAhead:
                     read = self._queue.popleft()
                     read.is_started = True
                     self._held += read.bytes
+                    self._in_flight += 1
                     self._wake_a_thread()
                     return read
                 self._idle += 1
@@ -166,6 +174,8 @@ class ReadAhead:
             except BaseException as error:  # raised to who takes it
                 read.error = error
             with self._lock:
+                self._in_flight -= 1
+                self._allowed = min(self._allowed + 1, MOST_IN_FLIGHT)
                 # Its bytes count until it is taken; if somebody waits for it already, or nobody will, until now.
                 if read.is_dropped:
                     self._held -= read.bytes

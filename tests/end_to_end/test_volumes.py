@@ -245,7 +245,7 @@ def test_a_config_of_volumes_is_verified_measured_and_searched_for_a_learning_ra
         assert checks[name]["status"] == "passed", checks[name]
     assert "class-counts" not in checks
     assert checks["labelled-voxels"]["facts"]["labelled"] < 0.5 * checks["labelled-voxels"]["facts"]["voxels"]
-    assert main(["bench", "data", config, "--seconds", "0.05", "--workers", "1", "--json"]) == 0
+    assert main(["bench", "data", config, "--seconds", "0.2", "--workers", "1", "--json"]) == 0
     bench = json.loads(capsys.readouterr().out)
     assert bench["images_per_second"] > 0
     assert bench["patch_size"] == [16, 16, 16]

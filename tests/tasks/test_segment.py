@@ -96,7 +96,6 @@ def test_an_epoch_counts_updates_whatever_the_batch(tmp_path: Path, scrolls: Pat
     assert updates(steps_per_epoch=None) == 250
     assert updates(steps_per_epoch=None, limit_train_batches=9, gradient_accumulation=2) == 4
     assert updates(steps_per_epoch=None, limit_train_batches=0.25) == 62
-    assert updates(steps_per_epoch=None, limit_train_batches=1, gradient_accumulation=4) == 1
 
 
 def test_the_config_names_the_classes_where_the_data_does_not(tmp_path: Path, scrolls: Path) -> None:

@@ -13,13 +13,13 @@ import tifffile
 from PIL import Image
 
 from stoker.cli import main
-from stoker.scores.topology import load_matcher
 from stoker.scores.whole import score_volume
 from stoker.tasks import volume_evaluation
 from stoker.tasks.segment import open_trained
 from stoker.tasks.volume_evaluation import choose_cases, read_label
 from stoker.tasks.volume_postprocess import parse_chain, post_processed
 from stoker.tasks.volume_prediction import predicted_mask, segmenter_of
+from tests.support.volumes import needs_matcher
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +132,10 @@ def test_masks_are_cleaned_before_they_are_scored(run: Path, masks: Path, capsys
     assert twice["volumes"] == cleaned["volumes"]
 
 
+@needs_matcher
 def test_the_competitions_score_of_masks_and_of_the_network_agree(
     run: Path, masks: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    load_matcher()
     out = tmp_path / "scores"
     by_network = result(capsys, "eval", run, "--score", "vesuvius-surface", "--out", out)
     by_masks = result(capsys, "eval", "--predictions", masks, "--labels", labels_of(run), "--score", "vesuvius-surface")

@@ -15,6 +15,8 @@ import torch
 
 from stoker.cli import main
 from stoker.data.volumes.scrolls import scroll_volume
+from stoker.report.document import RunReader
+from stoker.report.watch_screen import frame_lines
 from stoker.tasks.segment import open_trained
 from tests.end_to_end.conftest import Ledger
 from tests.end_to_end.test_distributed import start_ranks
@@ -112,15 +114,14 @@ def test_checkpoints_are_named_and_ranked_by_the_metric_of_the_config(
     header = (run / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {*SCORES, "train/loss"} <= set(header)
     assert "val/acc1" not in header
-    assert main(["watch", str(run), "--once"]) == 0
-    shown = capsys.readouterr().out
+    document = RunReader(run).document()
+    figures = document["figures"]
+    assert (figures["metric"], figures["best"]) == ("val/loss", pytest.approx(min(losses), rel=1e-4))
+    assert document["checkpoints"][0]["score_text"] == f"val/loss {min(losses):.4f}"
+    assert len(document["epochs"]["val/dice"]) == 3
+    shown = "\n".join(line for line, _ in frame_lines(document))
     assert f"best        val/loss {min(losses):.4f}" in shown
     assert "patches/s" in shown
-    assert main(["report", str(run), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    figures = (document["runs"][0] if "runs" in document else document)["figures"]
-    assert figures["metric"] == "val/loss"
-    assert figures["best"] == pytest.approx(min(losses), rel=1e-4)
     # The best one is what everybody gets who asks for the run.
     said: list[str] = []
     trained = open_trained(run, said.append)
@@ -228,3 +229,26 @@ def test_fast_dev_run_trains_and_validates_and_leaves_nothing_behind(
     assert main(["train", str(config)]) == 0
     assert "1 training step and validation ran; nothing was kept" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
+
+
+def test_a_config_of_volumes_is_verified_measured_and_searched_for_a_learning_rate(
+    tmp_path: Path, scrolls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = str(write_volume_config(tmp_path, scrolls))
+    # Planning has its own tests, and takes its time.
+    planned = ("ram", "shared-memory", "vram", "disk", "open-files")
+    skip = [argument for name in planned for argument in ("--skip", name)]
+    main(["verify", config, "--json", "--out", str(tmp_path), *skip])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    for name in ("steps", "schedule", "volumes", "volume-split", "labelled-voxels", "model-builds", "checkpoint"):
+        assert checks[name]["status"] == "passed", checks[name]
+    assert "class-counts" not in checks
+    assert checks["labelled-voxels"]["facts"]["labelled"] < 0.5 * checks["labelled-voxels"]["facts"]["voxels"]
+    assert main(["bench", "data", config, "--seconds", "0.2", "--workers", "1", "--json"]) == 0
+    bench = json.loads(capsys.readouterr().out)
+    assert bench["images_per_second"] > 0
+    assert bench["patch_size"] == [16, 16, 16]
+    assert main(["lr-find", config, "--steps", "12", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["total_batch"] == 2
+    assert not (tmp_path / "runs").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,10 @@ from stoker.scores.competition import foreground, score_surface, variation_of_in
 from stoker.scores.surface_dice import areas_by_code, surface_dice
 from stoker.scores.topology import Topology, compare_topology, load_matcher, octants
 from stoker.scores.whole import score_volume
+from tests.support.volumes import needs_matcher
 
-try:
-    load_matcher()
-    HAS_MATCHER = True
-except UserError:
-    HAS_MATCHER = False
 # surface-distance uses names of scipy that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-needs_matcher = pytest.mark.skipif(not HAS_MATCHER, reason="pip install --no-deps topolosses")
 
 
 def blobs(shape: tuple[int, int, int], seed: int, level: float = 0.05) -> Any:
@@ -213,3 +209,13 @@ def test_nothing_is_counted_as_infinite_or_missing() -> None:
     assert surface_dice(np.zeros_like(one), np.zeros_like(one), 2.0) is None
     assert surface_dice(one, one, 2.0) == 1.0
     assert math.isfinite(variation_of_information(one, np.zeros_like(one)).total)
+
+
+def test_without_the_compiled_matcher_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(topology, "distribution", missing)
+    with pytest.raises(UserError, match="Betti-Matching-3D") as caught:
+        load_matcher.__wrapped__()
+    assert caught.value.hint == "pip install --no-deps topolosses"

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from stoker.cli import main
 from stoker.data.volumes.scrolls import write_scrolls
+from stoker.errors import UserError
+from stoker.scores.topology import load_matcher
+
+
+def _has_matcher() -> bool:
+    try:
+        load_matcher()
+    except UserError:
+        return False
+    return True
+
+
+needs_matcher = pytest.mark.skipif(not _has_matcher(), reason="pip install --no-deps topolosses")
+"""For tests of TopoScore, which only Betti-Matching-3D defines."""
 
 
 def write_scroll_config(folder: Path, **keys: object) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,17 +13,18 @@ import numpy as np
 from stoker.augment.volumes import transform_range
 from stoker.clock.observed import StorageFacts
 from stoker.config import Config
-from stoker.console import Advance, Say, count
+from stoker.console import Advance, Say, count, some
 from stoker.data.loader import choose_engine
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.cases import Case, CaseList, open_cases
+from stoker.data.volumes.label_index import build_label_index
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.making import PatchPlan
 from stoker.data.volumes.opening import OpenVolumes
 from stoker.data.volumes.patches import SomeOf, training_steps
 from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training, plan_validation
 from stoker.data.volumes.split import SplitRule, divide
-from stoker.data.volumes.statistics import Statistics, statistics_of
+from stoker.data.volumes.statistics import Normalization, Statistics, statistics_of
 from stoker.data.volumes.survey import Survey, survey
 from stoker.data.volumes.volume import ReadingOptions
 from stoker.errors import ConfigError, UserError
@@ -46,17 +48,14 @@ class VolumeData:
     val: PatchPlan | None
     rules: LabelRules
     reading: ReadingOptions
-    normalize: str
+    normalize: Normalization
+    samples: int
+    """Patches of an epoch, over all ranks."""
 
     @property
     def channels(self) -> int:
         """Images of a case that the network takes together."""
         return self.train.layout.channels
-
-    @property
-    def samples(self) -> int:
-        """Volumes to train on."""
-        return len(self.train.cases)
 
     def statistics(self, plan: PatchPlan) -> tuple[Statistics, Statistics]:
         """What is subtracted from, and what divides, the voxels of a plan's cases; measured once and remembered."""
@@ -78,6 +77,10 @@ class VolumeData:
         mount = mount_of(places[0])
         return known if mount is None else replace(known, remote=mount.remote, kind=mount.kind)
 
+    def names(self, cases: Sequence[int]) -> list[str]:
+        """The ids of training cases, from their numbers in the plan."""
+        return [self.train.cases[case].id for case in cases]
+
     @cached_property
     def _volumes(self) -> OpenVolumes:
         return OpenVolumes(self.reading)
@@ -98,20 +101,34 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     )  # fmt: skip
     val = None
     if parts.val and config.limit_val_batches != 0:
-        without = _unlabelled(parts.val)
+        without = [case.id for case in parts.val if case.label is None]
         if without:
             raise UserError(
                 "labels-missing",
-                f"{count(len(without), 'case')} to validate on without a label: {', '.join(without[:5])}",
+                f"{count(len(without), 'case')} to validate on without a label: {some(without)}",
                 why="there is nothing to compare a prediction with",
                 hint="add the labels, or leave these cases out",
             )
+        check_labels(parts.val, volumes, rules, say, progress)
         val = plan_validation(parts.val, surveyed, rules, replace(patch_rule(config), overlap=0.0), 1)
-    data = VolumeData(train, val, rules, reading, config.normalize)
+    data = VolumeData(train, val, rules, reading, config.normalize, _patches_per_epoch(config))
     for plan in (train, val):
         if plan is not None:
             data.statistics(plan)  # the first time takes a while: now, and not when the workers are waiting
     return data
+
+
+def check_labels(
+    cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, say: Say, progress: Advance | None = None
+) -> None:
+    """Reads the labels of validation cases once, as training's are: wrong ones are refused now, not after an epoch."""
+    labels = build_label_index(cases, volumes, rules, progress=progress)
+    unread = {one.id: one.reason for one in labels.bad}
+    for name, reason in unread.items():
+        say(f"warning: the labels of {name}, which is validated on, cannot be read: {reason}")
+    empty = [case.id for case, found in zip(cases, labels.counts.sum(axis=1), strict=True) if not found]
+    if empty := [name for name in empty if name not in unread]:
+        say(f"{count(len(empty), 'validation volume')} without a labelled voxel, not scored: {some(empty)}")
 
 
 def list_cases(config: Config, say: Say) -> CaseList:
@@ -179,6 +196,11 @@ def updates_per_epoch(config: Config) -> int:
     return max(1, wanted // config.gradient_accumulation)
 
 
+def _patches_per_epoch(config: Config) -> int:
+    ranks = config.num_nodes * (config.devices if isinstance(config.devices, int) else 1)
+    return updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * ranks
+
+
 def training_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> PatchPlan:
     """What the training batches of this rank hold."""
     steps = training_steps(
@@ -228,10 +250,6 @@ def measure_speed(config: Config, data: VolumeData, *, workers: int, seconds: fl
     endless = config.model_copy(update={"steps_per_epoch": wanted, "limit_train_batches": None})
     plan = training_plan(endless.model_copy(update={"gradient_accumulation": 1}), data)
     return measure_loader(partial(open_loader, config, plan, data.reading, workers=workers), workers, seconds)
-
-
-def _unlabelled(cases: tuple[Case, ...]) -> list[str]:
-    return [case.id for case in cases if case.label is None]
 
 
 def _bytes_of(place: str) -> int | None:

@@ -351,10 +351,10 @@ def make_cases(argument: bytes, parent: Parent) -> None:
             answer |= make_case(pack, number, verify=task["verify"], report=report)
         except OSError as error:
             answer |= {"error": f"{error.strerror or error}"}
-        except (ReadFailure, BadLabels) as failure:
-            wrong = isinstance(failure, BadLabels)
-            why = f": {failure.why}" if wrong and failure.why else ""
-            answer |= {"reason": f"{failure}{why}", "wrong_labels": wrong}
+        except ReadFailure as failure:
+            answer |= {"reason": str(failure), "wrong_labels": False}
+        except BadLabels as wrong:
+            answer |= {"reason": f"{wrong}; {wrong.why}" if wrong.why else str(wrong), "wrong_labels": True}
         parent.send(since)
         parent.answer(answer)
 

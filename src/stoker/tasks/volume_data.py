@@ -14,7 +14,6 @@ from stoker.augment.volumes import transform_range
 from stoker.clock.observed import StorageFacts
 from stoker.config import Config
 from stoker.console import Advance, Say, count, some
-from stoker.data.loader import choose_engine
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.cases import Case, CaseList, open_cases
 from stoker.data.volumes.label_index import build_label_index
@@ -31,6 +30,7 @@ from stoker.errors import ConfigError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader
 from stoker.machine.storage import mount_of
 from stoker.tasks.building import loader_options
+from stoker.tasks.volume_reading import reading_options
 from stoker.train.ranks import Ranks
 
 DEFAULT_STEPS_PER_EPOCH = 250
@@ -90,7 +90,12 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     """Training and validation volumes: listed, opened, divided, their labels indexed; `fold: all` has no validation."""
     listed = list_cases(config, say)
     rules = label_rules(config, listed)
-    reading = reading_options(config)
+    reading = reading_options(
+        config, listed.cases,
+        ranks=config.devices if isinstance(config.devices, int) else 1,
+        workers=config.num_workers if isinstance(config.num_workers, int) else 1,
+        say=say,
+    )  # fmt: skip
     volumes = OpenVolumes(reading)
     surveyed = survey_cases(config, listed, volumes, say, progress)
     rule = SplitRule(config.split_by, config.folds, config.fold, config.split_margin, config.subset_seed)
@@ -172,17 +177,6 @@ def patch_rule(config: Config) -> PatchRule:
     """What patches are like."""
     assert config.patch_size is not None, "the config was checked"
     return PatchRule(config.patch_size, config.small_volumes, config.foreground_patches, transform_range(config))
-
-
-def reading_options(config: Config) -> ReadingOptions:
-    """How a process of this run reads volumes: the node's cache is divided among its processes."""
-    workers = config.num_workers if isinstance(config.num_workers, int) else 1
-    ranks = config.devices if isinstance(config.devices, int) else 1
-    processes = max(1, workers) if choose_engine(config.loader, workers) == "process" else 1
-    return ReadingOptions(
-        cache_bytes=config.volume_cache // (ranks * processes),
-        missing_chunks="error" if config.missing_chunks == "refuse" else "fill",
-    )
 
 
 def updates_per_epoch(config: Config) -> int:

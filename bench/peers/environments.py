@@ -51,6 +51,9 @@ PEERS = {
         probe="from nnunetv2.training.dataloading.nnunet_dataset import nnUNetDatasetBlosc2; "
         "from acvl_utils.cropping_and_padding.bounding_boxes import crop_and_pad_nd",
     ),
+    "batchgeneratorsv2": Peer(
+        ("batchgeneratorsv2==0.3.6",), probe="import batchgeneratorsv2.transforms.spatial.spatial"
+    ),
     "ffcv": Peer(
         ("wheel", "ffcv==1.0.2", "numba", "llvmlite",
          "assertpy", "fastargs", "psutil", "pytorch-pfn-extras", "terminaltables"),

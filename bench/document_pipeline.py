@@ -34,6 +34,7 @@ from stoker.augment.volumes import build_volume_augment, transform_range
 from stoker.config import load_config
 from stoker.data.loader import LoaderOptions
 from stoker.data.volumes.cases import open_cases
+from stoker.data.volumes.making import PatchBatch
 from stoker.data.volumes.opening import OpenVolumes
 from stoker.data.volumes.patches import training_steps
 from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training
@@ -137,11 +138,16 @@ def ours(packed: Path, arguments: argparse.Namespace, *, augmented: bool) -> Ite
                     if not augmented:
                         yield len(batch)
                         continue
-                    making.append(pool.submit(lambda one=batch: len(prepare(one, lambda rows: rows)[0])))
+                    making.append(pool.submit(_prepared, prepare, batch))
                     if len(making) > arguments.workers:
                         yield making.popleft().result()
         finally:
             loader.close()
+
+
+def _prepared(prepare: Any, batch: PatchBatch) -> int:
+    inputs, _ = prepare(batch, lambda rows: rows)
+    return len(inputs)
 
 
 def report(spreads: dict[str, Spread], packing_s: float, arguments: argparse.Namespace) -> None:

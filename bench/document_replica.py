@@ -89,7 +89,7 @@ class Patches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         image, label = (tifffile.imread(file).astype(np.float32) for file in files)
         image = np.clip(image, *CLIP)
         if self.filter == "volume":
-            image = median_filter(image, size=3)
+            image = median_filter(image, size=3)  # the whole volume, for one patch of it
         label[label == UNLABELLED] = 0
         return image, label
 

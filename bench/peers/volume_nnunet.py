@@ -11,6 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from acvl_utils.cropping_and_padding.bounding_boxes import crop_and_pad_nd  # type: ignore[import-not-found]
+from nnunetv2.training.data_augmentation.compute_initial_patch_size import (  # type: ignore[import-not-found]
+    get_patch_size,
+)
+from nnunetv2.training.dataloading.nnunet_dataset import (  # type: ignore[import-not-found]
+    comp_blosc2_params,
+    nnUNetDatasetBlosc2,
+)
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from bench.peers.volume_serving import VolumeJob, serve_volumes
@@ -22,8 +30,6 @@ SCALES = (0.85, 1.25)
 
 def initial_patch(patch: tuple[int, int, int]) -> tuple[int, int, int]:
     """The region that nnU-Net reads for a patch."""
-    from nnunetv2.training.data_augmentation.compute_initial_patch_size import get_patch_size
-
     angle = np.deg2rad(DEGREES)
     z, y, x = get_patch_size(np.array(patch), *[(-angle, angle)] * 3, SCALES)
     return int(z), int(y), int(x)
@@ -31,8 +37,6 @@ def initial_patch(patch: tuple[int, int, int]) -> tuple[int, int, int]:
 
 def write_cases(job: VolumeJob) -> None:
     """The volumes as nnU-Net preprocesses and stores them: normalised float32, in its own chunks and compression."""
-    from nnunetv2.training.dataloading.nnunet_dataset import comp_blosc2_params, nnUNetDatasetBlosc2
-
     for number in range(job.volumes):
         if (job.data / f"{number}.pkl").exists():
             continue
@@ -55,9 +59,6 @@ class Patches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.job = job
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        from acvl_utils.cropping_and_padding.bounding_boxes import crop_and_pad_nd
-        from nnunetv2.training.dataloading.nnunet_dataset import nnUNetDatasetBlosc2
-
         torch.set_num_threads(1)
         worker = get_worker_info()
         random = np.random.default_rng(worker.id if worker else 0)

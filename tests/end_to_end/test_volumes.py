@@ -69,22 +69,24 @@ def test_an_interrupted_run_ends_bit_identical_whatever_makes_its_batches(
     assert names | {"last.ckpt", "previous.ckpt"} == set(checkpoint_names(whole.parent / "runs" / "tiny"))
 
 
-def test_two_ranks_equal_one_process_with_the_same_total_batch(
+def test_two_ranks_equal_one_process_which_can_continue_for_them(
     ready: ReadyProcess, tmp_path: Path, scrolls: Path
 ) -> None:
-    keys = {"ema_decay": 0.8, "clip_grad_norm": 5.0, "val_batch_size": 3}
-    for name, batch in (("alone", 4), ("together", 2)):
+    keys = {"ema_decay": 0.8, "clip_grad_norm": 5.0, "val_batch_size": 3, "lr_scheduler": "constant"}
+    for name in ("alone", "together"):
         (tmp_path / name).mkdir()
-        config = write_volume_config(tmp_path / name, scrolls, batch_size=batch, **keys)
-        if name == "alone":
-            done = ready.run("train", config, cwd=config.parent)
-            assert done.code == 0, done.err
-        else:
-            ranks = start_ranks(ready, config)
-            assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
-            assert "total batch 4 (2 x 2 ranks), 3 steps an epoch" in ranks[0].err
-            assert ranks[1].err == "", "one rank speaks for all"
+    config = write_volume_config(tmp_path / "alone", scrolls, batch_size=4, epochs=3, **keys)
+    done = ready.run("train", config, cwd=config.parent)
+    assert done.code == 0, done.err
+    config = write_volume_config(tmp_path / "together", scrolls, batch_size=2, **keys)
+    ranks = start_ranks(ready, config)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    assert "total batch 4 (2 x 2 ranks), 3 steps an epoch" in ranks[0].err
+    assert ranks[1].err == "", "one rank speaks for all"
+    done = ready.run("train", config, "batch_size=4", "epochs=3", "--replan", cwd=config.parent)
+    assert done.code == 0, done.err
     runs = [tmp_path / name / "runs" / "tiny" for name in ("together", "alone")]
+    assert [epoch["step"] for epoch in metrics(runs[0], "epoch")] == [3, 6, 9]
     for ours, theirs in zip(*(metrics(run, "epoch") for run in runs), strict=True):
         for score in ("train/loss", *SCORES):
             assert ours[score] == pytest.approx(theirs[score], rel=1e-3), score
@@ -236,12 +238,18 @@ def test_a_config_of_volumes_is_verified_measured_and_searched_for_a_learning_ra
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = str(write_volume_config(tmp_path, scrolls))
-    # Planning has its own tests, and takes its time.
-    planned = ("ram", "shared-memory", "vram", "disk", "open-files")
-    skip = [argument for name in planned for argument in ("--skip", name)]
-    main(["verify", config, "--json", "--out", str(tmp_path), *skip])
+    assert main(["verify", config, "--json", "--out", str(tmp_path)]) == 0
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    for name in ("steps", "schedule", "volumes", "volume-split", "labelled-voxels", "model-builds", "checkpoint"):
+    for name in (
+        "steps",
+        "schedule",
+        "volumes",
+        "volume-split",
+        "labelled-voxels",
+        "model-builds",
+        "checkpoint",
+        "ram",
+    ):
         assert checks[name]["status"] == "passed", checks[name]
     assert "class-counts" not in checks
     assert checks["labelled-voxels"]["facts"]["labelled"] < 0.5 * checks["labelled-voxels"]["facts"]["voxels"]

@@ -21,7 +21,7 @@ import torch
 from stoker.errors import StokerError, UserError
 from stoker.machine.host import HostConfig
 from stoker.machine.memory import read_memory
-from stoker.plan.guard import MOST_ACTIVATIONS_PER_INPUT
+from stoker.plan.guard import MOST_ACTIVATIONS_PER_INPUT, MOST_ACTIVATIONS_PER_VOXEL_INPUT
 from stoker.plan.tracing import build_without_memory
 from stoker.tasks.classify import TrainingData, open_data, traceable_step
 from stoker.tasks.dispatch import task_for
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 # Batch norm needs a few samples; ResNet-50 at 224 px takes about a second for these on two cores.
 SAMPLES = 8
-PATCHES = 2
-"""A patch has as many voxels as tens of images have pixels."""
+PATCHES = 1
+"""A patch has as many voxels as tens of images have pixels, and its networks do not normalise over a batch."""
 UNKNOWN_CLASSES = 1000
 # One device shows the same; starting processes and compiling would take longer than the steps.
 ALONE: dict[str, Any] = {
@@ -184,15 +184,16 @@ def _refuse_too_large(config: HostConfig, device: torch.device, subject: Subject
                 config.model_copy(update={"weights": None}), volumes, torch.get_default_device(), Ranks(), subject.say
             )
         )
-        inputs = volumes.channels * int(np.prod(config.patch_size or ()))
+        activations = int(np.prod(config.patch_size or ())) * MOST_ACTIVATIONS_PER_VOXEL_INPUT
     else:
         step = traceable_step(config, config.num_classes or UNKNOWN_CLASSES)
-        model, inputs = build_without_memory(step.build_model), 3 * config.img_size**2
+        model = build_without_memory(step.build_model)
+        activations = 3 * config.img_size**2 * MOST_ACTIVATIONS_PER_INPUT
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     # Weights, gradients, optimizer state and average; then the checkpoint's copy, and copies to compare with.
     copies = 2 + (1 if config.optimizer == "sgd" else 2) + (config.ema_decay is not None)
     needed = weights * (2 * copies + 1)
-    needed += config.batch_size * inputs * 4 * MOST_ACTIVATIONS_PER_INPUT
+    needed += config.batch_size * 4 * activations
     if needed > state.available_bytes:
         raise UserError(
             "trial-too-large",

@@ -109,7 +109,7 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
     )
     say_notes(notes)
     with progress_bar("listing", None) as advance:
-        data, volumes = _facts(config, wanted.samples, advance)
+        data, volumes = facts_of(config, wanted.samples, advance)
     job = Job(config, hardware, data, _measured(config, hardware, wanted), volumes)
     step = step_of(job)
     with progress_bar("tracing the step", None):
@@ -120,7 +120,10 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
     return Planned(plan, job, step, needs, path, overridden)
 
 
-def _facts(config: Config, samples: int | None, advance: Advance) -> tuple[DataFacts, VolumeFacts | None]:
+def facts_of(
+    config: Config, samples: int | None = None, advance: Advance | None = None
+) -> tuple[DataFacts, VolumeFacts | None]:
+    """What is known about the config's data, and about its volumes if it has such."""
     if config.task == "classify":
         return data_facts(config, samples, advance), None
     volumes = volume_facts(config, advance)

@@ -123,7 +123,7 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
 def facts_of(
     config: Config, samples: int | None = None, advance: Advance | None = None
 ) -> tuple[DataFacts, VolumeFacts | None]:
-    """What a plan has to know about the data of the config's task."""
+    """What is known about the config's data, and about its volumes if it has such."""
     if config.task == "classify":
         return data_facts(config, samples, advance), None
     volumes = volume_facts(config, advance)

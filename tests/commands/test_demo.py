@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from stoker.cli import main
 from stoker.commands import demo as command
-from stoker.tasks.demo import DIGITS, SCROLLS, Demo, DemoResult, TimeSpent, demo_text
+from stoker.tasks.demo import DIGITS, SCROLLS, Demo, DemoResult, TimeSpent
 from tests.conftest import PROJECT, Run
 
 
@@ -59,18 +61,30 @@ def test_a_folder_that_cannot_be_written_is_named(stoker: Run, tmp_path: Path) -
     assert "--folder" in ended.err
 
 
+SHORT_DEMO = """
+import sys
+from pathlib import Path
+from stoker.commands.demo import run_demo
+from stoker.tasks.demo import SCROLLS, demo_text
+
+code, result = run_demo(SCROLLS, Path(sys.argv[1]), fresh=False, overrides=sys.argv[2:])
+assert code == 0
+assert result.best > 80, result.best
+print(demo_text(result))
+"""
+
+
 @pytest.mark.slow
 def test_a_short_run_on_volumes_finds_most_of_the_sheets_of_a_scroll_it_has_not_seen(tmp_path: Path) -> None:
-    # A fraction of the demo's voxels, and a lower threshold: the whole takes minutes.
+    # A fraction of the demo's voxels, and a lower threshold: the whole takes minutes. In a process of its own, because
+    # the command tells OpenMP how to wait before torch is imported.
     short = ["epochs=1", "steps_per_epoch=30", "patch_size=[32,48,48]"]
-    code, result = command.run_demo(SCROLLS, tmp_path / "demo", fresh=False, overrides=short)
-    assert code == 0
-    assert result.best is not None
-    assert result.best > 80
-    text = demo_text(result)
-    assert f"val/dice {result.best:.1f} %" in text
-    assert "waiting for data" in text
-    assert "patches/s in training" in text
+    command_line = [sys.executable, "-c", SHORT_DEMO, str(tmp_path / "demo"), *short]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "val/dice " in done.stdout
+    assert "waiting for data" in done.stdout
+    assert "patches/s in training" in done.stdout
     assert list((tmp_path / "demo/runs/demo_volumes/checkpoints").glob("epoch=*-val_dice=*.ckpt"))
 
 

@@ -37,7 +37,7 @@ COMMANDS = {
     "pack": "Pack images into tar shards with an index.",
     "bench": "Measure how fast this host makes batches, and what limits it.",
     "config": "Show a resolved config or the key reference; import another program's config.",
-    "demo": "Train a small network on handwritten digits, in a minute on a CPU.",
+    "demo": "Train a small network on handwritten digits or on volumes, in minutes on a CPU.",
 }
 """Every command, with its line of help. `lr-find` is in stoker/commands/lr_find.py; typer gets the line from here."""
 

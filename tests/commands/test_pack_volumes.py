@@ -19,6 +19,8 @@ from stoker.data.volumes.cases import open_cases
 from stoker.data.volumes.opening import open_volume
 from stoker.data.volumes.scrolls import write_scrolls
 from stoker.data.volumes.volume import whole
+from tests.support.tiny_training import metrics
+from tests.support.tiny_volumes import write_volume_config
 from tests.support.waiting import DEADLINE_S, wait_until
 
 
@@ -165,6 +167,22 @@ def test_a_config_a_list_and_a_pack_can_be_packed(
         before, after = open_volume(one.images[0]), open_volume(other.images[0])
         np.testing.assert_array_equal(before.read(whole(before.shape)), after.read(whole(after.shape)))
     assert capsys.readouterr().err.count("error") == 0
+
+
+def test_training_on_a_pack_is_training_on_its_source(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert packs(source, tmp_path / "packed", "--layout", "raw") == 0
+    ended = []
+    for name, data in (("from-source", source), ("from-pack", tmp_path / "packed")):
+        config = write_volume_config(tmp_path, data, folds=2, run_name=name, epochs=1)
+        capsys.readouterr()
+        assert main(["train", str(config), "--json"]) == 0
+        (epoch,) = metrics(tmp_path / "runs" / name, "epoch")
+        ended.append([epoch[score] for score in ("train/loss", "val/loss", "val/dice")])
+    # The source's statistics are of blocks, a pack's of whole planes: their sums round differently.
+    assert ended[0] == pytest.approx(ended[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(

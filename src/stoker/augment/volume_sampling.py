@@ -21,8 +21,8 @@ from stoker.data.volumes.volume import Shape
 Floats = NDArray[np.float64]
 ELASTIC = 110  # purpose of these draws; see stoker.data.volumes.transforms
 
-# On a CPU the points of a patch are taken in pieces, whose coordinates and corners stay in a core's cache: 72 x 136 x
-# 136 points take a quarter of the time of the whole patch at once, and a third of that of torch's own grid_sample.
+# On a CPU the points of a patch are taken in pieces, whose coordinates and corners stay in a core's cache: on one core
+# that takes a quarter of the time of the whole patch at once, and half of that of torch's own grid_sample.
 CPU_POINTS = 1 << 16
 # Numbers that torch can only store: as signed ones of the same size they can be moved, which keeps their bits.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}

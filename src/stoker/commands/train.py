@@ -149,10 +149,7 @@ def _guard(config: HostConfig, path: Path, machine: Machine, *, force: bool) -> 
     """Refuses what plan says cannot fit."""
     from stoker.plan.guard import refuse_what_cannot_fit
 
-    if config.task == "classify":
-        refuse_what_cannot_fit(config, path, machine, force=force)
-    else:
-        say("note: volumes are not planned yet: whether memory and disk suffice is not checked before the start")
+    refuse_what_cannot_fit(config, path, machine, force=force)
 
 
 def _is_program() -> bool:

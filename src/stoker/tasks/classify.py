@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,10 @@ class TrainingData:
         """What is known about the source without reading from it."""
         return describe_storage(self.train)
 
+    def names(self, samples: Sequence[int]) -> list[str]:
+        """The files of training samples, from their indices in the data set."""
+        return [self.train.index.name(sample) for sample in samples]
+
 
 def open_data(config: Config, say: Say, progress: Advance | None = None) -> TrainingData:
     """Training and validation samples; data without a validation split has none."""
@@ -157,7 +161,7 @@ def build_run(
         progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
         close=loaders.close, config=config_values(config), classes=data.train.classes,
         decoder=data.decoding.decoder,
-        name_samples=lambda samples: [data.train.index.name(sample) for sample in samples],
+        name_samples=data.names,
         guard_memory=PrefetchGuard(say).check,
     )  # fmt: skip
 

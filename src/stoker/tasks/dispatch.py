@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stoker.clock.observed import StorageFacts
 from stoker.config import Config
 from stoker.console import Say
+from stoker.data.loader import BatchLoader, ImageLoader
+from stoker.data.volumes.plans import PatchLoader
 from stoker.files import write_text
 from stoker.machine.host import HostConfig
+from stoker.machine.loader_speed import LoaderSpeed
 from stoker.run.folder import RunFolder
-from stoker.tasks import classify, segment, volume_data
+from stoker.tasks import classify, image_data, segment, volume_data
 from stoker.tasks.classify import TrainingData
 from stoker.tasks.image_data import chosen_record
 from stoker.tasks.preview_sheet import keep_with_run
@@ -27,9 +30,13 @@ class RunData(Protocol):
 
     @property
     def samples(self) -> int:
-        """How many the loader chooses from: images, or volumes."""
+        """Samples to train on; of random patches, those of an epoch."""
 
     def storage(self) -> StorageFacts: ...
+
+    def names(self, samples: Sequence[int]) -> list[str]:
+        """What samples are called, from their numbers in the data set."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,10 @@ class Task:
     describe_run: Callable[[Config, Run, Any], str]
     keep_preview: Callable[[RunFolder, HostConfig, Any, int, Say], None]
     """Draws what the network gets, into the run's folder."""
+    open_training_loader: Callable[[HostConfig, Any], BatchLoader[Any]]
+    """The loader of one process, without a model to feed."""
+    measure_speed: Callable[..., LoaderSpeed]
+    """(config, data, workers=, seconds=) -> how fast it is for a consumer that takes no time."""
     unit: str
     """What a sample is called."""
 
@@ -66,6 +77,20 @@ def _keep_sheet(folder: RunFolder, config: HostConfig, data: TrainingData, world
     keep_with_run(folder.preview_file, config, data, world, say)
 
 
+def _image_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
+    plan = image_data.training_plan(config, data.train, data.decoding)
+    return image_data.open_loader(config, plan, workers=config.num_workers)
+
+
+def _image_speed(config: HostConfig, data: TrainingData, *, workers: int, seconds: float) -> LoaderSpeed:
+    return image_data.measure_speed(config, data.train, data.decoding, workers=workers, seconds=seconds)
+
+
+def _patch_loader(config: HostConfig, data: VolumeData) -> PatchLoader:
+    plan = volume_data.training_plan(config, data)
+    return volume_data.open_loader(config, plan, data.reading, workers=config.num_workers)
+
+
 def _nothing(*_arguments: Any) -> None:
     """For what a task does not have."""
 
@@ -78,9 +103,10 @@ def _same_volumes(_found: FoundCheckpoint, _config: HostConfig, data: VolumeData
 TASKS = {
     "classify": Task(
         classify.open_data, _record_subset, classify.with_decoder_of, classify.build_run, classify.describe_run,
-        _keep_sheet, "images",
+        _keep_sheet, _image_loader, _image_speed, "images",
     ),
     "segment3d": Task(
-        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run, _nothing, "patches",
+        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run, _nothing,
+        _patch_loader, volume_data.measure_speed, "patches",
     ),
 }  # fmt: skip

@@ -98,7 +98,7 @@ def build_run(
         progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
         close=lambda: _close(opened), config=config_values(config),
         classes=tuple(f"label {number}" for number in range(data.rules.classes)), decoder=None,
-        name_samples=lambda cases: [train.cases[case].id for case in cases], guard_memory=PrefetchGuard(say).check,
+        name_samples=data.names, guard_memory=PrefetchGuard(say).check,
         data={"classes": data.rules.classes, "ignore": data.rules.ignore, "channels": data.channels},
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def build_run(
 def build_network(config: Config, data: VolumeData, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
     """The network that the config describes, on its device."""
     assert config.patch_size is not None, "the config was checked"
-    model = build_volume_model(
+    model: nn.Module = build_volume_model(
         config.model, channels=data.channels, classes=data.rules.classes, patch=config.patch_size,
         deep_supervision=config.deep_supervision, gradient_checkpointing=config.gradient_checkpointing,
         indivisible=config.indivisible_patch, channels_last=config.channels_last, dropout=config.dropout,
@@ -117,7 +117,13 @@ def build_network(config: Config, data: VolumeData, device: torch.device, ranks:
         say(load_weights(model, file).describe())
     if config.sync_batchnorm and ranks.world > 1 and device.type == "cuda":
         model = with_sync_batchnorm(model)
-    return model.to(device)
+    model = model.to(device)
+    for weight in model.parameters():
+        if weight.ndim == 5 and weight.shape[2:].numel() == 1:
+            # The strides of axes of length one mean nothing, but DistributedDataParallel compares them with those of
+            # the gradient, and complains at the first step of every process.
+            weight.data = weight.data.reshape(-1).view(weight.shape)
+    return model
 
 
 def describe_run(config: Config, run: Run, data: VolumeData) -> str:
@@ -132,7 +138,7 @@ def describe_run(config: Config, run: Run, data: VolumeData) -> str:
     lines = [
         f"{config.model}: {count_parameters(run.model):,} parameters, {count(data.rules.classes, 'class', 'classes')}"
         f"{ignored}, {config.volume_loss}",
-        f"{count(data.samples, 'training volume')}, {val}, {part}",
+        f"{count(len(data.train.cases), 'training volume')}, {val}, {part}",
         f"patches of {patch}, {count(data.channels, 'channel')}, {config.foreground_patches:.0%} around foreground",
         *describe_schedule(config, run.ranks, run.device, run.horizon),
     ]

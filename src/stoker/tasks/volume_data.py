@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,23 +13,24 @@ import numpy as np
 from stoker.augment.volumes import transform_range
 from stoker.clock.observed import StorageFacts
 from stoker.config import Config
-from stoker.console import Advance, Say, count
-from stoker.data.loader import choose_engine
+from stoker.console import Advance, Say, count, some
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.cases import Case, CaseList, open_cases
+from stoker.data.volumes.label_index import build_label_index
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.making import PatchPlan
 from stoker.data.volumes.opening import OpenVolumes
 from stoker.data.volumes.patches import SomeOf, training_steps
 from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training, plan_validation
 from stoker.data.volumes.split import SplitRule, divide
-from stoker.data.volumes.statistics import Statistics, statistics_of
+from stoker.data.volumes.statistics import Normalization, Statistics, statistics_of
 from stoker.data.volumes.survey import Survey, survey
 from stoker.data.volumes.volume import ReadingOptions
 from stoker.errors import ConfigError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader
 from stoker.machine.storage import mount_of
 from stoker.tasks.building import loader_options
+from stoker.tasks.volume_reading import reading_options
 from stoker.train.ranks import Ranks
 
 DEFAULT_STEPS_PER_EPOCH = 250
@@ -46,17 +48,14 @@ class VolumeData:
     val: PatchPlan | None
     rules: LabelRules
     reading: ReadingOptions
-    normalize: str
+    normalize: Normalization
+    samples: int
+    """Patches of an epoch, over all ranks."""
 
     @property
     def channels(self) -> int:
         """Images of a case that the network takes together."""
         return self.train.layout.channels
-
-    @property
-    def samples(self) -> int:
-        """Volumes to train on."""
-        return len(self.train.cases)
 
     def statistics(self, plan: PatchPlan) -> tuple[Statistics, Statistics]:
         """What is subtracted from, and what divides, the voxels of a plan's cases; measured once and remembered."""
@@ -78,6 +77,10 @@ class VolumeData:
         mount = mount_of(places[0])
         return known if mount is None else replace(known, remote=mount.remote, kind=mount.kind)
 
+    def names(self, cases: Sequence[int]) -> list[str]:
+        """The ids of training cases, from their numbers in the plan."""
+        return [self.train.cases[case].id for case in cases]
+
     @cached_property
     def _volumes(self) -> OpenVolumes:
         return OpenVolumes(self.reading)
@@ -87,7 +90,12 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     """Training and validation volumes: listed, opened, divided, their labels indexed; `fold: all` has no validation."""
     listed = list_cases(config, say)
     rules = label_rules(config, listed)
-    reading = reading_options(config)
+    reading = reading_options(
+        config, listed.cases,
+        ranks=config.devices if isinstance(config.devices, int) else 1,
+        workers=config.num_workers if isinstance(config.num_workers, int) else 1,
+        say=say,
+    )  # fmt: skip
     volumes = OpenVolumes(reading)
     surveyed = survey_cases(config, listed, volumes, say, progress)
     rule = SplitRule(config.split_by, config.folds, config.fold, config.split_margin, config.subset_seed)
@@ -98,20 +106,34 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     )  # fmt: skip
     val = None
     if parts.val and config.limit_val_batches != 0:
-        without = _unlabelled(parts.val)
+        without = [case.id for case in parts.val if case.label is None]
         if without:
             raise UserError(
                 "labels-missing",
-                f"{count(len(without), 'case')} to validate on without a label: {', '.join(without[:5])}",
+                f"{count(len(without), 'case')} to validate on without a label: {some(without)}",
                 why="there is nothing to compare a prediction with",
                 hint="add the labels, or leave these cases out",
             )
+        check_labels(parts.val, volumes, rules, say, progress)
         val = plan_validation(parts.val, surveyed, rules, replace(patch_rule(config), overlap=0.0), 1)
-    data = VolumeData(train, val, rules, reading, config.normalize)
+    data = VolumeData(train, val, rules, reading, config.normalize, _patches_per_epoch(config))
     for plan in (train, val):
         if plan is not None:
             data.statistics(plan)  # the first time takes a while: now, and not when the workers are waiting
     return data
+
+
+def check_labels(
+    cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, say: Say, progress: Advance | None = None
+) -> None:
+    """Reads the labels of validation cases once, as training's are: wrong ones are refused now, not after an epoch."""
+    labels = build_label_index(cases, volumes, rules, progress=progress)
+    unread = {one.id: one.reason for one in labels.bad}
+    for name, reason in unread.items():
+        say(f"warning: the labels of {name}, which is validated on, cannot be read: {reason}")
+    empty = [case.id for case, found in zip(cases, labels.counts.sum(axis=1), strict=True) if not found]
+    if empty := [name for name in empty if name not in unread]:
+        say(f"{count(len(empty), 'validation volume')} without a labelled voxel, not scored: {some(empty)}")
 
 
 def list_cases(config: Config, say: Say) -> CaseList:
@@ -157,17 +179,6 @@ def patch_rule(config: Config) -> PatchRule:
     return PatchRule(config.patch_size, config.small_volumes, config.foreground_patches, transform_range(config))
 
 
-def reading_options(config: Config) -> ReadingOptions:
-    """How a process of this run reads volumes: the node's cache is divided among its processes."""
-    workers = config.num_workers if isinstance(config.num_workers, int) else 1
-    ranks = config.devices if isinstance(config.devices, int) else 1
-    processes = max(1, workers) if choose_engine(config.loader, workers) == "process" else 1
-    return ReadingOptions(
-        cache_bytes=config.volume_cache // (ranks * processes),
-        missing_chunks="error" if config.missing_chunks == "refuse" else "fill",
-    )
-
-
 def updates_per_epoch(config: Config) -> int:
     """Updates in an epoch, whatever the batch."""
     updates = config.steps_per_epoch or DEFAULT_STEPS_PER_EPOCH
@@ -177,6 +188,11 @@ def updates_per_epoch(config: Config) -> int:
     limit = config.limit_train_batches
     wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
     return max(1, wanted // config.gradient_accumulation)
+
+
+def _patches_per_epoch(config: Config) -> int:
+    ranks = config.num_nodes * (config.devices if isinstance(config.devices, int) else 1)
+    return updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * ranks
 
 
 def training_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> PatchPlan:
@@ -228,10 +244,6 @@ def measure_speed(config: Config, data: VolumeData, *, workers: int, seconds: fl
     endless = config.model_copy(update={"steps_per_epoch": wanted, "limit_train_batches": None})
     plan = training_plan(endless.model_copy(update={"gradient_accumulation": 1}), data)
     return measure_loader(partial(open_loader, config, plan, data.reading, workers=workers), workers, seconds)
-
-
-def _unlabelled(cases: tuple[Case, ...]) -> list[str]:
-    return [case.id for case in cases if case.label is None]
 
 
 def _bytes_of(place: str) -> int | None:

@@ -21,6 +21,7 @@ FAR_MORE = 4
 
 def plan_run(subject: Subject) -> Plan:
     """The plan of the run on this machine, as `stoker plan` makes it without options."""
+    from stoker.config.reading import check_task
     from stoker.machine.loader_memory import STATED
     from stoker.machine.memory import used_by_others_bytes
     from stoker.plan.budget import Job, Measured, make_plan, trace_needs
@@ -29,6 +30,7 @@ def plan_run(subject: Subject) -> Plan:
     from stoker.tasks.image_data import data_facts
 
     config = subject.config
+    check_task(config, "planned")
     wanted = Wanted(price=subject.price_per_hour)
     hardware = hardware_for(config, subject.path, wanted, subject.machine)
     data = data_facts(config, None)

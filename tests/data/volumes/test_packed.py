@@ -29,6 +29,8 @@ from stoker.data.volumes.transforms import TransformRange
 from stoker.data.volumes.volume import ArrayVolume, ReadingOptions, Region, box_at, whole
 from stoker.errors import UserError
 from tests.data.volumes.test_loader import digest
+from tests.data.volumes.test_remote import upload
+from tests.support.s3_server import S3Server
 
 READING = ReadingOptions()
 EVERYTHING = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.4, scaling=0.4)
@@ -60,7 +62,7 @@ def packed(source: Path, root: Path, layout: str = "raw", preparation: Preparati
     return root
 
 
-def patches(root: Path) -> list[str]:
+def patches(root: Path | str) -> list[str]:
     listed, volumes = open_cases(root), OpenVolumes(READING)
     assert listed.rules is not None
     rule = PatchRule((10, 12, 14), small="pad", transforms=EVERYTHING)
@@ -220,3 +222,13 @@ def test_the_trial_measures_every_layout_and_leaves_nothing_behind(
     assert len(dropped) >= 2 * len(LAYOUTS)
     assert not (tmp_path / "trial").exists()
     assert isinstance(cases[0][1], Case)
+
+
+def test_a_pack_in_s3_gives_the_same_patches(source: Path, tmp_path: Path, s3: S3Server) -> None:
+    for layout in ("raw", "zarr", "blocks32"):
+        url = upload(s3, packed(source, tmp_path / layout, layout), f"packs/{layout}")
+        if layout == "blocks32":
+            with pytest.raises(UserError, match="read from a local disk"):
+                open_cases(url)
+        else:
+            assert patches(url) == patches(source)

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import zarr
 
+from stoker.data.loader import LoaderOptions
 from stoker.data.store.stores import ReadFailure, StoreDown
 from stoker.data.volumes import sources, zarr_volume
+from stoker.data.volumes.ahead import ReadAhead
 from stoker.data.volumes.cases import CaseList, open_cases
 from stoker.data.volumes.label_index import build_label_index
 from stoker.data.volumes.labels import LabelRules
+from stoker.data.volumes.making import PatchPlan
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef, open_volume
+from stoker.data.volumes.patches import training_steps
+from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training
 from stoker.data.volumes.scrolls import write_scrolls
 from stoker.data.volumes.survey import survey
+from stoker.data.volumes.transforms import TransformRange
 from stoker.data.volumes.volume import ReadingOptions, Region, Volume, whole
 from stoker.errors import UserError
 from tests.data.volumes.test_formats import SHAPE, some_regions, voxels
+from tests.data.volumes.test_loader import READING, stream
 from tests.data.volumes.writing import FORMATS, PILLOW, npy, tiff, zarr_array
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
@@ -242,3 +251,98 @@ def test_what_is_wrong_with_a_url_is_told(s3: S3Server, tmp_path: Path, monkeypa
     with pytest.raises(StoreDown, match=url) as down:
         open_cases(url)
     assert down.value.name == "credentials-refused"
+
+
+@pytest.fixture(scope="module")
+def scrolls(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A few volumes as TIFF, and the URL of a copy of them in Zarr."""
+    folder = tmp_path_factory.mktemp("ahead")
+    write_scrolls(folder / "tiff", volumes=4, shape=(24, 32, 32), scrolls=2, seed=4)
+    shutil.copytree(folder / "tiff", folder / "zarr")
+    for path in sorted((folder / "zarr").rglob("*.tif")):
+        zarr_array(3)(path.parent, tifffile.imread(path))
+        (path.parent / "volume.zarr").rename(path.with_suffix(".zarr"))
+        path.unlink()
+    for kind in ("tiff", "zarr"):
+        upload(s3_server, folder / kind, f"ahead/{kind}")
+    return folder / "tiff", f"s3://{BUCKET}/ahead"
+
+
+def planned(root: str | Path) -> PatchPlan:
+    cases, volumes = open_cases(root).cases, OpenVolumes()
+    transforms = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.4, scaling=0.4)
+    rule = PatchRule((10, 12, 14), transforms=transforms)
+    return plan_training(cases, survey(cases, volumes), volumes, LabelRules(2, 2), rule, training_steps(8, 2), seed=3)
+
+
+@pytest.mark.parametrize("kind", ["tiff", "zarr"])
+def test_the_stream_from_s3_is_that_of_the_disk(kind: str, scrolls: tuple[Path, str], s3: S3Server) -> None:
+    expected = stream(planned(scrolls[0]))
+    there = planned(f"{scrolls[1]}/{kind}")
+    assert stream(there) == expected
+    assert stream(there, engine="thread", workers=3) == expected
+    # So little that hardly anything is read ahead.
+    assert stream(there, engine="thread", workers=2, lookahead=3000) == expected
+    assert stream(there, engine="process", workers=2) == expected
+    assert [one.split()[1] for one in stream(there, start=6)] == [one.split()[1] for one in expected[3:]]
+
+
+def test_announced_steps_are_fetched_while_others_are_waited_for(scrolls: tuple[Path, str], s3_proxy: Proxy) -> None:
+    plan = planned(f"{scrolls[1]}/zarr")
+    s3_proxy.reset()
+    s3_proxy.latency = 0.05
+    loader = PatchLoader(plan, ReadingOptions(cache_bytes=0), LoaderOptions(engine="thread", workers=1))
+    assert len(list(loader.epoch(0))) == 8
+    loader.close()
+    # One worker alone would have the chunks of one region in flight.
+    assert s3_proxy.most_in_flight > 30
+
+
+def test_what_is_read_ahead_keeps_to_its_bytes(
+    scrolls: tuple[Path, str], s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(f"{scrolls[1]}/tiff")
+    most, readers, real = [0], set[ReadAhead](), ReadAhead._next
+
+    def watched(self: ReadAhead) -> Any:
+        found = real(self)
+        readers.add(self)
+        most[0] = max(most[0], self.held_bytes)
+        return found
+
+    monkeypatch.setattr(ReadAhead, "_next", watched)
+    loader = PatchLoader(plan, READING, LoaderOptions(engine="thread", workers=2, lookahead=20_000))
+    for batch in loader.epoch(0):
+        assert len(batch) == 2
+    # A consumer that leaves: nothing of what was announced for it is kept.
+    next(iter(loader.epoch(1)))
+    loader.close()
+    assert 1680 < most[0] <= 20_000
+    assert [ahead.held_bytes for ahead in readers] == [0]
+
+
+def test_a_bad_volume_in_s3_is_quarantined_and_an_outage_is_not(
+    scrolls: tuple[Path, str], s3_server: S3Server, s3_proxy: Proxy, tmp_path: Path
+) -> None:
+    shutil.copytree(scrolls[0], tmp_path / "data")
+    bad = sorted((tmp_path / "data" / "train_images").iterdir())[1]
+    tifffile.imwrite(bad, np.full((24, 32, 32), 7, np.uint8), compression="zlib")
+    with tifffile.TiffFile(bad) as file:
+        offset, size = file.pages[5].dataoffsets[0], file.pages[5].databytecounts[0]
+    content = bytearray(bad.read_bytes())
+    content[offset : offset + size] = bytes(size)
+    bad.write_bytes(content)
+    plan = planned(upload(s3_server, tmp_path / "data", "bad"))
+    found = tmp_path / "quarantine.jsonl"
+    loader = PatchLoader(plan, READING, LoaderOptions(engine="thread", workers=2, quarantine_file=found))
+    batches = loader.epoch(0)
+    next(batches)
+    s3_proxy.stop()
+    back = threading.Timer(1.5, s3_proxy.start)
+    back.start()
+    assert len(list(batches)) == 7
+    back.join()
+    loader.close()
+    lines = [json.loads(line) for line in found.read_text().splitlines()]
+    assert {line["name"] for line in lines} == {bad.stem}
+    assert f"train_images/{bad.name}: unreadable (page 5" in lines[0]["reason"]

@@ -60,8 +60,9 @@ class LabelMap:
     def voxel(self, label: int, share: float) -> Shape:
         """One of the places of a class; `share` in [0, 1) chooses."""
         places = self.places[label]
-        z, y, x = np.unravel_index(int(places[int(share * len(places))]), self.shape)
-        return int(z), int(y), int(x)
+        plane, x = divmod(int(places[int(share * len(places))]), self.shape[2])
+        z, y = divmod(plane, self.shape[1])
+        return z, y, x
 
 
 class LabelIndex:

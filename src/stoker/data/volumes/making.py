@@ -21,7 +21,8 @@ from stoker.data.batch import BadSample
 from stoker.data.draws import REPLACEMENT, mix
 from stoker.data.engines.making import MAX_REPLACEMENTS, Allocate
 from stoker.data.order import Steps
-from stoker.data.store.stores import ReadFailure
+from stoker.data.store.stores import ReadFailure, is_url
+from stoker.data.volumes.ahead import ReadAhead, Wanted
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.opening import OpenVolumes
@@ -166,21 +167,35 @@ class PatchPlan:
 class PatchReader:
     """Reads the regions of a plan's patches; one for a process and all its threads."""
 
-    def __init__(self, volumes: OpenVolumes, row_bytes: int) -> None:
+    def __init__(self, volumes: OpenVolumes, row_bytes: int, lookahead_bytes: int = 0) -> None:
         self.volumes = volumes
         self.mean_bytes = float(row_bytes)
+        """Of what is read for a sample: of the largest region first, then of those announced."""
+        self._ahead = ReadAhead(volumes, lookahead_bytes)
+
+    def expect(self, case: Case, placement: Placement, layout: RowLayout) -> None:
+        """Announces that a patch will be read."""
+        sizes = [np.dtype(layout.image).itemsize] * len(case.images)
+        refs = list(case.images)
+        if layout.label is not None and case.label is not None:
+            refs.append(case.label)
+            sizes.append(np.dtype(layout.label).itemsize)
+        voxels = placement.region.voxels
+        for ref, size in zip(refs, sizes, strict=True):
+            self._ahead.expect(Wanted(ref, case.box, placement.region), voxels * size)
+        self.mean_bytes += (voxels * sum(sizes) - self.mean_bytes) / 32
 
     def read(self, case: Case, placement: Placement, rules: LabelRules | None, image: Voxels, label: Any) -> None:
         """Fills the parts of a row; raises ReadFailure if the case cannot be read, or has NaN voxels."""
         for channel, ref in zip(image, case.images, strict=True):
-            volume = self.volumes.get(ref, case.box)
+            volume = self._ahead.volume(ref, case.box, placement.region)
             read_padded(volume, placement.region, channel, 0)
             if ref.packed is None:  # a pack has no other voxels
                 check_finite(channel, volume.name)
         if rules is None or label is None:
             return
         assert case.label is not None, "a case without a label cannot be trained on"
-        volume = self.volumes.get(case.label, case.box)
+        volume = self._ahead.volume(case.label, case.box, placement.region)
         rules.check_kind(case.id, volume)
         # Packing has looked at every label.
         known = case.label.packed is not None and case.label.packed.has_only(rules.classes, rules.ignore)
@@ -200,10 +215,12 @@ class PatchReader:
             label[inside.moved((z, y, x)).slices] = voxels
 
     def forget(self) -> None:
-        """Nothing is read ahead: what a thread reads is mapped, or fetched chunk by chunk, many at once."""
+        """Drops what was announced and not read: the epoch ended, or the consumer left it."""
+        self._ahead.forget()
 
     def close(self) -> None:
-        """Mappings end with their last user."""
+        """Ends reading ahead; mappings end with their last user."""
+        self._ahead.close()
 
 
 class PatchMaker:
@@ -212,9 +229,16 @@ class PatchMaker:
     def __init__(self, plan: PatchPlan, reader: PatchReader) -> None:
         self.plan = plan
         self.reader = reader
+        # Placing patches twice would cost a local run a tenth of its speed.
+        refs = (ref for case in plan.cases for ref in (*case.images, case.label) if ref is not None)
+        self._is_remote = any(is_url(ref.location) for ref in refs)
 
     def announce(self, epoch: int, step: int, start: int) -> None:
-        """A step's batch will be made later; nothing has to be prepared for it."""
+        """Tells the reader that a step's batch will be made later, so that remote voxels can be fetched."""
+        if not self._is_remote:
+            return
+        for placement in self.plan.placements(epoch, step, start)[0]:
+            self.reader.expect(self.plan.cases[placement.case], placement, self.plan.layout)
 
     def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> PatchBatch:
         """The batch of a step, counted from the position `start` of an epoch."""

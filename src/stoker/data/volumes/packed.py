@@ -217,18 +217,20 @@ def _read_ahead(found: Voxels, axes: int) -> None:
     `found` is made of pieces that are each contiguous, or nearly: its first `axes` axes count them."""
     begin, end = np.lib.array_utils.byte_bounds(found)
     begin -= begin % PAGE
-    pages = -(-(end - begin) // PAGE)
-    resident = np.empty(pages, np.uint8)
-    # Looking takes a hundredth of a patch's time if everything is there. Without the right to know, the kernel says so.
+    resident = np.empty(-(-(end - begin) // PAGE), np.uint8)
+    # Looking takes a few hundredths of a patch's time. Without the right to know, the kernel says that all are there.
     if _LIBC.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_void_p(resident.ctypes.data)) != 0:
         return
-    if (resident & 1).all():
+    if resident.all():  # the lowest bit counts, and the others are zero
         return
-    address = found.__array_interface__["data"][0]
+    starts = np.full((1,) * axes, found.__array_interface__["data"][0] - begin)
+    for axis in range(axes):
+        place = np.arange(found.shape[axis]) * found.strides[axis]
+        starts = starts + place.reshape([-1 if axis == other else 1 for other in range(axes)])
     low, high = np.lib.array_utils.byte_bounds(found[(0,) * axes])
-    for place in np.ndindex(found.shape[:axes]):
-        at = address - begin + sum(number * stride for number, stride in zip(place, found.strides, strict=False))
-        first, last = at // PAGE, -(-(at + int(high - low)) // PAGE)
-        if not (resident[first:last] & 1).all():
-            start = begin + first * PAGE
-            _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t((last - first) * PAGE), mmap.MADV_WILLNEED)
+    firsts = starts.reshape(-1) // PAGE
+    pages = (int(high - low) + PAGE - 1) // PAGE + 1
+    # Pages between the pieces are not needed: they may be missing for ever.
+    needed = np.minimum(firsts[:, None] + np.arange(pages), len(resident) - 1)
+    for first in firsts[~resident[needed].all(axis=1)].tolist():
+        _LIBC.madvise(ctypes.c_void_p(begin + first * PAGE), ctypes.c_size_t(pages * PAGE), mmap.MADV_WILLNEED)

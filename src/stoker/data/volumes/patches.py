@@ -7,6 +7,7 @@ is centred on it, as far as the volume's border allows. Validation: a grid over 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,15 +117,22 @@ class RandomPatches:
             start = _centred(voxel, source)
         return Placement(case, start, transform, transform.region(self.patch, start), voxel)
 
+    @cached_property
+    def _classes(self) -> list[tuple[list[int], list[int]]]:
+        """For each case, the classes besides 0 that it has, and the running sum of the voxels of all classes. As lists:
+        numpy takes longer for a few numbers, and this is asked for every patch."""
+        return [
+            ([label for label, voxels in enumerate(counts) if label and voxels], list(itertools.accumulate(counts)))
+            for counts in self.labels.counts.tolist()
+        ]
+
     def _voxel(self, case: int, draws: Sequence[float]) -> Shape:
         which, of_class, of_voxel = draws
-        counts = self.labels.counts[case]
-        present = np.flatnonzero(counts[1:]) + 1
-        if which < self.foreground and len(present):
-            label = int(present[int(of_class * len(present))])
+        present, ends = self._classes[case]
+        if which < self.foreground and present:
+            label = present[int(of_class * len(present))]
         else:
-            ends = np.cumsum(counts)
-            label = int(np.searchsorted(ends, int(of_class * int(ends[-1])), side="right"))
+            label = bisect_right(ends, int(of_class * ends[-1]))
         return self.labels[case].voxel(label, of_voxel)
 
 

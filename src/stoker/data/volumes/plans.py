@@ -146,7 +146,10 @@ class PatchLoader(BatchLoader[PatchBatch]):
         # One bad volume may always be set aside: of fifty, it would already be more than the usual hundredth.
         allowed = max(options.max_bad_fraction, 1 / len(plan.cases))
         quarantine = Quarantine(options.quarantine_file, allowed, len(plan.cases))
-        super().__init__(plan, partial(_open_maker, plan, reading), quarantine, options, say)
+        # Each worker process reads its own steps ahead.
+        processes = max(1, options.workers) if options.engine == "process" else 1
+        opens = partial(_open_maker, plan, reading, options.lookahead // processes)
+        super().__init__(plan, opens, quarantine, options, say)
 
     @property
     def batch_bytes(self) -> int:
@@ -154,5 +157,5 @@ class PatchLoader(BatchLoader[PatchBatch]):
         return self.plan.steps.batch_size * self.plan.layout.row_bytes
 
 
-def _open_maker(plan: PatchPlan, reading: ReadingOptions) -> PatchMaker:
-    return PatchMaker(plan, PatchReader(OpenVolumes(reading), plan.layout.row_bytes))
+def _open_maker(plan: PatchPlan, reading: ReadingOptions, lookahead: int) -> PatchMaker:
+    return PatchMaker(plan, PatchReader(OpenVolumes(reading), plan.layout.row_bytes, lookahead))

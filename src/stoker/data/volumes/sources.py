@@ -7,15 +7,17 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
+from stoker.data.priority import step_back
 from stoker.data.store.cache import CachedStore
 from stoker.data.store.stores import Buffer, ReadFailure, is_url, open_store
 from stoker.data.volumes.volume import ReadingOptions, map_file
@@ -94,9 +96,7 @@ class ObjectSource:
         if outside := next((one for one in ranges if one[1] > self.size), None):
             raise ReadFailure(self.name, "short", f"byte {outside[1]:,} is needed; it has {self.size:,}")
         wanted = [piece for one in ranges for piece in _pieces(one)]
-        found = (
-            [self._part(*wanted[0])] if len(wanted) == 1 else list(_requests().map(lambda p: self._part(*p), wanted))
-        )
+        found = [self._part(wanted[0])] if len(wanted) == 1 else list(_requests.map(self._part, wanted))
         results: list[Buffer] = []
         pieces = iter(found)
         for one in ranges:
@@ -109,7 +109,8 @@ class ObjectSource:
         """The same with all bytes in memory."""
         return MappedSource(self.name, self.identity, memoryview(self.parts([(0, self.size)])[0]))
 
-    def _part(self, start: int, stop: int) -> Buffer:
+    def _part(self, one: Range) -> Buffer:
+        start, stop = one
         try:
             return memoryview(self.store.read(self.path, start, stop - start, version=self.version))
         except ReadFailure as failure:
@@ -269,17 +270,44 @@ def _keeping(store: Any, folder: Path, limit: int | None) -> CachedStore:
     return CachedStore(store, folder, cache_size=limit)
 
 
-_pool: ThreadPoolExecutor | None = None
-_pool_lock = threading.Lock()
+class _Requests:
+    """Threads whose requests wait for the network. Not an executor: that would hold up the end of the program until the
+    last request has been answered or given up."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._waiting: SimpleQueue[tuple[Future[Buffer], Callable[[Range], Buffer], Range]] = SimpleQueue()
+        self._threads = 0
+        self._idle = 0
+
+    def map(self, call: Callable[[Range], Buffer], ranges: Sequence[Range]) -> list[Buffer]:
+        """The results in order; raises the first error."""
+        futures: list[Future[Buffer]] = [Future() for _ in ranges]
+        with self._lock:
+            for _ in range(min(len(ranges) - self._idle, self._most - self._threads)):
+                self._threads += 1
+                threading.Thread(target=self._work, name="stoker-objects", daemon=True).start()
+        for future, one in zip(futures, ranges, strict=True):
+            self._waiting.put((future, call, one))
+        return [future.result() for future in futures]
+
+    def _work(self) -> None:
+        step_back()
+        while True:
+            with self._lock:
+                self._idle += 1
+            future, call, one = self._waiting.get()
+            with self._lock:
+                self._idle -= 1
+            try:
+                future.set_result(call(one))
+            except BaseException as error:  # raised to who waits for it
+                future.set_exception(error)
+            del future, call
 
 
-def _requests() -> ThreadPoolExecutor:
-    """The threads whose requests wait for the network."""
-    global _pool
-    with _pool_lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, thread_name_prefix="stoker-objects")
-        return _pool
+_requests = _Requests(REQUESTS_IN_FLIGHT)
 
 
 def _pieces(one: Range) -> list[Range]:

@@ -75,8 +75,7 @@ def statistics_of(
     if kind == "volume":
         # A pack has measured all voxels of its volumes.
         for number, channel in places:
-            facts = cases[number].images[channel].packed
-            if facts is not None and facts.mean is not None and facts.std is not None:
+            if (facts := cases[number].images[channel].packed) is not None:
                 means[number, channel], stds[number, channel] = facts.mean, facts.std
         places = [place for place in places if cases[place[0]].images[place[1]].packed is None]
     refs = [cases[number].images[channel] for number, channel in places]

@@ -225,6 +225,8 @@ class Looked:
     label_bytes: int = 0
     decoded_bytes: int = 0
     """Of its largest file, if that can only be decoded whole."""
+    reason: str = ""
+    """Why it cannot be opened, or prepared as asked."""
 
     @property
     def voxels(self) -> int:
@@ -251,8 +253,8 @@ def look(
             sources = [volumes.get(ref) for ref in case.images]
             label = None if case.label is None else volumes.get(case.label)
             shape = new_shape(sources[0], preparation)
-        except ReadFailure:
-            return Looked()
+        except ReadFailure as failure:
+            return Looked(reason=str(failure))
         kinds = [np.dtype(np.uint8) if preparation.dtype == "uint8" else source.dtype for source in sources]
         label_bytes = 0 if label is None else (label.dtype if rules is None else rules.dtype).itemsize
         voxels = int(np.prod(sources[0].shape, dtype=object))
@@ -349,10 +351,10 @@ def make_cases(argument: bytes, parent: Parent) -> None:
             answer |= make_case(pack, number, verify=task["verify"], report=report)
         except OSError as error:
             answer |= {"error": f"{error.strerror or error}"}
-        except (ReadFailure, BadLabels) as failure:
-            wrong = isinstance(failure, BadLabels)
-            why = f": {failure.why}" if wrong and failure.why else ""
-            answer |= {"reason": f"{failure}{why}", "wrong_labels": wrong}
+        except ReadFailure as failure:
+            answer |= {"reason": str(failure), "wrong_labels": False}
+        except BadLabels as wrong:
+            answer |= {"reason": f"{wrong}; {wrong.why}" if wrong.why else str(wrong), "wrong_labels": True}
         parent.send(since)
         parent.answer(answer)
 

@@ -46,11 +46,6 @@ class Preparation:
     """The distance of voxels afterwards, where the source's format says what it is; excludes `scale`."""
     dtype: Literal["keep", "uint8"] = "keep"
 
-    @property
-    def changes(self) -> bool:
-        """Whether any voxel may become another one."""
-        return self != Preparation()
-
     def as_dict(self) -> dict[str, Any]:
         """As options that a user would type; JSON can hold it."""
         found = {name: value for name, value in asdict(self).items() if value not in (None, "keep")}

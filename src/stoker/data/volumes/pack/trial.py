@@ -151,7 +151,11 @@ def _typical(looked: Sequence[Looked]) -> int:
     """The case in the middle by size, of those that can be read."""
     numbers = sorted((number for number, one in enumerate(looked) if one.voxels), key=lambda n: (looked[n].voxels, n))
     if not numbers:
-        raise UserError("bad-volumes", "none of the volumes can be read", hint="open one of these files")
+        raise UserError(
+            "bad-volumes",
+            f"none of {len(looked)} volumes can be packed; the first: {looked[0].reason}",
+            hint="repair these files, or change the options",
+        )
     return numbers[len(numbers) // 2]
 
 

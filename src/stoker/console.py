@@ -211,7 +211,9 @@ def _line_writer(what: str, unit: str) -> Advance:
         if now_s - last_s < LINE_EVERY_S:
             return
         of = f" of {total:,} ({done / total:.0%})" if total else ""
-        say(f"{what}: {done:,}{of} {_rate((done - last_done) / (now_s - last_s), unit)}".rstrip())
+        per_second = (done - last_done) / (now_s - last_s)
+        left = f", {clock((total - done) / per_second)} left" if total and per_second > 0 else ""
+        say(f"{what}: {done:,}{of} {_rate(per_second, unit)}{left}".rstrip())
         last_s, last_done = now_s, done
 
     return advance

@@ -22,7 +22,13 @@ def write_untrained_volumes(
     } | keys  # fmt: skip
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()]).config
     model = build_volume_model(
-        config.model, channels=channels, classes=classes, patch=patch, channels_last=False, seed=seed
+        config.model,
+        channels=channels,
+        classes=classes,
+        patch=patch,
+        channels_last=False,
+        seed=seed,
+        indivisible=config.indivisible_patch,
     )
     state = {
         "model": model.state_dict(),

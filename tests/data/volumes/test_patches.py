@@ -208,6 +208,9 @@ def test_a_patch_larger_than_a_volume_is_refused_or_padded(index: LabelIndex) ->
     assert caught.value.name == "patch-larger-than-volume"
     assert "c is 8 x 16 x 15" in str(caught.value)
     assert "8 x 12 x 12" in str(caught.value.hint)
+    with pytest.raises(UserError) as caught:
+        check_patch_fits((12, 12, 12), [(30, 40, 3)], ["d"], "refuse")
+    assert "colours" in str(caught.value.why)
     check_patch_fits((12, 12, 12), SHAPES, ["a", "b", "c"], "pad")
     patches = RandomPatches((12, 12, 12), SHAPES, index)
     small = [one for one in placed(patches, 0, np.arange(60)) if one.case == 2]

@@ -217,6 +217,19 @@ def test_a_layout_in_s3_is_that_of_the_folder(kind: str, s3: S3Server, tmp_path:
         assert all(map(np.array_equal, *(index[number].places for index in indexes)))
 
 
+def test_names_may_have_any_characters(s3: S3Server, tmp_path: Path) -> None:
+    name = "odd names/a #1 + 100% é?.npy"
+    (tmp_path / "odd names").mkdir()
+    np.save(tmp_path / name, voxels("uint8"))
+    zarr_array(2)(tmp_path / "odd names", voxels("uint8"))
+    (tmp_path / "cases.yaml").write_text(f"- {{image: '{name}', label: odd names/volume.zarr}}\n", "utf-8")
+    (case,) = open_cases(f"{upload(s3, tmp_path, 'any 1')}/cases.yaml".replace(" ", "%20")).cases
+    assert case.id == "a #1 + 100% é?"
+    for ref in (case.images[0], case.label):
+        assert ref is not None
+        check_reads(open_volume(ref), voxels("uint8"))
+
+
 def test_a_second_start_asks_for_no_volume(s3_server: S3Server, s3_proxy: Proxy, tmp_path: Path) -> None:
     write_scrolls(tmp_path / "data", volumes=3, shape=(16, 16, 16), scrolls=2)
     url = upload(s3_server, tmp_path / "data", "twice")

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import yaml
 
@@ -385,4 +386,5 @@ def _bad_dataset(root: Place, reason: str) -> UserError:
 
 def _stem(location: str) -> str:
     name = location.rstrip("/").rpartition("/")[2]
+    name = unquote(name) if is_url(location) else name
     return name.removesuffix(next((suffix for suffix in sorted(SUFFIXES, key=len)[::-1] if name.endswith(suffix)), ""))

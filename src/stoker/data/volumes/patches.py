@@ -25,6 +25,7 @@ from stoker.errors import UserError
 
 Small = Literal["pad", "refuse"]
 _TURN = 7
+_MOST_COLOURS = 4
 
 
 @dataclass(frozen=True)
@@ -249,11 +250,16 @@ def check_patch_fits(patch: Shape, shapes: Sequence[Shape], names: Sequence[str]
         name, shape = too_small[0]
         fits = [min(length, *(sizes[axis] for sizes in shapes)) for axis, length in enumerate(patch)]
         others = f" (and {len(too_small) - 1} others)" if len(too_small) > 1 else ""
+        is_colour = min(shape) <= _MOST_COLOURS < min(patch)
         raise UserError(
             "patch-larger-than-volume",
             f"the patch is {_by(patch)}; {name} is {_by(shape)}{others}",
-            why="what lies outside a volume would be padding, which teaches nothing",
-            hint=f"a patch of at most {_by(fits)}, or pad small volumes",
+            why=f"an axis of length {min(shape)} looks like colours or channels; a volume has the axes z, y, x"
+            if is_colour
+            else "what lies outside a volume would be padding, which teaches nothing",
+            hint="save each channel as a volume of its own, and list them as the images of a case"
+            if is_colour
+            else f"a patch of at most {_by(fits)}, or small_volumes=pad",
         )
 
 

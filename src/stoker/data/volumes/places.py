@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.opening import VolumeRef, local_path
@@ -24,6 +24,7 @@ class UrlPath:
     """A folder or object behind a URL. Each folder is listed once."""
 
     url: str
+    """With unusual characters in names as %20 and so on: they may mean something in a URL."""
     _listings: dict[str, Listing] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -31,7 +32,7 @@ class UrlPath:
 
     def __truediv__(self, name: str | Path) -> UrlPath:
         parts = urlsplit(self.url)
-        path = posixpath.normpath(posixpath.join(parts.path or "/", str(name)))
+        path = posixpath.normpath(posixpath.join(parts.path or "/", quote(str(name))))
         return UrlPath(f"{parts.scheme}://{parts.netloc}{path}", self._listings)
 
     def __lt__(self, other: UrlPath) -> bool:
@@ -39,7 +40,7 @@ class UrlPath:
 
     @property
     def name(self) -> str:
-        return self.url.rstrip("/").rpartition("/")[2]
+        return unquote(self.url.rstrip("/").rpartition("/")[2])
 
     @property
     def suffix(self) -> str:

@@ -59,7 +59,7 @@ class Patches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         with (self.root / "train.csv").open(newline="") as file:
             self.names = [row["id"] for row in csv.DictReader(file)][: options.volumes]
         self.patch = tuple(options.patch)
-        self.length = options.steps * options.batch
+        self.length: int = options.steps * options.batch
         self.filter, self.read, self.zoom = options.filter, options.read, options.zoom
         self.cache = VolumeCache(options.cache)
 
@@ -84,8 +84,7 @@ class Patches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def load(self, name: str) -> tuple[Array, Array]:
         files = self.root / "train_images" / f"{name}.tif", self.root / "train_labels" / f"{name}.tif"
         if self.read == "patch":
-            image, label = (tifffile.memmap(file, mode="r") for file in files)
-            return image, label
+            return tifffile.memmap(files[0], mode="r"), tifffile.memmap(files[1], mode="r")
         image, label = (tifffile.imread(file).astype(np.float32) for file in files)
         image = np.clip(image, *CLIP)
         if self.filter == "volume":
@@ -152,7 +151,7 @@ def main() -> int:
             logits = model(image)
         loss = functional.binary_cross_entropy_with_logits(logits.float(), label)
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
     return 0

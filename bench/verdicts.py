@@ -160,9 +160,7 @@ def main() -> int:
     arguments = parser.parse_args()
     cases = [case for case in CASES if arguments.only is None or arguments.only in case.name]
     cases = [case for case in cases if case.held_out or not arguments.held_out]
-    ours = {"own", "volumes"}
-    scripts = {case.script for case in cases}
-    installed = {script for script in scripts if script in ours or python_of(ENVIRONMENTS.get(script, script))}
+    installed = {script for script in {case.script for case in cases} if python_of(ENVIRONMENTS.get(script, script))}
     cases = [case for case in cases if case.script in installed]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="stoker-verdicts-") as name:

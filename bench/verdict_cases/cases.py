@@ -166,15 +166,14 @@ def _volumes(held_out: bool) -> list[Case]:
         return [
             case("all faults, 2 workers", (whole,), (whole, "cache-cannot-hit", zoom, scaler), *narrow,
                  "--workers", "2"),
-            case("a cache of half the volumes", (whole,), (whole, zoom, scaler), *narrow, "--cache", "6"),
+            case("a cache that is still filling", (whole,), (whole, zoom, scaler), *narrow, "--cache", "12"),
             case("a zoom and a slow model", ("compute-bound",), (zoom,), *good, "--zoom", *wide),
             case("no faults, no workers", any_verdict, (), *good, *narrow, "--workers", "0"),
         ]  # fmt: skip
     return [
         case("all faults", (whole,), (whole, "cache-cannot-hit", zoom, scaler), *narrow),
         case("all faults, no workers", (whole,), (whole, "cache-cannot-hit", zoom, scaler), *narrow, "--workers", "0"),
-        case("all faults behind a slow model", ("compute-bound",), (whole, "cache-cannot-hit", zoom, scaler), *wide,
-             "--patch", "48", "64", "64"),
+        case("all faults behind a slow model", ("compute-bound",), (whole, "cache-cannot-hit", zoom, scaler), *wide),
         case("a filter over whole volumes", (whole,), (whole,), *good, "--read", "volume", "--filter", "volume",
              "--cache", "0", *narrow),
         case("whole volumes read, none filtered", any_verdict, ("cache-cannot-hit",), *good, "--read", "volume",

@@ -203,6 +203,7 @@ def test_options_of_the_other_task_are_refused(run: Path, capsys: pytest.Capture
     assert main(["eval"]) == 2
     assert main(["eval", str(run), "--predictions", "masks", "--labels", "labels"]) == 2
     assert main(["eval", "--predictions", "masks"]) == 2
+    assert main(["eval", str(run), "--spacing", "0", "1", "1"]) == 2
     capsys.readouterr()
     assert main(["eval", str(run), "fold=all"]) == 1
     assert "no volumes for validation" in capsys.readouterr().err

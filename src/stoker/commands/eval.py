@@ -151,6 +151,8 @@ def evaluate(
         data_root = None
     if wrong := [text for text in settings if not _KEY_VALUE.match(text)]:
         raise UsageError("usage", f"{wrong[0]!r} is neither DATA_ROOT nor KEY=VALUE", hint="stoker eval --help")
+    if min(spacing) <= 0:
+        raise UsageError("usage", f"--spacing {' '.join(map(str, spacing))}: the size of a voxel is above 0")
     if (predictions is None) == (checkpoint is None) or (predictions is None) != (labels is None):
         raise UsageError(
             "usage",
@@ -164,7 +166,12 @@ def evaluate(
     from stoker.train.checkpoint.restore import task_of
 
     scoring = Scoring(
-        score, tolerance or 2.0, spacing, threshold, parse_chain(post), pictures if out is not None else 0
+        score,
+        2.0 if tolerance is None else tolerance,
+        spacing,
+        threshold,
+        parse_chain(post),
+        pictures if out is not None else 0,
     )
     if predictions is not None and labels is not None:
         _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
@@ -180,8 +187,9 @@ def evaluate(
             tolerance=tolerance, raw=raw, json=json,
         )  # fmt: skip
     of_volumes = {
-        "--split all": split == "all", "--out": out, "--score": score != "segmentation", "--threshold": threshold,
-        "--tolerance": tolerance, "--flips": flips, "--post": post, "--checkpoint": more,
+        "--split all": split == "all", "--out": out, "--score": score != "segmentation",
+        "--threshold": threshold is not None, "--tolerance": tolerance is not None, "--flips": flips, "--post": post,
+        "--checkpoint": more,
     }  # fmt: skip
     if used := [name for name, value in of_volumes.items() if value]:
         raise UsageError("usage", f"{checkpoint} classifies images; {used[0]} is for volumes")
@@ -260,7 +268,7 @@ def _evaluate_volumes(
     steps = f"{count(first.epoch, 'epoch')} ({count(first.step, 'step')})"
     others = f" and {count(len(trained) - 1, 'other network')}" if len(trained) > 1 else ""
     title = f"{first.config.model} after {steps}, {weights}{others}, {chosen.what}"
-    scoring = replace(scoring, tolerance=tolerance or first.config.surface_tolerance)
+    scoring = replace(scoring, tolerance=first.config.surface_tolerance if tolerance is None else tolerance)
     keep = _Keeper(out, title)
     found, judged = evaluate_volumes(
         trained, chosen, scoring, sliding=sliding, bar=progress_bar, keep=keep.scores, say=say

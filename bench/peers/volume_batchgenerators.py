@@ -64,16 +64,13 @@ def transforms(patch: tuple[int, int, int]) -> Any:
 
 
 def region_of(patch: tuple[int, int, int]) -> list[int]:
-    """What is read for a patch: large enough for the largest rotation about any one axis."""
+    """What nnU-Net reads for a patch: where its far corner may get by the largest rotation about one axis."""
     cos, sin = np.cos(np.deg2rad(DEGREES)), np.sin(np.deg2rad(DEGREES))
-    sizes = np.array(patch, float)
-    largest = sizes.copy()
-    for axis in range(3):
-        first, second = (other for other in range(3) if other != axis)
-        # As nnU-Net computes it: the far corner, rotated one way.
-        largest[first] = max(largest[first], abs(cos * sizes[first] - sin * sizes[second]))
-        largest[second] = max(largest[second], abs(sin * sizes[first] + cos * sizes[second]))
-        largest[first] = max(largest[first], cos * sizes[first] + sin * sizes[second])
+    largest = np.array(patch, float)
+    for longer, shorter in ((1, 2), (2, 0), (0, 1)):
+        a, b = patch[longer], patch[shorter]
+        largest[longer] = max(largest[longer], cos * a + sin * b)
+        largest[shorter] = max(largest[shorter], abs(cos * b - sin * a))
     return [int(size / LEAST_SCALE) for size in largest]
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(epilog="Examples: stoker demo --fresh; stoker demo --volumes")(demo)
+    app.command(epilog="Example: stoker demo --volumes --fresh")(demo)
 
 
 def demo(

@@ -102,7 +102,7 @@ DIGITS = Demo(
 SCROLLS = Demo(
     config_name="demo_volumes.yaml", folder="scrolls", about="seven made-up scans of scrolls as TIFF stacks",
     write=write_demo_scrolls,
-    metric="dice", threshold=90.0,  # the config reaches 95 (tests/commands/test_demo.py)
+    metric="dice", threshold=90.0,  # the config reaches 95
     outcome="it found the sheets of a scroll it had not seen", unit="patch", units="patches",
     suggestions=(
         "stoker eval {run}   # score the held-out volumes one by one",

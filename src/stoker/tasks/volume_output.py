@@ -50,7 +50,8 @@ class RawVolume:
 
     @property
     def size_bytes(self) -> int:
-        return self.channels * self.shape[0] * self.shape[1] * self.shape[2] * self.dtype.itemsize
+        depth, height, width = self.shape
+        return self.channels * depth * height * width * int(self.dtype.itemsize)
 
     def write(self, region: Region, voxels: NDArray[Any]) -> None:
         """Writes (channels, z, y, x), or (z, y, x) for a single channel; the region spans the whole x axis."""
@@ -91,7 +92,8 @@ class RawVolume:
             self._file = -1
 
     def _offset(self, channel: int, z: int, y: int) -> int:
-        return (((channel * self.shape[0] + z) * self.shape[1] + y) * self.shape[2]) * self.dtype.itemsize
+        depth, height, width = self.shape
+        return ((channel * depth + z) * height + y) * width * int(self.dtype.itemsize)
 
 
 class Workspace:
@@ -280,16 +282,21 @@ def _remove(path: Path) -> None:
 
 
 def _write_all(file: int, array: NDArray[Any], offset: int) -> None:
-    left = memoryview(array).cast("B") if array.size else memoryview(b"")
+    left = _bytes_of(array)
     while left:
         written = os.pwrite(file, left[:_COPY_BYTES], offset)
         left, offset = left[written:], offset + written
 
 
 def _read_all(file: int, out: NDArray[Any], offset: int) -> None:
-    left = memoryview(out).cast("B") if out.size else memoryview(b"")
+    left = _bytes_of(out)
     while left:
         got = os.preadv(file, [left[:_COPY_BYTES]], offset)
         if not got:
             raise OSError(errno.EIO, "the file of an unfinished prediction is too short")
         left, offset = left[got:], offset + got
+
+
+def _bytes_of(array: Any) -> memoryview:
+    # An empty array cannot be cast.
+    return memoryview(array).cast("B") if array.size else memoryview(b"")

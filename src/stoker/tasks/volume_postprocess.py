@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -163,7 +164,9 @@ class _Components:
             import cc3d
         except ModuleNotFoundError as error:
             raise library_missing(error) from None
-        self._label = lambda voxels: cc3d.connected_components(voxels, connectivity=neighbours)
+        self._label: Callable[[NDArray[Any]], NDArray[Any]] = partial(
+            cc3d.connected_components, connectivity=neighbours
+        )
         self._source, self._of, self._neighbours = source, of, neighbours
         self._depth, self._planes = source.shape[0], _planes_at_once(source.shape, slab_voxels)
         counts: list[NDArray[np.int64]] = []

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from stoker.augment.volumes import deviation as deviation_of
+from stoker.augment.volume_intensity import deviation as deviation_of
 from stoker.augment.volumes import memory_format_of
 from stoker.console import Advance, Say
 from stoker.data.volumes.statistics import Normalization, Statistics, measure, value_range
@@ -228,9 +228,9 @@ def check_channels(segmenter: Segmenter, images: Sequence[Volume]) -> None:
 
 def decided(probabilities: Tensor, threshold: float | None) -> Tensor:
     """The most probable class of each voxel; with a threshold, class 1 wherever it is more probable than that."""
-    if threshold is not None:
-        assert len(probabilities) == 1, "a threshold is for two classes"
-        return (probabilities[0] > threshold).to(torch.uint8)
+    if len(probabilities) == 1:
+        return (probabilities[0] > (0.5 if threshold is None else threshold)).to(torch.uint8)
+    assert threshold is None, "a threshold is for two classes"
     best, number = probabilities.max(dim=0)
     kind = torch.uint8 if len(probabilities) < 256 else torch.int16
     return torch.where(best > 1 - probabilities.sum(dim=0), number + 1, 0).to(kind)

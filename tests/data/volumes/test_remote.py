@@ -41,16 +41,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def upload(server: S3Server, folder: Path, prefix: str) -> str:
-    """All files below a folder; returns the URL of what was the folder."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            server.put(f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
-    return f"s3://{BUCKET}/{prefix}"
-
-
 def remote(server: S3Server, folder: Path, ref: VolumeRef, prefix: str) -> VolumeRef:
-    return VolumeRef(f"{upload(server, folder, prefix)}/{Path(ref.location).name}", ref.level)
+    return VolumeRef(f"{server.put_folder(folder, prefix)}/{Path(ref.location).name}", ref.level)
 
 
 def check_reads(volume: Volume, array: np.ndarray[Any, Any]) -> None:
@@ -204,7 +196,7 @@ def write_layout(kind: str, folder: Path) -> str:
 @pytest.mark.parametrize("kind", ["competition", "nnunet", "list"])
 def test_a_layout_in_s3_is_that_of_the_folder(kind: str, s3: S3Server, tmp_path: Path) -> None:
     root = write_layout(kind, tmp_path / "data")
-    url = upload(s3, tmp_path / "data", f"layouts/{kind}")
+    url = s3.put_folder(tmp_path / "data", f"layouts/{kind}")
     here, there = open_cases(f"{tmp_path}/data{root}"), open_cases(url + root)
     assert described(there, url) == described(here, f"{tmp_path}/data")
     assert (there.rules, there.notes) == (here.rules, here.notes)
@@ -223,7 +215,7 @@ def test_names_may_have_any_characters(s3: S3Server, tmp_path: Path) -> None:
     np.save(tmp_path / name, voxels("uint8"))
     zarr_array(2)(tmp_path / "odd names", voxels("uint8"))
     (tmp_path / "cases.yaml").write_text(f"- {{image: '{name}', label: odd names/volume.zarr}}\n", "utf-8")
-    (case,) = open_cases(f"{upload(s3, tmp_path, 'any 1')}/cases.yaml".replace(" ", "%20")).cases
+    (case,) = open_cases(f"{s3.put_folder(tmp_path, 'any 1')}/cases.yaml".replace(" ", "%20")).cases
     assert case.id == "a #1 + 100% é?"
     for ref in (case.images[0], case.label):
         assert ref is not None
@@ -232,7 +224,7 @@ def test_names_may_have_any_characters(s3: S3Server, tmp_path: Path) -> None:
 
 def test_a_second_start_asks_for_no_volume(s3_server: S3Server, s3_proxy: Proxy, tmp_path: Path) -> None:
     write_scrolls(tmp_path / "data", volumes=3, shape=(16, 16, 16), scrolls=2)
-    url = upload(s3_server, tmp_path / "data", "twice")
+    url = s3_server.put_folder(tmp_path / "data", "twice")
     for _ in range(2):
         s3_proxy.reset()
         cases, volumes = open_cases(url).cases, OpenVolumes()
@@ -245,7 +237,7 @@ def test_a_second_start_asks_for_no_volume(s3_server: S3Server, s3_proxy: Proxy,
 
 def test_what_is_wrong_with_a_url_is_told(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_scrolls(tmp_path / "data", volumes=3, shape=(16, 16, 16), scrolls=2)
-    url = upload(s3, tmp_path / "data", "wrong")
+    url = s3.put_folder(tmp_path / "data", "wrong")
     s3.put("wrong/cases.yaml", b"- {image: train_images/gone.tif}")
     s3.put("empty/note.txt", b"x")
     expected = {
@@ -277,7 +269,7 @@ def scrolls(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> tu
         (path.parent / "volume.zarr").rename(path.with_suffix(".zarr"))
         path.unlink()
     for kind in ("tiff", "zarr"):
-        upload(s3_server, folder / kind, f"ahead/{kind}")
+        s3_server.put_folder(folder / kind, f"ahead/{kind}")
     return folder / "tiff", f"s3://{BUCKET}/ahead"
 
 
@@ -345,7 +337,7 @@ def test_a_bad_volume_in_s3_is_quarantined_and_an_outage_is_not(
     content = bytearray(bad.read_bytes())
     content[offset : offset + size] = bytes(size)
     bad.write_bytes(content)
-    plan = planned(upload(s3_server, tmp_path / "data", "bad"))
+    plan = planned(s3_server.put_folder(tmp_path / "data", "bad"))
     found = tmp_path / "quarantine.jsonl"
     loader = PatchLoader(plan, READING, LoaderOptions(engine="thread", workers=2, quarantine_file=found))
     batches = loader.epoch(0)

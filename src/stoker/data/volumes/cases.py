@@ -281,9 +281,11 @@ def _ref(path: Place, location: Any, level: int, gone: list[str]) -> VolumeRef:
     if is_url(location):
         # Not looked for: a bucket may be readable although it may not be listed.
         return VolumeRef(location, level)
-    place = path.parent / location if isinstance(path, UrlPath) else path.parent / Path(location).expanduser()
-    if isinstance(place, Path):
-        place = Path(os.path.normpath(place))
+    place: Place
+    if isinstance(path, UrlPath):
+        place = path.parent / location
+    else:
+        place = Path(os.path.normpath(path.parent / Path(location).expanduser()))
     if not place.exists():
         gone.append(str(place))
     return ref_to(place, level)

@@ -29,10 +29,11 @@ from stoker.scores.surface_dice import ISOTROPIC, Spacing
 from stoker.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
 from stoker.scores.whole import ScoreName, score_volume
 from stoker.tasks.segment import TrainedVolumeModel
-from stoker.tasks.volume_data import label_rules, list_cases, reading_options, split_rule, survey_cases
+from stoker.tasks.volume_data import label_rules, list_cases, split_rule, survey_cases
 from stoker.tasks.volume_pictures import worst_cuts
 from stoker.tasks.volume_postprocess import PostStep, check_chain, post_processed
 from stoker.tasks.volume_prediction import predicted_mask, segmenter_of
+from stoker.tasks.volume_reading import reading_options
 from stoker.tasks.volume_results import Judged, VolumeEvaluation
 from stoker.tasks.volume_windows import SlidingWindow
 

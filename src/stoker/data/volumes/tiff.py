@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import tifffile
@@ -50,7 +50,7 @@ def _open(source: Source, headers: Source, options: ReadingOptions) -> Volume:
     path = source.name
     _check_chain(headers)
     try:
-        with tifffile.TiffFile(SourceStream(headers)) as file:
+        with tifffile.TiffFile(cast(IO[bytes], SourceStream(headers))) as file:
             return _open_stack(source, headers, file, options)
     except (ReadFailure, StoreDown, Scattered, MemoryError):
         raise
@@ -88,7 +88,7 @@ def _open_stack(source: Source, headers: Source, file: Any, options: ReadingOpti
     stored = np.array([page.is_contiguous for page in pages])
     # A page holds its file, and that holds all the others, with a Python object for each of their tags. Their offsets
     # are enough, and one page that knows how all are encoded: the first of a file in which no other was looked at.
-    with tifffile.TiffFile(SourceStream(headers)) as fresh:
+    with tifffile.TiffFile(cast(IO[bytes], SourceStream(headers))) as fresh:
         first = fresh.pages.first
         # The page would keep the stream, and with it all that was fetched for the headers.
         first.parent.filehandle._fh = None

@@ -25,7 +25,6 @@ from stoker.console import say, say_notes
 from stoker.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from stoker.machine.host import HostConfig, Machine
     from stoker.train.checkpoint.branching import Start
 
 
@@ -89,6 +88,7 @@ def train_from_config(
     from stoker.config import config_values
     from stoker.config.reading import load_for_command
     from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
     from stoker.run.metric import metric_of
     from stoker.tasks.training import check_devices, train_here, trial_run
@@ -114,7 +114,7 @@ def train_from_config(
         check_start(start, folder.checkpoints, resume=checkpoint, weights=config.weights, fresh=fresh)
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):
         # Once on each node, before any process is started: those of our own launcher come later.
-        _guard(config, path, machine, force=force)
+        refuse_what_cannot_fit(config, path, machine, force=force)
     if ranks is None and config.devices * config.num_nodes > 1:
         command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
         return launch(command, config.devices, config.num_nodes), None
@@ -143,16 +143,6 @@ def train_from_config(
             config, folder, ranks, machine, checkpoint, progress, stack, start, replan=replan, look=look
         )
         return EXIT_OK, summary
-
-
-def _guard(config: HostConfig, path: Path, machine: Machine, *, force: bool) -> None:
-    """Refuses what plan says cannot fit."""
-    from stoker.plan.guard import refuse_what_cannot_fit
-
-    if config.task == "classify":
-        refuse_what_cannot_fit(config, path, machine, force=force)
-    else:
-        say("note: volumes are not planned yet: whether memory and disk suffice is not checked before the start")
 
 
 def _is_program() -> bool:

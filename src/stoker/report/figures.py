@@ -66,7 +66,7 @@ def figures(
         "step_ms": rounded(1000 * seconds / counted) if counted else None,
         "metric": metric.key,
         "best": rounded(best[0]),
-        "best_text": None if best[0] is None else metric.text(best[0]),
+        "best_text": None if best[0] is None else metric.text(best[0]).replace("%", " %"),
         "best_epoch": rounded(best[1]),
         "last_loss": rounded(last_loss),
         "elapsed_s": rounded(times[-1] - times[0]) if len(times) > 1 else None,

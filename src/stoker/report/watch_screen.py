@@ -172,8 +172,11 @@ def _bar(share: float) -> str:
 
 def _rate(figures: dict[str, Any]) -> str | None:
     rate = figures["images_per_second"]
+    if rate is None:
+        return None
     # A patch may take longer than a second.
-    return None if rate is None else f"{rate:{',.0f}' if rate >= 10 else '.2g'}} {figures['unit']}/s"
+    shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"{shown} {figures['unit']}/s"
 
 
 def _best(figures: dict[str, Any]) -> str | None:

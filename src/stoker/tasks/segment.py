@@ -117,7 +117,13 @@ def build_network(config: Config, data: VolumeData, device: torch.device, ranks:
         say(load_weights(model, file).describe())
     if config.sync_batchnorm and ranks.world > 1 and device.type == "cuda":
         model = with_sync_batchnorm(model)
-    return model.to(device)
+    model = model.to(device)
+    for weight in model.parameters():
+        if weight.ndim == 5 and weight.shape[2:].numel() == 1:
+            # The strides of axes of length one mean nothing, but DistributedDataParallel compares them with those of
+            # the gradient, and complains at the first step of every process.
+            weight.data = weight.data.reshape(-1).view(weight.shape)
+    return model
 
 
 def describe_run(config: Config, run: Run, data: VolumeData) -> str:

@@ -13,10 +13,11 @@ import numpy as np
 from stoker.augment.volumes import transform_range
 from stoker.clock.observed import StorageFacts
 from stoker.config import Config
-from stoker.console import Advance, Say, count
+from stoker.console import Advance, Say, count, some
 from stoker.data.loader import choose_engine
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.cases import Case, CaseList, open_cases
+from stoker.data.volumes.label_index import build_label_index
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.making import PatchPlan
 from stoker.data.volumes.opening import OpenVolumes
@@ -100,20 +101,34 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     )  # fmt: skip
     val = None
     if parts.val and config.limit_val_batches != 0:
-        without = _unlabelled(parts.val)
+        without = [case.id for case in parts.val if case.label is None]
         if without:
             raise UserError(
                 "labels-missing",
-                f"{count(len(without), 'case')} to validate on without a label: {', '.join(without[:5])}",
+                f"{count(len(without), 'case')} to validate on without a label: {some(without)}",
                 why="there is nothing to compare a prediction with",
                 hint="add the labels, or leave these cases out",
             )
+        check_labels(parts.val, volumes, rules, say, progress)
         val = plan_validation(parts.val, surveyed, rules, replace(patch_rule(config), overlap=0.0), 1)
     data = VolumeData(train, val, rules, reading, config.normalize, _patches_per_epoch(config))
     for plan in (train, val):
         if plan is not None:
             data.statistics(plan)  # the first time takes a while: now, and not when the workers are waiting
     return data
+
+
+def check_labels(
+    cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, say: Say, progress: Advance | None = None
+) -> None:
+    """Reads the labels of validation cases once, as training's are: wrong ones are refused now, not after an epoch."""
+    labels = build_label_index(cases, volumes, rules, progress=progress)
+    unread = {one.id: one.reason for one in labels.bad}
+    for name, reason in unread.items():
+        say(f"warning: the labels of {name}, which is validated on, cannot be read: {reason}")
+    empty = [case.id for case, found in zip(cases, labels.counts.sum(axis=1), strict=True) if not found]
+    if empty := [name for name in empty if name not in unread]:
+        say(f"{count(len(empty), 'validation volume')} without a labelled voxel, not scored: {some(empty)}")
 
 
 def list_cases(config: Config, say: Say) -> CaseList:
@@ -235,10 +250,6 @@ def measure_speed(config: Config, data: VolumeData, *, workers: int, seconds: fl
     endless = config.model_copy(update={"steps_per_epoch": wanted, "limit_train_batches": None})
     plan = training_plan(endless.model_copy(update={"gradient_accumulation": 1}), data)
     return measure_loader(partial(open_loader, config, plan, data.reading, workers=workers), workers, seconds)
-
-
-def _unlabelled(cases: tuple[Case, ...]) -> list[str]:
-    return [case.id for case in cases if case.label is None]
 
 
 def _bytes_of(place: str) -> int | None:

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import tifffile
@@ -50,7 +50,7 @@ def _open(source: Source, headers: Source, options: ReadingOptions) -> Volume:
     path = source.name
     _check_chain(headers)
     try:
-        with tifffile.TiffFile(cast(IO[bytes], SourceStream(headers))) as file:
+        with tifffile.TiffFile(_stream(headers)) as file:
             return _open_stack(source, headers, file, options)
     except (ReadFailure, StoreDown, Scattered, MemoryError):
         raise
@@ -59,6 +59,11 @@ def _open(source: Source, headers: Source, options: ReadingOptions) -> Volume:
     except Exception as error:  # damaged headers make tifffile divide by zero, among much else
         reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
         raise ReadFailure(path, "unreadable", f"its headers are damaged ({reason})"[:200]) from None
+
+
+def _stream(headers: Source) -> Any:
+    """A file that can only be read: less than typing.IO promises, and all that tifffile uses."""
+    return SourceStream(headers)
 
 
 def _open_stack(source: Source, headers: Source, file: Any, options: ReadingOptions) -> Volume:
@@ -88,7 +93,7 @@ def _open_stack(source: Source, headers: Source, file: Any, options: ReadingOpti
     stored = np.array([page.is_contiguous for page in pages])
     # A page holds its file, and that holds all the others, with a Python object for each of their tags. Their offsets
     # are enough, and one page that knows how all are encoded: the first of a file in which no other was looked at.
-    with tifffile.TiffFile(cast(IO[bytes], SourceStream(headers))) as fresh:
+    with tifffile.TiffFile(_stream(headers)) as fresh:
         first = fresh.pages.first
         # The page would keep the stream, and with it all that was fetched for the headers.
         first.parent.filehandle._fh = None

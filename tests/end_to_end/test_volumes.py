@@ -116,6 +116,7 @@ def test_checkpoints_are_named_and_ranked_by_the_metric_of_the_config(
     header = (run / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {*SCORES, "train/loss"} <= set(header)
     assert "val/acc1" not in header
+    (run / "clock.jsonl").unlink()  # what the doctor thinks of it takes seconds, and has tests of its own
     document = RunReader(run).document()
     figures = document["figures"]
     assert (figures["metric"], figures["best"]) == ("val/loss", pytest.approx(min(losses), rel=1e-4))
@@ -123,7 +124,7 @@ def test_checkpoints_are_named_and_ranked_by_the_metric_of_the_config(
     assert len(document["epochs"]["val/dice"]) == 3
     shown = "\n".join(line for line, _ in frame_lines(document))
     assert f"best        val/loss {min(losses):.4f}" in shown
-    assert "patches/s" in shown
+    assert figures["unit"] == "patches"
     # The best one is what everybody gets who asks for the run.
     said: list[str] = []
     trained = open_trained(run, said.append)

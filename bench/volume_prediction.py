@@ -51,9 +51,9 @@ def predict(argument: dict[str, Any]) -> dict[str, Any]:
     from stoker.config import load_config
     from stoker.data.volumes.labels import LabelRules
     from stoker.machine.host import fit_to_machine, read_machine
-    from stoker.tasks.segment import TrainedVolumeModel
-    from stoker.tasks.volume_folder import PredictionOptions, cases_to_predict, predict_folder
-    from stoker.tasks.volume_postprocess import parse_chain
+    from stoker.tasks.volumes.folder import PredictionOptions, cases_to_predict, predict_folder
+    from stoker.tasks.volumes.postprocess import parse_chain
+    from stoker.tasks.volumes.segment import TrainedVolumeModel
 
     patch = min(PATCH, argument["patch"])
     keys = ["task=segment3d", "model=small_unet", f"patch_size=[{patch},{patch},{patch}]", "batch_size=2",

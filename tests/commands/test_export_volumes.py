@@ -13,7 +13,7 @@ import torch
 from stoker.cli import main
 from stoker.models.volumes import build_volume_model
 from stoker.models.weights import load_weights
-from stoker.tasks.segment import open_trained
+from stoker.tasks.volumes.segment import open_trained
 from tests.support.trained_volumes import PATCH, write_untrained_volumes
 
 

@@ -23,11 +23,12 @@ from stoker.cli import main
 from stoker.data.volumes.opening import VolumeRef, open_volume
 from stoker.data.volumes.scrolls import write_scrolls
 from stoker.data.volumes.volume import ArrayVolume, whole
-from stoker.tasks import volume_folder, volume_output
-from stoker.tasks.segment import open_trained
-from stoker.tasks.volume_postprocess import parse_chain, post_processed
-from stoker.tasks.volume_prediction import predicted_mask, segmenter_of
-from stoker.tasks.volume_windows import SlidingWindow
+from stoker.tasks.volumes import folder as volume_folder
+from stoker.tasks.volumes import output as volume_output
+from stoker.tasks.volumes.postprocess import parse_chain, post_processed
+from stoker.tasks.volumes.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.segment import open_trained
+from stoker.tasks.volumes.windows import SlidingWindow
 from tests.support.trained_volumes import write_untrained_volumes
 
 SHAPE = (40, 44, 36)
@@ -313,7 +314,7 @@ def test_a_network_of_prepared_voxels_warns_about_raw_ones(
 
 SLOWLY = """
 import sys, time
-from stoker.tasks import volume_prediction
+from stoker.tasks.volumes import prediction as volume_prediction
 from stoker.cli import main
 import torch
 torch.set_num_threads(1)

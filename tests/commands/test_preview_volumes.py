@@ -18,9 +18,9 @@ from stoker.data.draws import sample_keys
 from stoker.data.volumes.transforms import TransformRange, draw_transforms
 from stoker.data.volumes.volume import ArrayVolume
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
-from stoker.tasks.volume_data import open_data, open_loader, training_plan
-from stoker.tasks.volume_pictures import as_grey, worst_cuts
-from stoker.tasks.volume_preview import look, placed
+from stoker.tasks.volumes.data import open_data, open_loader, training_plan
+from stoker.tasks.volumes.pictures import as_grey, worst_cuts
+from stoker.tasks.volumes.preview import look, placed
 from stoker.train.transfers import Uploader
 from tests.support.volumes import write_scroll_config
 

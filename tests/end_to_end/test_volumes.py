@@ -17,7 +17,7 @@ from stoker.cli import main
 from stoker.data.volumes.scrolls import scroll_volume
 from stoker.report.document import RunReader
 from stoker.report.watch_screen import frame_lines
-from stoker.tasks.segment import open_trained
+from stoker.tasks.volumes.segment import open_trained
 from tests.end_to_end.conftest import Ledger
 from tests.end_to_end.test_distributed import start_ranks
 from tests.support.ready_process import ReadyProcess

@@ -17,7 +17,7 @@ from stoker.plan.guard import refuse_what_cannot_fit
 from stoker.plan.tracing import trace_forward, trace_step
 from stoker.plan.volumes import volume_findings
 from stoker.tasks.image_data import DataFacts
-from stoker.tasks.segment_plan import mean_read_bytes, row_bytes, traceable_step, volume_facts
+from stoker.tasks.volumes.planning import mean_read_bytes, row_bytes, traceable_step, volume_facts
 from tests.conftest import Run
 
 GIB = 1 << 30

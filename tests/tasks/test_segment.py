@@ -15,8 +15,8 @@ from stoker.data.volumes.labels import LabelRules
 from stoker.doctor.trial_process import TRIALS
 from stoker.errors import ConfigError, UserError
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
-from stoker.tasks.segment import VolumeScoring, build_run, open_trained
-from stoker.tasks.volume_data import label_rules, open_data, updates_per_epoch, validation_plan
+from stoker.tasks.volumes.data import label_rules, open_data, updates_per_epoch, validation_plan
+from stoker.tasks.volumes.segment import VolumeScoring, build_run, open_trained
 from stoker.train.ranks import Ranks
 from tests.support.tiny_volumes import write_volume_config, write_volumes
 

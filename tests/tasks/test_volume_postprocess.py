@@ -8,7 +8,7 @@ import pytest
 from scipy import ndimage
 
 from stoker.errors import UserError
-from stoker.tasks.volume_postprocess import (
+from stoker.tasks.volumes.postprocess import (
     SLAB_VOXELS,
     ArrayPlanes,
     PostStep,

@@ -21,8 +21,8 @@ from stoker.data.volumes.statistics import statistics_of
 from stoker.data.volumes.survey import CaseFacts, Survey
 from stoker.data.volumes.volume import ArrayVolume, Region, Shape
 from stoker.errors import UserError
-from stoker.tasks.volume_prediction import CarriedInMemory, Segmenter, decided, predict_volume, predicted_mask, scaled
-from stoker.tasks.volume_windows import SlidingWindow, WindowGrid, prediction_size
+from stoker.tasks.volumes.prediction import CarriedInMemory, Segmenter, decided, predict_volume, predicted_mask, scaled
+from stoker.tasks.volumes.windows import SlidingWindow, WindowGrid, prediction_size
 from stoker.train.compute import Precision
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 from stoker.config import load_config
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.opening import VolumeRef
-from stoker.tasks.volume_reading import reading_options
+from stoker.tasks.volumes.reading import reading_options
 
 
 def case(image: str, label: str) -> Case:

@@ -13,8 +13,8 @@ from stoker.commands.options import JsonOption, OverridesArgument, RawOption
 from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError, UserError
 
 if TYPE_CHECKING:
-    from stoker.tasks.volume_evaluation import Scoring
-    from stoker.tasks.volume_results import Judged, VolumeEvaluation
+    from stoker.tasks.volumes.evaluation import Scoring
+    from stoker.tasks.volumes.results import Judged, VolumeEvaluation
 
 _KEY_VALUE = re.compile(r"[A-Za-z_]\w*=")
 SCORES_FILE, SHEET_FILE = "scores.json", "worst.png"
@@ -161,8 +161,8 @@ def evaluate(
         )
 
     from stoker.config.reference import write_scalar
-    from stoker.tasks.volume_evaluation import Scoring
-    from stoker.tasks.volume_postprocess import parse_chain
+    from stoker.tasks.volumes.evaluation import Scoring
+    from stoker.tasks.volumes.postprocess import parse_chain
     from stoker.train.checkpoint.restore import task_of
 
     scoring = Scoring(
@@ -255,9 +255,9 @@ def _evaluate_volumes(
     from dataclasses import replace
 
     from stoker.console import count, progress_bar, say
-    from stoker.tasks.segment import open_trained
-    from stoker.tasks.volume_evaluation import choose_cases, evaluate_volumes
-    from stoker.tasks.volume_windows import SlidingWindow
+    from stoker.tasks.volumes.evaluation import choose_cases, evaluate_volumes
+    from stoker.tasks.volumes.segment import open_trained
+    from stoker.tasks.volumes.windows import SlidingWindow
 
     sliding = SlidingWindow(overlap, flips)
     trained = [open_trained(path, say, settings, raw=raw) for path in checkpoints]
@@ -280,7 +280,7 @@ def _score_masks(
     predictions: Path, labels: Path, scoring: Scoring, ignore: int | None, out: Path | None, *, json: bool
 ) -> int:
     from stoker.console import progress_bar, say
-    from stoker.tasks.volume_evaluation import score_masks
+    from stoker.tasks.volumes.evaluation import score_masks
 
     keep = _Keeper(out, str(predictions))
     found, judged = score_masks(
@@ -313,7 +313,7 @@ class _Keeper:
         from stoker.console import print_json, print_result, say
         from stoker.files import write_bytes
         from stoker.tasks.contact_sheet import draw_sheet
-        from stoker.tasks.volume_results import evaluation_text, sheet_of
+        from stoker.tasks.volumes.results import evaluation_text, sheet_of
 
         code = EXIT_OK
         if self._out is not None:

@@ -81,8 +81,8 @@ def _subject(
     from stoker.train.checkpoint.restore import task_of
 
     if task_of(checkpoint) == "segment3d":
-        from stoker.tasks.segment import open_trained
-        from stoker.tasks.volume_exporting import segmenter_to_export
+        from stoker.tasks.volumes.exporting import segmenter_to_export
+        from stoker.tasks.volumes.segment import open_trained
 
         trained = open_trained(checkpoint, say, overrides, raw=raw)
         return segmenter_to_export(trained, image), trained.path, trained.averaged

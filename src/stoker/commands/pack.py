@@ -189,7 +189,7 @@ def pack(
     volumes = _has_volumes(source) or "task=segment3d" in (overrides or [])
     config = _config(source, overrides or [], volumes, sizes)
     if config.task == "segment3d":
-        from stoker.tasks.volume_packing import VolumePacking, as_document, run_volume_packing, summary
+        from stoker.tasks.volumes.packing import VolumePacking, as_document, run_volume_packing, summary
 
         _refuse(for_images, "images", source)
         asked = VolumePacking(

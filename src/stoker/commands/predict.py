@@ -12,7 +12,7 @@ from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, S
 from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from stoker.tasks.volume_folder import PredictionOptions
+    from stoker.tasks.volumes.folder import PredictionOptions
 
 VOLUMES = "For volumes: "
 
@@ -113,9 +113,9 @@ def predict(
     if out is None:
         raise UsageError("no-out", "no folder for the predictions given", hint="--out predictions/")
 
-    from stoker.tasks.volume_folder import PredictionOptions
-    from stoker.tasks.volume_postprocess import parse_chain
-    from stoker.tasks.volume_windows import DEFAULT_OVERLAP, SlidingWindow
+    from stoker.tasks.volumes.folder import PredictionOptions
+    from stoker.tasks.volumes.postprocess import parse_chain
+    from stoker.tasks.volumes.windows import DEFAULT_OVERLAP, SlidingWindow
 
     sliding = SlidingWindow(DEFAULT_OVERLAP if overlap is None else overlap, "".join((flips or "").split(",")), batch)
     options = PredictionOptions(
@@ -174,8 +174,8 @@ def _predict_volumes(
 ) -> int:
     from stoker.console import print_json, print_result, progress_bar, say
     from stoker.tasks.results import volumes_text
-    from stoker.tasks.segment import open_trained
-    from stoker.tasks.volume_folder import cases_to_predict, predict_folder
+    from stoker.tasks.volumes.folder import cases_to_predict, predict_folder
+    from stoker.tasks.volumes.segment import open_trained
 
     cases = cases_to_predict(data, say)
     trained = [open_trained(path, say, overrides, raw=raw) for path in checkpoints]

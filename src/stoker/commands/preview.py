@@ -89,8 +89,8 @@ def _draw_images(config: HostConfig, name: str, count: int, epoch: int) -> tuple
 def _draw_patches(config: HostConfig, name: str, count: int, epoch: int) -> tuple[Drawn, dict[str, Any]]:
     from stoker.console import progress_bar, say
     from stoker.tasks.contact_sheet import draw_sheet
-    from stoker.tasks.volume_data import open_data
-    from stoker.tasks.volume_preview import describe, look, sheet_of
+    from stoker.tasks.volumes.data import open_data
+    from stoker.tasks.volumes.preview import describe, look, sheet_of
 
     with progress_bar("reading labels", None) as advance:
         data = open_data(config, say, advance)

@@ -75,7 +75,7 @@ def _open_once(config: HostConfig, say: Callable[[str], None]) -> None:
     if config.task == "classify":
         choose_decoding(config, open_samples(config, "train", say=say).index)
     else:
-        from stoker.tasks.volume_data import open_data  # which imports torch
+        from stoker.tasks.volumes.data import open_data  # which imports torch
 
         open_data(config, say)
 

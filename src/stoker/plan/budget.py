@@ -18,8 +18,8 @@ from stoker.plan.timing import Storage, loader_rate, time_budget, time_findings
 from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
 from stoker.tasks.image_data import DataFacts, updates_per_epoch
-from stoker.tasks.segment_plan import VolumeFacts, row_bytes
-from stoker.tasks.volume_data import updates_per_epoch as volume_updates
+from stoker.tasks.volumes.data import updates_per_epoch as volume_updates
+from stoker.tasks.volumes.planning import VolumeFacts, row_bytes
 from stoker.train.schedule import lr_warning, scaled_lr
 from stoker.train.step import TraceableStep
 from stoker.train.transfers import batches_in_hand

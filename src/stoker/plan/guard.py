@@ -16,7 +16,7 @@ from stoker.plan.planning import Wanted, hardware_for, step_of
 from stoker.plan.records import Plan, VramBudget
 from stoker.plan.tracing import build_without_memory
 from stoker.tasks.image_data import DataFacts
-from stoker.tasks.segment_plan import volume_facts
+from stoker.tasks.volumes.planning import volume_facts
 from stoker.train.step import TraceableStep
 
 UNKNOWN_CLASSES = 1000

@@ -27,10 +27,12 @@ from stoker.plan.timing import read_storage
 from stoker.plan.volumes import with_volumes
 from stoker.plan.vram import VramSearch
 from stoker.run.folder import run_folder_for
-from stoker.tasks import classify, segment_plan, volume_data
+from stoker.tasks import classify
 from stoker.tasks.image_data import DataFacts, choose_decoding, data_facts, measure_speed, open_samples
-from stoker.tasks.segment_plan import VolumeFacts, mean_read_bytes, volume_facts
 from stoker.tasks.training import trial_run
+from stoker.tasks.volumes import data as volume_data
+from stoker.tasks.volumes import planning as segment_plan
+from stoker.tasks.volumes.planning import VolumeFacts, mean_read_bytes, volume_facts
 from stoker.train.step import TraceableStep
 
 # How many images per second a core prepares, measured on a config's own data.

@@ -16,8 +16,8 @@ from stoker.plan.records import Finding, PatchRow, Plan, PredictionBudget, Volum
 from stoker.plan.roofline import step_seconds
 from stoker.plan.tracing import CannotTrace, Trace, trace_forward, trace_step
 from stoker.plan.vram import outside_bytes, parts_at_peak, usage_under
-from stoker.tasks.segment_plan import VolumeFacts, mean_read_bytes, patch_of, row_bytes, traceable_step
-from stoker.tasks.volume_windows import SlidingWindow, prediction_size
+from stoker.tasks.volumes.planning import VolumeFacts, mean_read_bytes, patch_of, row_bytes, traceable_step
+from stoker.tasks.volumes.windows import SlidingWindow, prediction_size
 
 BATCHES = (1, 2, 4)
 """Shown beside the config's own."""

@@ -158,8 +158,8 @@ def _bench_volumes(
     """The same for patches: nothing is decoded by itself, and no published rate is for patches of this size."""
     if gpu is not None:
         raise UsageError("usage", "--gpu is for images: no rates of patches are published", hint="leave out --gpu")
-    from stoker.tasks.volume_data import measure_speed as measure_patches
-    from stoker.tasks.volume_data import open_data
+    from stoker.tasks.volumes.data import measure_speed as measure_patches
+    from stoker.tasks.volumes.data import open_data
 
     with progress_bar("indexing", None) as advance:
         data = open_data(config, say, advance)

@@ -16,11 +16,14 @@ from stoker.files import write_text
 from stoker.machine.host import HostConfig
 from stoker.machine.loader_speed import LoaderSpeed
 from stoker.run.folder import RunFolder
-from stoker.tasks import classify, image_data, segment, volume_data, volume_preview
+from stoker.tasks import classify, image_data
 from stoker.tasks.classify import TrainingData
 from stoker.tasks.image_data import chosen_record
 from stoker.tasks.preview_sheet import keep_with_run
-from stoker.tasks.volume_data import VolumeData
+from stoker.tasks.volumes import data as volume_data
+from stoker.tasks.volumes import preview as volume_preview
+from stoker.tasks.volumes import segment
+from stoker.tasks.volumes.data import VolumeData
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.loop import Run
 

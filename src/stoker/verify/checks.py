@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stoker.machine.host import HostConfig, Machine
     from stoker.plan.records import Plan
     from stoker.tasks.classify import TrainingData
-    from stoker.tasks.volume_data import VolumeData
+    from stoker.tasks.volumes.data import VolumeData
     from stoker.verify.nodes import RankFacts
     from stoker.verify.trial import Trial
 
@@ -129,7 +129,7 @@ class Subject:
     @property
     def volumes(self) -> VolumeData:
         """The same for `task: segment3d`."""
-        from stoker.tasks.volume_data import open_data
+        from stoker.tasks.volumes.data import open_data
 
         return self._once("data", lambda: open_data(self.config, self.say))
 

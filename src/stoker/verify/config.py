@@ -193,7 +193,7 @@ def _steps_of_patches(subject: Subject) -> Outcome:
 
 def updates_of_volumes(config: HostConfig) -> int:
     """Updates of an epoch of random patches."""
-    from stoker.tasks.volume_data import updates_per_epoch
+    from stoker.tasks.volumes.data import updates_per_epoch
 
     return updates_per_epoch(config)
 

@@ -16,7 +16,7 @@ from stoker.verify.checks import TOPICS, Check, Outcome, Status, Subject, unknow
 if TYPE_CHECKING:
     from stoker.machine.host import HostConfig, Machine
     from stoker.tasks.classify import TrainingData
-    from stoker.tasks.volume_data import VolumeData
+    from stoker.tasks.volumes.data import VolumeData
 
 MODULES = (
     "stoker.verify.config",

@@ -25,8 +25,8 @@ from stoker.plan.guard import MOST_ACTIVATIONS_PER_INPUT, MOST_ACTIVATIONS_PER_V
 from stoker.plan.tracing import build_without_memory
 from stoker.tasks.classify import TrainingData, open_data, traceable_step
 from stoker.tasks.dispatch import task_for
-from stoker.tasks.segment import build_network
-from stoker.tasks.volume_data import VolumeData
+from stoker.tasks.volumes.data import VolumeData
+from stoker.tasks.volumes.segment import build_network
 from stoker.train.checkpoint.folder import Checkpoints
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver

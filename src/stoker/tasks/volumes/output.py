@@ -24,7 +24,7 @@ from stoker.data.volumes.opening import library_missing
 from stoker.data.volumes.volume import Region, Shape
 from stoker.errors import UserError
 from stoker.files import atomic_file, sync_folder, write_text
-from stoker.tasks.volume_windows import WindowGrid
+from stoker.tasks.volumes.windows import WindowGrid
 
 FileFormat = Literal["tiff", "zarr"]
 SUFFIX = {"tiff": ".tif", "zarr": ".zarr"}

@@ -25,8 +25,8 @@ from stoker.console import Advance, Say
 from stoker.data.volumes.statistics import Normalization, Statistics, measure, value_range
 from stoker.data.volumes.volume import Region, Shape, Volume, Voxels, check_finite, read_padded
 from stoker.errors import UserError
-from stoker.tasks.segment import TrainedVolumeModel
-from stoker.tasks.volume_windows import SlidingWindow, Window, WindowGrid
+from stoker.tasks.volumes.segment import TrainedVolumeModel
+from stoker.tasks.volumes.windows import SlidingWindow, Window, WindowGrid
 from stoker.train.compute import Precision, set_matmul_precision
 
 Take = Callable[[Region, Tensor], None]

@@ -32,8 +32,7 @@ from stoker.files import write_text
 from stoker.machine.memory import read_memory
 from stoker.run.lease import Lease, LeaseHeld
 from stoker.tasks.results import PredictedVolume
-from stoker.tasks.segment import TrainedVolumeModel
-from stoker.tasks.volume_output import (
+from stoker.tasks.volumes.output import (
     SUFFIX,
     FileFormat,
     RawVolume,
@@ -44,8 +43,8 @@ from stoker.tasks.volume_output import (
     write_submission,
     write_volume,
 )
-from stoker.tasks.volume_postprocess import PostStep, apply_step, check_chain, working_bytes
-from stoker.tasks.volume_prediction import (
+from stoker.tasks.volumes.postprocess import PostStep, apply_step, check_chain, working_bytes
+from stoker.tasks.volumes.prediction import (
     Scale,
     Segmenter,
     check_channels,
@@ -54,8 +53,9 @@ from stoker.tasks.volume_prediction import (
     scaled,
     segmenter_of,
 )
-from stoker.tasks.volume_reading import reading_options
-from stoker.tasks.volume_windows import PredictionSize, SlidingWindow, WindowGrid, prediction_size
+from stoker.tasks.volumes.reading import reading_options
+from stoker.tasks.volumes.segment import TrainedVolumeModel
+from stoker.tasks.volumes.windows import PredictionSize, SlidingWindow, WindowGrid, prediction_size
 
 MANIFEST, UNFINISHED, LEASE, SUBMISSION = "prediction.json", ".unfinished", "lease", "submission.zip"
 FORMAT = 1

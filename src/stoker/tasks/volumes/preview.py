@@ -28,8 +28,8 @@ from stoker.machine.host import HostConfig
 from stoker.redact import redact_text
 from stoker.tasks.contact_sheet import Picture, Row, Section, Sheet, draw_sheet
 from stoker.tasks.preview_sheet import RUN_LARGEST_SIDE, RUN_MOST_BYTES, RUN_PATIENCE_S
-from stoker.tasks.volume_data import VolumeData, open_loader, training_plan
-from stoker.tasks.volume_pictures import AXES, as_grey, plain, with_classes
+from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan
+from stoker.tasks.volumes.pictures import AXES, as_grey, plain, with_classes
 from stoker.train.ranks import Ranks
 from stoker.train.transfers import Uploader
 

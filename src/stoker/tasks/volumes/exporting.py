@@ -15,8 +15,8 @@ from stoker.data.volumes.opening import VolumeRef, open_volume
 from stoker.data.volumes.volume import Shape, Volume, box_at, read_padded
 from stoker.errors import UserError
 from stoker.tasks.exporting import CPU, Exportable
-from stoker.tasks.segment import TrainedVolumeModel
-from stoker.tasks.volume_prediction import Segmenter, measured, segmenter_of
+from stoker.tasks.volumes.prediction import Segmenter, measured, segmenter_of
+from stoker.tasks.volumes.segment import TrainedVolumeModel
 
 
 def segmenter_to_export(trained: TrainedVolumeModel, image: Path | None = None) -> Exportable:

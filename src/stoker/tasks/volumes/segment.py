@@ -39,7 +39,7 @@ from stoker.tasks.building import (
     total_batch_of,
     train_step,
 )
-from stoker.tasks.volume_data import VolumeData, open_loader, training_plan, validation_plan
+from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan, validation_plan
 from stoker.train.checkpoint.restore import open_state
 from stoker.train.checkpoint.sources import open_source
 from stoker.train.evaluate import Accumulator

@@ -30,7 +30,7 @@ from stoker.errors import ConfigError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader
 from stoker.machine.storage import mount_of
 from stoker.tasks.building import loader_options
-from stoker.tasks.volume_reading import reading_options
+from stoker.tasks.volumes.reading import reading_options
 from stoker.train.ranks import Ranks
 
 DEFAULT_STEPS_PER_EPOCH = 250

@@ -10,7 +10,7 @@ from stoker.console import count, format_table, shown
 from stoker.scores.surface_dice import ISOTROPIC, Spacing
 from stoker.scores.whole import ScoreName, VolumeScores, mean_of
 from stoker.tasks.contact_sheet import Picture, Row, Section, Sheet
-from stoker.tasks.volume_pictures import ERROR_LEGEND, Cut, plain, with_classes, with_errors
+from stoker.tasks.volumes.pictures import ERROR_LEGEND, Cut, plain, with_classes, with_errors
 
 MOST_LISTED = 20
 """Volumes in the text; `--json` and `--out` have all."""

@@ -27,7 +27,7 @@ from stoker.data.volumes.volume import Shape
 from stoker.errors import UserError
 from stoker.machine.memory import read_memory
 from stoker.machine.storage import drop_from_cache
-from stoker.tasks.volume_reading import reading_options
+from stoker.tasks.volumes.reading import reading_options
 
 
 @dataclass(frozen=True)

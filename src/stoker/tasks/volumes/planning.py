@@ -21,8 +21,8 @@ from stoker.data.volumes.volume import Shape
 from stoker.errors import StokerError
 from stoker.models.volumes import build_volume_model
 from stoker.tasks.building import optimizer_for
-from stoker.tasks.volume_data import label_rules, list_cases, survey_cases
-from stoker.tasks.volume_reading import reading_options
+from stoker.tasks.volumes.data import label_rules, list_cases, survey_cases
+from stoker.tasks.volumes.reading import reading_options
 from stoker.train.compute import compute_dtype
 from stoker.train.step import TraceableStep, plain_batch
 from stoker.train.volume_losses import build_volume_loss

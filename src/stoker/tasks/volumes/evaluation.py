@@ -28,14 +28,14 @@ from stoker.machine.memory import read_memory
 from stoker.scores.surface_dice import ISOTROPIC, Spacing
 from stoker.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
 from stoker.scores.whole import ScoreName, score_volume
-from stoker.tasks.segment import TrainedVolumeModel
-from stoker.tasks.volume_data import label_rules, list_cases, split_rule, survey_cases
-from stoker.tasks.volume_pictures import worst_cuts
-from stoker.tasks.volume_postprocess import PostStep, check_chain, post_processed
-from stoker.tasks.volume_prediction import predicted_mask, segmenter_of
-from stoker.tasks.volume_reading import reading_options
-from stoker.tasks.volume_results import Judged, VolumeEvaluation
-from stoker.tasks.volume_windows import SlidingWindow
+from stoker.tasks.volumes.data import label_rules, list_cases, split_rule, survey_cases
+from stoker.tasks.volumes.pictures import worst_cuts
+from stoker.tasks.volumes.postprocess import PostStep, check_chain, post_processed
+from stoker.tasks.volumes.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.reading import reading_options
+from stoker.tasks.volumes.results import Judged, VolumeEvaluation
+from stoker.tasks.volumes.segment import TrainedVolumeModel
+from stoker.tasks.volumes.windows import SlidingWindow
 
 COMPETITION_IGNORE = 2
 MEMORY_SHARE = 0.8

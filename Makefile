@@ -17,11 +17,13 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create .venv with the exact versions of requirements.lock
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock tools/no-deps.lock pyproject.toml
 	@$(PYTHON) tools/preflight.py --venv $(VENV)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the locked environment into $(VENV) (about 3 GB to download the first time) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r tools/no-deps.lock \
+		|| echo "note: no build of topolosses for this system; only TopoScore needs it"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
 	@echo "ready: $(BIN)/stoker --help"

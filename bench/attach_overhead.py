@@ -2,8 +2,10 @@
 
 Batches are made in the training process (num_workers=0) so that the step pays the whole cost; with workers, most of it
 would fall on them. Images are JPEGs decoded by Pillow and augmented by torchvision, which uses every kind of timer.
-For a step 'without', the original functions of torch, Pillow, torchvision and `open` are put back first. We compare the
-thread's CPU time, which stays stable when other programs use the same cores, and report wall time next to it.
+For a step 'without', the original functions of torch, Pillow, torchvision and `open` are put back first, and the thread
+that looks at the stack is ended. We compare the thread's CPU time, which stays stable when other programs use the same
+cores, and report wall time next to it. What the looking thread itself takes is measured over steps in a row, at the
+rate of the first thousand looks, which later ones do not reach; it is added.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from torch.utils.data import dataloader
 from torchvision import transforms
 
 from bench.rounds import Spread, keep
+from stoker.doctor.attach.inside import sampling
+from stoker.doctor.attach.inside.sampling import sampler
 from stoker.doctor.attach.inside.session import start
 
 LARGEST_RATIO = 1.02
@@ -70,8 +74,10 @@ class Patches:
         self._hooks.update(self._ours)
         if self._clocked_open is not None:
             builtins.open = io.open = self._clocked_open
+        sampler.start()
 
     def off(self) -> None:
+        sampler.stop()
         for owner, name, _, plain in self._swaps:
             setattr(owner, name, plain)
         for key in self._ours:
@@ -110,19 +116,20 @@ def measure(case: Case, folder: Path, patches: Patches, rounds: int, pairs: int)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs = torch.randn(4, 8)
 
-    def step(compute_s: float) -> tuple[float, float]:
-        wall, cpu = time.perf_counter(), time.thread_time()
+    def step(compute_s: float) -> tuple[float, float, float]:
+        wall, cpu, whole = time.perf_counter(), time.thread_time(), time.process_time()
         next(batches)
         model(inputs).sum().backward()
         optimizer.step()
         spin(compute_s)
-        return time.perf_counter() - wall, time.thread_time() - cpu
+        took = time.thread_time() - cpu
+        return time.perf_counter() - wall, took, time.process_time() - whole - took
 
     patches.off()
     alone = statistics.median(step(0.0)[1] for _ in range(30))
     compute_s = max(0.0, case.step_ms / 1000 - alone)
     turns: list[tuple[str, Callable[[], None]]] = [("with", patches.on), ("without", patches.off)]
-    cpu_ratios, wall_ratios, plain_ms = [], [], []
+    cpu_ratios, wall_ratios, looking, plain_ms = [], [], [], []
     for number in range(rounds):
         cpu: dict[str, list[float]] = {"with": [], "without": []}
         wall: dict[str, list[float]] = {"with": [], "without": []}
@@ -130,20 +137,25 @@ def measure(case: Case, folder: Path, patches: Patches, rounds: int, pairs: int)
             # The order alternates from pair to pair.
             for name, switch in turns if pair % 2 == 0 else turns[::-1]:
                 switch()
-                step_wall, step_cpu = step(compute_s)
+                step_wall, step_cpu, _ = step(compute_s)
                 wall[name].append(step_wall)
                 cpu[name].append(step_cpu)
         # The median over single steps: an interrupted step says nothing about the timers.
         cpu_ratios.append(statistics.median(cpu["with"]) / statistics.median(cpu["without"]))
         wall_ratios.append(statistics.median(wall["with"]) / statistics.median(wall["without"]))
+        patches.on()
+        together = [step(compute_s) for _ in range(pairs)]
+        looking.append(sum(beside for _, _, beside in together) / sum(own for _, own, _ in together))
         plain_ms.append(statistics.median(cpu["without"]) * 1000)
-        sys.stderr.write(f"round {number + 1}/{rounds}  cpu {cpu_ratios[-1]:.4f}  wall {wall_ratios[-1]:.4f}\n")
+        sys.stderr.write(f"round {number + 1}/{rounds}  cpu {cpu_ratios[-1]:.4f}  wall {wall_ratios[-1]:.4f}  ")
+        sys.stderr.write(f"looking {looking[-1]:.4f}\n")
     return {
         "images_a_batch": case.batch_size,
         "step_ms_without": Spread(tuple(plain_ms)).as_dict(),
         "making_the_batch_ms": round(alone * 1000, 3),
         "cpu_time_with_over_without": Spread(tuple(cpu_ratios)).as_dict(),
         "wall_time_with_over_without": Spread(tuple(wall_ratios)).as_dict(),
+        "looking_thread_over_step": Spread(tuple(looking)).as_dict(),
     }
 
 
@@ -153,6 +165,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=60, help="pairs of steps per round")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    sampling.MANY_LOOKS = sys.maxsize
     with tempfile.TemporaryDirectory() as name:
         pictures, records = Path(name) / "pictures", Path(name) / "records"
         pictures.mkdir()
@@ -168,7 +181,8 @@ def main() -> int:
         left = sorted(path.name.split("-")[0] for path in records.iterdir())
         assert "steps" in left and "fetch" in left, f"the timers did not run: {left}"  # noqa: PT018
     keep("attach_overhead", measured)
-    ratio = measured["20 ms steps"]["cpu_time_with_over_without"]["median"]
+    figures = measured["20 ms steps"]
+    ratio = figures["cpu_time_with_over_without"]["median"] + figures["looking_thread_over_step"]["median"]
     sys.stdout.write(f"20 ms steps: {(ratio - 1) * 100:.2f} % slower (limit {(LARGEST_RATIO - 1) * 100:.0f} %)\n")
     return 0 if ratio <= LARGEST_RATIO else 1
 

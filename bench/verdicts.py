@@ -1,7 +1,7 @@
 """The doctor's accuracy: its verdicts on scripts with one known fault each, run for a few seconds.
 
-Covers a plain torch script, Lightning, Hugging Face's Trainer and accelerate, all attached to unmodified, and our own
-loader. A case is repeated if other programs took the cores while it ran.
+Covers a plain torch script, Lightning, Hugging Face's Trainer and accelerate, and a script that trains on volumes, all
+attached to unmodified, and our own loader. A case is repeated if other programs took the cores while it ran.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from PIL import Image
 from bench.peers.environments import python_of
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
-from bench.verdict_cases.cases import CASES, Case, Script
+from bench.verdict_cases.cases import CASES, HABITS, Case, Script
+from stoker.data.volumes.scrolls import write_scrolls
 
 FOLDER = Path(__file__).parent / "verdict_cases"
 ENVIRONMENTS: dict[Script, str] = {"transformers": "huggingface", "accelerate": "huggingface"}
@@ -34,6 +35,7 @@ RIGHT = 0.95
 TRIES = 3
 DISTURBED = "cores-are-taken"
 PICTURES, SIDE, HUGE_SIDE = 1600, 700, 9000
+VOLUMES, VOLUME_SIDE, VOLUME_STEPS, PATCH = 12, 96, 30, ("24", "40", "40")
 CGROUP = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 100_000
 
@@ -102,6 +104,10 @@ def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
                 sys.executable, "-m", "bench.verdict_cases.own_loader", json.dumps(case.faults | {"seconds": seconds}),
                 f"data_root={root}", f"index_dir={folder / 'index'}", "pin_memory=false", "task=classify", *settings,
             ]  # fmt: skip
+        elif case.script == "volumes":
+            arguments = [str(folder / "volumes"), "--steps", str(VOLUME_STEPS), "--patch", *PATCH, *case.settings]
+            script = [sys.executable, str(FOLDER.parent / "document_replica.py"), *arguments]
+            command = [sys.executable, "-m", "stoker", "doctor", "--json", "--", *script]
         else:
             faults = case.faults | {"seconds": seconds} | ({"url": url} if url else {})
             if faults.get("jpeg"):
@@ -123,7 +129,8 @@ def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
 
 def is_right(case: Case, document: dict[str, Any]) -> bool:
     found = {finding["id"] for finding in document["findings"]}
-    return document.get("verdict") in case.verdicts and (case.finding is None or case.finding in found)
+    as_listed = case.habits is None or found & set(HABITS) == set(case.habits)
+    return document.get("verdict") in case.verdicts and (case.finding is None or case.finding in found) and as_listed
 
 
 def confusion(rows: list[dict[str, Any]]) -> str:
@@ -159,6 +166,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="stoker-verdicts-") as name:
         folder = Path(name)
         write_pictures(folder)
+        if any(case.script == "volumes" for case in cases):
+            write_scrolls(folder / "volumes", volumes=VOLUMES, shape=(VOLUME_SIDE,) * 3, tests=0)
         for case in cases:
             tries = 1
             wait_for_quiet(arguments.patience)

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.rounds import keep
-from bench.vram_networks import DilatedFcn, NnUNet, dice_and_cross_entropy, planned_patch
+from bench.vram_networks import DilatedFcn, nnunet, planned_patch
 from stoker.models.build import build_model
 from stoker.plan.allocator import plain_peak, replay
 from stoker.plan.tracing import Trace, trace_step
 from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, vram_budget
 from stoker.train.optimization import build_optimizer, cross_entropy
 from stoker.train.step import TraceableStep, plain_batch
+from stoker.train.volume_losses import build_volume_loss
 
 PUBLISHED = Path(__file__).with_name("vram_published.yaml")
 UNITS = {"mib": 1000 << 20, "gib": 1 << 30, "gb": 1e9}
@@ -58,7 +59,7 @@ def network_of(row: dict[str, Any]) -> Callable[[], nn.Module]:
         if "fcn" in network:
             return DilatedFcn(network["fcn"], classes)
         if "nnunet" in network:
-            return NnUNet(classes, residual=network["nnunet"] == "residual")
+            return nnunet(network["nnunet"], patch_of(network), classes)
         from torchvision import models
 
         model: nn.Module = models.get_model(network["torchvision"], num_classes=classes)
@@ -92,9 +93,9 @@ def step_of(row: dict[str, Any]) -> TraceableStep:
     loss: Callable[[Any, Tensor], Tensor] = cross_entropy
     shape, target = tuple(said.get("shape", ())), tuple(said.get("target", ()))
     if "nnunet" in network:
-        patch = planned_patch(network["planned_for"], network["nnunet"] == "residual", network["classes"])
-        shape, target = (1, *patch), patch
-        loss = partial(_at_every_resolution, holder)
+        target = patch_of(network)
+        shape = (1, *target)
+        loss = build_volume_loss("dice + ce", network["classes"], ignore=network["classes"])
     elif "fcn" in network:
         loss = partial(_with_second_head, holder)
     soft = network["classes"] if said.get("soft") else None
@@ -112,13 +113,8 @@ def step_of(row: dict[str, Any]) -> TraceableStep:
     )
 
 
-def _at_every_resolution(holder: dict[str, Any], logits: Tensor, targets: Tensor) -> Tensor:
-    total, coarse = dice_and_cross_entropy(logits, targets), holder["model"].coarse
-    for number, found in enumerate(reversed(coarse), 1):
-        strided = targets[:, :: 2**number, :: 2**number, :: 2**number].contiguous()
-        total = total + dice_and_cross_entropy(found, strided) / 2**number
-    coarse.clear()
-    return total
+def patch_of(network: dict[str, Any]) -> tuple[int, int, int]:
+    return planned_patch(network["nnunet"], network["planned_for"], network["classes"])
 
 
 def _with_second_head(holder: dict[str, Any], logits: Tensor, targets: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ def test_lines_show_progress_and_speed(monkeypatch: pytest.MonkeyPatch, capsys: 
     said = capsys.readouterr()
     first, second = said.err.splitlines()
     assert first.startswith("packing: 500 of 2,000 (25%) ")
-    assert first.endswith(" images/s")
+    assert " images/s, " in first
+    assert first.endswith(" left")
     assert second.startswith("packing: 600 ")
     assert said.out == ""
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"tasks"},
     {"train"},
     {"machine"},
-    {"augment", "models"},
+    {"augment", "models", "scores"},
     {"data"},
     {"clock"},
     {"run"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stoker.files import cache_folder, remember
+from stoker.files import cache_folder, remember, remember_all
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +59,20 @@ def test_a_damaged_file_is_replaced(content: bytes) -> None:
 def test_an_unwritable_home_is_not_an_error(home: Path) -> None:
     (home / ".cache").write_text("in the way")
     assert remember("speed.json", "cpu", lambda: 5, is_number) == 5
+
+
+def test_many_keys_are_measured_together_and_only_those_that_are_not_known() -> None:
+    assert remember_all("speed.json", ["a", "c"], lambda missing: [10 + place for place in missing], is_number) == [
+        10,
+        11,
+    ]
+    asked: list[list[int]] = []
+
+    def measure(missing: list[int]) -> list[Any]:
+        asked.append(missing)
+        return ["no number", 21]
+
+    assert remember_all("speed.json", ["a", "b", "c", "d"], measure, is_number) == [10, "no number", 11, 21]
+    assert asked == [[1, 3]]
+    assert remember("speed.json", "d", not_again, is_number) == 21
+    assert remember_all("speed.json", [], lambda _missing: [], is_number) == []

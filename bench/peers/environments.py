@@ -45,6 +45,15 @@ PEERS = {
          "nvidia-libnvcomp-cu13==5.3.0.16", "nvidia-nvimgcodec-cu13"),
         probe="import nvidia.dali.plugin.pytorch",
     ),
+    "nnunet": Peer(
+        ("nnunetv2==2.8.1", "blosc2==4.14.1", "ndindex", "msgpack", "numexpr", "httpx", "httpcore", "h11", "anyio",
+         "batchgenerators==0.25.1", "acvl-utils==0.2.6"),
+        probe="from nnunetv2.training.dataloading.nnunet_dataset import nnUNetDatasetBlosc2; "
+        "from acvl_utils.cropping_and_padding.bounding_boxes import crop_and_pad_nd",
+    ),
+    "batchgeneratorsv2": Peer(
+        ("batchgeneratorsv2==0.3.6",), probe="import batchgeneratorsv2.transforms.spatial.spatial"
+    ),
     "ffcv": Peer(
         ("wheel", "ffcv==1.0.2", "numba", "llvmlite",
          "assertpy", "fastargs", "psutil", "pytorch-pfn-extras", "terminaltables"),

@@ -18,8 +18,12 @@ LOCK = ("workers-take-turns", "waits-elsewhere")
 """The second verdict lists a lock among several causes that cannot be distinguished."""
 
 
-Script = Literal["torch", "lightning", "transformers", "accelerate", "own"]
+Script = Literal["torch", "lightning", "transformers", "accelerate", "own", "volumes"]
 OUTSIDE = ("cpus", "quota", "shm_mb", "server", "finding", "held_out")
+
+NEEDLESS = "whole-volume-preprocessing"
+HABITS = ("whole-volume-preprocessing", "cache-cannot-hit", "shapes-change", "scaler-without-autocast", "costly-line")
+"""What a script may do, whatever the verdict: a case lists those that it does, and all others must not be reported."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Case:
     """Object size in bytes, latency in seconds, bytes per second."""
     finding: str | None = None
     """A finding that must be reported, whatever the verdict."""
+    habits: tuple[str, ...] | None = None
+    """Of HABITS, exactly those that must be reported; None: not judged."""
     held_out: bool = False
 
 
@@ -144,6 +150,42 @@ def _own() -> list[Case]:
     ]
 
 
+def _volumes(held_out: bool) -> list[Case]:
+    """A script that trains on patches of volumes (bench/document_replica.py), with its faults one by one and together.
+
+    Its model computes on the CPU; which of the two limits the loop follows from the network's width."""
+    whole, zoom, scaler = NEEDLESS, "shapes-change", "scaler-without-autocast"
+    good = ("--read", "patch", "--filter", "patch", "--no-zoom", "--autocast", "--cache", "100")
+
+    def case(name: str, verdicts: tuple[str, ...], habits: tuple[str, ...], *options: str) -> Case:
+        return Case(f"volumes: {name}", "volumes", verdicts, settings=options, habits=habits, held_out=held_out)
+
+    narrow, wide = ("--width", "2"), ("--width", "48", "--steps", "12")
+    any_verdict = ("compute-bound", "cpu-bound", "preprocess-bound", "too-few-workers", "cores-are-taken")
+    if held_out:
+        return [
+            case("all faults, 2 workers", (whole,), (whole, "cache-cannot-hit", zoom, scaler), *narrow,
+                 "--workers", "2"),
+            case("a cache that is still filling", (whole,), (whole, zoom, scaler), *narrow, "--cache", "12"),
+            case("a zoom and a slow model", ("compute-bound",), (zoom,), *good, "--zoom", *wide),
+            case("no faults, no workers", any_verdict, (), *good, *narrow, "--workers", "0"),
+        ]  # fmt: skip
+    return [
+        case("all faults", (whole,), (whole, "cache-cannot-hit", zoom, scaler), *narrow),
+        case("all faults, no workers", (whole,), (whole, "cache-cannot-hit", zoom, scaler), *narrow, "--workers", "0"),
+        case("all faults behind a slow model", ("compute-bound",), (whole, "cache-cannot-hit", zoom, scaler), *wide),
+        case("a filter over whole volumes", (whole,), (whole,), *good, "--read", "volume", "--filter", "volume",
+             "--cache", "0", *narrow),
+        case("whole volumes read, none filtered", any_verdict, ("cache-cannot-hit",), *good, "--read", "volume",
+             "--filter", "none", "--cache", "1", *narrow),
+        case("a cache that holds all volumes", any_verdict, (), *good, "--read", "volume", "--filter", "none", *narrow,
+             "--steps", "120"),
+        case("a zoom", any_verdict, (zoom,), *good, "--zoom", *narrow, "--steps", "120"),
+        case("a scaler without autocast", any_verdict, (scaler,), *good, "--no-autocast", *narrow, "--steps", "120"),
+        case("no faults", any_verdict, (), *good, *narrow, "--steps", "120"),
+    ]  # fmt: skip
+
+
 def _held_out() -> list[Case]:
     """Other trainers, settings and combinations of faults."""
     found = []
@@ -183,4 +225,7 @@ def _held_out() -> list[Case]:
     ]  # fmt: skip
 
 
-CASES: tuple[Case, ...] = (*_foreign("torch"), *_foreign("lightning"), *_own(), *_held_out())
+CASES: tuple[Case, ...] = (
+    *_foreign("torch"), *_foreign("lightning"), *_own(), *_volumes(held_out=False), *_held_out(),
+    *_volumes(held_out=True),
+)  # fmt: skip

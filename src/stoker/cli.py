@@ -31,13 +31,13 @@ COMMANDS = {
     "report": "Write report.html: where a run's time went, or two runs side by side.",
     "watch": "Follow a run in the terminal or the browser.",
     "lr-find": "Find a learning rate with a range test.",
-    "eval": "Evaluate a checkpoint, class by class.",
+    "eval": "Evaluate a checkpoint, class by class or volume by volume.",
     "predict": "Classify images with a checkpoint.",
     "export": "Export a checkpoint's model for other programs, and check the result.",
     "pack": "Pack images into tar shards with an index.",
     "bench": "Measure how fast this host makes batches, and what limits it.",
     "config": "Show a resolved config or the key reference; import another program's config.",
-    "demo": "Train a small network on handwritten digits, in a minute on a CPU.",
+    "demo": "Train a small network on handwritten digits or on volumes, in minutes on a CPU.",
 }
 """Every command, with its line of help. `lr-find` is in stoker/commands/lr_find.py; typer gets the line from here."""
 

@@ -6,9 +6,12 @@ Text, tables, JSON documents and progress bars; everything reads well without co
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +40,8 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def say_warnings(warnings: Iterable[str]) -> None:
-    for warning in warnings:
+def say_warnings(texts: Iterable[str]) -> None:
+    for warning in texts:
         say(f"warning: {warning}")
 
 
@@ -115,13 +118,16 @@ def bar_line(
     return f"{label}: {percent:3d}%|{_bar(done / total, blocks)}| {done}/{total} [{details}]"
 
 
+_PERCENTAGES = ("dice", "iou", "surface_dice")
+
+
 def metric_text(name: str, value: Any) -> str:
-    """A metric for display: accuracies and shares in percent, rates without digits that flicker."""
+    """A metric for display: scores and shares in percent, rates without digits that flicker."""
     if isinstance(value, str):
         return value
     number = float(value)
     last = name.rsplit("/", 1)[-1]
-    if last.startswith("acc"):
+    if last.startswith("acc") or last in _PERCENTAGES:
         return f"{number:.1f}%"
     if last == "wait" or last.endswith("_share"):
         return f"{number:.0%}"
@@ -205,7 +211,9 @@ def _line_writer(what: str, unit: str) -> Advance:
         if now_s - last_s < LINE_EVERY_S:
             return
         of = f" of {total:,} ({done / total:.0%})" if total else ""
-        say(f"{what}: {done:,}{of} {_rate((done - last_done) / (now_s - last_s), unit)}".rstrip())
+        per_second = (done - last_done) / (now_s - last_s)
+        left = f", {clock((total - done) / per_second)} left" if total and per_second > 0 else ""
+        say(f"{what}: {done:,}{of} {_rate(per_second, unit)}{left}".rstrip())
         last_s, last_done = now_s, done
 
     return advance
@@ -216,6 +224,28 @@ def _rate(per_second: float | None, unit: str) -> str:
         return ""
     number = f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
     return f"{number} {unit}/s" if unit else f"{number}/s"
+
+
+@contextmanager
+def silent_libraries() -> Iterator[None]:
+    """Hides warnings, and what libraries write to stderr themselves while they are imported; exceptions come through.
+
+    nvImageCodec, which MONAI imports too, complains about every GPU library that it does not find.
+    """
+    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
+    disabled = logging.root.manager.disable
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def some(names: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -69,15 +69,26 @@ def remember(name: str, key: str, measure: Callable[[], Any], usable: Callable[[
     The key holds everything that the figure depends on. A damaged file or entry counts as absent, and a folder that
     cannot be written to only costs the measurement at every start.
     """
+    return remember_all(name, [key], lambda _missing: [measure()], usable)[0]
+
+
+def remember_all(
+    name: str, keys: Sequence[str], measure: Callable[[list[int]], Iterable[Any]], usable: Callable[[Any], bool]
+) -> list[Any]:
+    """The same for many keys: `measure` gets the places of those that are not known and returns their figures in this
+    order; they are stored together."""
     path = cache_folder() / name
-    known = _read_object(path).get(key)
-    if usable(known):
-        return known
-    figure = measure()
-    if usable(figure):
+    stored = _read_object(path)
+    figures = [stored.get(key) for key in keys]
+    missing = [place for place, figure in enumerate(figures) if not usable(figure)]
+    if not missing:
+        return figures
+    for place, figure in zip(missing, measure(missing), strict=True):
+        figures[place] = figure
+    if new := {keys[place]: figures[place] for place in missing if usable(figures[place])}:
         with suppress(OSError):
-            write_text(path, json.dumps(_read_object(path) | {key: figure}, indent=1) + "\n")
-    return figure
+            write_text(path, json.dumps(_read_object(path) | new, indent=1) + "\n")
+    return figures
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,17 +1,25 @@
-"""`stoker demo` learns to read digits, with the code that every run uses."""
+"""`stoker demo` learns to read digits, or to find sheets in volumes, with the code that every run uses."""
 
 from __future__ import annotations
 
+import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from stoker.cli import main
+from stoker.commands import demo as command
+from stoker.tasks.demo import DIGITS, SCROLLS, Demo, DemoResult, TimeSpent
 from tests.conftest import PROJECT, Run
 
 
-def test_the_packaged_config_is_the_one_in_configs() -> None:
-    assert (PROJECT / "src/stoker/demo.yaml").read_text() == (PROJECT / "configs/demo.yaml").read_text()
+@pytest.mark.parametrize("demo", [DIGITS, SCROLLS], ids=lambda demo: demo.folder)
+def test_the_packaged_config_is_the_one_in_configs(demo: Demo) -> None:
+    packaged, shown = (PROJECT / folder / demo.config_name for folder in ("src/stoker", "configs"))
+    assert packaged.read_text() == shown.read_text()
 
 
 def test_make_demo_is_this_command() -> None:
@@ -51,3 +59,50 @@ def test_a_folder_that_cannot_be_written_is_named(stoker: Run, tmp_path: Path) -
     assert ended.code == 1
     assert "demo-folder-not-writable" in ended.err
     assert "--folder" in ended.err
+
+
+SHORT_DEMO = """
+import sys
+from pathlib import Path
+from stoker.commands.demo import run_demo
+from stoker.tasks.demo import SCROLLS, demo_text
+
+code, result = run_demo(SCROLLS, Path(sys.argv[1]), fresh=False, overrides=sys.argv[2:])
+assert code == 0
+assert result.best > 80, result.best
+print(demo_text(result))
+"""
+
+
+@pytest.mark.slow
+def test_a_short_run_on_volumes_finds_most_of_the_sheets_of_a_scroll_it_has_not_seen(tmp_path: Path) -> None:
+    # A fraction of the demo's voxels, and a lower threshold: the whole takes minutes. In a process of its own, because
+    # the command tells OpenMP how to wait before torch is imported.
+    short = ["epochs=1", "steps_per_epoch=30", "patch_size=[32,48,48]"]
+    command_line = [sys.executable, "-c", SHORT_DEMO, str(tmp_path / "demo"), *short]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "val/dice " in done.stdout
+    assert "waiting for data" in done.stdout
+    assert "patches/s in training" in done.stdout
+    assert list((tmp_path / "demo/runs/demo_volumes/checkpoints").glob("epoch=*-val_dice=*.ckpt"))
+
+
+@pytest.mark.parametrize(("dice", "code", "words"), [(90.0, 0, "had not seen"), (89.9, 1, "below the expected 90 %")])
+def test_the_exit_code_says_whether_the_stated_dice_was_reached(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dice: float,
+    code: int,
+    words: str,
+) -> None:
+    def run_demo(demo: Demo, folder: Path, _fresh: bool) -> tuple[int, DemoResult]:
+        return 0, DemoResult(folder / demo.config_name, folder / "runs", demo, dice, 6, 1.0, TimeSpent())
+
+    monkeypatch.setattr(command, "run_demo", run_demo)
+    arguments = ["demo", "--volumes", "--folder", str(tmp_path)]
+    assert main(arguments) == code
+    assert words in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["best_val_dice"] == dice

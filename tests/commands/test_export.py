@@ -107,10 +107,10 @@ def test_a_missing_package_is_named_before_any_work(
 def test_a_file_with_different_outputs_is_removed(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_slightly_wrong(model: torch.nn.Module, *rest: object) -> None:
+    def write_slightly_wrong(subject: export_formats.Exportable, model: torch.nn.Module, path: Path) -> None:
         with torch.no_grad():
             next(model.parameters()).add_(0.01)
-        good.write(model, *rest)
+        good.write(subject, model, path)
 
     good = export_formats.FORMATS["safetensors"]
     bad = export_formats.ExportFormat(write_slightly_wrong, good.load)

@@ -86,7 +86,7 @@ def test_the_text_begins_with_the_verdict_and_shows_every_budget(stoker: Run) ->
         (("--ram", "62"), "has no unit"),
         (("--gpus", "0"), "leaves nothing"),
         (("--storage", "fxs"), "fsx"),
-        (("task=segment3d", "patch_size=[8,8,8]"), "cannot be planned yet"),
+        (("task=segment3d", "patch_size=[8,8,8]"), "only task: classify uses it"),
     ],
 )
 def test_bad_input_gets_a_clear_error(stoker: Run, words: tuple[str, ...], told: str) -> None:

@@ -25,7 +25,6 @@ from stoker.tasks.contact_sheet import LARGEST_SIDE, drawable, fitting, regular,
 from stoker.tasks.preview import look, spread_over_classes
 from stoker.tasks.preview_sheet import caption_of, sheet_of
 from stoker.train.optimization import build_loss
-from tests.conftest import PROJECT
 from tests.support.images import encode, noise
 from tests.support.tiny_training import write_config, write_images
 
@@ -238,11 +237,6 @@ def test_what_cannot_be_shown_is_refused_with_the_reason(
     assert main(["preview", str(config), *arguments]) == code
     assert said in capsys.readouterr().err
     assert list(here.iterdir()) == []
-
-
-def test_volumes_are_not_shown_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["preview", str(PROJECT / "configs" / "exp001_full.yaml")]) == 1
-    assert "task: segment3d cannot be previewed yet" in capsys.readouterr().err
 
 
 def test_open_says_where_the_picture_is_if_there_is_no_desktop(

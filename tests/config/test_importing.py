@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def as_yaml(values: dict[str, Any]) -> str:
              "randaugment_ops": 2},
         ),
         ("accelerator: auto", {"accelerator": None}),
+        ("train_iterations_per_epoch: 4000\ntrain_batch_size: 1\naccumulate_steps: 1", {"steps_per_epoch": 4000}),
     ],
 )  # fmt: skip
 def test_a_name_or_value_of_others_that_means_the_same_loads(
@@ -90,6 +92,8 @@ def test_a_name_or_value_of_others_that_means_the_same_loads(
         ("accelerator: gpu", "names a datasheet"),
         ("auto_augment: rand-m9", "of timm's policies"),
         ("use_ema: true", "needs ema_decay"),
+        ("_base_: other.yaml", "ours is called base"),
+        ("train_iterations_per_epoch: 4000\ntrain_batch_size: 2", "2 of them make an update"),
         ("gradient_clip_val: 1.0\nlr: 0.005", "use lr as it is"),
     ],
 )
@@ -485,3 +489,90 @@ def test_what_does_not_fit_together_is_left_out_with_the_reason(tmp_path: Path, 
 def test_every_name_that_the_loader_knows_is_in_the_imports_table_too() -> None:
     (names,) = [program for program in PROGRAMS if program.name == "names"]
     assert NAMES.keys() <= names.table.keys()
+
+
+# Volumes: the second case study, whose configs build on each other.
+
+
+@pytest.fixture
+def scrolls(tmp_path: Path) -> Path:
+    """In the keys of vesuvius_challenge: an experiment, its base in the same folder, and that one's above it."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "baseline.yaml").write_text(
+        "experiment: {name: baseline, seed: 1337, precision: amp, output_dir: out}\n"
+        "paths: {data_root: /data/scrolls, train_csv: /data/scrolls/train.csv, fold_csv: folds.csv}\n"
+        "data:\n  train_folds: [0, 1, 2]\n  val_folds: [3]\n  mask_unlabeled_value: 2\n  normalize: zscore\n"
+        "  intensity_clip: [-1200, 800]\n  denoise: {enabled: true, method: median3d, kernel_size: 3}\n"
+        "  sampler: {foreground_ratio: 0.55, max_retries: 6}\n"
+        "augmentation:\n  spatial: {rotate_deg: [-15, 15], flip_axes: [0, 1, 2], scale: [0.8, 1.25],"
+        " elastic: {enabled: true, sigma: 8.0, magnitude: 0.08}}\n"
+        "  intensity: {gamma: [0.7, 1.5], cutout: {holes: 2, size: [16, 48]}}\n"
+        "model: {type: unet3d_residual, base_channels: 40, channel_multipliers: [1, 2, 2, 4, 4], blocks_per_stage: 3,"
+        " norm: instance, activation: mish, deep_supervision: true, dropout: 0.1}\n"
+        "loss:\n  components:\n    - {name: weighted_bce, weight: 0.5, pos_weight: 2.4}\n"
+        "    - {name: soft_dice, weight: 0.45, smooth: 1.0}\n    - {name: toploss_simple, weight: 0.05}\n"
+        "optimizer: {type: adamw, lr: 0.0002, weight_decay: 0.01, betas: [0.9, 0.999]}\n"
+        "scheduler: {type: cosine, warmup_epochs: 3, t_max: 120, min_lr: 0.000002}\n"
+        "training:\n  max_epochs: 120\n  train_batch_size: 2\n  accumulate_steps: 1\n  gradient_clip: 1.0\n"
+        "  workers: 8\n  val_interval: 1\n  save_top_k: 3\n  ema: {enabled: true, decay: 0.999}\n"
+        "inference: {patch_size: [64, 128, 128], tta: flips}\n"
+    )
+    (tmp_path / "experiments" / "topology.yaml").write_text(
+        "_base_: ../baseline.yaml\nexperiment: {seed: 2025}\ndata: {patch_size: [80, 144, 144]}\n"
+        "scheduler: {type: one_cycle, max_lr: 0.0006, pct_start: 0.25, div_factor: 10.0, anneal_strategy: cos}\n"
+    )
+    full = tmp_path / "experiments" / "full.yaml"
+    full.write_text(
+        "_base_: topology.yaml\nexperiment: {name: full}\ndata: {patch_size: [72, 136, 136]}\n"
+        "model: {activation_checkpointing: {enabled: true, segments: {decoder: 2}}}\n"
+        "training: {train_iterations_per_epoch: 4000, max_epochs: 32}\n"
+    )
+    return full
+
+
+def test_the_scrolls_config_becomes_ours_with_its_bases(scrolls: Path) -> None:
+    imported = import_config(scrolls)
+    assert imported.program.name == "vesuvius-challenge"
+    expected = {
+        "task": "segment3d", "model": "residual_unet", "patch_size": [72, 136, 136], "indivisible_patch": "pad",
+        "seed": 2025, "run_name": "full", "data_root": "/data/scrolls", "precision": "32", "ignore_label": 2,
+        "volume_loss": "0.5 ce + 0.45 dice", "steps_per_epoch": 2000, "epochs": 32, "batch_size": 2,
+        "lr": 0.0006, "scale_lr": False, "lr_scheduler": "cosine", "warmup_epochs": 8, "warmup_start": 0.1,
+        "ema_decay": 0.999, "clip_grad_norm": 1.0, "gradient_checkpointing": True, "fold": "all",
+        "volume_rotation": 1.0, "volume_degrees": [15.0] * 3, "volume_scales": [0.8, 1.25],
+    }  # fmt: skip
+    assert {key: imported.settings[key] for key in expected} == expected
+    assert imported.named(Kind.UNKNOWN) == []
+    origins = {key.name: key.origin for key in imported.keys}
+    assert origins["data.patch_size"].startswith("full.yaml:")
+    assert origins["scheduler.max_lr"].startswith("topology.yaml:")
+    assert origins["training.gradient_clip"].startswith("baseline.yaml:")
+
+
+def test_keys_that_meant_nothing_there_are_left_out_with_the_reason(scrolls: Path) -> None:
+    imported = import_config(scrolls)
+    without = {key.name: key.became.why for key in imported.keys if key.became.kind is Kind.NO_EFFECT}
+    assert set(without) >= {
+        "paths.fold_csv", "data.val_folds", "data.intensity_clip", "data.sampler.foreground_ratio", "optimizer.lr",
+        "augmentation.spatial.elastic.enabled", "augmentation.intensity.cutout.holes", "scheduler.warmup_epochs",
+        "training.save_top_k",
+    }  # fmt: skip
+    assert "no validation" in without["data.val_folds"]
+    text = imported_as_yaml(imported)
+    assert "trained as background there" in text.replace("\n# ", " ")
+    assert "nothing like toploss_simple" in text.replace("\n# ", " ")
+
+
+def test_a_circle_of_bases_is_refused(scrolls: Path) -> None:
+    (scrolls.parent / "topology.yaml").write_text("_base_: full.yaml\n")
+    with pytest.raises(UserError, match="circular"):
+        import_config(scrolls)
+
+
+def test_every_rule_for_scrolls_takes_any_plain_value() -> None:
+    table = next(program.table for program in PROGRAMS if program.name == "vesuvius-challenge")
+    for name, rule in table.items():
+        for value in (None, True, 0, 2, 0.5, "text", [1, 2, 3], [0.5, 2.0]):
+            with suppress(TypeError, ValueError, ZeroDivisionError):
+                became = rule(value, Theirs({}))
+                assert set(became.settings) <= set(Config.model_fields), name

@@ -18,8 +18,10 @@ from tests.conftest import PROJECT
 
 CONFIGS = sorted((PROJECT / "configs").glob("*.yaml"))
 SHIPPED = {
-    "demo", "single_gpu_full", "optimized_test", "resnet_strikes_back", "rsb_a1", "rsb_a2", "rsb_a3", "torchvision_v2",
-    "exp001_full", "vesuvius_surface", "tier_conservative", "tier_balanced", "tier_aggressive",
+    "demo", "demo_volumes", "single_gpu_full", "optimized_test", "resnet_strikes_back", "rsb_a1", "rsb_a2", "rsb_a3",
+    "torchvision_v2",
+    "exp001_full", "exp001_option_a", "exp001_option_b", "exp001_option_c", "vesuvius_surface",
+    "tier_conservative", "tier_balanced", "tier_aggressive",
 }  # fmt: skip
 
 

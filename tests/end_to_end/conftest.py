@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from stoker.commands import train as command
-from stoker.data.batch import Batch
+from stoker.config import Config
 from stoker.errors import Interrupted, Preempted
 from stoker.machine import host
 from stoker.tasks import training
-from stoker.tasks.classify import build_run
+from stoker.tasks.dispatch import Task, task_for
+from stoker.train.loop import Run
 from stoker.train.step import Prepared
 from tests.support.ready_process import ReadyProcess, ready_process
 from tests.support.tiny_training import write_images
@@ -47,11 +48,10 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
     monkeypatch.setattr(host, "read_machine", lambda: machine)
     wanted: dict[str, Any] = {}
 
-    def build_and_watch(*arguments: Any, **keys: Any) -> Any:
-        run = build_run(*arguments, **keys)
+    def watch(run: Run) -> Run:
         prepare = run.prepare
 
-        def watched(batch: Batch, epoch: int, step: int, number: int) -> Prepared:
+        def watched(batch: Any, epoch: int, step: int, number: int) -> Prepared:
             wanted["ledger"].append((epoch, step, batch.indices.tolist(), batch.keys.tolist()))
             if step + 1 == wanted["stop_at"]:
                 wanted["stop_at"] = None  # only once: a second Ctrl-C means 'immediately'
@@ -60,7 +60,11 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
 
         return replace(run, prepare=watched)
 
-    monkeypatch.setattr(training, "build_run", build_and_watch)
+    def watched_task(config: Config) -> Task:
+        task = task_for(config)
+        return replace(task, build_run=lambda *arguments, **keys: watch(task.build_run(*arguments, **keys)))
+
+    monkeypatch.setattr(training, "task_for", watched_task)
 
     def train(
         config: Path,

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from stoker.config import load_config
+from stoker.config.volume_keys import VolumeKeys
 from stoker.data.images import calibration
 from stoker.data.images.calibration import CalibrationResult
 from stoker.errors import UserError
 from stoker.machine import host
-from stoker.tasks import training
+from stoker.tasks import classify
 from stoker.train.checkpoint.changes import APPLIED, OTHER, SCHEDULE
 from stoker.train.checkpoint.format import write_checkpoint
 from stoker.train.schedule import Horizon, learning_rate
@@ -39,9 +40,11 @@ OTHER_VALUES: dict[str, Any] = {
     "betas": [0.8, 0.9], "weight_decay": 0.05, "decay_bias_and_norm": False, "clip_grad_norm": 1.0,
     "max_bad_steps": 3, "early_stopping": 9, "early_stopping_min_delta": 0.5,
 }  # fmt: skip
-# Compiling takes half a minute; a CPU has no synchronised batch norm; patches are for volumes; data_root: see below;
-# lists are another way to say where the data is.
-NOT_TRIED = {"compile_model", "sync_batchnorm", "patch_size", "data_root", "samples_csv", "train_csv", "val_csv"}
+OF_VOLUMES = set(VolumeKeys.model_fields)
+"""test_volumes.py has these."""
+# Compiling takes half a minute; a CPU has no synchronised batch norm; data_root: see below; lists are another way to
+# say where the data is.
+NOT_TRIED = OF_VOLUMES | {"compile_model", "sync_batchnorm", "data_root", "samples_csv", "train_csv", "val_csv"}
 OTHER_SCHEDULE: dict[str, Any] = {
     "epochs": 5, "limit_train_batches": 3, "lr": 0.25, "scale_lr": False, "lr_reference_batch": 128,
     "lr_scheduler": "step", "lr_update": "epoch", "lr_step_epochs": 2, "lr_step_factor": 0.5, "min_lr": 0.001,
@@ -49,6 +52,7 @@ OTHER_SCHEDULE: dict[str, Any] = {
 }  # fmt: skip
 ANOTHER_RUN: dict[str, Any] = {
     "model": "test_resnet", "optimizer": "adamw", "num_classes": 7, "subset_seed": 1, "subset_train_per_class": 10,
+    "best_by": "loss",
 }  # fmt: skip
 
 
@@ -137,7 +141,7 @@ def test_another_schedule_and_another_run_are_refused_with_the_ways_to_do_it(
 
 def test_the_tables_of_this_file_name_every_key() -> None:
     assert OTHER_SCHEDULE.keys() | {"steps_per_epoch"} == set(SCHEDULE)
-    assert ANOTHER_RUN.keys() | {"weights", "task", "subset_classes", "val_fraction"} == set(OTHER)
+    assert ANOTHER_RUN.keys() | {"weights", "task", "subset_classes", "val_fraction"} == set(OTHER) - OF_VOLUMES
 
 
 def test_replan_extends_a_finished_run_once_and_a_resume_is_exact(
@@ -253,7 +257,7 @@ def test_auto_chooses_a_decoder_once_for_the_whole_run(
     train_until(config, stop_at=3)
     assert f"decoded by {other}" in capsys.readouterr().err
     assert events(run, "settings_changed") == []
-    monkeypatch.setattr(training, "available_decoders", lambda: (fastest,))
+    monkeypatch.setattr(classify, "available_decoders", lambda: (fastest,))
     train_until(config, stop_at=4)
     assert f"{other}, which decoded the images of this run, is not available here" in capsys.readouterr().err
     assert [event["changed"] for event in events(run, "settings_changed")] == [{"decoder": [other, fastest]}]

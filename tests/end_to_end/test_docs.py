@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stoker.data.volumes.scrolls import write_scrolls
 from tests.support.documents import (
     PROJECT,
     BadPage,
@@ -32,14 +33,19 @@ SMALL: dict[str, Any] = {
     "devices": 1, "num_workers": 1, "warmup_epochs": 0, "compile_model": "false", "precision": 32,
     "decoder": "simplejpeg",
 }  # fmt: skip
+SMALL_VOLUMES: dict[str, Any] = {
+    "model": "small_unet", "patch_size": "[16, 16, 16]", "folds": 3, "epochs": 1, "steps_per_epoch": 2, "batch_size": 1,
+    "devices": 1, "num_workers": 1,
+}  # fmt: skip
 NOT_TRAINED = ("plan-a-machine",)
 """Pages whose configs are not made small."""
+VOLUMES = "segment-volumes"
 
 
 def test_there_is_a_page_for_each_job() -> None:
     jobs = (
         "train-imagenet", "bring-your-data", "verify-a-run", "why-is-my-gpu-idle", "plan-a-machine", "read-from-s3",
-        "resume-and-continue", "results",
+        "resume-and-continue", "segment-volumes", "results",
     )  # fmt: skip
     assert {page.stem for page in DOCS.glob("*.md")} == set(jobs)
     readme = (PROJECT / "README.md").read_text()
@@ -83,17 +89,27 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
     page: Path, folder: Path, ready: ReadyProcess, request: pytest.FixtureRequest
 ) -> None:
     text = page.read_text()
-    places = {"/data/imagenet": str(folder / "imagenet"), "/nvme/cache": str(folder / "cache")}
+    places = {
+        "/data/imagenet": str(folder / "imagenet"),
+        "/nvme/cache": str(folder / "cache"),
+        "/data/vesuvius": str(folder / "vesuvius"),
+    }
     variables = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    if page.stem not in NOT_TRAINED:
+    if page.stem == VOLUMES:
+        write_scrolls(folder / "vesuvius", volumes=3, shape=(24, 24, 24), scrolls=3)
+    elif page.stem not in NOT_TRAINED:
         write_images(folder / "imagenet", train=24, val=4, classes=6)
-    if "s3://" in text:
+    if "s3://" in text and page.stem != VOLUMES:
         server: S3Server = request.getfixturevalue("s3_server")
         for path in sorted((folder / "imagenet").rglob("*.jpg")):
             server.put(str(path.relative_to(folder)), path.read_bytes())
         variables |= server.environment()
     for step in read_steps(text):
-        if step.file:
+        if step.file and page.stem == VOLUMES:
+            (folder / "theirs.yaml").write_text(step.content.replace("/data/vesuvius", places["/data/vesuvius"]))
+            keys = "".join(f"{key}: {value}\n" for key, value in SMALL_VOLUMES.items())
+            (folder / step.file).write_text(f"base: theirs.yaml\n{keys}")
+        elif step.file:
             (folder / step.file).write_text(step.content)
         elif step.runs:
             _run(step, folder, ready, places, variables)

@@ -13,7 +13,7 @@ from stoker.plan.timing import loader_rate, read_storage, time_budget, time_find
 def budget(**rates: float) -> TimeBudget:
     return time_budget(
         {name: Rate(value, "made up") for name, value in rates.items()},
-        total_batch=256, samples=1_281_167, steps_per_epoch=5004, epochs=100, nodes=2, price_per_hour=1.5,
+        total_batch=256, steps_per_epoch=5004, epochs=100, nodes=2, price_per_hour=1.5,
     )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_the_slowest_part_sets_the_pace_and_is_named() -> None:
 
 def test_unknown_times_are_not_reported() -> None:
     time = time_budget(
-        {}, total_batch=8, samples=None, steps_per_epoch=None, epochs=3, nodes=1, price_per_hour=2.0
+        {}, total_batch=8, steps_per_epoch=None, epochs=3, nodes=1, price_per_hour=2.0
     )  # fmt: skip
     assert time.images_per_second is time.bound_by is time.cost is time.total_s is None
     assert time_findings(time, cpus=4, nodes=1, sample_bytes=1e5, dataset_bytes=None, config="x.yaml") == []

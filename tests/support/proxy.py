@@ -48,6 +48,7 @@ class Proxy:
     latency: float = 0.0
     bytes_per_second: float | None = None
     port: int = 0
+    """Chosen at the first start; the same after a stop, so that a server can go away and come back."""
     requests: list[str] = field(default_factory=list)
     """The 'METHOD /path range' of every request received."""
     in_flight: int = 0
@@ -87,7 +88,7 @@ class Proxy:
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, backlog=1024, limit=1 << 18)
+        server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, backlog=1024, limit=1 << 18)
         self.port = server.sockets[0].getsockname()[1]
         ready.set()
         await self._done.wait()

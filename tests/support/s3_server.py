@@ -73,6 +73,13 @@ class S3Server:
     def put(self, path: str, data: bytes) -> None:
         obstore.put(self.client(), path, data)
 
+    def put_folder(self, folder: Path, prefix: str) -> str:
+        """Uploads all files below a folder; returns the URL of what was the folder."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put(f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
+        return f"s3://{BUCKET}/{prefix}"
+
     def stop(self) -> None:
         # A clean shutdown takes two seconds, and its data is not needed.
         self._process.kill()

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from stoker.config import Config
 from stoker.tasks import training
-from stoker.tasks.classify import build_run
+from stoker.tasks.dispatch import Task, task_for
 from stoker.train.step import Prepared
 
 MOST = 4
@@ -24,11 +25,11 @@ BAD_STEPS = range(3, 6)
 
 
 def _instrument(change: Any) -> None:
-    def build(*arguments: Any, **keys: Any) -> Any:
-        run = build_run(*arguments, **keys)
-        return change(run)
+    def changed(config: Config) -> Task:
+        task = task_for(config)
+        return replace(task, build_run=lambda *arguments, **keys: change(task.build_run(*arguments, **keys)))
 
-    training.build_run = build  # type: ignore[assignment]
+    training.task_for = changed
 
 
 def little_memory_on_the_second_rank() -> None:

@@ -11,7 +11,8 @@ import torch
 from stoker.config import Config, load_config
 from stoker.data.batch import Batch
 from stoker.machine.host import HostConfig
-from stoker.tasks.classify import build_run, input_dtype, open_data, traceable_step
+from stoker.tasks.building import input_dtype
+from stoker.tasks.classify import build_run, open_data, traceable_step
 from stoker.tasks.prediction import classifier_of
 from stoker.train.checkpoint.restore import Restored
 from stoker.train.loop import Run

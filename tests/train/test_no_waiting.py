@@ -18,7 +18,8 @@ from stoker.augment.pipeline import TrainAugment, build_train_augment
 from stoker.config import Config, load_config
 from stoker.data.batch import Batch
 from stoker.models.build import build_model
-from stoker.tasks.classify import optimizer_for, prepare_batch
+from stoker.tasks.building import optimizer_for
+from stoker.tasks.classify import prepare_batch
 from stoker.train.compute import Precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator

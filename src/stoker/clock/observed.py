@@ -85,6 +85,8 @@ class HostFacts:
     """Of all usable cores, by any program."""
     page_cache_bytes: int | None = None
     """Memory that can cache files: what is available, less what the run takes."""
+    available_bytes: int | None = None
+    """The least that more processes could have taken at any time of the observation."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,72 @@ class AcceleratorFacts:
     device_busy_share: float | None = None
     """Share of compute time in which the device was busy; low with many small kernels means launch-bound."""
     transfer_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class HotSpot:
+    """A line of the user's code in which batches are prepared, by looking at the workers' stacks."""
+
+    function: str
+    file: str
+    line: int
+    share: float
+    """Of the time of preparing batches, all workers together."""
+    calls: str | None = None
+    """The library function that is called there: scipy.ndimage.median_filter."""
+
+
+@dataclass(frozen=True)
+class FilterWork:
+    """What one filtering function worked on."""
+
+    name: str
+    calls: int
+    elements: int
+    """Of the arrays that it was given, all calls together."""
+
+
+@dataclass(frozen=True)
+class CacheFacts:
+    """A container of arrays in the data set, or a function behind lru_cache."""
+
+    name: str
+    entries: int
+    """In each worker."""
+    bytes: int | None
+    """In each worker."""
+    evicted: int
+    """Entries that were seen to vanish, all workers together; at least so many were."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How a script prepares its samples, all workers together."""
+
+    samples: int
+    """Samples that were counted one by one."""
+    spots: tuple[HotSpot, ...] = ()
+    """Largest first."""
+    filters: tuple[FilterWork, ...] = ()
+    caches: tuple[CacheFacts, ...] = ()
+    samples_that_read: int = 0
+    """Samples for which a file was opened."""
+    opens: int = 0
+    files: int = 0
+    """Different files that were opened; counted once for each worker that did."""
+    sample_elements: float | None = None
+    """Of the largest array of a sample, as it is handed over."""
+    sample_dimensions: int | None = None
+    """Of that array: 4 for the patch of a volume with channels."""
+    batches_seen: int = 0
+    shape_changes: int = 0
+    """Of the batches seen, how many had another shape than the one that the same worker made before."""
+    shapes: tuple[str, ...] = ()
+    """Two that followed each other."""
+    size_spread: float = 1.0
+    """The largest sample over the smallest, in elements."""
+    worker_bytes: int | None = None
+    """The most memory that a single worker had for itself alone."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +235,11 @@ class Observed:
     host: HostFacts | None = None
     storage: StorageFacts | None = None
     accelerator: AcceleratorFacts | None = None
+    preparation: Preparation | None = None
+    scaled_in_32_bits: bool | None = None
+    """Whether a GradScaler scaled a loss that was computed in float32; None if none was seen."""
+    scaled_at: str | None = None
+    """file:line of that call."""
     torch_version: str | None = None
     convolves_3d: bool | None = None
     missing: tuple[str, ...] = ()

@@ -50,8 +50,9 @@ def doctor(
     pace: Annotated[
         str | None,
         typer.Option(
-            metavar="IMAGES/S|GPU",
-            help="Replace the model by a consumer of this many images per second, or as fast as this card would be.",
+            metavar="STEP_TIME|IMAGES/S|GPU",
+            help="Replace the model by a consumer that takes this long for a step (400ms), or this many images per "
+            "second, or is as fast as this card would be. For a script it is simulated, after the script has run.",
         ),
     ] = None,
     confirm: Annotated[
@@ -83,7 +84,7 @@ def doctor(
     from stoker.doctor.options import check_gates, parse_gates
 
     gates = parse_gates(fail_if or ())
-    _refuse_combinations(target, script, steps, {"--confirm": confirm, "--pace": pace is not None})
+    _refuse_combinations(target, script, steps, {"--confirm": confirm})
 
     from stoker.commands.options import let_threads_sleep
     from stoker.console import print_json, print_result, say

@@ -1,38 +1,61 @@
-"""`stoker eval`: the accuracy of a checkpoint, class by class."""
+"""`stoker eval`: the accuracy of a checkpoint, class by class; for volumes, its scores volume by volume."""
 
 from __future__ import annotations
 
 import re
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from stoker.commands.options import CheckpointArgument, JsonOption, OverridesArgument, RawOption
-from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError
+from stoker.commands.options import JsonOption, OverridesArgument, RawOption
+from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError, UserError
+
+if TYPE_CHECKING:
+    from stoker.tasks.volumes.evaluation import Scoring
+    from stoker.tasks.volumes.results import Judged, VolumeEvaluation
 
 _KEY_VALUE = re.compile(r"[A-Za-z_]\w*=")
+SCORES_FILE, SHEET_FILE = "scores.json", "worst.png"
+LARGEST_SIDE = 320
+"""Of a picture on the sheet: a volume of the competition is drawn voxel by voxel."""
 
 
 def register(app: typer.Typer) -> None:
     app.command(
         name="eval",
-        epilog="Example: stoker eval runs/rsb_a3 /data/imagenetv2-matched-frequency-format-val --plot confusion.png",
+        epilog="Example: stoker eval runs/rsb_a3 /data/imagenetv2-matched-frequency-format-val --plot confusion.png, "
+        "or for volumes: stoker eval runs/scrolls --score vesuvius-surface --out scores",
     )(evaluate)
 
 
 def evaluate(
-    checkpoint: CheckpointArgument,
+    checkpoint: Annotated[
+        Path | None,
+        # The checkpoint reader has a better error for files that cannot be read.
+        typer.Argument(
+            metavar="CKPT",
+            readable=False,
+            help="Checkpoint or run folder of `stoker train`, or a file of Lightning, timm, torchvision or "
+            "safetensors. Left out with --predictions.",
+            show_default=False,
+        ),
+    ] = None,
     data_root: Annotated[
         str | None,
         typer.Argument(
             metavar="[DATA_ROOT]",
-            help="Folder or URL with val/, or with class folders. [default: the checkpoint's]",
+            help="Images: folder or URL with val/, or with class folders. Volumes: a data set whose labelled volumes "
+            "are all scored. [default: the checkpoint's, and of volumes its validation fold]",
             show_default=False,
         ),
     ] = None,
     overrides: OverridesArgument = None,
-    split: Annotated[Literal["val", "train"], typer.Option(help="Which images to classify.")] = "val",
+    split: Annotated[
+        Literal["val", "train", "all"] | None,
+        typer.Option(help="Which images or volumes; `all` for volumes only. [default: val]", show_default=False),
+    ] = None,
     per_class: Annotated[bool, typer.Option("--per-class", help="List every class, not only the worst.")] = False,
     real_labels: Annotated[
         Path | None,
@@ -41,13 +64,86 @@ def evaluate(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the confusion matrix into this file.")
     ] = None,
+    score: Annotated[
+        Literal["segmentation", "vesuvius-surface"],
+        typer.Option(help="Volumes: Dice, IoU and surface Dice; or also the score of the Vesuvius competition."),
+    ] = "segmentation",
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            min=0,
+            max=1,
+            help="Volumes: probability above which a voxel is foreground. [default: the most probable class]",
+            show_default=False,
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Volumes: distance within which surfaces are the same. [default: surface_tolerance of the config]",
+            show_default=False,
+        ),
+    ] = None,
+    spacing: Annotated[
+        tuple[float, float, float],
+        typer.Option(metavar="Z Y X", help="Volumes: size of a voxel, in the unit of --tolerance."),
+    ] = (1.0, 1.0, 1.0),
+    overlap: Annotated[
+        float, typer.Option(min=0, max=0.95, help="Volumes: share of a window that is shared with the next one.")
+    ] = 0.5,
+    flips: Annotated[
+        str, typer.Option(metavar="AXES", help="Volumes: also predict mirrored along these axes, e.g. zyx.")
+    ] = "",
+    post: Annotated[
+        str, typer.Option(metavar="STEPS", help="Volumes: clean masks first, e.g. remove_small=100,fill_holes.")
+    ] = "",
+    more: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--checkpoint",
+            metavar="CKPT",
+            readable=False,
+            help="Volumes: average with this checkpoint; can be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    predictions: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", readable=False, help="Score the masks in this folder, without a checkpoint."),
+    ] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", readable=False, help="With --predictions: their labels, by the same names; or a data set."
+        ),
+    ] = None,
+    ignore_label: Annotated[
+        int | None,
+        typer.Option(
+            help="With --predictions: labels that do not count. [default: the data set's; 2 for vesuvius-surface]",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help=f"Volumes: write {SCORES_FILE} and pictures of the worst volumes ({SHEET_FILE}) here."
+        ),
+    ] = None,
+    pictures: Annotated[int, typer.Option(metavar="N", min=0, help="Volumes: how many are drawn with --out.")] = 8,
     raw: RawOption = False,
     json: JsonOption = False,
 ) -> int:
-    """Print the top-1 and top-5 accuracy and the loss of a checkpoint, its worst classes and what it confuses.
+    """Print how good a checkpoint is.
 
-    Every image counts once. Class folders are matched by name with the checkpoint's classes; folders named 0 to 999
-    (ImageNet-V2) are read as positions in the sorted list of ImageNet classes.
+    Images: the top-1 and top-5 accuracy and the loss, its worst classes and what it confuses. Every image counts once.
+    Class folders are matched by name with the checkpoint's classes; folders named 0 to 999 (ImageNet-V2) are read as
+    positions in the sorted list of ImageNet classes.
+
+    Volumes: Dice, IoU and surface Dice of whole volumes, the worst first; unlabelled voxels do not count. Masks that
+    another program made are scored with --predictions and --labels.
     """
     settings = [*(overrides or ())]
     if data_root is not None and _KEY_VALUE.match(data_root):
@@ -55,15 +151,73 @@ def evaluate(
         data_root = None
     if wrong := [text for text in settings if not _KEY_VALUE.match(text)]:
         raise UsageError("usage", f"{wrong[0]!r} is neither DATA_ROOT nor KEY=VALUE", hint="stoker eval --help")
+    if min(spacing) <= 0:
+        raise UsageError("usage", f"--spacing {' '.join(map(str, spacing))}: the size of a voxel is above 0")
+    if (predictions is None) == (checkpoint is None) or (predictions is None) != (labels is None):
+        raise UsageError(
+            "usage",
+            "give either a checkpoint, or --predictions together with --labels",
+            hint="stoker eval runs/NAME, or stoker eval --predictions MASKS --labels LABELS",
+        )
 
     from stoker.config.reference import write_scalar
+    from stoker.tasks.volumes.evaluation import Scoring
+    from stoker.tasks.volumes.postprocess import parse_chain
+    from stoker.train.checkpoint.restore import task_of
+
+    scoring = Scoring(
+        score,
+        2.0 if tolerance is None else tolerance,
+        spacing,
+        threshold,
+        parse_chain(post),
+        pictures if out is not None else 0,
+    )
+    if predictions is not None and labels is not None:
+        _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
+        return _score_masks(predictions, labels, scoring, ignore_label, out, json=json)
+    assert checkpoint is not None
+    if data_root is not None:
+        settings.insert(0, f"data_root={write_scalar(data_root)}")
+    if task_of(checkpoint) == "segment3d":
+        _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
+        which = split or ("val" if data_root is None else "all")
+        return _evaluate_volumes(
+            [checkpoint, *(more or ())], settings, which, scoring, overlap, flips, out,
+            tolerance=tolerance, raw=raw, json=json,
+        )  # fmt: skip
+    of_volumes = {
+        "--split all": split == "all", "--out": out, "--score": score != "segmentation",
+        "--threshold": threshold is not None, "--tolerance": tolerance is not None, "--flips": flips, "--post": post,
+        "--checkpoint": more,
+    }  # fmt: skip
+    if used := [name for name, value in of_volumes.items() if value]:
+        raise UsageError("usage", f"{checkpoint} classifies images; {used[0]} is for volumes")
+    part: Literal["val", "train"] = "train" if split == "train" else "val"
+    return _evaluate_images(checkpoint, settings, part, real_labels, plot, per_class, raw=raw, json=json)
+
+
+def _refuse_of_images(**options: Any) -> None:
+    if used := [name for name, value in options.items() if value]:
+        raise UsageError("usage", f"--{used[0].replace('_', '-')} is for checkpoints that classify images")
+
+
+def _evaluate_images(
+    checkpoint: Path,
+    settings: list[str],
+    split: Literal["val", "train"],
+    real_labels: Path | None,
+    plot: Path | None,
+    per_class: bool,
+    *,
+    raw: bool,
+    json: bool,
+) -> int:
     from stoker.console import print_json, print_result, progress_bar, say
     from stoker.tasks.evaluation import evaluate_checkpoint, open_labelled
     from stoker.tasks.results import evaluation_text, plot_confusion
     from stoker.train.checkpoint.sources import open_model
 
-    if data_root is not None:
-        settings.insert(0, f"data_root={write_scalar(data_root)}")
     restored = open_model(checkpoint, settings, raw=raw, say=say)
     with progress_bar("listing", None) as advance:
         samples = open_labelled(restored, split, say, advance)
@@ -83,3 +237,97 @@ def evaluate(
     else:
         print_result(evaluation_text(found, all_classes=per_class))
     return code
+
+
+def _evaluate_volumes(
+    checkpoints: list[Path],
+    settings: list[str],
+    split: Literal["val", "train", "all"],
+    scoring: Scoring,
+    overlap: float,
+    flips: str,
+    out: Path | None,
+    *,
+    tolerance: float | None,
+    raw: bool,
+    json: bool,
+) -> int:
+    from dataclasses import replace
+
+    from stoker.console import count, progress_bar, say
+    from stoker.tasks.volumes.evaluation import choose_cases, evaluate_volumes
+    from stoker.tasks.volumes.segment import open_trained
+    from stoker.tasks.volumes.windows import SlidingWindow
+
+    sliding = SlidingWindow(overlap, flips)
+    trained = [open_trained(path, say, settings, raw=raw) for path in checkpoints]
+    first = trained[0]
+    with progress_bar("listing", None) as advance:
+        chosen = choose_cases(first.config, first.rules, split, say, advance)
+    weights = "averaged weights" if first.averaged else "raw weights"
+    steps = f"{count(first.epoch, 'epoch')} ({count(first.step, 'step')})"
+    others = f" and {count(len(trained) - 1, 'other network')}" if len(trained) > 1 else ""
+    title = f"{first.config.model} after {steps}, {weights}{others}, {chosen.what}"
+    scoring = replace(scoring, tolerance=first.config.surface_tolerance if tolerance is None else tolerance)
+    keep = _Keeper(out, title)
+    found, judged = evaluate_volumes(
+        trained, chosen, scoring, sliding=sliding, bar=progress_bar, keep=keep.scores, say=say
+    )
+    return keep.finish(found, judged, json=json)
+
+
+def _score_masks(
+    predictions: Path, labels: Path, scoring: Scoring, ignore: int | None, out: Path | None, *, json: bool
+) -> int:
+    from stoker.console import progress_bar, say
+    from stoker.tasks.volumes.evaluation import score_masks
+
+    keep = _Keeper(out, str(predictions))
+    found, judged = score_masks(
+        predictions, labels, scoring, ignore=ignore, bar=progress_bar, keep=keep.scores, say=say
+    )
+    return keep.finish(found, judged, json=json)
+
+
+class _Keeper:
+    """Writes what has been scored after every volume: an evaluation can take a night, and Ctrl-C must not lose it."""
+
+    def __init__(self, out: Path | None, title: str) -> None:
+        self._out, self._title = out, title
+        if out is not None:
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    "out-not-writable", f"{out} cannot be created: {error.strerror or error}", hint="--out scores"
+                ) from None
+
+    def scores(self, found: VolumeEvaluation, _judged: Any) -> None:
+        from stoker.files import write_text
+
+        if self._out is not None:
+            write_text(self._out / SCORES_FILE, dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
+
+    def finish(self, found: VolumeEvaluation, judged: list[Judged], *, json: bool) -> int:
+        """Draws and prints everything; the exit code."""
+        from stoker.console import print_json, print_result, say
+        from stoker.files import write_bytes
+        from stoker.tasks.contact_sheet import draw_sheet
+        from stoker.tasks.volumes.results import evaluation_text, sheet_of
+
+        code = EXIT_OK
+        if self._out is not None:
+            try:
+                self.scores(found, judged)
+                sheet = draw_sheet(sheet_of(found, self._title, judged), LARGEST_SIDE)
+                write_bytes(self._out / SHEET_FILE, sheet.as_png())
+                say(f"{self._out}: {SCORES_FILE}, {SHEET_FILE}")
+            except OSError as error:
+                # The scores may have taken an hour: print them anyway.
+                say(f"warning: {self._out} could not be written: {error.strerror or error}")
+                code = EXIT_FINDING
+        if json:
+            print_json(found.as_dict())
+        else:
+            print_result(evaluation_text(found, self._title))
+        return code

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOption
+
+if TYPE_CHECKING:
+    from stoker.tasks.exporting import Exportable
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +30,7 @@ def export(
         typer.Option(
             metavar="FILE",
             readable=False,
-            help="Also compare on this image. [default: the first image in the checkpoint's data_root, if any]",
+            help="Also compare on this image or volume. [default: the first in the checkpoint's data_root, if any]",
             show_default=False,
         ),
     ] = None,
@@ -38,22 +42,22 @@ def export(
     """Write a checkpoint's model as safetensors, ONNX or torch.export (.pt2).
 
     The file is loaded again and its output compared with the checkpoint's; it appears only if they agree. It takes
-    normalised float32 images in batches of any size; its metadata holds the class names, mean, std and img_size.
-    ONNX needs `pip install 'stoker[export]'`.
+    normalised float32 images, or patches of volumes, in batches of any size; its metadata holds what a program needs
+    to know: class names, mean, std and img_size, or patch_size and normalize. ONNX needs
+    `pip install 'stoker[export]'`.
     """
-    from stoker.console import print_json, print_result, say
+    from stoker.console import print_json, print_result
     from stoker.tasks.exporting import check_can_export, export_model
     from stoker.tasks.results import export_text
-    from stoker.train.checkpoint.sources import open_model
 
     check_can_export(to, out, force)
-    restored = open_model(checkpoint, set_ or (), raw=raw, say=say)
-    found = export_model(restored, to, out, force=force, image=image)
+    subject, path, averaged = _subject(checkpoint, set_ or (), image, raw)
+    found = export_model(subject, to, out, force=force)
     if json:
         print_json(
             {
-                "checkpoint": str(restored.path),
-                "weights": "averaged" if restored.averaged else "raw",
+                "checkpoint": str(path),
+                "weights": "averaged" if averaged else "raw",
                 "out": str(found.path),
                 "format": to,
                 "bytes": found.size_bytes,
@@ -67,3 +71,23 @@ def export(
     else:
         print_result(export_text(found.path, found.size_bytes, found.checked_with, found.differences))
     return 0
+
+
+def _subject(
+    checkpoint: Path, overrides: Sequence[str], image: Path | None, raw: bool
+) -> tuple[Exportable, Path, bool]:
+    """What is exported, the file that it comes from, and whether its weights are the average."""
+    from stoker.console import say
+    from stoker.train.checkpoint.restore import task_of
+
+    if task_of(checkpoint) == "segment3d":
+        from stoker.tasks.volumes.exporting import segmenter_to_export
+        from stoker.tasks.volumes.segment import open_trained
+
+        trained = open_trained(checkpoint, say, overrides, raw=raw)
+        return segmenter_to_export(trained, image), trained.path, trained.averaged
+    from stoker.tasks.exporting import classifier_to_export
+    from stoker.train.checkpoint.sources import open_model
+
+    restored = open_model(checkpoint, overrides, raw=raw, say=say)
+    return classifier_to_export(restored, image), restored.path, restored.averaged

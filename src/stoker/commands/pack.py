@@ -1,19 +1,22 @@
-"""`stoker pack`: images in any layout, or an existing pack, into tar shards with an index."""
+"""`stoker pack`: images in any layout into tar shards with an index; volumes into files that are mapped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stoker.commands.options import JsonOption
-from stoker.errors import UsageError
+from stoker.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from stoker.config import Config
     from stoker.data.images.pack.packing import PackOptions, PackResult
+    from stoker.data.volumes.pack.preprocessing import Preparation
+
+IMAGES, VOLUMES = "Images", "Volumes"
 
 
 def register(app: typer.Typer) -> None:
@@ -25,12 +28,13 @@ def pack(
         str,
         typer.Argument(
             metavar="SRC",
-            help="Folder or URL with train/ and val/, or with class folders; or a config, whose data is packed whole.",
+            help="Folder or URL with train/ and val/, or with class folders; volumes in any layout; or a config, whose "
+            "data is packed whole.",
             show_default=False,
         ),
     ],
     destination: Annotated[
-        Path, typer.Argument(metavar="DST", help="Folder for the shards; must not be inside SRC.", show_default=False)
+        Path, typer.Argument(metavar="DST", help="Folder for the pack; must not be inside SRC.", show_default=False)
     ],
     overrides: Annotated[
         list[str] | None,
@@ -46,21 +50,34 @@ def pack(
             metavar="NAME",
             help="Only this split; can be repeated. [default: train and val, if they exist]",
             show_default=False,
+            rich_help_panel=IMAGES,
         ),
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Target size of a shard, counting images at their original size.")
-    ] = "256MB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Target size of a shard, counting images at their original size. [default: 256MB]",
+            show_default=False,
+            rich_help_panel=IMAGES,
+        ),
+    ] = None,
     longest: Annotated[
         int | None,
         typer.Option(
-            metavar="PIXELS", help="Shrink images so that the longer side has this many pixels.", show_default=False
+            metavar="PIXELS",
+            help="Shrink images so that the longer side has this many pixels.",
+            show_default=False,
+            rich_help_panel=IMAGES,
         ),
     ] = None,
     shortest: Annotated[
         int | None,
         typer.Option(
-            metavar="PIXELS", help="Shrink images so that the shorter side has this many pixels.", show_default=False
+            metavar="PIXELS",
+            help="Shrink images so that the shorter side has this many pixels.",
+            show_default=False,
+            rich_help_panel=IMAGES,
         ),
     ] = None,
     quality: Annotated[
@@ -69,29 +86,124 @@ def pack(
             metavar="1..100",
             help="Re-encode every image as JPEG. Without it, images that need no shrinking are copied byte for byte.",
             show_default=False,
+            rich_help_panel=IMAGES,
         ),
     ] = None,
+    clip: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOW,HIGH",
+            help="Limit voxels to this range: values, or percentiles of each volume such as 0.5%,99.5%.",
+            show_default=False,
+            rich_help_panel=VOLUMES,
+        ),
+    ] = None,
+    median: Annotated[
+        int | None,
+        typer.Option(
+            metavar="3|5|7",
+            help="Replace voxels by the median of the box around them.",
+            show_default=False,
+            rich_help_panel=VOLUMES,
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FACTOR",
+            help="Resample: 0.5 halves every side; Z,Y,X for each. Labels keep their nearest voxels.",
+            show_default=False,
+            rich_help_panel=VOLUMES,
+        ),
+    ] = None,
+    spacing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="Z,Y,X",
+            help="Resample to this distance of voxels, for formats that say what it is (NIfTI).",
+            show_default=False,
+            rich_help_panel=VOLUMES,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="keep|uint8",
+            help="Kind of voxels; uint8 spreads the range of --clip over 0 to 255.",
+            rich_help_panel=VOLUMES,
+        ),
+    ] = "keep",
+    layout: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="raw, blocks32, blocks64 or zarr; auto takes the fastest in a trial on your own volumes.",
+            rich_help_panel=VOLUMES,
+        ),
+    ] = "auto",
+    patch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="Z,Y,X",
+            help="Size of a patch in the trial. [default: the config's patch_size, or 128,128,128]",
+            show_default=False,
+            rich_help_panel=VOLUMES,
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Read every finished volume again, and make those anew that are damaged.",
+            rich_help_panel=VOLUMES,
+        ),
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(metavar="N", help="Worker processes. [default: the available cores]", show_default=False),
     ] = None,
     max_bad_fraction: Annotated[
-        float, typer.Option(metavar="FRACTION", help="Stop if more than this share of the files are not images.")
+        float, typer.Option(metavar="FRACTION", help="Stop if more than this share of the files cannot be read.")
     ] = 0.01,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the pack in DST first, and nothing else.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Pack images into tar shards with an index, readable by stoker and WebDataset.
+    """Pack images into tar shards with an index, readable by stoker and WebDataset; volumes into files that are read
+    from memory, prepared once.
 
-    If interrupted, run the same command again: finished shards are verified and kept.
+    If interrupted, run the same command again: finished shards and volumes are kept.
     """
-    options = _options(shard_size, longest, shortest, quality)
     _check_numbers(workers, max_bad_fraction)
+    for_images = {
+        "split": split, "shard-size": shard_size, "longest": longest, "shortest": shortest, "quality": quality,
+    }  # fmt: skip
+    for_volumes = {
+        "clip": clip, "median": median, "scale": scale, "spacing": spacing, "dtype": dtype if dtype != "keep" else None,
+        "layout": layout if layout != "auto" else None, "patch": patch, "verify": verify or None,
+    }  # fmt: skip
 
-    from stoker.console import print_json, print_result
+    from stoker.console import print_json, print_result, say
     from stoker.machine.host import usable_cpus
 
-    config = _config(source, overrides or [])
+    sizes = None if patch is None else _sizes("--patch", patch)
+    volumes = _has_volumes(source) or "task=segment3d" in (overrides or [])
+    config = _config(source, overrides or [], volumes, sizes)
+    if config.task == "segment3d":
+        from stoker.tasks.volumes.packing import VolumePacking, as_document, run_volume_packing, summary
+
+        _refuse(for_images, "images", source)
+        asked = VolumePacking(
+            _preparation(clip, median, scale, spacing, dtype), _layout(layout), sizes, workers or usable_cpus(),
+            max_bad_fraction, verify, fresh,
+        )  # fmt: skip
+        packed, trial = run_volume_packing(config, destination, asked, say)
+        if json:
+            print_json(as_document(packed, trial, destination))
+        else:
+            print_result(summary(packed, destination))
+        return 0
+    _refuse(for_volumes, "volumes", source)
+    options = _options(shard_size or "256MB", longest, shortest, quality)
     results = _pack_splits(config, destination, split, options, workers or usable_cpus(), max_bad_fraction, fresh)
     if json:
         print_json({"splits": {name: _as_json(result) for name, result in results.items()}})
@@ -100,11 +212,39 @@ def pack(
     return 0
 
 
-def _config(source: str, overrides: Sequence[str]) -> Config:
+def _has_volumes(source: str) -> bool:
+    """Whether a folder or YAML file lists volumes, and not images; a config says so itself."""
+    place = Path(source).expanduser()
+    if place.suffix.lower() in (".yaml", ".yml") and place.is_file():
+        return _lists_cases(place)
+    files = ("volumes.json", "dataset.json")
+    return any((place / name).is_file() for name in files) or (
+        (place / "train.csv").is_file() and (place / "train_images").is_dir()
+    )
+
+
+def _lists_cases(path: Path) -> bool:
+    """Whether a YAML file is a list of volumes; it is a config otherwise."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text("utf-8-sig"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(document, list) or (isinstance(document, dict) and "cases" in document)
+
+
+def _config(source: str, overrides: Sequence[str], volumes: bool, patch: Sequence[int] | None) -> Config:
     from stoker.config.reading import load_for_command
     from stoker.errors import ConfigError
 
-    path = Path(source) if source.endswith((".yaml", ".yml")) else None
+    is_config = source.endswith((".yaml", ".yml")) and not _lists_cases(Path(source))
+    path = Path(source) if is_config else None
+    if volumes and not is_config:
+        # A config of volumes must have a patch; without one, only the trial uses it.
+        needed = {"task": "segment3d", "patch_size": list(patch or (128, 128, 128))}
+        given = {one.partition("=")[0] for one in overrides}
+        overrides = [*(f"{name}={value}" for name, value in needed.items() if name not in given), *overrides]
     config = load_for_command(path, overrides if path else [f"data_root={source}", *overrides], None).config
     if config.data_root is None:
         raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
@@ -162,6 +302,60 @@ def _pack_splits(
                 say_warnings([f"{result.skipped} of {len(index)} files are not images: see {pack.skipped}"])
             results[name] = result
     return results
+
+
+def _preparation(
+    clip: str | None, median: int | None, scale: str | None, spacing: str | None, dtype: str
+) -> Preparation:
+    from stoker.data.volumes.pack.preprocessing import Preparation, check_preparation, parse_clip
+
+    if dtype not in ("keep", "uint8"):
+        raise _usage(f"--dtype {dtype} is neither keep nor uint8", "--dtype uint8")
+    made = Preparation(
+        clip=None if clip is None else parse_clip(clip),
+        median=median,
+        scale=None if scale is None else _numbers("--scale", scale),
+        spacing=None if spacing is None else _numbers("--spacing", spacing),
+        dtype="uint8" if dtype == "uint8" else "keep",
+    )
+    check_preparation(made)
+    return made
+
+
+def _layout(name: str) -> str | None:
+    from stoker.data.volumes.pack.writing import LAYOUTS
+
+    if name != "auto" and name not in LAYOUTS:
+        raise _usage(f"--layout {name} is not one of auto, {', '.join(LAYOUTS)}", did_you_mean(name, LAYOUTS) or "auto")
+    return None if name == "auto" else name
+
+
+def _numbers(option: str, text: str) -> tuple[float, float, float]:
+    """One number for all axes, or three."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) == 1:
+        found *= 3
+    if len(found) != 3:
+        raise _usage(f"{option} {text} is neither a number nor three of them", f"{option} 0.5 or {option} 1,0.5,0.5")
+    return found[0], found[1], found[2]
+
+
+def _sizes(option: str, text: str) -> tuple[int, int, int]:
+    z, y, x = _numbers(option, text)
+    if any(size < 1 or size != int(size) for size in (z, y, x)):
+        raise _usage(f"{option} {text} is not three whole numbers", f"{option} 72,136,136")
+    return int(z), int(y), int(x)
+
+
+def _refuse(options: Mapping[str, object], kind: str, source: str) -> None:
+    """Refuses options that do nothing for this source."""
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if given:
+        other = "volumes" if kind == "images" else "images"
+        raise _usage(f"{given[0]} is for {kind}; {source} has {other}", "stoker pack --help")
 
 
 def _options(shard_size: str, longest: int | None, shortest: int | None, quality: int | None) -> PackOptions:

@@ -1,14 +1,20 @@
-"""`stoker predict`: classifies images with a checkpoint."""
+"""`stoker predict`: classifies images, or segments volumes, with a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOption
-from stoker.errors import EXIT_FINDING, EXIT_OK
+from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from stoker.tasks.volumes.folder import PredictionOptions
+
+VOLUMES = "For volumes: "
 
 
 def register(app: typer.Typer) -> None:
@@ -17,31 +23,122 @@ def register(app: typer.Typer) -> None:
 
 def predict(
     checkpoint: CheckpointArgument,
-    images: Annotated[
-        list[Path],
+    data: Annotated[
+        list[str],
         typer.Argument(
-            metavar="IMAGE...",
-            readable=False,
-            help="Image files, or folders with images at any depth.",
+            metavar="DATA...",
+            help="Image files, or folders with images at any depth; volumes, folders of volumes, data sets, Zarr URLs.",
             show_default=False,
         ),
     ],
     set_: SetOption = None,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="Classes to print for each image.")] = 5,
+    top: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="For images: classes to print. [default: 5]", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help=f"{VOLUMES}folder of the predictions; resumes there.", show_default=False),
+    ] = None,
+    more: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--checkpoint",
+            metavar="CKPT",
+            readable=False,
+            help=f"{VOLUMES}average with this checkpoint; can be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    overlap: Annotated[
+        float | None,
+        typer.Option(help=f"{VOLUMES}share of a window that the next one has too. [default: 0.5]", show_default=False),
+    ] = None,
+    flips: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES", help=f"{VOLUMES}average over mirror images; zyx takes 8 times as long.", show_default=False
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help=f"{VOLUMES}windows at once. [default: val_batch_size]", show_default=False
+        ),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P", min=0, max=1, help=f"{VOLUMES}class 1 where more probable. [default: 0.5]", show_default=False
+        ),
+    ] = None,
+    post: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS", help=f"{VOLUMES}for example remove_small=100,fill_holes,closing=1.", show_default=False
+        ),
+    ] = None,
+    format_: Annotated[
+        Literal["tiff", "zarr"] | None,
+        typer.Option("--format", help=f"{VOLUMES}format of the files. [default: tiff]", show_default=False),
+    ] = None,
+    probabilities: Annotated[
+        Literal["float16", "uint8"] | None,
+        typer.Option(help=f"{VOLUMES}store probabilities (uint8: 0 to 255), not classes.", show_default=False),
+    ] = None,
+    submission: Annotated[bool, typer.Option("--submission", help=f"{VOLUMES}also write submission.zip.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help=f"{VOLUMES}replace what was predicted with other settings.")
+    ] = False,
     raw: RawOption = False,
     json: JsonOption = False,
 ) -> int:
-    """Print the most probable classes of each image.
+    """Print the most probable classes of each image, or write the classes of each volume's voxels.
 
-    Images are decoded, resized and cropped as in validation. An unreadable image is named and skipped, and the exit
+    Images are decoded, resized and cropped as in validation. Volumes of any size are predicted in overlapping windows;
+    the same command again resumes a prediction that was stopped. What cannot be read is named and skipped, and the exit
     code is then 1.
     """
+    from stoker.train.checkpoint.restore import task_of
+
+    for_volumes = {
+        "--out": out, "--checkpoint": more, "--overlap": overlap, "--flips": flips, "--batch": batch,
+        "--threshold": threshold, "--post": post, "--format": format_, "--probabilities": probabilities,
+        "--submission": submission, "--force": force,
+    }  # fmt: skip
+    if task_of(checkpoint) != "segment3d":
+        _refuse(for_volumes, f"{checkpoint} classifies images", "these are for volumes")
+        return _predict_images(checkpoint, [Path(one) for one in data], set_ or (), top or 5, raw, json)
+    _refuse({"--top": top}, f"{checkpoint} segments volumes", "every voxel gets one class")
+    if out is None:
+        raise UsageError("no-out", "no folder for the predictions given", hint="--out predictions/")
+
+    from stoker.tasks.volumes.folder import PredictionOptions
+    from stoker.tasks.volumes.postprocess import parse_chain
+    from stoker.tasks.volumes.windows import DEFAULT_OVERLAP, SlidingWindow
+
+    sliding = SlidingWindow(DEFAULT_OVERLAP if overlap is None else overlap, "".join((flips or "").split(",")), batch)
+    options = PredictionOptions(
+        sliding, threshold, probabilities, format_ or "tiff", parse_chain(post or ""), submission, force
+    )
+    return _predict_volumes([checkpoint, *(more or ())], data, out, set_ or (), options, raw, json)
+
+
+def _refuse(options: dict[str, Any], seen: str, why: str) -> None:
+    given = [name for name, value in options.items() if value not in (None, False, [])]
+    if given:
+        raise UsageError("option-of-other-task", f"{', '.join(given)}: {seen}", why=why, hint="leave them out")
+
+
+def _predict_images(
+    checkpoint: Path, images: Sequence[Path], overrides: Sequence[str], top: int, raw: bool, json: bool
+) -> int:
     from stoker.console import print_json, print_result, progress_bar, say
     from stoker.tasks.prediction import predict_images
     from stoker.tasks.results import predictions_text
     from stoker.train.checkpoint.sources import open_model
 
-    restored = open_model(checkpoint, set_ or (), raw=raw, say=say)
+    restored = open_model(checkpoint, overrides, raw=raw, say=say)
     with progress_bar("predicting", None, unit="images") as advance:
         found = predict_images(restored, images, top=top, progress=advance)
     for path, reason in found.bad:
@@ -63,4 +160,53 @@ def predict(
         )
     elif found.images:
         print_result(predictions_text(found.images))
+    return EXIT_FINDING if found.bad else EXIT_OK
+
+
+def _predict_volumes(
+    checkpoints: Sequence[Path],
+    data: Sequence[str],
+    out: Path,
+    overrides: Sequence[str],
+    options: PredictionOptions,
+    raw: bool,
+    json: bool,
+) -> int:
+    from stoker.console import print_json, print_result, progress_bar, say
+    from stoker.tasks.results import volumes_text
+    from stoker.tasks.volumes.folder import cases_to_predict, predict_folder
+    from stoker.tasks.volumes.segment import open_trained
+
+    cases = cases_to_predict(data, say)
+    trained = [open_trained(path, say, overrides, raw=raw) for path in checkpoints]
+    try:
+        with progress_bar("predicting", None, unit="windows") as advance:
+            found = predict_folder(trained, cases, out, options, progress=advance, say=say)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted", "stopped by Ctrl-C", hint="the same command resumes") from None
+    for name, reason in found.bad:
+        say(f"bad volume: {name}: {reason}")
+    if json:
+        print_json(
+            {
+                "checkpoints": [str(one.path) for one in trained],
+                "weights": ["averaged" if one.averaged else "raw" for one in trained],
+                "out": str(out),
+                "volumes": [
+                    {
+                        "id": one.id,
+                        "path": str(one.path),
+                        "shape": list(one.shape),
+                        "windows": one.windows,
+                        "seconds": one.seconds,
+                        "foreground": one.foreground,
+                    }
+                    for one in found.volumes
+                ],
+                "bad": [{"id": name, "reason": reason} for name, reason in found.bad],
+                "submission": None if found.submission is None else str(found.submission),
+            }
+        )
+    elif found.volumes:
+        print_result(volumes_text(found.volumes, found.submission))
     return EXIT_FINDING if found.bad else EXIT_OK

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
 from stoker.errors import EXIT_OK, UsageError, UserError
+
+if TYPE_CHECKING:
+    from stoker.machine.host import HostConfig
+    from stoker.tasks.contact_sheet import Drawn
 
 DEFAULT_FILE = Path("preview.png")
 
@@ -32,32 +36,26 @@ def preview(
     """Write a picture of training and validation samples as the network gets them, with their classes.
 
     The training samples are those that the first steps of the run train on: cropped, augmented, mixed, with the weights
-    that the loss gives their classes. Each line of them is a step. Builds no network, and creates no run folder.
+    that the loss gives their classes. Each line of them is a step. Of volumes, patches are shown: as the network gets
+    them, and with their labels; what is not labelled is hatched. Builds no network, and creates no run folder.
     """
     if out.suffix.lower() != ".png" or not out.absolute().parent.is_dir():
         raise UsageError("usage", f"--out {out} is not a .png file in an existing folder", hint="--out preview.png")
 
     let_threads_sleep()
-    from stoker.config.reading import check_task, load_for_command
-    from stoker.console import print_json, print_result, progress_bar, say
+    from stoker.config.reading import load_for_command
+    from stoker.console import print_json, print_result
     from stoker.files import write_bytes
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.report.page import show_in_browser
     from stoker.run.folder import run_name_for
-    from stoker.tasks.classify import open_data
-    from stoker.tasks.contact_sheet import LARGEST_SIDE, draw_sheet
-    from stoker.tasks.preview import look
-    from stoker.tasks.preview_sheet import describe, sheet_of
 
     loaded = load_for_command(config, overrides, set_).config
-    check_task(loaded, "previewed")
     if epoch >= loaded.epochs:
         raise UsageError("usage", f"--epoch {epoch} is after the last of {loaded.epochs} epochs, counted from 0")
     fitted, _ = fit_to_machine(loaded, read_machine())
-    with progress_bar("listing", None) as advance:
-        data = open_data(fitted, say, advance)
-    seen = look(fitted, data, count=count, epoch=epoch)
-    drawn = draw_sheet(sheet_of(seen, run_name_for(loaded, config), LARGEST_SIDE))
+    draw = _draw_patches if loaded.task == "segment3d" else _draw_images
+    drawn, seen = draw(fitted, run_name_for(loaded, config), count, epoch)
     try:
         write_bytes(out, drawn.as_png())
     except OSError as error:
@@ -66,9 +64,36 @@ def preview(
         ) from None
     if json:
         width, height = drawn.image.size
-        print_json({"path": str(out), "width": width, "height": height} | describe(seen, drawn.boxes))
+        print_json({"path": str(out), "width": width, "height": height} | seen)
     else:
         print_result(str(out))
     if open_:
         show_in_browser(out, "picture")
     return EXIT_OK
+
+
+def _draw_images(config: HostConfig, name: str, count: int, epoch: int) -> tuple[Drawn, dict[str, Any]]:
+    from stoker.console import progress_bar, say
+    from stoker.tasks.classify import open_data
+    from stoker.tasks.contact_sheet import LARGEST_SIDE, draw_sheet
+    from stoker.tasks.preview import look
+    from stoker.tasks.preview_sheet import describe, sheet_of
+
+    with progress_bar("listing", None) as advance:
+        data = open_data(config, say, advance)
+    seen = look(config, data, count=count, epoch=epoch)
+    drawn = draw_sheet(sheet_of(seen, name, LARGEST_SIDE))
+    return drawn, describe(seen, drawn.boxes)
+
+
+def _draw_patches(config: HostConfig, name: str, count: int, epoch: int) -> tuple[Drawn, dict[str, Any]]:
+    from stoker.console import progress_bar, say
+    from stoker.tasks.contact_sheet import draw_sheet
+    from stoker.tasks.volumes.data import open_data
+    from stoker.tasks.volumes.preview import describe, look, sheet_of
+
+    with progress_bar("reading labels", None) as advance:
+        data = open_data(config, say, advance)
+    seen = look(config, data, count=count, epoch=epoch)
+    drawn = draw_sheet(sheet_of(seen, name))
+    return drawn, describe(seen, drawn.boxes)

@@ -25,7 +25,6 @@ from stoker.console import say, say_notes
 from stoker.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from stoker.tasks.classify import TrainingData
     from stoker.train.checkpoint.branching import Start
 
 
@@ -86,10 +85,12 @@ def train_from_config(
 ) -> tuple[int, dict[str, Any] | None]:
     """Trains, or starts the processes that do; returns the exit code and, on the first rank, the run's summary."""
     let_threads_sleep()
-    from stoker.config.reading import check_task, load_for_command
+    from stoker.config import config_values
+    from stoker.config.reading import load_for_command
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
+    from stoker.run.metric import metric_of
     from stoker.tasks.training import check_devices, train_here, trial_run
     from stoker.train.checkpoint.branching import check_start
     from stoker.train.compute import accelerator_of
@@ -100,7 +101,6 @@ def train_from_config(
 
     ranks = ranks_from_environment()
     loaded = trial_run(load_for_command(path, overrides, None).config)
-    check_task(loaded, "trained")
     if loaded.fast_dev_run and checkpoint is not None:
         raise UsageError("usage", "fast_dev_run begins with a new model", hint="leave out --resume")
     accelerator_of(loaded)  # refuses an unknown name before anything starts, on every rank
@@ -133,10 +133,10 @@ def train_from_config(
                 if checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
                     checkpoint = opened.set_aside / folder.checkpoints.name / checkpoint.name  # moved with the rest
                 start = start and start.moved(folder.root, opened.set_aside)
-            progress = TrainProgress(TrainLog(folder.logs))
+            progress = TrainProgress(TrainLog(folder.logs), metric=metric_of(config_values(config)).key)
             stack.callback(progress.close)
 
-        def look(data: TrainingData) -> list[str]:
+        def look(data: Any) -> list[str]:
             return warnings_before_training(config, path, overrides, machine, data)
 
         summary = train_here(

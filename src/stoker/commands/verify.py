@@ -82,7 +82,7 @@ def _verify(
 ) -> int:
     from dataclasses import replace
 
-    from stoker.config.reading import check_task, load_for_command
+    from stoker.config.reading import load_for_command
     from stoker.console import print_json, print_result, say_notes
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.train.launch import launch
@@ -94,7 +94,6 @@ def _verify(
 
     ranks = ranks_from_environment()
     loaded = load_for_command(path, overrides, None).config
-    check_task(loaded, "verified")
     machine = read_machine()
     config, notes = fit_to_machine(loaded, machine)
     if ranks is None and _starts_ranks(config, machine, checks):

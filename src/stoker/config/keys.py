@@ -78,7 +78,8 @@ class LoaderKeys(KeyGroup):
     """Loader: how batches are made."""
 
     loader: Literal["auto", "process", "thread"] = key("auto")
-    """Run workers as threads or processes; `auto` uses threads for up to six workers, processes for more."""
+    """Run workers as threads or processes; `auto` uses threads for volumes and for up to six workers, processes for
+    more."""
 
     num_workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = key("auto")
     """Workers per GPU; `auto` uses the cores available to each rank, less one for the thread that launches the
@@ -174,8 +175,8 @@ class ModelKeys(KeyGroup):
     """Model: the network, and how it runs on the device."""
 
     model: str = key("resnet50", min_length=1)
-    """For `classify`, any timm model. For `segment3d`: MONAI's `dynunet`, `segresnet`, `unet` and `swinunetr`, or
-    `resenc_m`, `resenc_l`, `resenc_xl` and `residual_unet`."""
+    """For `classify`, any timm model. For `segment3d`: MONAI's `dynunet`, `segresnet`, `segresnet_ds`, `unet` and
+    `swinunetr`, nnU-Net's `resenc_m`, `resenc_l` and `resenc_xl`, or our `residual_unet` and `small_unet`."""
 
     weights: str | None = key(None, min_length=1)
     """Local file with weights to start from: a checkpoint or run folder of ours, safetensors, or a file of Lightning,

@@ -20,8 +20,8 @@ class VolumeKeys(KeyGroup):
     """Depth, height and width of a patch."""
 
     indivisible_patch: Literal["refuse", "pad"] = key("refuse")
-    """What happens if the network's downsampling does not divide the patch: `pad` adds zeros around it inside the
-    network and crops the result."""
+    """What happens if the network's downsampling does not divide the patch: `pad` adds zeros at its far end
+    inside the network and crops the result."""
 
     ignore_label: int | None = key(None)
     """Voxels with this label are never trained on and never counted. Default: what the data's layout says (2 in the

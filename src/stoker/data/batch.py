@@ -76,7 +76,8 @@ class Quarantine:
     def admit(self, bad: Iterable[BadSample], seen: int) -> None:
         """Records the bad samples of a batch of `seen` samples; raises TooManyBad above the limit."""
         self._seen += seen
-        new = [sample for sample in bad if sample.index not in self._bad]
+        # By index: several patches of a batch may be of one volume.
+        new = list({sample.index: sample for sample in bad if sample.index not in self._bad}.values())
         for sample in new:
             self._bad[sample.index] = sample
         if new and self._file is not None:

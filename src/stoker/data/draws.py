@@ -17,14 +17,22 @@ CROP, FLIP, REPLACEMENT = 1, 2, 3
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _GOLDEN_NUMBER, _ALL_BITS = int(_GOLDEN), 0xFFFFFFFFFFFFFFFF
+_GOLDEN_TWICE = np.uint64((2 * _GOLDEN_NUMBER) & _ALL_BITS)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def mix(a: Any, b: Any) -> Any:
     """A 64-bit hash of two numbers or arrays of them (the finaliser of SplitMix64 over both)."""
-    with np.errstate(over="ignore"):
-        value = _finalise(_unsigned(a) + _GOLDEN)
-        return _finalise(value ^ (_unsigned(b) + _GOLDEN * np.uint64(2)))
+    # Sums and products of arrays wrap around silently; those of numpy's numbers would warn, so Python's are used.
+    if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
+        return np.uint64(mix_numbers(int(a), int(b)))
+    if isinstance(a, np.ndarray):
+        value = _finalise(a.astype(np.uint64, copy=False) + _GOLDEN)
+    else:
+        value = np.uint64(_finalise_number((int(a) + _GOLDEN_NUMBER) & _ALL_BITS))
+    if isinstance(b, np.ndarray):
+        return _finalise(value ^ (b.astype(np.uint64, copy=False) + _GOLDEN_TWICE))
+    return _finalise(value ^ np.uint64((int(b) + 2 * _GOLDEN_NUMBER) & _ALL_BITS))
 
 
 def mix_numbers(a: int, b: int) -> int:
@@ -35,7 +43,7 @@ def mix_numbers(a: int, b: int) -> int:
 
 def sample_keys(seed: int, epoch: int, members: NDArray[np.int64], repeats: NDArray[np.int64]) -> Keys:
     """The key of each sample, from which every random choice about it in this epoch follows."""
-    keys: Keys = mix(mix(mix(seed, epoch), members), repeats)
+    keys: Keys = mix(mix(mix_numbers(seed, epoch), members), repeats)
     return keys
 
 
@@ -57,9 +65,3 @@ def _finalise_number(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _ALL_BITS
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _ALL_BITS
     return value ^ (value >> 31)
-
-
-def _unsigned(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.astype(np.uint64, copy=False)
-    return np.uint64(int(value) & _ALL_BITS)

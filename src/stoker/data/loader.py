@@ -134,11 +134,14 @@ class ImageLoader(BatchLoader[Batch]):
         return self.plan.steps.batch_size * self.plan.view.size**2 * 3
 
 
-def choose_engine(wanted: Engine, workers: int) -> Literal["process", "thread"]:
-    """The wanted engine; for 'auto', threads as long as Python's lock lets them run in parallel, else processes."""
+def choose_engine(wanted: Engine, workers: int, *, volumes: bool = False) -> Literal["process", "thread"]:
+    """The wanted engine; for 'auto', threads as long as Python's lock lets them run in parallel, else processes.
+
+    For volumes always threads: copying voxels and decoding chunks happens without Python's lock, and threads share one
+    cache of chunks."""
     if wanted != "auto":
         return wanted
-    return "thread" if workers <= MOST_THREADS else "process"
+    return "thread" if volumes or workers <= MOST_THREADS else "process"
 
 
 def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:

@@ -43,7 +43,7 @@ def diagnose(
 ) -> tuple[Diagnosis, int]:
     """The diagnosis, and the exit code of a script."""
     if script is not None:
-        return _of_script(script, steps, seconds, stdout_is_ours=json)
+        return _of_script(script, steps, seconds, pace, stdout_is_ours=json)
     assert target is not None
     if target.endswith(CONFIG_ENDINGS) or Path(target).is_file():
         return _of_config(Path(target), overrides, seconds, pace, confirm=confirm), 0
@@ -69,17 +69,26 @@ def diagnosis_of_watched(folder: Path) -> Diagnosis:
 
 
 def _of_script(
-    script: list[str], steps: int | None, seconds: float | None, *, stdout_is_ours: bool
+    script: list[str], steps: int | None, seconds: float | None, pace: str | None, *, stdout_is_ours: bool
 ) -> tuple[Diagnosis, int]:
     from stoker.doctor.attach.running import run_attached
+    from stoker.doctor.pacing import check_script_pace, paced, script_step_s
 
+    if pace is not None:
+        check_script_pace(pace)
     with _stdout_to_stderr() if stdout_is_ours else contextlib.nullcontext():
         ended = run_attached(script, steps=steps, seconds=seconds)
     if ended.observed is None:
         nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=ended.notes)
         return judge(nothing), ended.exit_code
     say_notes(ended.notes)
-    return diagnosis_of(_with_local_disk(ended.observed)), ended.exit_code
+    observed = _with_local_disk(ended.observed)
+    if pace is not None:
+        simulated = paced(observed, script_step_s(pace, observed))
+        if simulated is None:
+            say("note: too few batches were measured for --pace; this is the script as it ran")
+        observed = simulated or observed
+    return diagnosis_of(observed), ended.exit_code
 
 
 def _with_local_disk(observed: Observed) -> Observed:
@@ -126,6 +135,7 @@ def _of_config(
 ) -> Diagnosis:
     from stoker.config.reading import load_for_command
     from stoker.doctor.options import read_pace
+    from stoker.doctor.pacing import step_time_s
     from stoker.doctor.trials import DEFAULT_SECONDS, trial_seconds
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
@@ -136,9 +146,11 @@ def _of_config(
     say_notes(notes)
     pace_s = None
     if pace is not None:
-        taken = read_pace(pace, path, overrides)
-        pace_s = fitted.batch_size / taken.images_per_second
-        say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
+        pace_s = step_time_s(pace)
+        if pace_s is None:
+            taken = read_pace(pace, path, overrides)
+            pace_s = fitted.batch_size / taken.images_per_second
+            say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
     length = seconds or DEFAULT_SECONDS
     observed = _tried(fitted, length, pace_s)
     settled = settle_predictions(folder, observed)

@@ -115,6 +115,8 @@ class Diagnosis:
                 for finding in self.findings
             ],
         }
+        if observed.preparation is not None:
+            document["lines"] = [asdict(spot) for spot in observed.preparation.spots]
         document["what_if"] = [prediction.as_dict() for prediction in self.predictions]
         document["needs"] = [need.as_dict() for need in self.needs]
         document["not_seen"] = list(observed.missing)

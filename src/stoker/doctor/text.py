@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stoker.clock.observed import Observed
+from stoker.doctor.preparing import WORTH_NAMING
 from stoker.doctor.records import Confirmation, Diagnosis, Need
+from stoker.doctor.words import rate_text, time_text
 from stoker.plan.records import Estimate, Finding
 
 BAR = 48
@@ -13,7 +15,8 @@ PARTS = (("wait_s", "waiting for data", "░"), ("transfer_s", "transfer", "▒"
          ("other_s", "other", "▓"))  # fmt: skip
 SMALLEST = 0.005
 """Share below which a part is not shown."""
-MOST_FIXES = 4
+MOST_FIXES = 6
+MOST_SPOTS = 3
 
 
 def doctor_text(diagnosis: Diagnosis) -> str:
@@ -22,6 +25,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
         _verdict_lines(diagnosis),
         _step_lines(diagnosis.observed),
         _making_lines(diagnosis.observed),
+        _spot_lines(diagnosis.observed),
         _need_lines(diagnosis.needs),
         _fix_lines(diagnosis),
         _what_if_lines(diagnosis),
@@ -52,14 +56,14 @@ def _step_lines(observed: Observed) -> list[str]:
         parts = [parts[0], ("everything else", "█", elapsed - observed.wait_s)]
     known = [(label, sign, seconds / elapsed) for label, sign, seconds in parts if seconds]
     bar = "".join(sign * width for (_, sign, _), width in zip(known, _widths([s for *_, s in known]), strict=True))
-    rate = f", {observed.images_per_second:,.0f} images/s" if observed.samples and observed.images_per_second else ""
+    rate = f", {rate_text(observed.images_per_second)}" if observed.samples and observed.images_per_second else ""
     shown = [f"{sign} {label} {share:.0%}" for label, sign, share in known if share >= SMALLEST]
-    lines = [f"a step takes {_time(elapsed / observed.steps)}{rate} ({observed.steps} steps measured)", f"  {bar}"]
+    lines = [f"a step takes {time_text(elapsed / observed.steps)}{rate} ({observed.steps} steps measured)", f"  {bar}"]
     lines.append("  " + "   ".join(shown))
     starts = observed.epoch_starts_s[1:]
     if starts:
         count = "1 epoch start" if len(starts) == 1 else f"{len(starts)} epoch starts"
-        lines.append(f"  not included above: {count} of {_time(sum(starts) / len(starts))}")
+        lines.append(f"  not included above: {count} of {time_text(sum(starts) / len(starts))}")
     return lines
 
 
@@ -77,6 +81,20 @@ def _making_lines(observed: Observed) -> list[str]:
         label = "not attributed" if name == "other" else name
         lines.append(f"  {label:<20} {stage.wall_s / total:6.0%} {core:>11} {runnable:>20} {blocked:>9}")
     return lines
+
+
+def _spot_lines(observed: Observed) -> list[str]:
+    """Only where it says more than the stages: a line that takes a good part of the time."""
+    spots = observed.preparation.spots if observed.preparation is not None else ()
+    shown = [spot for spot in spots[:MOST_SPOTS] if spot.share >= WORTH_NAMING / 5]
+    if not shown or shown[0].share < WORTH_NAMING:
+        return []
+    places = [f"{spot.file}:{spot.line} ({spot.function})" for spot in shown]
+    width = max(map(len, places))
+    return ["lines that take the time"] + [
+        f"  {spot.share:4.0%}  {place:<{width}}  {spot.calls or ''}".rstrip()
+        for spot, place in zip(shown, places, strict=True)
+    ]
 
 
 def _need_lines(needs: Sequence[Need]) -> list[str]:
@@ -117,8 +135,8 @@ def _confirmation_lines(confirmation: Confirmation | None) -> list[str]:
     expected = prediction.images_per_second
     inside = "within" if expected.low <= measured <= expected.high else "outside"
     return [
-        f"tried {prediction.label}: {confirmation.measured_speedup:.2f}x, {measured:,.0f} images/s "
-        f"({expected.expected:,.0f} predicted: {confirmation.error:+.0%}, {inside} the 80 % interval)"
+        f"tried {prediction.label}: {confirmation.measured_speedup:.2f}x, {rate_text(measured)} "
+        f"({rate_text(expected.expected)} predicted: {confirmation.error:+.0%}, {inside} the 80 % interval)"
     ]
 
 
@@ -134,8 +152,4 @@ def _widths(shares: Sequence[float]) -> list[int]:
 def _rate(value: float, unit: str) -> str:
     if unit == "bytes/s":
         return f"{value / 1e6:,.0f} MB/s" if value >= 1e6 else f"{value / 1e3:,.1f} kB/s"
-    return f"{value:,.0f} {unit}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return rate_text(value) if unit == "images/s" else f"{value:,.0f} {unit}"

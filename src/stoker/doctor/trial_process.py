@@ -24,9 +24,9 @@ from stoker.machine.loader_speed import (
     batches_to_replay,
     consume_at_pace,
 )
-from stoker.machine.storage import describe_storage, measure_local_disk, measure_storage
-from stoker.tasks.classify import build_run, open_data
-from stoker.tasks.image_data import choose_decoding, measure_speed, open_loader, open_samples, training_plan
+from stoker.machine.storage import measure_local_disk, measure_storage
+from stoker.tasks.dispatch import task_for
+from stoker.tasks.image_data import open_samples
 from stoker.train.loop import Run, pending, train
 from stoker.train.observer import Silence, loader_shape, run_header
 from stoker.train.ranks import Ranks
@@ -46,8 +46,9 @@ def build_trial(config: HostConfig, job: TrialJob) -> tuple[Run, Header]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(job["cpus"])
-    data = replace(open_data(config, lambda _text: None), val=None)
-    run = build_run(config, data, Ranks(), device)
+    task = task_for(config)
+    data = replace(task.open_data(config, lambda _text: None), val=None)
+    run = task.build_run(config, data, Ranks(), device)
     run = replace(
         run,
         clock=StepClock(device, keep=NEWEST),
@@ -56,7 +57,7 @@ def build_trial(config: HostConfig, job: TrialJob) -> tuple[Run, Header]:
         horizon=replace(run.horizon, epochs=ENDLESS),
         peak_lr=0.0,
     )
-    return run, run_header(config, data.train, run, cpus=job["cpus"])
+    return run, run_header(config, run, data.samples, data.storage(), cpus=job["cpus"])
 
 
 def train_for(run: Run, seconds: float, tell: ReportSeconds) -> Interval:
@@ -86,24 +87,26 @@ def feed_at_pace(
     config: HostConfig, job: TrialJob, tell: ReportSeconds
 ) -> tuple[Interval, Header, Callable[[Sequence[int]], list[str]]]:
     """The loader with a consumer that takes a batch every `pace_s` seconds and uses no core."""
-    samples = open_samples(config, "train")
-    decoding, _ = choose_decoding(config, samples.index)
-    plan = training_plan(config, samples, decoding)
-    loader = open_loader(config, plan, workers=config.num_workers)
+    task = task_for(config)
+    data = task.open_data(config, lambda _text: None)
+    loader = task.open_training_loader(config, data)
     try:
         clock = StepClock(keep=NEWEST)
         interval = consume_at_pace(loader, config.epochs - 1, job["pace_s"], job["seconds"], clock, tell)
     finally:
         loader.close()
     header = clock_header(
-        loader_shape(config, len(samples), config.num_workers), cpus=job["cpus"], world=1,
-        torch_version=torch.__version__, device="paced", storage=describe_storage(samples),
+        loader_shape(config, data.samples, config.num_workers), cpus=job["cpus"], world=1,
+        torch_version=torch.__version__, device="paced", storage=data.storage(),
     )  # fmt: skip
-    return interval, header, lambda numbers: [samples.index.name(number) for number in numbers]
+    return interval, header, data.names
 
 
 def storage_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> TrialResult:  # noqa: ARG001 - it keeps to its time
     """Latency and throughput of the storage that the data is on."""
+    if config.task != "classify":
+        facts = task_for(config).open_data(config, lambda _text: None).storage()
+        return {"storage": asdict(facts), "missing": ["the storage's speed: it is measured for images only"]}
     samples = open_samples(config, "train")
     missing: list[str] = []
     store = open_sample_store(samples.index, max_object_bytes=config.max_image_bytes)
@@ -117,9 +120,9 @@ def storage_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> Tri
 
 def loader_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> TrialResult:  # noqa: ARG001
     """The loader with a consumer that takes no time."""
-    samples = open_samples(config, "train")
-    decoding, _ = choose_decoding(config, samples.index)
-    speed = measure_speed(config, samples, decoding, workers=config.num_workers, seconds=job["seconds"])
+    task = task_for(config)
+    data = task.open_data(config, lambda _text: None)
+    speed = task.measure_speed(config, data, workers=config.num_workers, seconds=job["seconds"])
     return {"images_per_second": speed.images_per_second, "first_batch_s": speed.first_batch_s}
 
 

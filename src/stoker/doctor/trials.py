@@ -11,7 +11,6 @@ from stoker.child import ChildDied, ChildTooSlow, Parent, call
 from stoker.clock.observed import AcceleratorFacts, Observed, StorageFacts
 from stoker.clock.reading import known_facts, observed_from
 from stoker.config import config_values
-from stoker.config.reading import check_task
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig, read_machine
 from stoker.tasks.image_data import choose_decoding, open_samples
@@ -46,10 +45,8 @@ def run_trials(
     run, which share the time. A trial that fails is listed in `missing`; an error about the config or the data is
     raised, if possible before the first trial.
     """
-    check_task(config, "tried")
     progress("opening the data", 0.0, seconds)
-    # Listed and calibrated once, here: the trials find what was remembered.
-    choose_decoding(config, open_samples(config, "train", say=say).index)
+    _open_once(config, say)
     machine = read_machine()
     alone = config.model_copy(update=ALONE)
     job = {"config": config_values(alone), "cpus": machine.cpus, "pace_s": pace_s}
@@ -71,6 +68,16 @@ def run_trials(
         before += took
     progress("done", seconds, seconds)
     return _observed(config, found, missing, pace_s)
+
+
+def _open_once(config: HostConfig, say: Callable[[str], None]) -> None:
+    """Lists, calibrates and indexes once, here: the trials find what was remembered."""
+    if config.task == "classify":
+        choose_decoding(config, open_samples(config, "train", say=say).index)
+    else:
+        from stoker.tasks.volumes.data import open_data  # which imports torch
+
+        open_data(config, say)
 
 
 def trial_seconds(seconds: float, pace_s: float | None, only: Collection[str] = tuple(SHARES)) -> dict[str, float]:
@@ -101,9 +108,9 @@ def _run_trial(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
 
 
 def _left_out(config: HostConfig, pace_s: float | None) -> list[str]:
-    found = []
+    found, unit = [], "images" if config.task == "classify" else "patches"
     if pace_s is not None:
-        found.append(f"the model: replaced by a consumer of {config.batch_size / pace_s:,.0f} images/s")
+        found.append(f"the model: replaced by a consumer of {config.batch_size / pace_s:,.0f} {unit}/s")
     if config.compile_model and pace_s is None:
         found.append("torch.compile: the trials ran without it, so the real ceiling is higher")
     ranks = config.devices * config.num_nodes

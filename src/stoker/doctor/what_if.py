@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.clock.observed import BatchTime, LoaderShape, Observed
+from stoker.doctor.preparing import oversized_work, workers_that_fit
 from stoker.doctor.records import Prediction
 from stoker.doctor.simulation import Setup, Work, simulate
 from stoker.plan.records import Estimate
@@ -41,6 +42,10 @@ STAGING_ERROR = 0.18
 over six trials, all of them too low."""
 PACKING_ERROR = 0.12
 """How far PACKING_SPEEDUP moved between rounds, as a standard deviation of its logarithm."""
+
+PREPROCESSING_ERROR = 0.2
+"""An allowance, not measured: the time of a filter is not quite proportional to what it works on; a patch has a margin,
+and fits into the core's cache."""
 
 FEWEST_BATCHES = 8
 """With fewer a mean says little, and nothing is predicted."""
@@ -115,7 +120,8 @@ def what_if(observed: Observed, *, takes_turns: bool = False) -> tuple[Predictio
     if model is None or observed.loader is None:
         return ()
     found = [
-        *([] if takes_turns else [_workers(model, observed.loader), _prefetch(model, observed.loader)]),
+        *([] if takes_turns else [_workers(model, observed, observed.loader), _prefetch(model, observed.loader)]),
+        _preprocessing(model, observed),
         _staging(model, observed),
         _packing(model, observed),
         _prediction(model, "accelerator", "a 2x faster accelerator", _faster_accelerator),
@@ -144,9 +150,10 @@ def with_loader(workers: int, prefetch: int | None = None) -> Change:
     )
 
 
-def _workers(model: LoaderModel, shape: LoaderShape) -> Prediction | None:
+def _workers(model: LoaderModel, observed: Observed, shape: LoaderShape) -> Prediction | None:
     cores = max(1, round(model.setup.cores))
-    most = min(MOST_WORKERS, WORKERS_PER_CORE * cores)
+    fit = workers_that_fit(observed)
+    most = min(MOST_WORKERS, WORKERS_PER_CORE * cores, MOST_WORKERS if fit is None else fit)
     counts = sorted({count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, cores) if count <= most})
     rates = {count: rate_of(with_loader(count)(model)) for count in counts}
     best = max(rates.values())
@@ -211,6 +218,20 @@ def _packing(model: LoaderModel, observed: Observed) -> Prediction | None:
         lambda one: replace(one, batches=batches),
         error=math.hypot(MODEL_ERROR, PACKING_ERROR),
     )
+
+
+def _preprocessing(model: LoaderModel, observed: Observed) -> Prediction | None:
+    """The same work on samples only, instead of on far more: what remains of it is what a sample needs."""
+    found = oversized_work(observed)
+    if found is None:
+        return None
+    factor = 1 - found.spot.share * (1 - 1 / found.times)
+    batches = tuple(Work(work.cpu_s * factor, work.blocked_s) for work in model.batches)
+    name = f"{found.spot.file}:{found.spot.line}" if found.spot.calls is None else found.spot.calls.split(".")[-1]
+    return _prediction(
+        model, "preprocessing", f"{name} on patches only", lambda one: replace(one, batches=batches, fetching=None),
+        error=math.hypot(MODEL_ERROR, PREPROCESSING_ERROR),
+    )  # fmt: skip
 
 
 def _faster_accelerator(model: LoaderModel) -> LoaderModel:

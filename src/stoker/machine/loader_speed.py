@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from stoker.clock.costs import BatchCost
 from stoker.clock.steps import Interval, StepClock
-from stoker.data.batch import Batch
 from stoker.data.images.sample_index import SampleSet
-from stoker.data.loader import ImageLoader
+from stoker.data.loader import BatchLoader
 
 # The first batches include the start of the workers and an empty pipeline.
 WARM_UP_BATCHES = 2
@@ -34,7 +34,7 @@ class LoaderSpeed:
     images: int
 
 
-def measure_loader(open_loader: Callable[[], ImageLoader], workers: int, seconds: float) -> LoaderSpeed:
+def measure_loader(open_loader: Callable[[], BatchLoader[Any]], workers: int, seconds: float) -> LoaderSpeed:
     """Opens a loader and runs it for about `seconds` after its warm-up."""
     started = time.perf_counter()
     loader = open_loader()
@@ -92,7 +92,7 @@ def decode_limit(files: list[bytes], workers: int, seconds: float) -> float | No
     return done / (time.perf_counter() - started)
 
 
-def _endless(loader: ImageLoader) -> Iterator[Batch]:
+def _endless(loader: BatchLoader[Any]) -> Iterator[Any]:
     epoch = 0
     while True:
         yield from loader.epoch(epoch)
@@ -112,18 +112,18 @@ ReportSeconds = Callable[[float], None]
 class Replay:
     """A loader that repeats batches from memory: shows how fast the rest of a step is."""
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
 
     def steps(self, start: int = 0) -> int:  # noqa: ARG002 - protocol of the loop
         return ENDLESS
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:  # noqa: ARG002
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:  # noqa: ARG002
         while True:
             yield from self._batches
 
 
-def batches_to_replay(batches: Iterator[Batch]) -> list[Batch]:
+def batches_to_replay(batches: Iterator[Any]) -> list[Any]:
     """Copies of the first few batches, valid after their loader is closed."""
     kept = []
     for batch in islice(batches, REPLAYED_BATCHES):
@@ -169,7 +169,7 @@ class Stopwatch:
 
 
 def consume_at_pace(
-    loader: ImageLoader, first_epoch: int, pace_s: float, seconds: float, clock: StepClock, report: ReportSeconds
+    loader: BatchLoader[Any], first_epoch: int, pace_s: float, seconds: float, clock: StepClock, report: ReportSeconds
 ) -> Interval:
     """A consumer that holds each batch for `pace_s` and uses no core: stands in for an accelerator."""
     watch = Stopwatch(clock, seconds, report)

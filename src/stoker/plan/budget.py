@@ -18,6 +18,8 @@ from stoker.plan.timing import Storage, loader_rate, time_budget, time_findings
 from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
 from stoker.tasks.image_data import DataFacts, updates_per_epoch
+from stoker.tasks.volumes.data import updates_per_epoch as volume_updates
+from stoker.tasks.volumes.planning import VolumeFacts, row_bytes
 from stoker.train.schedule import lr_warning, scaled_lr
 from stoker.train.step import TraceableStep
 from stoker.train.transfers import batches_in_hand
@@ -114,6 +116,8 @@ class Job:
     hardware: Hardware
     data: DataFacts
     measured: Measured = field(default_factory=Measured)
+    volumes: VolumeFacts | None = None
+    """Of `task: segment3d`."""
 
     @property
     def total_batch(self) -> int:
@@ -128,11 +132,18 @@ class Job:
         return workers_for(self.hardware.cpus, self.hardware.gpus, on_gpu=not self.hardware.on_cpu)
 
     @property
+    def unit(self) -> str:
+        """What a sample is called."""
+        return "images" if self.volumes is None else "patches"
+
+    @property
     def prefetch(self) -> int:
         return self.config.prefetch_factor or DEFAULT_PREFETCH
 
     @property
     def steps_per_epoch(self) -> int | None:
+        if self.volumes is not None:
+            return volume_updates(self.config)
         if self.data.samples is None:
             return None
         return updates_per_epoch(self.config, self.data.samples, self.hardware.world)
@@ -148,10 +159,11 @@ def trace_needs(job: Job, step: TraceableStep, *, search: bool = True) -> StepNe
     vram, trace = trace_vram(
         step, config.batch_size, hardware.vram_bytes, compiled=config.compile_model, gpus=hardware.world, search=search
     )
-    return StepNeeds(vram, None if trace is None else _step_s(job, trace), trace)
+    return StepNeeds(vram, None if trace is None else step_s_of(job, trace), trace)
 
 
-def _step_s(job: Job, trace: Trace) -> float | None:
+def step_s_of(job: Job, trace: Trace) -> float | None:
+    """The time of a traced step on the job's accelerators; None if they are unknown."""
     config, hardware = job.config, job.hardware
     if hardware.sheet is None:
         return None
@@ -166,7 +178,7 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
     """Puts the parts together. Without `needs` the plan leaves out the accelerator."""
     config, hardware, data = job.config, job.hardware, job.data
     time = time_budget(
-        _rates(job, None if needs is None else needs.step_s), total_batch=job.total_batch, samples=data.samples,
+        _rates(job, None if needs is None else needs.step_s), total_batch=job.total_batch,
         steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, nodes=hardware.nodes,
         price_per_hour=hardware.price_per_hour,
     )  # fmt: skip
@@ -175,12 +187,15 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
     shm, disk, files = shm_budget(shape, hardware.shm_bytes), _disk(job, needs), _open_files(job, shape)
     found = [
         *batch_finding(job.total_batch, data.samples),
-        *vram_findings(vram, config.batch_size, config.gradient_accumulation),
+        *vram_findings(
+            vram, config.batch_size, config.gradient_accumulation,
+            "a smaller patch_size=" if job.volumes is not None else "a smaller img_size=",
+        ),
         *ram_findings(ram, job.workers, job.prefetch, lambda w, p: _ram(_with_loader(job, w, p), needs)[1].total_bytes),
         *budget_findings(shm, disk, files),
         *time_findings(
             time, cpus=hardware.cpus, nodes=hardware.nodes, sample_bytes=data.sample_bytes,
-            dataset_bytes=data.dataset_bytes, config=name,
+            dataset_bytes=data.dataset_bytes, config=name, unit=job.unit,
         ),
     ]  # fmt: skip
     if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:
@@ -189,7 +204,7 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
         hardware=hardware.describe(), batch_size=config.batch_size, total_batch=job.total_batch, lr=job.lr,
         steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, vram=vram, ram=ram, shm=shm, disk=disk,
         open_files=files, time=time, scaling=_scaling(job, needs) if scaling else (),
-        findings=tuple(found), assumptions=_assumptions(job, ram),
+        findings=tuple(found), assumptions=_assumptions(job, ram), unit=job.unit,
     )  # fmt: skip
 
 
@@ -198,26 +213,30 @@ def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
     hardware, rates = job.hardware, {}
     if step_s and hardware.sheet is not None:
         rates["accelerator"] = Rate(job.total_batch / step_s, f"roofline of {hardware.world} x {hardware.sheet.title}")
-    rates["loader"] = loader_rate(
-        job.workers, hardware.cpus, hardware.nodes, hardware.gpus, job.config.img_size,
-        job.measured.images_per_core_second,
-    )  # fmt: skip
+    measured = job.measured.images_per_core_second
+    # No figure for others' volumes: their format and place make a difference of a factor of fifty.
+    if job.volumes is None or measured is not None:
+        rates["loader"] = loader_rate(
+            job.workers, hardware.cpus, hardware.nodes, hardware.gpus, job.config.img_size, measured, unit=job.unit
+        )
     if hardware.storage is not None and job.data.sample_bytes is not None:
         rates["storage"] = hardware.storage.rate(job.data.sample_bytes, hardware.world)
     return rates
 
 
-def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
+def host_shape(job: Job, needs: StepNeeds | None) -> HostShape:
+    """What runs on one host of the job."""
     config, hardware = job.config, job.hardware
-    engine = choose_engine(config.loader, job.workers)
+    engine = choose_engine(config.loader, job.workers, volumes=config.task == "segment3d")
     on_gpu = not hardware.on_cpu
+    row, val_row = (None, None) if job.volumes is None else row_bytes(config, job.volumes)
     train = LoaderSettings(
         engine, job.workers, job.prefetch, config.batch_size, config.img_size,
-        held=batches_in_hand(config.gradient_accumulation, on_gpu=on_gpu),
+        held=batches_in_hand(config.gradient_accumulation, on_gpu=on_gpu), sample_bytes=row,
     )  # fmt: skip
     val = LoaderSettings(
         engine, job.workers, job.prefetch, config.val_batch_size or config.batch_size,
-        config.val_img_size or config.img_size, held=batches_in_hand(1, on_gpu=on_gpu),
+        config.val_img_size or config.img_size, held=batches_in_hand(1, on_gpu=on_gpu), sample_bytes=val_row,
     )  # fmt: skip
     parts = {} if needs is None else needs.vram.parts
     weights = parts.get("parameters", 0)
@@ -230,11 +249,12 @@ def _shape(job: Job, needs: StepNeeds | None) -> HostShape:
         on_gpu=on_gpu, pinned=config.pin_memory, samples=samples, lookahead_bytes=config.lookahead,
         remote="://" in (config.data_root or ""), model_bytes=weights, state_bytes=state,
         step_bytes=needs.vram.peak_bytes - outside if needs is not None and hardware.on_cpu else 0,
+        cache_bytes=0 if job.volumes is None else config.volume_cache,
     )  # fmt: skip
 
 
 def _ram(job: Job, needs: StepNeeds | None) -> tuple[HostShape, RamBudget]:
-    shape = _shape(job, needs)
+    shape = host_shape(job, needs)
     measured = job.measured
     budget = ram_budget(
         shape, measured.loader_memory, limit_bytes=job.hardware.ram_bytes, os_bytes=measured.used_by_others_bytes
@@ -273,7 +293,7 @@ def _scaling(job: Job, needs: StepNeeds | None) -> tuple[ScalingRow, ...]:
     rows = []
     for gpus in SCALING:
         more = replace(job, hardware=replace(job.hardware, gpus=gpus, nodes=1))
-        rates = _rates(more, None if needs is None or needs.trace is None else _step_s(more, needs.trace))
+        rates = _rates(more, None if needs is None or needs.trace is None else step_s_of(more, needs.trace))
         pace = min(rate.images_per_second for rate in rates.values()) if "accelerator" in rates else None
         steps = more.steps_per_epoch
         days = None
@@ -285,11 +305,15 @@ def _scaling(job: Job, needs: StepNeeds | None) -> tuple[ScalingRow, ...]:
 
 
 def _assumptions(job: Job, ram: RamBudget) -> tuple[str, ...]:
-    said = [*job.data.assumptions, *job.hardware.stated]
+    said = [*job.data.assumptions, *(job.volumes.assumptions if job.volumes is not None else ()), *job.hardware.stated]
     if not ram.measured:
         said.append("memory per worker: figures for torch 2.15 on Linux; --measure measures it here")
     if job.measured.images_per_core_second is None:
-        said.append("images/s per core: figures for ImageNet's files; --measure measures it on yours")
+        said.append(
+            "images/s per core: figures for ImageNet's files; --measure measures it on yours"
+            if job.volumes is None
+            else "reading: unknown, so no limit is assumed; --measure measures it on your volumes"
+        )
     if job.hardware.storage is None:
         said.append("storage: unknown, so no limit is assumed; --storage fsx, s3, gp3 or 500MB/s")
     else:

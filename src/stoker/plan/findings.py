@@ -10,8 +10,10 @@ from stoker.plan.records import Budget, Finding, RamBudget, VramBudget
 TIGHT = 0.9
 
 
-def vram_findings(vram: VramBudget | None, batch_size: int, accumulation: int) -> list[Finding]:
-    """Whether the step fits on the accelerator, and the batch size that does."""
+def vram_findings(
+    vram: VramBudget | None, batch_size: int, accumulation: int, smaller: str = "a smaller img_size="
+) -> list[Finding]:
+    """Whether the step fits on the accelerator, and the batch size that does; `smaller` is what helps if none does."""
     if vram is None or vram.limit_bytes is None:
         return []
     sizes = f"a step needs up to {_gb(vram.peak_bytes)} of VRAM, the accelerator has {_gb(vram.limit_bytes)}"
@@ -28,7 +30,7 @@ def vram_findings(vram: VramBudget | None, batch_size: int, accumulation: int) -
     if checkpointed and checkpointed > (vram.largest_batch or 0):
         fixes.append(f"gradient_checkpointing=true batch_size={min(batch_size, checkpointed)}")
     if not fixes:
-        fixes.append("a smaller img_size=, a smaller model, or an accelerator with more memory")
+        fixes.append(f"{smaller}, a smaller model, or an accelerator with more memory")
     return [Finding("vram-exceeded", sizes, "; or ".join(fixes), refuses=True)]
 
 

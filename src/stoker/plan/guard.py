@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from stoker.config import Config
@@ -11,17 +12,19 @@ from stoker.machine.host import Machine
 from stoker.machine.loader_memory import STATED
 from stoker.machine.memory import used_by_others_bytes
 from stoker.plan.budget import Job, Measured, StepNeeds, make_plan, trace_needs
-from stoker.plan.planning import Wanted, hardware_for
+from stoker.plan.planning import Wanted, hardware_for, step_of
 from stoker.plan.records import Plan, VramBudget
 from stoker.plan.tracing import build_without_memory
-from stoker.tasks.classify import traceable_step
 from stoker.tasks.image_data import DataFacts
+from stoker.tasks.volumes.planning import volume_facts
 from stoker.train.step import TraceableStep
 
 UNKNOWN_CLASSES = 1000
 # Bytes of activations per byte of float input: 30 for the smallest timm networks, 150 for ResNet-50. If the input times
 # this stays below a tenth of the memory, the step need not be traced, which takes seconds.
 MOST_ACTIVATIONS_PER_INPUT = 200
+# The same for networks of volumes: 1,900 for the case study's in float32, with its padding 3,000.
+MOST_ACTIVATIONS_PER_VOXEL_INPUT = 4000
 WORTH_A_TRACE = 0.1
 
 
@@ -47,11 +50,17 @@ def refuse_what_cannot_fit(config: Config, path: Path | None, machine: Machine, 
 def quick_plan(config: Config, path: Path | None, machine: Machine) -> Plan:
     """What the config needs and this machine has; takes less than a second unless the step has to be traced."""
     hardware = hardware_for(config, path, Wanted(), machine, for_start=True)
-    data = DataFacts(config.num_classes or UNKNOWN_CLASSES)
-    job = Job(config, hardware, data, Measured(STATED, None, used_by_others_bytes()))
-    step = traceable_step(config, data.num_classes)
-    input_bytes = config.batch_size * 3 * config.img_size**2 * 4
-    heavy = input_bytes * MOST_ACTIVATIONS_PER_INPUT > WORTH_A_TRACE * (hardware.ram_bytes or 0)
+    measured = Measured(STATED, None, used_by_others_bytes())
+    if config.task == "classify":
+        job = Job(config, hardware, DataFacts(config.num_classes or UNKNOWN_CLASSES), measured)
+        most_bytes = config.batch_size * 3 * config.img_size**2 * 4 * MOST_ACTIVATIONS_PER_INPUT
+    else:
+        # Without opening the data: a second channel would hardly change what a network keeps.
+        facts = volume_facts(config.model_copy(update={"data_root": None}))
+        job = Job(config, hardware, DataFacts(facts.rules.classes), measured, facts)
+        most_bytes = config.batch_size * math.prod(config.patch_size or ()) * 4 * MOST_ACTIVATIONS_PER_VOXEL_INPUT
+    step = step_of(job)
+    heavy = most_bytes > WORTH_A_TRACE * (hardware.ram_bytes or 0)
     if not heavy and hardware.on_cpu:
         return make_plan(job, _weights_only(config, step), scaling=False)
     needs = trace_needs(job, step, search=False)

@@ -6,7 +6,7 @@ Batches are uint8 until they are on the device. What each process needs counts o
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stoker.data.engines.making import batches_held
@@ -54,10 +54,12 @@ class LoaderSettings:
     size: int
     held: int = 1
     """Batches that the consumer holds when it asks for the next: with gradient accumulation, those of an update."""
+    sample_bytes: int | None = None
+    """Of a sample in a batch, if it is not an RGB image of `size` pixels."""
 
     @property
     def batch_bytes(self) -> int:
-        return self.batch * self.size * self.size * CHANNELS
+        return self.batch * (self.size * self.size * CHANNELS if self.sample_bytes is None else self.sample_bytes)
 
     @property
     def batches(self) -> int:
@@ -99,6 +101,8 @@ class HostShape:
     state is counted."""
     writes_checkpoints: bool = True
     """Whether one of the host's processes saves checkpoints; only the first node does."""
+    cache_bytes: int = 0
+    """Decoded chunks of compressed volumes, for all processes together."""
 
 
 def ram_budget(
@@ -126,18 +130,24 @@ def ram_budget(
         each |= {"training step": shape.state_bytes if shape.step_bytes is None else shape.step_bytes}
     parts = {name: shape.processes * size for name, size in each.items()}
     parts["index"] = INDEX_BYTES_PER_SAMPLE * (shape.samples or 0)  # mapped from one file: once
+    parts["volume cache"] = shape.cache_bytes
     parts["checkpoint copy"] = shape.state_bytes if shape.writes_checkpoints else 0
     if os_bytes is None:
         os_bytes = OS_BYTES if limit_bytes is None else min(OS_BYTES, int(OS_SHARE * limit_bytes))
     parts["system"] = os_bytes
     parts = {name: size for name, size in parts.items() if size}
     train = shape.loader
-    return RamBudget(
+    budget = RamBudget(
         total_bytes=sum(parts.values()),
         loader_bytes=shape.processes * sum(loader.values()),
         parts=parts,
         limit_bytes=limit_bytes,
         measured=memory.measured,
+    )
+    if train.sample_bytes is not None:
+        return budget  # how others' loaders of volumes use memory is not known
+    return replace(
+        budget,
         torch_loader_bytes=shape.processes * torch_loader_bytes(train.workers, train.prefetch, train.batch, train.size),
         torch_loader_verdict=None
         if limit_bytes is None
@@ -149,7 +159,7 @@ def ram_budget(
 
 def loader_parts(loader: LoaderSettings, memory: LoaderMemory) -> dict[str, int]:
     """One process with one loader, without the bytes fetched ahead."""
-    held = loader.batch * memory.image_bytes
+    held = loader.batch * memory.image_bytes if loader.sample_bytes is None else 0  # voxels are read in place
     each = memory.worker if loader.engine == "process" else memory.thread
     server = memory.fork_server if loader.engine == "process" and loader.workers else 0
     return {

@@ -10,9 +10,9 @@ from typing import Any
 
 from stoker.config import Config, config_values, load_config
 from stoker.config.fields import parse_bytes
-from stoker.config.reading import check_task, load_for_command
+from stoker.config.reading import load_for_command
 from stoker.config.reference import write_scalar
-from stoker.console import progress_bar, say_notes
+from stoker.console import Advance, progress_bar, say_notes
 from stoker.errors import StokerError, UsageError
 from stoker.files import write_text
 from stoker.machine.accelerators import measure_cpu
@@ -24,11 +24,15 @@ from stoker.plan.budget import Hardware, Job, Measured, StepNeeds, check_counts,
 from stoker.plan.records import Plan
 from stoker.plan.tiers import TierSetting, choose_tiers
 from stoker.plan.timing import read_storage
+from stoker.plan.volumes import with_volumes
 from stoker.plan.vram import VramSearch
 from stoker.run.folder import run_folder_for
-from stoker.tasks.classify import traceable_step
-from stoker.tasks.image_data import choose_decoding, data_facts, measure_speed, open_samples
+from stoker.tasks import classify
+from stoker.tasks.image_data import DataFacts, choose_decoding, data_facts, measure_speed, open_samples
 from stoker.tasks.training import trial_run
+from stoker.tasks.volumes import data as volume_data
+from stoker.tasks.volumes import planning as segment_plan
+from stoker.tasks.volumes.planning import VolumeFacts, mean_read_bytes, volume_facts
 from stoker.train.step import TraceableStep
 
 # How many images per second a core prepares, measured on a config's own data.
@@ -37,8 +41,16 @@ TRIAL_S = 3.0
 MOST_BATCH = 64
 
 
-def images_per_core_second(config: Config) -> float | None:
-    """Images per second and core; None if the data cannot be read from here."""
+def samples_per_core_second(config: Config) -> float | None:
+    """Images, or patches of volumes, per second and core; None if the data cannot be read from here."""
+    workers = usable_cpus()
+    if config.task != "classify":
+        try:
+            data = volume_data.open_data(config, lambda _line: None)
+        except StokerError:
+            return None
+        speed = volume_data.measure_speed(config, data, workers=workers, seconds=TRIAL_S)
+        return speed.images_per_second / workers
     try:
         samples = open_samples(config, "train")
     except StokerError:
@@ -46,7 +58,6 @@ def images_per_core_second(config: Config) -> float | None:
     # Small batches: the first ones are ready sooner, and only images are counted.
     small = config.model_copy(update={"batch_size": min(config.batch_size, MOST_BATCH), "pin_memory": False})
     decoding, _ = choose_decoding(small, samples.index)
-    workers = usable_cpus()
     speed = measure_speed(small, samples, decoding, workers=workers, seconds=TRIAL_S)
     return speed.images_per_second / workers
 
@@ -92,7 +103,6 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
     config = load_for_command(path, overrides, None).config
     in_file = config_values(load_config(path, []).config) if overrides else config_values(config)
     overridden = {key: value for key, value in config_values(config).items() if value != in_file[key]}
-    check_task(config, "planned")
     config = trial_run(config)
     hardware = hardware_for(config, path, wanted, read_machine())
     config, notes = fit_to_machine(
@@ -101,12 +111,32 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
     )
     say_notes(notes)
     with progress_bar("listing", None) as advance:
-        data = data_facts(config, wanted.samples, advance)
-    job = Job(config, hardware, data, _measured(config, hardware, wanted))
-    step = traceable_step(config, data.num_classes)
+        data, volumes = facts_of(config, wanted.samples, advance)
+    job = Job(config, hardware, data, _measured(config, hardware, wanted), volumes)
+    step = step_of(job)
     with progress_bar("tracing the step", None):
         needs = trace_needs(job, step)
-    return Planned(make_plan(job, needs, name=path.name), job, step, needs, path, overridden)
+        plan = make_plan(job, needs, name=path.name)
+        if job.volumes is not None:
+            plan = with_volumes(plan, job, needs)
+    return Planned(plan, job, step, needs, path, overridden)
+
+
+def facts_of(
+    config: Config, samples: int | None = None, advance: Advance | None = None
+) -> tuple[DataFacts, VolumeFacts | None]:
+    """What is known about the config's data, and about its volumes if it has such."""
+    if config.task == "classify":
+        return data_facts(config, samples, advance), None
+    volumes = volume_facts(config, advance)
+    return DataFacts(volumes.rules.classes, sample_bytes=mean_read_bytes(config, volumes)), volumes
+
+
+def step_of(job: Job) -> TraceableStep:
+    """The training step of the job's task."""
+    if job.volumes is not None:
+        return segment_plan.traceable_step(job.config, job.volumes.channels, job.volumes.rules.classes)
+    return classify.traceable_step(job.config, job.data.num_classes)
 
 
 @dataclass(frozen=True)
@@ -193,7 +223,7 @@ def _tier_text(setting: TierSetting, base: Path, overridden: dict[str, Any]) -> 
     if plan.ram.limit_bytes is not None:
         lines.append(f"# {plan.ram.total_bytes / 1e9:.1f} of {plan.ram.limit_bytes / 1e9:.1f} GB of RAM.")
     if plan.time.images_per_second is not None:
-        lines.append(f"# About {plan.time.images_per_second:,.0f} images/s, bound by the {plan.time.bound_by}.")
+        lines.append(f"# About {plan.time.images_per_second:,.0f} {plan.unit}/s, bound by the {plan.time.bound_by}.")
     lines += [f"base: {write_scalar(str(base))}", ""]
     keys = overridden | setting.keys
     lines += [f"{key}: {write_scalar(value)}" for key, value in keys.items()]
@@ -220,7 +250,7 @@ def _measured(config: Config, hardware: Hardware, wanted: Wanted) -> Measured:
     if not wanted.measure:
         return Measured(STATED, None, others)
     with progress_bar("measuring the loader", None):
-        return Measured(measure_loader_memory(), images_per_core_second(config), others)
+        return Measured(measure_loader_memory(), samples_per_core_second(config), others)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

@@ -180,6 +180,53 @@ class ScalingRow:
 
 
 @dataclass(frozen=True)
+class PatchRow:
+    """A step with another batch or patch size."""
+
+    patch: tuple[int, int, int]
+    batch: int
+    live_bytes: int
+    """Of tensors, at the peak."""
+    vram_bytes: int
+    """What the allocator reserves for them, and the rest of what nvidia-smi would show."""
+    fits: bool | None
+    patches_per_second: float | None
+
+
+@dataclass(frozen=True)
+class PredictionBudget:
+    """What predicting one volume takes."""
+
+    volume: tuple[int, int, int]
+    windows: int
+    seconds: float | None
+    vram_bytes: int | None
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
+class VolumePlan:
+    """What only a run over volumes has."""
+
+    rows: tuple[PatchRow, ...]
+    """What other batch and patch sizes would take; the config's own is among them."""
+    patch_bytes: int
+    """Image and label of a patch as they are stored, uncompressed."""
+    read_bytes: float
+    """Mean of what is read for a patch, with the surroundings that rotated and scaled ones need."""
+    read_bytes_per_second: float | None
+    """That the accelerators can take, over all nodes."""
+    worker_bytes: int
+    """Memory of one worker and the batches that it has in flight."""
+    cache_bytes: int
+    """Decoded chunks of compressed volumes, of one node."""
+    prediction: PredictionBudget
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Plan:
     """One budget for everything that can run out."""
 
@@ -200,6 +247,9 @@ class Plan:
     findings: tuple[Finding, ...] = ()
     assumptions: tuple[str, ...] = ()
     """What was assumed instead of measured, one line each."""
+    unit: str = "images"
+    """What a sample is called."""
+    volumes: VolumePlan | None = None
 
     @property
     def refused(self) -> tuple[Finding, ...]:
@@ -223,4 +273,6 @@ class Plan:
             "scaling": [asdict(row) for row in self.scaling],
             "findings": [finding.as_dict() for finding in self.findings],
             "assumptions": list(self.assumptions),
+            "unit": self.unit,
+            "volumes": None if self.volumes is None else self.volumes.as_dict(),
         }

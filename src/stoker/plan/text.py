@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.console import format_table
-from stoker.plan.records import Finding, Plan, ScalingRow, TimeBudget, VramBudget
+from stoker.plan.records import Finding, Plan, ScalingRow, TimeBudget, VolumePlan, VramBudget
 
 # A plan as text: what fits, how long it takes, what it costs, what to change.
 
@@ -25,13 +25,15 @@ def plan_text(plan: Plan, name: str) -> str:
     lines = [f"{name}: {verdict}", f"for {plan.hardware}", "", *_budgets(plan), "", *_time_lines(plan)]
     if plan.vram is not None:
         lines += ["", *_vram_lines(plan.vram)]
+    if plan.volumes is not None:
+        lines += ["", *_volume_lines(plan.volumes)]
     lines += ["", "RAM by part:", *_parts(plan.ram.parts, plan.ram.total_bytes)]
     if plan.ram.torch_loader_bytes is not None:
         verdict = "" if plan.ram.torch_loader_verdict is None else f": {plan.ram.torch_loader_verdict}"
         size = _size(plan.ram.torch_loader_bytes)
         lines.append(f"  (torch's own loader would hold {size} of float batches in flight{verdict})")
     if plan.scaling:
-        lines += ["", "with more accelerators:", _scaling_table(plan.scaling)]
+        lines += ["", "with more accelerators:", _scaling_table(plan.scaling, plan.unit)]
     if plan.findings:
         lines += ["", "findings:", *_finding_lines(plan.findings)]
     if plan.assumptions:
@@ -67,10 +69,14 @@ def _time_lines(plan: Plan) -> list[str]:
     lines = [f"total batch {plan.total_batch}, {steps}{plan.epochs} epochs, learning rate {plan.lr:g}"]
     if time.images_per_second is None:
         return [*lines, "time: unknown, as no rate of the accelerator, the loader or the storage is known"]
-    lines.append(f"{time.images_per_second:,.0f} images/s, bound by the {time.bound_by}")
+    fed = "loader" in time.rates or time.bound_by != "accelerator"
+    lines.append(
+        f"{_rate(time.images_per_second)} {plan.unit}/s, "
+        + (f"bound by the {time.bound_by}" if fed else "if reading keeps up, which is not known")
+    )
     width = max(len(name) for name in time.rates)
     for name, rate in sorted(time.rates.items(), key=lambda item: item[1].images_per_second):
-        lines.append(f"  {name:<{width}}  {rate.images_per_second:>9,.0f} images/s  {rate.source}")
+        lines.append(f"  {name:<{width}}  {_rate(rate.images_per_second):>9} {plan.unit}/s  {rate.source}")
     if time.step_s is not None:
         lines.append("  " + ", ".join(filter(None, [f"{time.step_s * 1e3:,.0f} ms per step", _duration_line(time)])))
     return lines
@@ -99,6 +105,46 @@ def _vram_lines(vram: VramBudget) -> list[str]:
     return lines
 
 
+def _volume_lines(volumes: VolumePlan) -> list[str]:
+    lines = []
+    if volumes.rows:
+        table = [
+            [
+                _by(row.patch), str(row.batch), _size(row.live_bytes), _size(row.vram_bytes),
+                "?" if row.patches_per_second is None else _rate(row.patches_per_second),
+                "TOO MUCH" if row.fits is False else "",
+            ]
+            for row in volumes.rows
+        ]  # fmt: skip
+        heads = ["patch", "batch", "live tensors", "VRAM", "patches/s", ""]
+        lines += ["other batch and patch sizes:", textwrap.indent(format_table(table, heads).rstrip(), "  "), ""]
+    needed = volumes.read_bytes_per_second
+    lines.append(
+        f"reading: a patch with its label is {_size(volumes.patch_bytes)}, "
+        f"{volumes.read_bytes / volumes.patch_bytes:.1f} times that is read for it on average"
+        + ("" if needed is None else f"; the accelerators can take {_size(round(needed))}/s")
+    )
+    lines.append(
+        f"RAM: {_size(volumes.worker_bytes)} for each worker and its batches; if the volumes are compressed, up to "
+        f"{_size(volumes.cache_bytes)} of decoded chunks on a node (volume_cache)"
+    )
+    found = volumes.prediction
+    parts = [f"{found.windows:,} windows"]
+    if found.seconds is not None:
+        parts.append(duration(found.seconds))
+    if found.vram_bytes is not None:
+        parts.append(f"{_size(found.vram_bytes)} of VRAM")
+    parts.append(f"up to {_size(found.disk_bytes)} of disk")
+    lines.append(
+        f"predicting a volume of {_by(found.volume)}: {', '.join(parts)}; each test-time flip takes as long again"
+    )
+    return lines
+
+
+def _by(shape: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, shape))
+
+
 def _parts(parts: Mapping[str, int], total: int) -> list[str]:
     shown = sorted(((name, size) for name, size in parts.items() if size), key=lambda part: -part[1])
     width = max((len(name) for name, _ in shown), default=0)
@@ -108,16 +154,16 @@ def _parts(parts: Mapping[str, int], total: int) -> list[str]:
     ]
 
 
-def _scaling_table(rows: tuple[ScalingRow, ...]) -> str:
+def _scaling_table(rows: tuple[ScalingRow, ...], unit: str) -> str:
     table = [
         [
             str(row.gpus), f"{row.total_batch:,}", str(row.workers), _size(row.ram_bytes), f"{row.lr:g}",
-            "?" if row.images_per_second is None else f"{row.images_per_second:,.0f}",
+            "?" if row.images_per_second is None else _rate(row.images_per_second),
             "?" if row.days is None else f"{row.days:.1f}",
         ]
         for row in rows
     ]  # fmt: skip
-    text = format_table(table, ["GPUs", "total batch", "workers", "RAM", "LR", "images/s", "days"])
+    text = format_table(table, ["GPUs", "total batch", "workers", "RAM", "LR", f"{unit}/s", "days"])
     return textwrap.indent(text, "  ")
 
 
@@ -136,6 +182,10 @@ def _size(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
     return f"{size / 1e3:.0f} KB"
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def duration(seconds: float) -> str:
@@ -215,7 +265,7 @@ def _draw_budget(axes: Any, label: str, parts: dict[str, int], limit: int | None
 def _draw_rates(axes: Any, plan: Plan) -> None:
     rates = plan.time.rates
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title("images/s: the slowest part sets the pace", loc="left", fontsize=9)
+    axes.set_title(f"{plan.unit}/s: the slowest part sets the pace", loc="left", fontsize=9)
     if not rates:
         axes.set_axis_off()
         return

@@ -81,12 +81,14 @@ SHARE_OF_CORES = 0.9
 FED = 0.97
 
 
-def loader_rate(workers: int, cpus: int, nodes: int, gpus: int, size: int, measured_per_core: float | None) -> Rate:
-    """Images per second of all loaders together; more workers than cores add nothing."""
+def loader_rate(
+    workers: int, cpus: int, nodes: int, gpus: int, size: int, measured_per_core: float | None, unit: str = "images"
+) -> Rate:
+    """Samples per second of all loaders together; more workers than cores add nothing."""
     # Without workers the training process prepares the batches itself.
     busy = min(max(1, workers) * gpus, max(1.0, cpus * SHARE_OF_CORES)) * nodes
     if measured_per_core is not None:
-        return Rate(busy * measured_per_core, f"{busy:g} cores x {measured_per_core:.0f} images/s, measured here")
+        return Rate(busy * measured_per_core, f"{busy:g} cores x {measured_per_core:.0f} {unit}/s, measured here")
     # Decoding hardly depends on the output size; resizing does.
     per_core = IMAGES_PER_CORE_SECOND / (1 - RESIZING_SHARE + RESIZING_SHARE * (size / MEASURED_AT_PX) ** 2)
     return Rate(busy * per_core, f"{busy:g} cores x {per_core:.0f} images/s (assumed; results/loaders)")
@@ -96,7 +98,6 @@ def time_budget(
     rates: dict[str, Rate],
     *,
     total_batch: int,
-    samples: int | None,
     steps_per_epoch: int | None,
     epochs: int,
     nodes: int,
@@ -108,14 +109,21 @@ def time_budget(
     bound_by = min(rates, key=lambda name: rates[name].images_per_second)
     pace = rates[bound_by].images_per_second
     step_s = total_batch / pace
-    epoch_s = None if samples is None or steps_per_epoch is None else steps_per_epoch * step_s
+    epoch_s = None if steps_per_epoch is None else steps_per_epoch * step_s
     total_s = None if epoch_s is None else epoch_s * epochs
     cost = None if total_s is None or price_per_hour is None else total_s / 3600 * price_per_hour * nodes
     return TimeBudget(pace, bound_by, rates, step_s, epoch_s, total_s, cost)
 
 
 def time_findings(
-    time: TimeBudget, *, cpus: int, nodes: int, sample_bytes: float | None, dataset_bytes: float | None, config: str
+    time: TimeBudget,
+    *,
+    cpus: int,
+    nodes: int,
+    sample_bytes: float | None,
+    dataset_bytes: float | None,
+    config: str,
+    unit: str = "images",
 ) -> list[Finding]:
     """What would have to change for the accelerator to be the slowest part, and the speed-up from it."""
     accelerator = time.rates.get("accelerator")
@@ -123,6 +131,8 @@ def time_findings(
         return []
     wanted = accelerator.images_per_second
     if time.images_per_second >= FED * wanted:
+        if "loader" not in time.rates:
+            return []  # nobody knows what else would be slower
         return [
             Finding("accelerator-bound", "the accelerator is the slowest part: more cores or storage would not help")
         ]
@@ -135,14 +145,14 @@ def time_findings(
         found.append(
             Finding(
                 "loader-bound",
-                f"{cpus * nodes} cores prepare {slow:,.0f} images/s, the accelerators can take {wanted:,.0f}: "
+                f"{cpus * nodes} cores prepare {slow:,.0f} {unit}/s, the accelerators can take {wanted:,.0f}: "
                 f"that would need {cores * nodes:.0f} cores",
                 fix=f"more cores, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} if it is lower",
                 speedup=_at_most(others / time.images_per_second),
             )
         )
-        packed = min(slow * PACKING_SPEEDUP, others)
-        if packed > 1.02 * time.images_per_second:
+        packed = min(slow * PACKING_SPEEDUP, others)  # of images
+        if unit == "images" and packed > 1.02 * time.images_per_second:
             found.append(
                 Finding(
                     "packing-helps",

@@ -283,6 +283,10 @@ def trace_step(step: TraceableStep, batch: int | None = None) -> Trace:
         recorder,
     ):
         _run(step, batch, model, recorder)
+    return _traced(recorder, batch, model)
+
+
+def _traced(recorder: Recorder, batch: int, model: nn.Module) -> Trace:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Trace(
         batch=batch,
@@ -322,6 +326,24 @@ def _run(step: TraceableStep, batch: int, model: nn.Module, recorder: Recorder) 
         recorder.mark(_gradients(model), "gradients")
         recorder.mark(_state(optimizer), "optimizer")
     del batches, result
+
+
+def trace_forward(step: TraceableStep, batch: int) -> Trace:
+    """One forward pass of the network without gradients, as in a prediction; raises CannotTrace."""
+    model = build_without_memory(step.build_model)
+    recorder = Recorder()
+    with cuda_autocast_rules(), _naming_operators(), FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        with recorder.making("parameters"):
+            make_fake(model)
+        model.eval()
+        with recorder.making("batch"):
+            inputs = step.make_batch(batch).inputs
+        recorder.begin_step(watch_ops=True)
+        with torch.no_grad(), Precision(step.precision, torch.device("cpu")).autocast():
+            output = model(inputs)
+        recorder.end_step()
+        del output
+    return _traced(recorder, batch, model)
 
 
 class _Batches:

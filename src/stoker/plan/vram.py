@@ -30,27 +30,30 @@ class Traces:
     first: Trace
     second: Trace | None
     """At another batch size, if both have the same events; otherwise None."""
+    base: Trace | None = None
+    """What other batch sizes are derived from together with the second, if that is not the first."""
 
     def at(self, batch: int) -> Trace:
-        """The trace for a batch size; its ops are those of the first trace, and only valid for that batch size."""
+        """The trace for a batch size; its ops are those of one of the traces, and only valid for that batch size."""
         if batch == self.first.batch:
             return self.first
         if self.second is None:
             return trace_step(self.step, batch)
-        span, away = self.second.batch - self.first.batch, batch - self.first.batch
+        base = self.base or self.first
+        span, away = self.second.batch - base.batch, batch - base.batch
         sizes = tuple(
-            one + (other - one) // span * away for one, other in zip(self.first.sizes, self.second.sizes, strict=True)
+            one + (other - one) // span * away for one, other in zip(base.sizes, self.second.sizes, strict=True)
         )
-        return replace(self.first, batch=batch, sizes=sizes)
+        return replace(base, batch=batch, sizes=sizes)
 
 
 def trace_batches(step: TraceableStep, batch: int) -> Traces:
     """Traces at this batch size and at another one; raises CannotTrace."""
     first = trace_step(step, batch)
-    # Not 1: a single sample takes a different path through broadcasting and batch norm.
-    other = batch // 2 if batch >= 4 else batch + 2
-    second = trace_step(step, other)
-    return Traces(step, first, second if _grow_together(first, second) else None)
+    # A single sample takes a different path through broadcasting and batch norm, so nothing is derived from it.
+    base = first if batch > 1 else trace_step(step, 2)
+    second = trace_step(step, batch // 2 if batch >= 4 else base.batch + 2)
+    return Traces(step, first, second if _grow_together(base, second) else None, base)
 
 
 def _grow_together(first: Trace, second: Trace) -> bool:

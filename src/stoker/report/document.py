@@ -211,7 +211,7 @@ COMPARED_FIGURES = {
     "wait_share": ("waiting for data", False),
     "step_ms": ("step time", False),
     "epoch_s": ("last epoch", False),
-    "best_val_acc1": ("best val/acc1", True),
+    "best": ("best validation", True),
     "last_loss": ("last train/loss", False),
     "epochs_done": ("epochs", None),
     "step": ("steps", None),
@@ -234,6 +234,13 @@ def compare(a: Document, b: Document) -> dict[str, Any]:
         first, second = a["figures"].get(name), b["figures"].get(name)
         if first is None and second is None:
             continue
+        if name == "images_per_second":
+            label = f"{a['figures'].get('unit', 'images')}/s"
+        elif name == "best":
+            metrics = {run["figures"].get("metric") for run in (a, b)}
+            if len(metrics) > 1:
+                continue  # a Dice and a loss cannot be compared
+            label, more_is_better = f"best {metrics.pop()}", not str(a["figures"].get("metric")).endswith("/loss")
         ratio = second / first if first and second is not None else None
         rows.append(
             {

@@ -11,6 +11,7 @@ from stoker.clock.costs import STAGES
 from stoker.clock.observed import StageTime
 from stoker.clock.reading import PARTS, StepTimes
 from stoker.run.json_lines import Record, number
+from stoker.run.metric import metric_of
 
 POINTS = 900
 """More than a screen has pixels for: 900 points of 6 digits in 20 columns are 130 KB."""
@@ -51,16 +52,21 @@ def figures(
     images = sum((interval.images_per_second or 0.0) * interval.seconds for interval in intervals)
     counted = sum(interval.steps for interval in intervals)
     wait_s = sum(interval.parts_s.get("wait", 0.0) for interval in intervals)
-    scores = [(score, number(r, "epoch")) for r in epochs if (score := number(r, "val/acc1")) is not None]
-    best: tuple[float | None, float | None] = max(scores, key=lambda pair: pair[0]) if scores else (None, None)
+    metric = metric_of(config)
+    scores = [(score, number(r, "epoch")) for r in epochs if (score := number(r, metric.key)) is not None]
+    ranked = max(scores, key=lambda pair: metric.rank(pair[0])) if scores else (None, None)
+    best: tuple[float | None, float | None] = ranked
     times = [when for r in records if (when := number(r, "time")) is not None]
     steps = (record for record in reversed(records) if record.get("kind") == "step")
     last_loss = next((loss for record in steps if (loss := number(record, "train/loss")) is not None), None)
     return {
         "wait_share": rounded(wait_s / seconds) if seconds else None,
         "images_per_second": rounded(images / seconds) if images and seconds else None,
+        "unit": "patches" if config.get("task") == "segment3d" else "images",
         "step_ms": rounded(1000 * seconds / counted) if counted else None,
-        "best_val_acc1": rounded(best[0]),
+        "metric": metric.key,
+        "best": rounded(best[0]),
+        "best_text": None if best[0] is None else metric.text(best[0]).replace("%", " %"),
         "best_epoch": rounded(best[1]),
         "last_loss": rounded(last_loss),
         "elapsed_s": rounded(times[-1] - times[0]) if len(times) > 1 else None,
@@ -181,9 +187,9 @@ def step_columns(steps: list[Record]) -> dict[str, Any]:
 
 
 def epoch_columns(epochs: list[Record]) -> dict[str, Any]:
-    """Throughput, loss and accuracy by epoch."""
+    """Throughput, loss and scores by epoch."""
     names = [
         "epoch", "images_per_second", "wait_share", "seconds", "train/loss", "val/loss", "train/acc1", "val/acc1",
-        "train/acc5", "val/acc5", "train/lr",
+        "train/acc5", "val/acc5", "val/dice", "val/iou", "val/surface_dice", "train/lr",
     ]  # fmt: skip
     return columns([{name: number(record, name) for name in names} for record in epochs], names, worst=("epoch",))

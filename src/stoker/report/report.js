@@ -40,8 +40,8 @@ function states(run) {
 function figures(run) {
   const f = run.figures;
   const items = [
-    ["images/s", plain(f.images_per_second), "", f.images_per_second], ["waiting for data", percent(f.wait_share), "of step time", f.wait_share],
-    ["step time", milliseconds(f.step_ms), "", f.step_ms], ["best val/acc1", known(f.best_val_acc1) ? `${digits(f.best_val_acc1, 4)}\u00a0%` : "–", known(f.best_epoch) ? `epoch ${plain(f.best_epoch)}` : "", f.best_val_acc1],
+    [`${f.unit ?? "images"}/s`, plain(f.images_per_second), "", f.images_per_second], ["waiting for data", percent(f.wait_share), "of step time", f.wait_share],
+    ["step time", milliseconds(f.step_ms), "", f.step_ms], [`best ${f.metric}`, f.best_text ?? "–", known(f.best_epoch) ? `epoch ${plain(f.best_epoch)}` : "", f.best],
     ["last train/loss", plain(f.last_loss), "", f.last_loss], ["last epoch", duration(f.epoch_s), "", f.epoch_s], ["elapsed", duration(f.elapsed_s), "", f.elapsed_s],
   ];
   return el("dl", { class: "figures" }, items.filter((item) => known(item[3])).map(([name, text, note]) => el("div", null, el("dt", null, name), el("dd", null, text, note && el("small", null, note)))));
@@ -109,15 +109,16 @@ const sections = {
       const t = run.timeline;
       return card(chart({ id: `timeline-${doc.runs.indexOf(run)}`, title: runs.length > 1 ? run.label : "Step time by part", unit: "milliseconds per step", xLabel: "step", group: "step", stacked: true, format: milliseconds, axis: plain, ...(runs.length > 1 ? { usual, yMax } : {}),
         series: names.filter((name) => has(t, `${name}_ms`)).map((name) => ({ name, label: PART_NAMES[name], colour: colourOf(name), x: t.step, y: t[`${name}_ms`] })),
-        more: [{ label: "longest single step", x: t.step, y: t.longest_ms, format: milliseconds }, { label: "images/s", x: t.step, y: t.images_per_second, format: plain }] }));
+        more: [{ label: "longest single step", x: t.step, y: t.longest_ms, format: milliseconds }, { label: `${run.figures.unit ?? "images"}/s`, x: t.step, y: t.images_per_second, format: plain }] }));
     })];
   },
 
   throughput: (doc) => {
-    const lines = curves(doc, "epochs", "epoch", [["images_per_second", "images/s"]]), waits = curves(doc, "epochs", "epoch", [["wait_share", "waiting"]]);
+    const unit = doc.runs[0].figures.unit ?? "images";
+    const lines = curves(doc, "epochs", "epoch", [["images_per_second", `${unit}/s`]]), waits = curves(doc, "epochs", "epoch", [["wait_share", "waiting"]]);
     if (!lines.length) return null;
     return [...heading("throughput", "Throughput by epoch"), el("div", { class: "pair" },
-      card(chart({ id: "throughput", title: "Images per second", xLabel: "epoch", group: "epoch", fromZero: true, dots: true, series: lines })),
+      card(chart({ id: "throughput", title: `${unit[0].toUpperCase()}${unit.slice(1)} per second`, xLabel: "epoch", group: "epoch", fromZero: true, dots: true, series: lines })),
       waits.length > 0 && card(chart({ id: "waits", title: "Time spent waiting for data", unit: "including the first batch of each epoch", xLabel: "epoch", group: "epoch", fromZero: true, dots: true, format: percent, series: waits.map((line, index) => ({ ...line, colour: index ? "var(--c1)" : "var(--wait)" })) })))];
   },
 
@@ -147,6 +148,7 @@ const sections = {
       { id: "loss", title: "Training loss", xLabel: "step", group: "step", series: curves(doc, "steps", "step", [["train/loss", "train/loss"]]) },
       { id: "losses", title: "Loss by epoch", xLabel: "epoch", group: "epoch", dots: true, series: curves(doc, "epochs", "epoch", [["train/loss", "train/loss"], ["val/loss", "val/loss"]]) },
       { id: "accuracy", title: "Accuracy by epoch", unit: "percent", xLabel: "epoch", group: "epoch", dots: true, series: curves(doc, "epochs", "epoch", [["val/acc1", "val/acc1"], ["val/acc5", "val/acc5"], ["train/acc1", "train/acc1"], ["train/acc5", "train/acc5"]]) },
+      { id: "overlap", title: "Overlap by epoch", unit: "percent", xLabel: "epoch", group: "epoch", dots: true, series: curves(doc, "epochs", "epoch", [["val/dice", "val/dice"], ["val/iou", "val/iou"], ["val/surface_dice", "val/surface_dice"]]) },
       { id: "lr", title: "Learning rate", xLabel: "step", group: "step", fromZero: true, series: curves(doc, "steps", "step", [["train/lr", "train/lr"]]) },
     ].filter((options) => options.series.length);
     return charts.length ? [...heading("learning", "Training curves"), el("div", { class: "pair" }, charts.map((options) => card(chart(options))))] : null;
@@ -179,7 +181,7 @@ const sections = {
 
   environment: (doc) => perRun(doc, "environment", "Machine and checkpoints", (run) => [
     run.environment.facts && el("div", { class: "wide" }, el("table", { class: "facts" }, el("tbody", null, Object.entries(run.environment.facts).map(([name, text]) => el("tr", null, el("th", { scope: "row" }, name), el("td", null, text)))))),
-    run.checkpoints.length > 0 && el("details", { open: run.checkpoints.length < 8 }, el("summary", null, `${run.checkpoints.length} ${run.checkpoints.length === 1 ? "checkpoint" : "checkpoints"}`), table(["checkpoint", "val/acc1", "size"], run.checkpoints.map((item) => [el("code", null, item.name), known(item.val_acc1) ? `${digits(item.val_acc1, 4)}\u00a0%` : "", bytes(item.bytes)]), [1, 2])),
+    run.checkpoints.length > 0 && el("details", { open: run.checkpoints.length < 8 }, el("summary", null, `${run.checkpoints.length} ${run.checkpoints.length === 1 ? "checkpoint" : "checkpoints"}`), table(["checkpoint", "validation", "size"], run.checkpoints.map((item) => [el("code", null, item.name), item.score_text ?? "", bytes(item.bytes)]), [1, 2])),
     run.environment.packages && el("details", null, el("summary", null, `${Object.keys(run.environment.packages).length} installed packages`), el("p", { class: "mono small" }, Object.entries(run.environment.packages).map(([name, version]) => `${name} ${version}`).join(", ")))]),
 
   missing: (doc) => perRun(doc, "missing", "Not in this report", (run) => run.missing.length && el("ul", null, run.missing.map((text) => el("li", null, text)))),

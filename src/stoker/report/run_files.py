@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import re
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from stoker.errors import ConfigError
 from stoker.redact import redact_text
 from stoker.report.figures import rounded
 from stoker.run.json_lines import Record, number
+from stoker.run.metric import read_checkpoint_name
 
 LONGEST_TEXT = 400
 """Characters of a name or a message: a path may have 4,096, and a page full of those is unreadable."""
@@ -25,8 +26,6 @@ SHOWN_CHECKPOINTS = 100
 LARGEST_ENVIRONMENT_BYTES = 4 << 20
 LARGEST_PREVIEW_BYTES = 1 << 20
 JPEG = b"\xff\xd8\xff"
-
-_CHECKPOINT = re.compile(r"epoch=(\d+)-val_acc1=([-+.\d]+)\.ckpt")
 
 
 def clip(value: Any, longest: int = LONGEST_TEXT) -> str:
@@ -113,28 +112,23 @@ def picture_url(preview: dict[str, Any] | None) -> str | None:
 
 def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
     """Names, sizes and scores, the best first."""
-    found: list[dict[str, Any]] = []
+    found: list[tuple[float, dict[str, Any]]] = []
     try:
         files = sorted(file for file in folder.iterdir() if file.suffix == ".ckpt")
     except OSError:
         return []
     for file in files:
-        match = _CHECKPOINT.fullmatch(file.name)
+        said = read_checkpoint_name(file.name)
         try:
             size = file.stat().st_size
         except OSError:
             continue  # a running run deletes old ones
-        score = None
-        if match:
-            try:
-                score = float(match[2])
-            except ValueError:
-                score = None
-        found.append(
-            {"name": clip(file.name), "bytes": size, "epoch": int(match[1]) if match else None, "val_acc1": score}
-        )
-    ranked = sorted(found, key=lambda item: -1.0 if item["val_acc1"] is None else item["val_acc1"], reverse=True)
-    return ranked[:SHOWN_CHECKPOINTS]
+        row: dict[str, Any] = {"name": clip(file.name), "bytes": size, "epoch": None, "score": None}
+        if said is not None:
+            text = f"{said.metric.key} {said.metric.text(said.value)}"
+            row |= {"epoch": said.epoch, "score": said.value, "score_text": text}
+        found.append((-math.inf if said is None else said.metric.rank(said.value), row))
+    return [row for _, row in sorted(found, key=lambda pair: pair[0], reverse=True)[:SHOWN_CHECKPOINTS]]
 
 
 def describe_quarantine(records: Sequence[Record]) -> dict[str, Any]:

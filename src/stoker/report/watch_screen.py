@@ -55,11 +55,11 @@ def frame_lines(run: Document) -> list[tuple[str, str]]:
         lines.append((f"{'progress':<12}{_bar(share)} {share:4.0%}  {done}", ""))
     else:
         lines.append((f"{'progress':<12}{figures['epochs_done']} epochs, step {figures['step']:,}", ""))
-    speeds = (_with(figures["images_per_second"], "{:,.0f} images/s"), _with(figures["step_ms"], "{:,.1f} ms per step"))
+    speeds = (_rate(figures), _with(figures["step_ms"], "{:,.1f} ms per step"))
     rows = {
         "speed": "   ".join(text for text in speeds if text),
         "loss": _with(figures["last_loss"], "{:.4g}"),
-        "best": _with(figures["best_val_acc1"], "val/acc1 {:.2f} %"),
+        "best": _best(figures),
         "memory": _memory(run["memory"]),
     }
     lines += [(f"{name:<12}{text}", "") for name, text in rows.items() if text]
@@ -84,10 +84,10 @@ def status_line(run: Document) -> str:
     parts = [
         f"epoch {figures['epochs_done']}{of}",
         f"step {figures['step']:,}",
-        _with(figures["images_per_second"], "{:,.0f} images/s"),
+        _rate(figures),
         _with(figures["wait_share"], "wait {:.0%}"),
         _with(figures["last_loss"], "train/loss {:.4g}"),
-        _with(figures["best_val_acc1"], "best val/acc1 {:.2f} %"),
+        _with(_best(figures), "best {}"),
         None if figures["left_s"] is None else f"{clock(figures['left_s'])} left",
     ]
     return f"{run['name']} {run['state']}: " + ", ".join(part for part in parts if part)
@@ -170,5 +170,18 @@ def _bar(share: float) -> str:
     return f"[{'#' * round(BAR * share):<{BAR}}]"
 
 
-def _with(value: float | None, template: str) -> str | None:
+def _rate(figures: dict[str, Any]) -> str | None:
+    rate = figures["images_per_second"]
+    if rate is None:
+        return None
+    # A patch may take longer than a second.
+    shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"{shown} {figures['unit']}/s"
+
+
+def _best(figures: dict[str, Any]) -> str | None:
+    return None if figures["best"] is None else f"{figures['metric']} {figures['best_text']}"
+
+
+def _with(value: float | str | None, template: str) -> str | None:
     return None if value is None else template.format(value)

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 
 from stoker.config import Config, config_as_yaml
-from stoker.errors import ConfigError, UserError
+from stoker.errors import ConfigError, StokerError, UserError
 from stoker.files import write_text
 from stoker.redact import redact_text
 from stoker.run.environment import describe_environment
@@ -120,9 +121,11 @@ class RunFolder:
 
 
 class OpenRun:
-    """A run folder that this process holds; leaving the `with` block releases it."""
+    """A run folder that this process holds; leaving the `with` block releases it. A new folder whose run never began,
+    because of an error that the user can fix, is removed: there is nothing in it to look at or to resume."""
 
-    def __init__(self, folder: RunFolder, lease: Lease, set_aside: Path | None) -> None:
+    def __init__(self, folder: RunFolder, lease: Lease, set_aside: Path | None, *, is_new: bool) -> None:
+        self._is_new = is_new
         self.folder = folder
         self.set_aside = set_aside
         """Where the files of an earlier run went; None without any."""
@@ -134,6 +137,10 @@ class OpenRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        unused = self._is_new and isinstance(error, StokerError) and not self.folder.metrics_file.exists()
+        if unused and not self.folder.checkpoints.exists():
+            # While the lease is held: nobody else can have begun a run here.
+            shutil.rmtree(self.folder.root, ignore_errors=True)
         self._lease.release()
 
 
@@ -158,6 +165,7 @@ def open_run(config: Config, config_path: Path | None, *, fresh: bool = False) -
     folder or if it is not writable. With `fresh`, the files of an earlier run are set aside first.
     """
     folder = run_folder_for(config, config_path)
+    is_new = not folder.root.exists()
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
         lease = Lease(folder.lease_file).acquire()
@@ -174,7 +182,7 @@ def open_run(config: Config, config_path: Path | None, *, fresh: bool = False) -
     except BaseException:
         lease.release()
         raise
-    return OpenRun(folder, lease, aside)
+    return OpenRun(folder, lease, aside, is_new=is_new)
 
 
 def record_config(folder: RunFolder, config: Config) -> None:

@@ -27,11 +27,14 @@ from stoker.run.wandb_tracker import WandbTracker
 QUEUED_RECORDS = 10_000
 CLOSE_S = 8.0
 """W&B needs one to four seconds to finish a run over a good connection; a dead one must not hold the machine."""
-COLUMNS = (
-    "epoch", "step", "train/loss", "train/acc1", "train/acc5", "train/lr", "val/loss", "val/acc1", "val/acc5",
-    "seconds", "images_per_second", "wait_share",
-)  # fmt: skip
-"""Of metrics.csv: always there and in this order, whatever was measured; others follow as they appear."""
+_SCORES = {
+    "classify": ("train/loss", "train/acc1", "train/acc5", "train/lr", "val/loss", "val/acc1", "val/acc5"),
+    "segment3d": ("train/loss", "train/lr", "val/loss", "val/dice", "val/iou", "val/surface_dice"),
+}
+COLUMNS = {
+    task: ("epoch", "step", *scores, "seconds", "images_per_second", "wait_share") for task, scores in _SCORES.items()
+}
+"""Of metrics.csv, by task: always there and in this order, whatever was measured; others follow as they appear."""
 
 
 class Tracker(Protocol):
@@ -51,8 +54,9 @@ class CsvTracker:
 
     name = "CSV"
 
-    def __init__(self, csv_file: Path, metrics_file: Path) -> None:
+    def __init__(self, csv_file: Path, metrics_file: Path, columns: Sequence[str]) -> None:
         self._csv_file = csv_file
+        self._columns = columns
         self._metrics_file = metrics_file
         self._rows: dict[int, dict[str, Any]] = {}
 
@@ -78,7 +82,7 @@ class CsvTracker:
 
     def _write(self) -> None:
         rows = [self._rows[epoch] for epoch in sorted(self._rows)]
-        columns = list(dict.fromkeys([*COLUMNS, *(name for row in rows for name in row)]))
+        columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
         with atomic_file(self._csv_file) as stream:
             writer = csv.DictWriter(stream, columns, restval="", lineterminator="\n")
             writer.writeheader()
@@ -181,7 +185,7 @@ def trackers_for(
     if config.tensorboard:
         chosen.append(TensorboardTracker(folder.tensorboard, resumed_at))
     if config.csv:
-        chosen.append(CsvTracker(folder.metrics_csv_file, folder.metrics_file))
+        chosen.append(CsvTracker(folder.metrics_csv_file, folder.metrics_file, COLUMNS[config.task]))
     return Trackers(chosen, say)
 
 

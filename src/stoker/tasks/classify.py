@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from stoker.augment.packing import Copy
 from stoker.augment.pipeline import (
@@ -24,37 +22,50 @@ from stoker.augment.pipeline import (
     build_train_augment,
     memory_format_of,
 )
+from stoker.clock.observed import StorageFacts
 from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
-from stoker.console import Advance, Say, count
+from stoker.console import Advance, Say
 from stoker.data.batch import Batch
 from stoker.data.engines.making import BatchPlan
+from stoker.data.images.decoders import available_decoders
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.opening import check_same_classes
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import ImageLoader
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig
+from stoker.machine.storage import describe_storage
 from stoker.models.build import build_model, count_parameters, facts_about, with_sync_batchnorm
 from stoker.models.weights import load_weights
+from stoker.run.metric import metric_of
+from stoker.tasks.building import (
+    average_of,
+    describe_schedule,
+    early_stopping,
+    horizon_for,
+    input_dtype,
+    optimizer_for,
+    peak_lr_of,
+    ready_device,
+    total_batch_of,
+    train_step,
+)
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
+from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.checkpoint.sources import open_source
 from stoker.train.compute import (
-    Compiled,
-    Precision,
-    choose_fastest_kernels,
     compute_dtype,
-    set_matmul_precision,
 )
-from stoker.train.ema import WeightAverage
-from stoker.train.evaluate import Accumulator
+from stoker.train.evaluate import Accumulator, ImageScoring
+from stoker.train.label_alarm import LabelWatch
 from stoker.train.launch import StopRequest
 from stoker.train.loop import Run
-from stoker.train.optimization import build_loss, build_optimizer, cross_entropy
+from stoker.train.optimization import build_loss, cross_entropy
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
-from stoker.train.schedule import EarlyStopping, Horizon, Progress, default_resize_epochs, image_size, scaled_lr
-from stoker.train.step import Prepared, TraceableStep, TrainStep
+from stoker.train.schedule import Progress, default_resize_epochs, image_size
+from stoker.train.step import Prepared, TraceableStep
 from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
 
@@ -65,6 +76,19 @@ class TrainingData:
     train: SampleSet
     val: SampleSet | None
     decoding: Decoding
+
+    @property
+    def samples(self) -> int:
+        """Images to train on."""
+        return len(self.train)
+
+    def storage(self) -> StorageFacts:
+        """What is known about the source without reading from it."""
+        return describe_storage(self.train)
+
+    def names(self, samples: Sequence[int]) -> list[str]:
+        """The files of training samples, from their indices in the data set."""
+        return [self.train.index.name(sample) for sample in samples]
 
 
 def open_data(config: Config, say: Say, progress: Advance | None = None) -> TrainingData:
@@ -86,7 +110,7 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Trai
             raise UserError(
                 "early-stopping-without-validation",
                 f"early_stopping is {config.early_stopping}, but {error.seen}",
-                why="it watches val/acc1, which would never be measured",
+                why=f"it watches {metric_of(config_values(config)).key}, which would never be measured",
                 hint="early_stopping=null, or add validation images",
             ) from None
         say(f"no validation: {error.seen}")
@@ -110,56 +134,66 @@ def build_run(
 ) -> Run:
     """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
     rank. `resume` moves it to where a checkpoint was saved."""
-    set_matmul_precision(config.matmul_precision)
-    choose_fastest_kernels(device)
+    ready_device(config, device)
     num_classes = config.num_classes or len(data.train.classes)
     model = build_network(config, num_classes, device, ranks, say)
-    total_batch = config.batch_size * ranks.world * config.gradient_accumulation
-    peak_lr = scaled_lr(config.lr, total_batch, config.lr_reference_batch, config.scale_lr)
-    optimizer = optimizer_for(config, model, peak_lr)
-    step = TrainStep(
-        _for_computing(config, model, ranks, device, say), optimizer, build_loss(config),
-        Precision(config.precision, device), ranks, micro_batch=config.batch_size,
-        clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=say,
-    )  # fmt: skip
+    metric = metric_of(config_values(config))
+    step = train_step(config, model, build_loss(config), ranks, device, say)
     uploader = Uploader(queue_of(device))
     loaders = _Loaders(config, data, ranks, quarantine_file, say, on_gpu=uploader.queue is not None)
     horizon = horizon_for(config, loaders.of_epoch(0).steps())
-    ema = _average(config, model, horizon)
+    val_loader = loaders.validation()
     colours = colours_of(model)
     augment = train_augment(config, num_classes, colours, device)
+    labels = LabelWatch(
+        data.train.classes, device, outputs=None if val_loader is None else num_classes,
+        measures_cross_entropy=config.loss == "cross_entropy",
+    )  # fmt: skip
     return Run(
-        model=model, ema=ema, step=step, total_batch=total_batch, uploader=uploader,
+        model=model, ema=average_of(config, model, horizon), step=step, total_batch=total_batch_of(config, ranks),
+        uploader=uploader,
         prepare=partial(prepare_batch, augment, uploader.copy, ranks.rank * config.gradient_accumulation),
         prepare_val=partial(prepare_val_batch, eval_prepare(config, colours, device), uploader.copy),
-        train_loader=loaders.of_epoch, val_loader=loaders.validation(),
-        val_loss=cross_entropy, horizon=horizon, peak_lr=peak_lr, stopping=_early_stopping(config),
+        train_loader=loaders.of_epoch, val_loader=val_loader, val_loss=cross_entropy,
+        scoring=ImageScoring(device, labels), metric=metric, horizon=horizon, peak_lr=peak_lr_of(config, ranks),
+        stopping=early_stopping(config, metric),
         accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
         progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
         close=loaders.close, config=config_values(config), classes=data.train.classes,
         decoder=data.decoding.decoder,
-        name_samples=lambda samples: [data.train.index.name(sample) for sample in samples],
+        name_samples=data.names,
         guard_memory=PrefetchGuard(say).check,
     )  # fmt: skip
 
 
 def describe_run(config: Config, run: Run, data: TrainingData) -> str:
     """What is about to be trained, in a few lines that people check before they go home."""
-    total = config.batch_size * run.ranks.world * config.gradient_accumulation
-    scaled = f" = {config.lr:g} x {total} / {config.lr_reference_batch}" if config.scale_lr else " (not scaled)"
-    parts = [f"{config.batch_size}", f"{run.ranks.world} ranks" if run.ranks.world > 1 else ""]
-    parts.append(f"{config.gradient_accumulation} accumulated" if config.gradient_accumulation > 1 else "")
     val = "no validation" if data.val is None else f"{len(data.val):,} validation images"
     return "\n".join(
         [
             f"{config.model}: {count_parameters(run.model):,} parameters, {len(data.train.classes)} classes",
             f"{len(data.train):,} training images, {val}, decoded by {data.decoding.decoder}",
-            f"total batch {total} ({' x '.join(part for part in parts if part)}), "
-            f"{run.horizon.steps_per_epoch:,} steps an epoch, {count(run.horizon.epochs, 'epoch')}",
-            f"learning rate {run.peak_lr:g}{scaled}, {config.optimizer}, {config.lr_scheduler}",
-            f"{run.device.type}, precision {config.precision}" + (", compiled" if config.compile_model else ""),
+            *describe_schedule(config, run.ranks, run.device, run.horizon),
         ]
     )
+
+
+def with_decoder_of(found: FoundCheckpoint, config: HostConfig, data: TrainingData, say: Say) -> TrainingData:
+    """The data with the decoder that the run began with: `auto` chooses it once, not again on another machine."""
+    began, here = found.state.get("decoder"), data.decoding.decoder
+    if config.decoder != "auto" or began in (None, here):
+        return data
+    if began in available_decoders():
+        return replace(data, decoding=replace(data.decoding, decoder=began))
+    if config.decode_mode == "draft":
+        raise UserError(
+            "decoder-missing",
+            f"the images of this run were decoded by {began}, which is not installed here, or does not work",
+            why="with decode_mode: draft, other decoders give other pixels",
+            hint=f"install it, or decoder={here} to go on with other pixels",
+        )
+    say(f"note: {began}, which decoded the images of this run, is not available here; {here} gives the same pixels")
+    return data
 
 
 class _Loaders:
@@ -271,53 +305,6 @@ def build_network(config: Config, num_classes: int, device: torch.device, ranks:
     return model.to(device)
 
 
-def optimizer_for(config: Config, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer that the config describes; the model has to be on its device already."""
-    return build_optimizer(
-        model, config.optimizer, lr, momentum=config.momentum, nesterov=config.nesterov, betas=config.betas,
-        weight_decay=config.weight_decay, decay_bias_and_norm=config.decay_bias_and_norm,
-    )  # fmt: skip
-
-
-def _for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch.device, say: Say) -> nn.Module:
-    """The model as the step calls it: compiled, and wrapped for several ranks."""
-    computing = Compiled(model, config.compile_mode, say) if config.compile_model else model
-    if ranks.world > 1:
-        ids = [device.index] if device.type == "cuda" else None
-        # Batch norm's statistics are shared before each validation; sending them at each step would only cost time.
-        known = inspect.signature(DistributedDataParallel).parameters
-        every_step = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.15
-        # Gradients live in the buckets that are sent: one copy, and their memory, less.
-        keys: dict[str, Any] = {every_step: False, "gradient_as_bucket_view": True}
-        computing = DistributedDataParallel(computing, device_ids=ids, **keys)
-    return computing
-
-
-def horizon_for(config: Config, batches: int) -> Horizon:
-    """The schedule that the config describes, for epochs of this many batches."""
-    return Horizon(
-        steps_per_epoch=batches // config.gradient_accumulation, epochs=config.epochs,
-        warmup_epochs=config.warmup_epochs, warmup_start=config.warmup_start, min_lr=config.min_lr,
-        scheduler=config.lr_scheduler, update=config.lr_update, step_epochs=config.lr_step_epochs,
-        step_factor=config.lr_step_factor,
-    )  # fmt: skip
-
-
-def _early_stopping(config: Config) -> EarlyStopping | None:
-    if config.early_stopping is None:
-        return None
-    return EarlyStopping(config.early_stopping, config.early_stopping_min_delta)
-
-
-def _average(config: Config, model: nn.Module, horizon: Horizon) -> WeightAverage | None:
-    if config.ema_decay is None:
-        return None
-    return WeightAverage(
-        model, config.ema_decay, warmup=config.ema_warmup, every=config.ema_every,
-        steps_per_epoch=horizon.steps_per_epoch, warmup_steps=horizon.warmup_epochs * horizon.steps_per_epoch,
-    )  # fmt: skip
-
-
 def colours_of(model: nn.Module) -> tuple[Colour, Colour]:
     """Mean and deviation of the colours that the network's published weights were trained with, else ImageNet's."""
     return _colours(getattr(model, "pretrained_cfg", None) or {})
@@ -333,11 +320,6 @@ def _colours(known: Mapping[str, Any]) -> tuple[Colour, Colour]:
     if mean is None or std is None or len(mean) != 3 or len(std) != 3:
         return IMAGENET_MEAN, IMAGENET_STD
     return tuple(mean), tuple(std)
-
-
-def input_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """What inputs are made in: on a GPU what the first layer computes in, which spares it the conversion."""
-    return compute_dtype(config.precision) if device.type == "cuda" else torch.float32
 
 
 def train_augment(

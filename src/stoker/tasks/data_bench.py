@@ -12,8 +12,9 @@ from stoker.config.reading import load_for_command
 from stoker.console import format_table, progress_bar, say, say_notes
 from stoker.data.images.splits import find_split
 from stoker.data.loader import choose_engine
+from stoker.errors import UsageError
 from stoker.machine.datasheets import published_rate
-from stoker.machine.host import fit_to_machine, read_machine
+from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.machine.loader_speed import decode_limit
 from stoker.tasks.image_data import choose_decoding, files_for_measuring, measure_speed, open_samples
 
@@ -46,9 +47,10 @@ class DataBench:
     source: str
     samples: int
     batch_size: int
-    img_size: int
+    img_size: int | None
+    """None for volumes."""
     engine: str
-    decoder: str
+    decoder: str | None
     decoder_us: dict[str, float] | None
     """Calibrated time of each decoder; None if no calibration was needed."""
     rates: tuple[WorkerRate, ...]
@@ -57,6 +59,19 @@ class DataBench:
     gpu: str | None = None
     gpu_images_per_second: float | None = None
     gpu_source: str | None = None
+    patch_size: tuple[int, ...] | None = None
+    """None for images."""
+
+    @property
+    def unit(self) -> str:
+        return "images" if self.patch_size is None else "patches"
+
+    @property
+    def what(self) -> str:
+        """What one sample is."""
+        if self.patch_size is None:
+            return f"{self.decoder}, {self.img_size} px"
+        return f"patches of {' x '.join(map(str, self.patch_size))}"
 
     @property
     def best(self) -> WorkerRate:
@@ -82,6 +97,7 @@ class DataBench:
             "samples": self.samples,
             "batch_size": self.batch_size,
             "img_size": self.img_size,
+            "patch_size": None if self.patch_size is None else list(self.patch_size),
             "engine": self.engine,
             "decoder": self.decoder,
             "decoder_us": self.decoder_us,
@@ -103,12 +119,14 @@ def bench_data(
     machine = read_machine()
     config, notes = fit_to_machine(loaded, machine)
     say_notes(notes)
+    counts = list(worker_counts) or _counts_up_to(machine.cpus)
+    if config.task == "segment3d":
+        return _bench_volumes(source, config, counts, seconds, gpu)
     with progress_bar("listing", None) as advance:
         samples = open_samples(config, split, progress=advance)
     if config.subset_classes is not None:
         say(f"classes: {', '.join(samples.classes)}")
     decoding, calibration = choose_decoding(config, samples.index)
-    counts = list(worker_counts) or _counts_up_to(machine.cpus)
     rates = []
     with progress_bar("measuring", len(counts) + 1) as advance:
         for number, workers in enumerate(counts):
@@ -134,6 +152,31 @@ def bench_data(
     )
 
 
+def _bench_volumes(
+    source: str, config: HostConfig, counts: Sequence[int], seconds: float, gpu: str | None
+) -> DataBench:
+    """The same for patches: nothing is decoded by itself, and no published rate is for patches of this size."""
+    if gpu is not None:
+        raise UsageError("usage", "--gpu is for images: no rates of patches are published", hint="leave out --gpu")
+    from stoker.tasks.volumes.data import measure_speed as measure_patches
+    from stoker.tasks.volumes.data import open_data
+
+    with progress_bar("indexing", None) as advance:
+        data = open_data(config, say, advance)
+    rates = []
+    with progress_bar("measuring", len(counts)) as advance:
+        for number, workers in enumerate(counts, 1):
+            speed = measure_patches(config, data, workers=workers, seconds=seconds)
+            rates.append(WorkerRate(workers, speed.images_per_second, speed.first_batch_s, speed.cost.per_image()))
+            advance(number, len(counts))
+    best = max(rates, key=lambda rate: rate.images_per_second)
+    return DataBench(
+        source=source, samples=len(data.train.cases), batch_size=config.batch_size, img_size=None,
+        engine=choose_engine(config.loader, best.workers), decoder=None, decoder_us=None, rates=tuple(rates),
+        decode_limit_images_per_second=None, patch_size=config.patch_size,
+    )  # fmt: skip
+
+
 def _config_of(source: str, overrides: Sequence[str]) -> tuple[Config, Literal["train", ""]]:
     if source.endswith(CONFIG_ENDINGS):
         return load_for_command(Path(source), overrides, None).config, "train"
@@ -155,15 +198,15 @@ def bench_data_text(report: DataBench) -> str:
     best = report.best
     engine = "threads" if report.engine == "thread" else "processes"
     lines = [
-        f"{best.images_per_second:,.0f} images/s with {best.workers} worker{'s' if best.workers != 1 else ''} "
-        f"({engine}, {report.decoder}, {report.img_size} px, batches of {report.batch_size})",
+        f"{best.images_per_second:,.0f} {report.unit}/s with {best.workers} worker{'s' if best.workers != 1 else ''} "
+        f"({engine}, {report.what}, batches of {report.batch_size})",
         "",
         format_table(
             [
                 [str(rate.workers), f"{rate.images_per_second:,.0f}", f"{rate.first_batch_s:.2f} s"]
                 for rate in report.rates
             ],
-            ["workers", "images/s", "first batch"],
+            ["workers", f"{report.unit}/s", "first batch"],
         ),
         "",
         *_stage_lines(report),
@@ -198,8 +241,8 @@ def plot_bench_data(report: DataBench, path: Path) -> None:
         if value is not None:
             axes.axhline(value, color=colour, linestyle="--", label=f"{label}: {value:,.0f}")
     axes.set_xlabel("workers")
-    axes.set_ylabel("images/s")
-    axes.set_title(f"{Path(report.source).name}: {report.decoder}, {report.img_size} px")
+    axes.set_ylabel(f"{report.unit}/s")
+    axes.set_title(f"{Path(report.source).name}: {report.what}")
     axes.margins(y=0.15)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower right")
@@ -212,7 +255,8 @@ def plot_bench_data(report: DataBench, path: Path) -> None:
 def _stage_lines(report: DataBench) -> list[str]:
     times = report.best.seconds_per_image
     wall = times["wall"] or 0.0
-    lines = ["where a worker's time for an image goes:"]
+    sample = "an image" if report.patch_size is None else "a patch"
+    lines = [f"where a worker's time for {sample} goes:"]
     for name in ("fetch", "decode", "augment", "collate"):
         seconds = times[name]
         if seconds:

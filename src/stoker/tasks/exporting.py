@@ -41,12 +41,31 @@ RELATIVE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
+class Exportable:
+    """A network to export, and what its file is checked with."""
+
+    name: str
+    """Of its architecture."""
+    model: nn.Module
+    input_name: str
+    inputs: Mapping[str, Tensor]
+    """Batches to compare the outputs on, on the CPU, by what to call them; all but their number is the same."""
+    metadata: Metadata
+
+    @property
+    def example(self) -> Tensor:
+        """A batch of two: torch would treat a batch size of one as a constant."""
+        first = next(iter(self.inputs.values()))
+        return torch.randn(2, *first.shape[1:])
+
+
+@dataclass(frozen=True)
 class ExportFormat:
     """How a format is written, and loaded again to be checked."""
 
-    write: Callable[[nn.Module, Path, Tensor, Metadata], None]
-    """model, path, example batch, metadata."""
-    load: Callable[[Path, nn.Module], tuple[Runner, str]]
+    write: Callable[[Exportable, nn.Module, Path], None]
+    """What is exported, a copy of its model to work on, the path."""
+    load: Callable[[Path, Exportable, nn.Module], tuple[Runner, str]]
     """The file as a function, and what loaded it; the model gives the architecture, and may be changed."""
     packages: tuple[str, ...] = ()
 
@@ -66,14 +85,14 @@ class ExportFormat:
             )
 
 
-def _write_safetensors(model: nn.Module, path: Path, _example: Tensor, metadata: Metadata) -> None:
+def _write_safetensors(subject: Exportable, model: nn.Module, path: Path) -> None:
     # Copied, because the format refuses tensors that share memory.
     tensors = {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in subject.metadata.items()}
     save_file(tensors, path, metadata={"format": "pt", **texts})
 
 
-def _load_safetensors(path: Path, model: nn.Module) -> tuple[Runner, str]:
+def _load_safetensors(path: Path, _subject: Exportable, model: nn.Module) -> tuple[Runner, str]:
     # What the file does not fill stays NaN, and is noticed.
     with torch.no_grad():
         for value in model.state_dict().values():
@@ -83,19 +102,19 @@ def _load_safetensors(path: Path, model: nn.Module) -> tuple[Runner, str]:
     return _without_gradients(model), "safetensors"
 
 
-def _write_torch_export(model: nn.Module, path: Path, example: Tensor, metadata: Metadata) -> None:
+def _write_torch_export(subject: Exportable, model: nn.Module, path: Path) -> None:
     with _quiet():
-        program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-        torch.export.save(program, path, extra_files={METADATA_FILE: json.dumps(dict(metadata))})
+        program = torch.export.export(model, (subject.example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        torch.export.save(program, path, extra_files={METADATA_FILE: json.dumps(dict(subject.metadata))})
 
 
-def _load_torch_export(path: Path, _model: nn.Module) -> tuple[Runner, str]:
+def _load_torch_export(path: Path, _subject: Exportable, _model: nn.Module) -> tuple[Runner, str]:
     with _quiet():
         module = torch.export.load(path).module()
     return _without_gradients(module), f"torch.export of torch {torch.__version__}"
 
 
-def _write_onnx(model: nn.Module, path: Path, example: Tensor, metadata: Metadata) -> None:
+def _write_onnx(subject: Exportable, model: nn.Module, path: Path) -> None:
     size = sum(value.nbytes for value in model.state_dict().values())
     if size > LARGEST_ONNX_WEIGHTS:
         raise UserError(
@@ -106,16 +125,16 @@ def _write_onnx(model: nn.Module, path: Path, example: Tensor, metadata: Metadat
         )
     with _quiet():
         program = torch.onnx.export(
-            model, (example,), dynamo=True, input_names=["images"], output_names=["logits"],
+            model, (subject.example,), dynamo=True, input_names=[subject.input_name], output_names=["logits"],
             dynamic_shapes=({0: torch.export.Dim("batch")},), verbose=False,
         )  # fmt: skip
         assert program is not None
-        for key, value in metadata.items():
+        for key, value in subject.metadata.items():
             program.model.metadata_props[key] = value if isinstance(value, str) else json.dumps(value)
         program.save(path, external_data=False)
 
 
-def _load_onnx(path: Path, _model: nn.Module) -> tuple[Runner, str]:
+def _load_onnx(path: Path, subject: Exportable, _model: nn.Module) -> tuple[Runner, str]:
     session: Any
     try:
         import onnxruntime
@@ -129,13 +148,13 @@ def _load_onnx(path: Path, _model: nn.Module) -> tuple[Runner, str]:
         onnx.checker.check_model(str(path), full_check=True)
         session = ReferenceEvaluator(str(path))
         name = f"the reference of onnx {onnx.__version__}"
-    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0]), name
+    return lambda inputs: torch.from_numpy(session.run(["logits"], {subject.input_name: inputs.numpy()})[0]), name
 
 
 def _without_gradients(module: nn.Module) -> Runner:
-    def run(images: Tensor) -> Tensor:
+    def run(inputs: Tensor) -> Tensor:
         with torch.inference_mode():
-            result: Tensor = module(images)
+            result: Tensor = module(inputs)
         return result
 
     return run
@@ -171,35 +190,37 @@ class Exported:
     differences: tuple[OutputDifference, ...]
 
 
-def export_model(restored: Restored, to: str, out: Path, *, force: bool, image: Path | None = None) -> Exported:
-    """Writes the model in one of FORMATS; the file takes normalised images (batch of any size, 3, size, size)."""
+def export_model(subject: Exportable, to: str, out: Path, *, force: bool) -> Exported:
+    """Writes the model in one of FORMATS; the file takes a batch of any size."""
     check_can_export(to, out, force)
     chosen = FORMATS[to]
-    model = copy.deepcopy(restored.model).to(CPU, memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    inputs = _inputs(restored, image)
-    original = restored.model.to(CPU)
+    model = copy.deepcopy(subject.model).to(CPU, memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    original = subject.model.to(CPU)
     with torch.inference_mode():
-        wanted = [original(images) for images in inputs.values()]
+        wanted = [original(inputs) for inputs in subject.inputs.values()]
     with _appearing(out) as unchecked:
-        with _naming_the_model("written as", restored, to):
-            # Two images: torch would treat a batch size of one as a constant.
-            example = torch.randn(2, 3, restored.size, restored.size)
-            chosen.write(model, unchecked, example, metadata_of(restored))
-        with _naming_the_model("loaded again from", restored, to):
-            run, checked_with = chosen.load(unchecked, copy.deepcopy(restored.model))
+        with _naming_the_model("written as", subject, to):
+            chosen.write(subject, model, unchecked)
+        with _naming_the_model("loaded again from", subject, to):
+            run, checked_with = chosen.load(unchecked, subject, copy.deepcopy(subject.model))
             found = [
-                _difference(what, run, images, logits)
-                for (what, images), logits in zip(inputs.items(), wanted, strict=True)
+                _difference(what, run, inputs, logits)
+                for (what, inputs), logits in zip(subject.inputs.items(), wanted, strict=True)
             ]
         if wrong := [one for one in found if one.is_too_large]:
             raise UserError(
                 "export-differs",
-                f"{restored.config.model} as {to}: {wrong[0].what} differs by {wrong[0].max_abs:.3g} from the "
+                f"{subject.name} as {to}: {wrong[0].what} differs by {wrong[0].max_abs:.3g} from the "
                 f"checkpoint's output; {wrong[0].tolerance:.2g} is allowed",
                 why=f"the file would give other answers than the checkpoint, so it was removed (run by {checked_with})",
                 hint=None if to == "safetensors" else "--to safetensors writes the weights unchanged",
             )
     return Exported(out, out.stat().st_size, checked_with, tuple(found))
+
+
+def classifier_to_export(restored: Restored, image: Path | None = None) -> Exportable:
+    """A network that takes normalised images (batch, 3, size, size)."""
+    return Exportable(restored.config.model, restored.model, "images", _inputs(restored, image), metadata_of(restored))
 
 
 def metadata_of(restored: Restored) -> dict[str, object]:
@@ -252,7 +273,7 @@ def _real_image(restored: Restored, image: Path | None) -> tuple[Path, Tensor] |
 
 
 @contextmanager
-def _naming_the_model(what: str, restored: Restored, to: str) -> Iterator[None]:
+def _naming_the_model(what: str, subject: Exportable, to: str) -> Iterator[None]:
     """Turns any error of torch or ONNX, which may be of any type, into one that names the architecture and format."""
     try:
         yield
@@ -262,14 +283,14 @@ def _naming_the_model(what: str, restored: Restored, to: str) -> Iterator[None]:
         line = next(iter(str(error).splitlines()), "")
         raise UserError(
             "export-failed",
-            f"{restored.config.model} cannot be {what} {to}: {type(error).__name__}: {line[:300]}",
+            f"{subject.name} cannot be {what} {to}: {type(error).__name__}: {line[:300]}",
             why="not every architecture can be exported with a variable batch size",
             hint=None if to == "safetensors" else "--to safetensors works with every architecture",
         ) from error
 
 
-def _difference(what: str, run: Callable[[Tensor], Tensor], images: Tensor, wanted: Tensor) -> OutputDifference:
-    got = run(images)
+def _difference(what: str, run: Runner, inputs: Tensor, wanted: Tensor) -> OutputDifference:
+    got = run(inputs)
     same_shape = got.shape == wanted.shape
     largest = float((got - wanted).abs().max()) if same_shape else float("nan")
     return OutputDifference(what, largest, RELATIVE_TOLERANCE * max(1.0, float(wanted.abs().max())))

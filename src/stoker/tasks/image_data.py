@@ -23,12 +23,13 @@ from stoker.data.images.resizing import Interpolation
 from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
 from stoker.data.images.splits import find_split
 from stoker.data.images.subset import Subset, choose_subset, split_samples, subset_record
-from stoker.data.loader import ImageLoader, LoaderOptions
+from stoker.data.loader import ImageLoader
 from stoker.data.order import Order, Steps
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.errors import ConfigError, StokerError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
 from stoker.redact import redact_text
+from stoker.tasks.building import loader_options
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
@@ -250,22 +251,7 @@ def open_loader(
 ) -> ImageLoader:
     """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
     batches when it asks for the next."""
-    options = LoaderOptions(
-        engine=config.loader,
-        workers=workers,
-        prefetch=config.prefetch_factor,
-        held=held,
-        pin_memory=config.pin_memory,
-        persistent_workers=config.persistent_workers,
-        worker_start=config.worker_start,
-        lookahead=config.lookahead,
-        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
-        cache_size=config.cache_size,
-        max_image_bytes=config.max_image_bytes,
-        max_bad_fraction=config.max_bad_fraction,
-        quarantine_file=quarantine_file,
-    )
-    return ImageLoader(plan, options, say)
+    return ImageLoader(plan, loader_options(config, workers, held, quarantine_file), say)
 
 
 def measure_speed(

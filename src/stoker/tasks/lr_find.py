@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.child import ChildDied, Parent, call
 from stoker.config import config_values
-from stoker.config.reading import check_task, load_for_command
+from stoker.config.reading import load_for_command
 from stoker.console import progress_bar, say, say_notes
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
@@ -86,7 +86,6 @@ def find_lr(
     """The curve of a config, from random weights or from `start`, and the suggestion from it; the config is checked
     before a process is started."""
     config = load_for_command(path, overrides, None).config
-    check_task(config, "trained")
     if start is not None:
         # Here, because the module imports torch, which this process does not need otherwise.
         from stoker.train.checkpoint.branching import check_exists, refuse_two_sources
@@ -130,7 +129,7 @@ def _measure(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
     """The curve: everything that `stoker train` does before its first step, then the steps. Runs in the child."""
     import torch
 
-    from stoker.tasks.classify import build_run, open_data
+    from stoker.tasks.dispatch import task_for
     from stoker.train.checkpoint.branching import Start, begin
     from stoker.train.ranks import Ranks
 
@@ -138,8 +137,9 @@ def _measure(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(job["cpus"])
-    data = replace(open_data(config, parent.send), val=None)
-    run = build_run(config, data, Ranks(), device, say=parent.send)
+    task = task_for(config)
+    data = replace(task.open_data(config, parent.send), val=None)
+    run = task.build_run(config, data, Ranks(), device, say=parent.send)
     epoch = 0
     try:
         if job["from"] is not None:

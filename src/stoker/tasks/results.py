@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import count, format_table
+from stoker.console import count, format_table, shown
+from stoker.data.volumes.volume import Shape
 
 MOST_CONFUSED = 10
 MOST_WORST_CLASSES = 10
@@ -154,6 +155,20 @@ class ImagePrediction:
 
 
 @dataclass(frozen=True)
+class PredictedVolume:
+    """A volume that is finished."""
+
+    id: str
+    path: Path
+    shape: Shape
+    windows: int
+    seconds: float | None
+    """None if an earlier start finished it."""
+    foreground: float | None
+    """Share of voxels of a class other than 0; None for probabilities."""
+
+
+@dataclass(frozen=True)
 class OutputDifference:
     """How much an exported model's output differs from the checkpoint's."""
 
@@ -246,6 +261,19 @@ def predictions_text(predictions: Sequence[ImagePrediction]) -> str:
         "\n".join([one.path, *(f"  {guess.probability:7.2%}  {guess.name}" for guess in one.guesses)])
         for one in predictions
     )
+
+
+def volumes_text(volumes: Sequence[PredictedVolume], submission: Path | None) -> str:
+    """A row for each predicted volume, and where the submission is."""
+    rows = []
+    for one in volumes:
+        speed = "earlier" if one.seconds is None else f"{one.seconds:,.1f} s"
+        share = "" if one.foreground is None else f"{one.foreground:.2%}"
+        rows.append(
+            (shown(one.id), "x".join(map(str, one.shape)), f"{one.windows:,}", speed, share, shown(str(one.path)))
+        )
+    table = format_table(rows, ("volume", "shape", "windows", "time", "not class 0", "file"))
+    return table if submission is None else f"{table}\n\n{submission}: {len(volumes)} volumes"
 
 
 def export_text(path: Path, size_bytes: int, checked_with: str, differences: Sequence[OutputDifference]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +13,16 @@ from typing import Any
 import torch
 
 from stoker.clock.file import ClockFile
-from stoker.config import Config
-from stoker.console import Say, progress_bar
-from stoker.data.images.decoders import available_decoders
+from stoker.config import Config, config_values
+from stoker.console import progress_bar
 from stoker.errors import Interrupted, Preempted, StokerError, UserError
-from stoker.files import write_text
 from stoker.machine.host import HostConfig, HostWatch, Machine, usable_cpus
 from stoker.machine.numa import bind_rank
 from stoker.run.folder import RunFolder, record_config
+from stoker.run.metric import metric_of
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
-from stoker.tasks.classify import TrainingData, build_run, describe_run, open_data
-from stoker.tasks.image_data import chosen_record
-from stoker.tasks.preview_sheet import keep_with_run
+from stoker.tasks.dispatch import RunData, task_for
 from stoker.train.checkpoint.branching import Start, begin, own_checkpoint
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.restore import load_for_resume, resume
@@ -55,7 +51,7 @@ def train_here(
     start: Start | None = None,
     *,
     replan: bool = False,
-    look: Callable[[TrainingData], Sequence[str]] = lambda _data: (),
+    look: Callable[[Any], Sequence[str]] = lambda _data: (),
 ) -> Summary | None:
     """Trains on this rank, from the last checkpoint if there is one, else from `start`; returns the run's summary on
     the first rank.
@@ -63,7 +59,7 @@ def train_here(
     `progress` is that of the first rank, which writes and speaks for all. With `replan`, a config with another schedule
     than the checkpoint's is not refused. `look` says what is wrong with a new run, a line each.
     """
-    device = _device(ranks)
+    task, device = task_for(config), _device(ranks)
     say_here = _say_nothing if progress is None else progress.say
     here = ranks.local_world or max(1, ranks.world // config.num_nodes)
     # On a GPU too: the few operators on the host would otherwise start as many threads in each rank as it has cores.
@@ -74,20 +70,19 @@ def train_here(
         if (line := binding.describe()) is not None:
             say_here(line)
     with progress_bar("listing", None) as advance:
-        data = open_data(config, say_here, advance)
-    chosen = chosen_record(config, data.train, data.val)
-    if chosen is not None and ranks.is_first:
-        say_here(f"classes: {', '.join(chosen['classes'])}")
-        write_text(folder.subset_file, json.dumps(chosen, indent=1) + "\n")
+        data = task.open_data(config, say_here, advance)
+    if ranks.is_first:
+        task.chosen(config, data, folder, say_here)
     ranks = stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
-    checkpoints = Checkpoints(folder.checkpoints, config.save_top_k)
+    metric = metric_of(config_values(config))
+    checkpoints = Checkpoints(folder.checkpoints, config.save_top_k, metric=metric)
     # Read by one rank and sent to the others: they need not see its disk, and cannot find another checkpoint.
     found = from_first(
         lambda: load_for_resume(checkpoints, checkpoint) if start is None else own_checkpoint(checkpoints, start), ranks
     )
     if found is not None:
-        data = _with_decoder_of(found, config, data, say_here)
-    run = build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
+        data = task.as_it_began(found, config, data, say_here)
+    run = task.build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
     stack.callback(run.close)
     events: tuple[tuple[str, dict[str, Any]], ...] = ()
     if found is None and replan:
@@ -97,10 +92,10 @@ def train_here(
             say_here(f"warning: {note}")
         run, events = resume(run, found, say_here, replan=replan)
         if run.progress.finished:
-            best = "none" if run.progress.best is None else f"{run.progress.best:.2f}%"
+            best = "none" if run.progress.best is None else metric.text(run.progress.best)
             early = None if run.stopping is None else run.stopping.reason(run.progress)
             why = "" if early is None else f"; {early}"
-            say_here(f"{folder.root} is finished: {run.progress.step:,} steps, best val/acc1 {best}{why}")
+            say_here(f"{folder.root} is finished: {run.progress.step:,} steps, best {metric.key} {best}{why}")
             return _summary(run, folder) if ranks.is_first else None
         say_here(f"resuming from {found.path.name}: epoch {run.progress.epoch}, step {run.progress.step:,}")
     elif start is not None:
@@ -112,11 +107,11 @@ def train_here(
         stack.callback(observer.close)
         for name, details in events:
             observer.event(name, run.progress.step, details)
-        say_here(describe_run(config, run, data))
+        say_here(task.describe_run(config, run, data))
         if found is None:
             for line in () if config.fast_dev_run else look(data):
                 say_here(f"warning: {line}")
-            keep_with_run(folder.preview_file, config, data, ranks.world, say_here)
+            task.keep_preview(folder, config, data, ranks.world, say_here)
         warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
         if warning:
             say_here(f"warning: {warning}")
@@ -160,29 +155,11 @@ def trial_run(config: Config) -> Config:
     )  # fmt: skip
 
 
-def _with_decoder_of(found: FoundCheckpoint, config: HostConfig, data: TrainingData, say: Say) -> TrainingData:
-    """The data with the decoder that the run began with: `auto` chooses it once, not again on another machine."""
-    began, here = found.state.get("decoder"), data.decoding.decoder
-    if config.decoder != "auto" or began in (None, here):
-        return data
-    if began in available_decoders():
-        return replace(data, decoding=replace(data.decoding, decoder=began))
-    if config.decode_mode == "draft":
-        raise UserError(
-            "decoder-missing",
-            f"the images of this run were decoded by {began}, which is not installed here, or does not work",
-            why="with decode_mode: draft, other decoders give other pixels",
-            hint=f"install it, or decoder={here} to go on with other pixels",
-        )
-    say(f"note: {began}, which decoded the images of this run, is not available here; {here} gives the same pixels")
-    return data
-
-
 def _open_observer(
     config: HostConfig,
     folder: RunFolder,
     run: Run,
-    data: TrainingData,
+    data: RunData,
     found: FoundCheckpoint | None,
     machine: Machine,
     progress: TrainProgress,
@@ -193,7 +170,7 @@ def _open_observer(
     left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"])
     truncate_after(folder.clock_file, saved["step"], saved["epoch"])
     resumed = found is not None or left > 0
-    header = run_header(config, data.train, run, cpus=machine.cpus)
+    header = run_header(config, run, data.samples, data.storage(), cpus=machine.cpus)
     observer = RunObserver(
         MetricsFile(folder.metrics_file),
         trackers_for(config, folder, resumed_at=run.progress.step if resumed else None, say=progress.say),
@@ -204,6 +181,7 @@ def _open_observer(
             folder.clock_file, header, HostWatch(), step=run.progress.step, name_samples=run.name_samples
         ),
         utilisation=utilisation_of(config, run.model, run.device, run.ranks.world),
+        unit=task_for(config).unit,
     )
     if found is None and run.branched_from is not None:
         observer.event("branched", 0, {"origin": run.branched_from})
@@ -220,7 +198,8 @@ def _summary(run: Run, folder: RunFolder) -> Summary:
         "finished": progress.finished,
         "epochs": progress.epoch,
         "steps": progress.step,
-        "best_val_acc1": progress.best,
+        "best_by": run.metric.name,
+        f"best_val_{run.metric.name}": progress.best,
         "checkpoints": str(folder.checkpoints) if kept else None,
     }
 

@@ -1,10 +1,11 @@
-"""Loss and accuracy over many batches and all ranks, and validation, which counts every sample exactly once."""
+"""Loss and scores over many batches and all ranks, and validation, which counts every sample exactly once."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.errors import UserError
 from stoker.train.compute import Compiled
-from stoker.train.label_alarm import Confusion
+from stoker.train.label_alarm import LabelWatch
 from stoker.train.launch import LeaveValidation
 from stoker.train.observer import Observer
 from stoker.train.ranks import Ranks, any_rank
@@ -118,18 +119,57 @@ class Accumulator:
         )
 
 
-@torch.no_grad()
-def evaluate(run: Run, loader: Loader, observer: Observer, confusion: Confusion | None = None) -> dict[str, float]:
-    """`val/loss`, `val/acc1` and `val/acc5` over all ranks' samples; raises LeaveValidation when asked to leave.
+class Scoring(Protocol):
+    """How a task scores its validation; one for a run, used again in each epoch."""
 
-    `confusion` gets what this rank's samples are taken for."""
+    def reset(self) -> None:
+        """Begins again with nothing."""
+
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: Any, piece: slice) -> None:
+        """Adds a piece of a batch with the mean loss of its samples, without waiting for the device. `batch` is as the
+        loader made it."""
+
+    def result(self) -> dict[str, float]:
+        """The scores over all ranks, which all have to call it, by their names without `val/`."""
+        ...
+
+    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """An event, name and details, if an epoch's metrics give reason for one. Every rank has to call it."""
+
+
+class ImageScoring:
+    """Loss and accuracies; watches for labels that belong to other classes."""
+
+    def __init__(self, device: torch.device, labels: LabelWatch) -> None:
+        self._sums = Accumulator(device)
+        self._watch = labels
+
+    def reset(self) -> None:
+        self._sums.reset()
+        if self._watch.confusion is not None:
+            self._watch.confusion.reset()
+
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: Any, piece: slice) -> None:  # noqa: ARG002
+        self._sums.add(logits, labels, loss)
+        if self._watch.confusion is not None:
+            self._watch.confusion.add(logits, labels)
+
+    def result(self) -> dict[str, float]:
+        return named_scores(self._sums.result())
+
+    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        alarm = self._watch.look(metrics)
+        return None if alarm is None else ("labels?", alarm.details())
+
+
+@torch.no_grad()
+def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
+    """`val/loss` and the task's scores over all ranks' samples; raises LeaveValidation when asked to leave."""
     model = run.step.model.module if isinstance(run.step.model, DistributedDataParallel) else run.step.model
     share_buffers(model, run.ranks)
     was_training = model.training
     model.eval()
-    sums = Accumulator(run.device)
-    if confusion is not None:
-        confusion.reset()
+    run.scoring.reset()
     observer.validation_begins(loader.steps())
     most: int | None = None
     try:
@@ -140,7 +180,7 @@ def evaluate(run: Run, loader: Loader, observer: Observer, confusion: Confusion 
                 if most is None and isinstance(model, Compiled):
                     most = len(batch)
                 prepared = run.uploader.prepare(partial(run.prepare_val, batch))
-                most = _score(model, prepared, run, sums, confusion, most)
+                most = _score(model, prepared, batch, run, most)
             observer.validation_step()
             run.guard_memory(loader)
             # All ranks have the same number of batches, so they ask at the same ones.
@@ -148,33 +188,29 @@ def evaluate(run: Run, loader: Loader, observer: Observer, confusion: Confusion 
                 raise LeaveValidation
     finally:
         model.train(was_training)
-    return named_scores("val", sums.result())
+    return {f"val/{name}": value for name, value in run.scoring.result().items()}
 
 
-def _score(
-    model: nn.Module, batch: Prepared, run: Run, sums: Accumulator, confusion: Confusion | None, most: int | None
-) -> int | None:
+def _score(model: nn.Module, prepared: Prepared, batch: Any, run: Run, most: int | None) -> int | None:
     """Adds a batch in pieces of `most` samples, halved whenever memory runs out; returns the size that fits."""
     done = 0
-    while done < len(batch.labels):
+    while done < len(prepared.labels):
         piece = slice(done, None if most is None else done + most)
         out_of_memory = False
         try:
-            labels = batch.labels[piece]
+            labels = prepared.labels[piece]
             with run.step.precision.autocast():
-                inputs = batch.inputs[piece]
+                inputs = prepared.inputs[piece]
                 if isinstance(model, Compiled):
                     inputs = _padded(inputs, most or len(inputs))
                 logits = model(inputs)[: len(labels)]
                 loss = run.val_loss(logits, labels)
-            sums.add(logits, labels, loss)
-            if confusion is not None:
-                confusion.add(logits, labels)
+            run.scoring.add(logits, labels, loss, batch, piece)
             done += len(labels)
         except torch.OutOfMemoryError:
             out_of_memory = True  # handled below: in here the traceback still holds the tensors
         if out_of_memory:
-            most = _smaller(most or len(batch.labels), run)
+            most = _smaller(most or len(prepared.labels), run)
     return most
 
 
@@ -193,7 +229,7 @@ def _smaller(size: int, run: Run) -> int:
         raise UserError(
             "out-of-device-memory",
             "the device does not have enough memory to validate one sample",
-            hint="val_img_size= lower",
+            hint="smaller images or patches: val_img_size=, patch_size=",
         )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -209,7 +245,7 @@ def share_buffers(model: nn.Module, ranks: Ranks) -> None:
             dist.broadcast(buffer, src=0)
 
 
-def named_scores(split: str, scores: Scores) -> dict[str, float]:
-    """The scores as `val/loss`, `val/acc1`, ...; what was not measured is left out."""
+def named_scores(scores: Scores) -> dict[str, float]:
+    """The scores by name; what was not measured is left out."""
     named = {"loss": scores.loss, "acc1": scores.acc1, "acc5": scores.acc5}
-    return {f"{split}/{name}": value for name, value in named.items() if value is not None}
+    return {name: value for name, value in named.items() if value is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.train.label_mapping import EXPLAINED, describe_mapping, likely_mapping
-
-if TYPE_CHECKING:
-    from stoker.train.loop import Run
 
 # Accuracies as shares of the way from chance level to 100 %. In the case above the model was at 0.56 and above when
 # somebody looked; with right labels, a model at 0.3 in training is never at chance level in validation.
@@ -122,13 +119,19 @@ class Confusion:
 class LabelWatch:
     """Looks at each epoch's results, and raises the alarm once."""
 
-    def __init__(self, run: Run) -> None:
-        self._classes = run.classes
-        self._measures_cross_entropy = run.config.get("loss") == "cross_entropy"
+    def __init__(
+        self,
+        classes: Sequence[str],
+        device: torch.device,
+        *,
+        outputs: int | None = None,
+        measures_cross_entropy: bool = True,
+    ) -> None:
+        """What `outputs` classes are taken for is counted; without it, or for too many, only the figures are seen."""
+        self._classes = classes
+        self._measures_cross_entropy = measures_cross_entropy
         self._raised = False
-        outputs = run.config.get("num_classes") or len(run.classes)
-        counted = run.val_loader is not None and outputs <= MOST_CLASSES
-        self.confusion = Confusion(outputs, run.device) if counted else None
+        self.confusion = None if outputs is None or outputs > MOST_CLASSES else Confusion(outputs, device)
 
     def look(self, metrics: Mapping[str, Any]) -> LabelAlarm | None:
         """The alarm at the first epoch that gives reason for it. Every rank has to call it, with the same metrics."""

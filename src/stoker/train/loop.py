@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -16,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from stoker.clock.costs import BatchCost
 from stoker.clock.steps import StepClock
-from stoker.data.batch import Batch
 from stoker.errors import UserError
+from stoker.run.metric import Metric
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.ema import WeightAverage
-from stoker.train.evaluate import Accumulator, evaluate, named_scores
-from stoker.train.label_alarm import LabelWatch
+from stoker.train.evaluate import Accumulator, Scoring, evaluate, named_scores
 from stoker.train.launch import LeaveValidation, StopRequest
 from stoker.train.observer import Observer, Silence
 from stoker.train.optimization import set_lr
@@ -34,10 +35,27 @@ from stoker.train.transfers import Uploader
 NAMED_SAMPLES = 10
 
 
+class Batch(Protocol):
+    """What the loop has to know of a batch: that of images or of patches."""
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """The samples' numbers in the data set."""
+
+    @property
+    def next_position(self) -> int:
+        """The position at which a run resumes after this batch."""
+
+    @property
+    def cost(self) -> BatchCost: ...
+
+    def __len__(self) -> int: ...
+
+
 class Loader(Protocol):
     """Batches of any epoch from any position."""
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]: ...
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]: ...
 
     def steps(self, start: int = 0) -> int: ...
 
@@ -51,14 +69,17 @@ class Run:
     ema: WeightAverage | None
     step: TrainStep
     uploader: Uploader
-    prepare: Callable[[Batch, int, int, int], Prepared]
+    prepare: Callable[[Any, int, int, int], Prepared]
     """Copies a batch to the device and augments it: (batch, epoch, step, its number within the step). Called by the
     uploader, whose `copy` it uses."""
-    prepare_val: Callable[[Batch], Prepared]
+    prepare_val: Callable[[Any], Prepared]
     train_loader: Callable[[int], Loader]
     """The loader of an epoch: progressive resizing changes it."""
     val_loader: Loader | None
     val_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    scoring: Scoring
+    metric: Metric
+    """What the best checkpoints are chosen by."""
     horizon: Horizon
     peak_lr: float
     stopping: EarlyStopping | None
@@ -78,12 +99,15 @@ class Run:
     """Every config key with its value, as checkpoints hold it."""
     classes: tuple[str, ...]
     """What the model's outputs stand for, in order."""
-    decoder: str
-    """The library that decodes the images; checkpoints hold it, so that a run keeps its pixels on another machine."""
+    decoder: str | None
+    """The library that decodes the images; checkpoints hold it, so that a run keeps its pixels on another machine.
+    None for volumes."""
     name_samples: Callable[[Sequence[int]], list[str]]
     """The names of samples, from their indices in the data set."""
     guard_memory: Callable[[Any], None]
     """Called with the loader of each batch: if memory runs low, makes the loader hold fewer batches."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """What has to be known about the data to use the model again: for volumes classes, ignore label and channels."""
     branched_from: dict[str, Any] | None = None
     """Where a run of `--from` took its weights; None for any other."""
 
@@ -94,7 +118,6 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
     progress = run.progress
     loader: Loader | None = None
     reports = _Reports(run, observer)
-    labels = LabelWatch(run)
     agreement = Agreement(run.ranks, lambda: (run.stop.wanted, saver.is_due_by_time()))
     try:
         while not is_over(progress, run.horizon, run.stopping):
@@ -104,20 +127,21 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
             if before not in (None, loader):
                 run.step.expect_new_shapes()
             _train_epoch(run, loader, observer, saver, reports, agreement)
-            metrics: dict[str, Any] = dict(named_scores("train", run.train_metrics.result()))
+            scores = named_scores(run.train_metrics.result())
+            metrics: dict[str, Any] = {f"train/{name}": value for name, value in scores.items()}
             metrics["train/lr"] = learning_rate(max(0, progress.step - 1), run.horizon, run.peak_lr)
             if run.val_loader is not None:
                 try:
                     saver.wait_for_copy()  # the average and the weights change places
                     with run.clock.validating(), run.ema.swapped() if run.ema is not None else nullcontext():
-                        metrics |= evaluate(run, run.val_loader, observer, labels.confusion)
+                        metrics |= evaluate(run, run.val_loader, observer)
                 except LeaveValidation:
                     _leave(run, saver)
             metrics |= {"seconds": time.monotonic() - began, "clock": run.clock}
             observer.epoch_ends(progress.step, progress.epoch, metrics)
-            if (alarm := labels.look(metrics)) is not None:
-                observer.event("labels?", progress.step, alarm.details())
-            _close_epoch(run, observer, saver, metrics.get("val/acc1"))
+            if (seen := run.scoring.look(metrics)) is not None:
+                observer.event(seen[0], progress.step, seen[1])
+            _close_epoch(run, observer, saver, metrics.get(run.metric.key))
             if not progress.finished and any_rank(run.stop.wanted, run.ranks):
                 _leave(run, saver)
     finally:
@@ -262,16 +286,17 @@ def _leave(run: Run, saver: Saver) -> NoReturn:
     raise run.stop.ending(run.progress.step, interrupted=interrupted, saved=saved)
 
 
-def _close_epoch(run: Run, observer: Observer, saver: Saver, acc1: float | None) -> None:
+def _close_epoch(run: Run, observer: Observer, saver: Saver, value: float | None) -> None:
+    """Ends an epoch whose validation gave this value of the run's metric, and saves it."""
     progress, epoch = run.progress, run.progress.epoch
     progress.epoch, progress.position = epoch + 1, 0
     run.train_metrics.reset()
-    if acc1 is not None:
-        progress.add_score(acc1, 0.0 if run.stopping is None else run.stopping.min_delta)
+    if value is not None:
+        progress.add_score(value, 0.0 if run.stopping is None else run.stopping.min_delta, run.metric)
     progress.finished = is_over(progress, run.horizon, run.stopping)
     if run.stopping is not None and progress.epoch < run.horizon.epochs and progress.finished:
         observer.event("stopped_early", progress.step, {"epoch": epoch, "why": run.stopping.reason(progress)})
-    best = None if acc1 is None else (epoch, acc1)
+    best = None if value is None or not math.isfinite(value) else (epoch, value)
     with run.clock.saving():
         saved = saver.save(run.train_metrics.total(), best=best, now=progress.finished)
     if progress.finished and not saved:

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from stoker.clock.file import ClockFile, clock_header
-from stoker.clock.observed import AcceleratorFacts, LoaderShape
+from stoker.clock.observed import AcceleratorFacts, LoaderShape, StorageFacts
 from stoker.config import Config
-from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.machine.host import HostConfig
-from stoker.machine.storage import describe_storage
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import Trackers
 from stoker.train.label_alarm import alarm_text
@@ -65,7 +63,7 @@ class Silence:
 
 def loader_shape(config: Config, samples: int, workers: int, world: int = 1) -> LoaderShape:
     """How one rank's training loader is set up; `samples` counts those of all ranks."""
-    engine = choose_engine(config.loader, workers)
+    engine = choose_engine(config.loader, workers, volumes=config.task == "segment3d")
     processes = engine == "process" and workers > 0
     start = "forkserver" if config.worker_start == "auto" else config.worker_start
     return LoaderShape(
@@ -82,16 +80,19 @@ def loader_shape(config: Config, samples: int, workers: int, world: int = 1) -> 
     )
 
 
-def run_header(config: HostConfig, samples: SampleSet, run: Run, *, cpus: int) -> dict[str, Any]:
-    """The first line of a run's clock file: how its loader, device and storage are set up."""
+def run_header(
+    config: HostConfig, run: Run, samples: int, storage: StorageFacts | None, *, cpus: int
+) -> dict[str, Any]:
+    """The first line of a run's clock file: how its loader, device and storage are set up; `samples` are those of an
+    epoch."""
     return clock_header(
-        loader_shape(config, len(samples), config.num_workers, run.ranks.world),
+        loader_shape(config, samples, config.num_workers, run.ranks.world),
         cpus=cpus,
         world=run.ranks.world,
         torch_version=torch.__version__,
         device=run.device.type,
         accelerator=_accelerator_facts(run.device),
-        storage=describe_storage(samples),
+        storage=storage,
         convolves_3d=any(isinstance(module, nn.Conv3d) for module in run.model.modules()),
     )
 
@@ -116,7 +117,9 @@ class RunObserver:
         world: int,
         clock_file: ClockFile | None = None,
         utilisation: Callable[[float, int], float | None] | None = None,
+        unit: str = "images",
     ) -> None:
+        self._unit = unit
         self._metrics = metrics
         self._trackers = trackers
         self._progress = progress
@@ -157,7 +160,8 @@ class RunObserver:
         self._trackers.log(self._metrics.epoch(step, epoch, figures))
         if self._clock_file is not None:
             self._clock_file.epoch(step, epoch, metrics["clock"].take_interval())
-        self._progress.epoch_ends(figures)
+        # Files keep one name for the rate of every task; people are told what it counts.
+        self._progress.epoch_ends({name.replace("images_per", f"{self._unit}_per"): v for name, v in figures.items()})
 
     def event(self, name: str, step: int, details: dict[str, Any]) -> None:
         self._metrics.event(name, step, **details)

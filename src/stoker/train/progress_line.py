@@ -13,6 +13,7 @@ from typing import Any, SupportsFloat, TextIO
 
 from stoker.console import bar_line, metric_text
 from stoker.redact import redact_text
+from stoker.run.metric import ACC1
 
 SHOW_EVERY_S = 0.1
 LINE_EVERY_S = 10.0
@@ -62,8 +63,9 @@ def _new_file(folder: Path) -> tuple[Path, TextIO]:
 class TrainProgress:
     """Call `step` at every step: it only looks at the clock until a line is due.
 
-    `loss` and `extra` may be functions; they are called only when a line is made, ten times a second on a
-    terminal. Pass the loss that was last fetched: reading a tensor on the device would wait for it.
+    `metric` is shown beside the loss, as the last validation gave it. `loss` and `extra` may be functions; they are
+    called only when a line is made, ten times a second on a terminal. Pass the loss that was last fetched: reading a
+    tensor on the device would wait for it.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class TrainProgress:
         log: TrainLog | None = None,
         stream: TextIO | None = None,
         *,
+        metric: str = ACC1.key,
         show_every_s: float = SHOW_EVERY_S,
         line_every_s: float = LINE_EVERY_S,
     ) -> None:
@@ -84,7 +87,8 @@ class TrainProgress:
         # Trackers call `say` from their own threads.
         self._lock = threading.Lock()
         self._shown = ""
-        self._val_acc1: float | None = None
+        self._metric = metric
+        self._last_value: float | None = None
         self._epoch = 0
         self._begin("Epoch", 0, 0)
 
@@ -103,8 +107,8 @@ class TrainProgress:
         value = loss() if callable(loss) else loss
         if value is not None:
             metrics["train/loss"] = float(value)
-        if self._val_acc1 is not None:
-            metrics["val/acc1"] = self._val_acc1
+        if self._last_value is not None:
+            metrics[self._metric] = self._last_value
         more = extra() if callable(extra) else extra
         if more is not None:
             metrics |= {name: item for name, item in more.items() if item is not None}
@@ -124,7 +128,7 @@ class TrainProgress:
     def epoch_ends(self, metrics: Mapping[str, Any]) -> None:
         """Prints the epoch's metrics as a block; what was not measured is left out."""
         measured = {name: value for name, value in metrics.items() if value is not None}
-        self._val_acc1 = measured.get("val/acc1", self._val_acc1)
+        self._last_value = measured.get(self._metric, self._last_value)
         self._finish_line()
         lines = [f"  {name}: {metric_text(name, value)}" for name, value in measured.items()]
         self.say("\n".join(["", f"Epoch {self._epoch} metrics:", *lines]))

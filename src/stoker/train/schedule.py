@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from stoker.run.metric import ACC1, Metric
+
 # torchvision's second recipe for ResNet-50 (its issue 3995): SGD with 0.5 for a total batch of 1024, 80.86 %.
 PUBLISHED_SGD_LR = 0.5
 PUBLISHED_SGD_BATCH = 1024
@@ -143,20 +145,21 @@ class Progress:
     micro_batch: int | None = None
     """How many samples fit into the device's memory at a time; None until the first step."""
     best: float | None = None
-    """Best `val/acc1` so far."""
+    """Best value of the run's metric so far."""
     finished: bool = False
     origin: str | None = None
     """The checkpoint of `--resume` that the run began from: path, size and modification time."""
     to_beat: float | None = None
-    """The `val/acc1` that counts for early stopping: the last that was a sufficient improvement."""
+    """The value that counts for early stopping: the last that was a sufficient improvement."""
     stale_epochs: int = 0
     """Epochs since then."""
 
-    def add_score(self, acc1: float, min_delta: float) -> None:
-        """Takes the `val/acc1` of an epoch."""
-        self.best = acc1 if self.best is None else max(self.best, acc1)
-        if self.to_beat is None or acc1 > self.to_beat + min_delta:
-            self.to_beat, self.stale_epochs = acc1, 0
+    def add_score(self, value: float, min_delta: float, metric: Metric = ACC1) -> None:
+        """Takes an epoch's value of the run's metric."""
+        if metric.improves(value, self.best):
+            self.best = value
+        if metric.improves(value, self.to_beat, min_delta):
+            self.to_beat, self.stale_epochs = value, 0
         else:
             self.stale_epochs += 1
 
@@ -168,7 +171,8 @@ class EarlyStopping:
     patience: int
     """Epochs in a row without an improvement."""
     min_delta: float = 0.0
-    """Percentage points of `val/acc1` that an improvement has to exceed."""
+    """What an improvement of the metric has to exceed; percentage points, unless it is the loss."""
+    metric: Metric = ACC1
 
     def reason(self, progress: Progress) -> str | None:
         """Why the run ends here, as a sentence; None if it goes on."""
@@ -176,7 +180,7 @@ class EarlyStopping:
             return None
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
-            f"val/acc1 has not improved{by} on {progress.to_beat:.2f}% "
+            f"{self.metric.key} has not improved{by} on {self.metric.text(progress.to_beat)} "
             f"for {progress.stale_epochs} epoch{'s' * (progress.stale_epochs != 1)} (early_stopping: {self.patience})"
         )
 

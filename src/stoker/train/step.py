@@ -242,7 +242,7 @@ class TrainStep:
         return UserError(
             "out-of-device-memory",
             f"the device does not have enough memory for {self.micro_batch} samples at a time",
-            hint="img_size= lower, gradient_checkpointing=true, or a smaller model",
+            hint="smaller images or patches (img_size=, patch_size=), gradient_checkpointing=true, or a smaller model",
         )
 
 

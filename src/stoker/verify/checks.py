@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stoker.machine.host import HostConfig, Machine
     from stoker.plan.records import Plan
     from stoker.tasks.classify import TrainingData
+    from stoker.tasks.volumes.data import VolumeData
     from stoker.verify.nodes import RankFacts
     from stoker.verify.trial import Trial
 
@@ -75,6 +76,8 @@ class Check:
     """Only with `--deep`: takes longer than a few seconds."""
     cheap: bool = False
     """Takes less than a second and no model: `stoker train` runs it too."""
+    task: str | None = None
+    """The only task that it applies to; None for all."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,20 @@ class Subject:
     @property
     def data(self) -> TrainingData:
         """The same with their decoder, as a run gets them."""
+        if self.config.task == "segment3d":
+            raise AssertionError("a check of images about volumes")
         from stoker.tasks.classify import open_data
 
         return self._once("data", lambda: open_data(self.config, self.say))
 
-    def with_data(self, data: TrainingData) -> Subject:
+    @property
+    def volumes(self) -> VolumeData:
+        """The same for `task: segment3d`."""
+        from stoker.tasks.volumes.data import open_data
+
+        return self._once("data", lambda: open_data(self.config, self.say))
+
+    def with_data(self, data: TrainingData | VolumeData) -> Subject:
         """The same about data that is open already."""
         self._opened["data"] = data
         return self

@@ -82,8 +82,12 @@ def check_schedule(subject: Subject) -> Outcome:
     from stoker.train.schedule import learning_rate
 
     config = subject.config
-    samples, assumed = _samples(subject)
-    horizon = _horizon(config, max(1, steps_of(config, *samples)[0]))
+    if config.task == "segment3d":
+        updates, assumed = updates_of_volumes(config), ""
+    else:
+        samples, assumed = _samples(subject)
+        updates = max(1, steps_of(config, *samples)[0])
+    horizon = _horizon(config, updates)
     peak = peak_lr(config)
     last = horizon.total_steps - 1
     after_warmup = min(last, horizon.warmup_epochs * horizon.steps_per_epoch)
@@ -141,6 +145,8 @@ def schedule_problem(epochs: Sequence[float], rates: Sequence[float], horizon: H
 def check_steps(subject: Subject) -> Outcome:
     """Updates and validation steps of an epoch; fails if an epoch would be empty or longer than the data."""
     config = subject.config
+    if config.task == "segment3d":
+        return _steps_of_patches(subject)
     (train, val), assumed = _samples(subject)
     total, ranks = total_batch(config), config.devices * config.num_nodes
     updates, val_steps = steps_of(config, train, val)
@@ -169,6 +175,27 @@ def check_steps(subject: Subject) -> Outcome:
         rest = f" ({dropped:,} image{'s' * (dropped != 1)}, others each time, are left out)"
     seen = f"{train:,} images in updates of {total:,}: {_steps(updates)} an epoch{rest}; {validation}{assumed}"
     return unknown(seen, "a data_root= that can be read from here", **facts) if assumed else passed(seen, **facts)
+
+
+def _steps_of_patches(subject: Subject) -> Outcome:
+    """Random patches fill any number of updates; a grid is as long as its volumes."""
+    config, val = subject.config, subject.volumes.val
+    updates, total = updates_of_volumes(config), total_batch(config)
+    patches = None if val is None else val.steps.samples
+    together = (config.val_batch_size or config.batch_size) * config.devices * config.num_nodes
+    val_steps = None if patches is None else -(-patches // together)
+    validation = "no validation" if patches is None else f"{patches:,} for validation: {_steps(val_steps or 0)}"
+    return passed(
+        f"{_steps(updates)} an epoch with {total:,} random patches each; {validation}",
+        steps_per_epoch=updates, val_samples=patches, val_steps=val_steps, total_batch=total,
+    )  # fmt: skip
+
+
+def updates_of_volumes(config: HostConfig) -> int:
+    """Updates of an epoch of random patches."""
+    from stoker.tasks.volumes.data import updates_per_epoch
+
+    return updates_per_epoch(config)
 
 
 def _steps(count: int) -> str:
@@ -218,7 +245,7 @@ def _samples(subject: Subject) -> tuple[tuple[int, int | None], str]:
 
 
 def _horizon(config: HostConfig, updates: int) -> Horizon:
-    from stoker.tasks.classify import horizon_for
+    from stoker.tasks.building import horizon_for
 
     return horizon_for(config, updates * config.gradient_accumulation)
 
@@ -280,8 +307,17 @@ def draw_schedule(epochs: Sequence[float], rates: Sequence[float], warmup_epochs
 
 
 CHECKS = (
-    Check("recipe", "config", "the published recipe that it resembles, and what differs", check_recipe, cheap=True),
-    Check("learning-rate", "config", "the peak learning rate for this total batch", check_learning_rate),
+    Check(
+        "recipe",
+        "config",
+        "the published recipe that it resembles, and what differs",
+        check_recipe,
+        cheap=True,
+        task="classify",
+    ),
+    Check(
+        "learning-rate", "config", "the peak learning rate for this total batch", check_learning_rate, task="classify"
+    ),
     Check("schedule", "config", "the learning rate from the first step to the last", check_schedule),
     Check("steps", "config", "updates and validation steps of an epoch", check_steps),
 )

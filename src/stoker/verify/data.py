@@ -169,9 +169,11 @@ def _counts(index: SampleIndex, classes: tuple[str, ...]) -> NDArray[np.int64]:
 
 
 CHECKS = (
-    Check("data-present", "data", "training data can be listed", check_present),
-    Check("validation-split", "data", "a validation split", check_validation_split),
-    Check("class-counts", "data", "images in each class", check_counts, cheap=True),
-    Check("classes-agree", "data", "the same classes in train and val", check_classes_agree, cheap=True),
+    Check("data-present", "data", "training data can be listed", check_present, task="classify"),
+    Check("validation-split", "data", "a validation split", check_validation_split, task="classify"),
+    Check("class-counts", "data", "images in each class", check_counts, cheap=True, task="classify"),
+    Check(
+        "classes-agree", "data", "the same classes in train and val", check_classes_agree, cheap=True, task="classify"
+    ),
     *FILE_CHECKS,
 )

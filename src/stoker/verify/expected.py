@@ -59,6 +59,8 @@ def expect(subject: Subject) -> Expected:
 
 def milestones_of(config: HostConfig) -> tuple[tuple[tuple[int, float], ...], str | None]:
     """Published accuracies by epoch, and who published them; empty unless the config is the published one."""
+    if config.task != "classify":
+        return (), None
     recipe, differs = nearest_recipe(config)
     if not differs:
         return ((config.epochs - 1, recipe.accuracy),), f"top-1 of {recipe.name} on ImageNet, {recipe.source}"

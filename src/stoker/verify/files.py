@@ -303,7 +303,7 @@ def _twin(ours: _Split, sample: int, size: int, theirs: _Split, candidates: Sequ
 
 FILE_CHECKS = (
     # First: the others read files too.
-    Check("storage-ready", "data", "files are here, not fetched when they are read", check_storage),
-    Check("images-decode", "data", "images of every class decode", check_decoding),
-    Check("duplicates", "data", "no image in both train and val", check_duplicates),
+    Check("storage-ready", "data", "files are here, not fetched when they are read", check_storage, task="classify"),
+    Check("images-decode", "data", "images of every class decode", check_decoding, task="classify"),
+    Check("duplicates", "data", "no image in both train and val", check_duplicates, task="classify"),
 )

@@ -322,7 +322,16 @@ def _surely_moved(mapping: FolderMapping, known: int) -> list[int]:
 
 
 CHECKS = (
-    Check("val-labels", "labels", "validation images in the right folders", check_validation_names, cheap=True),
-    Check("train-labels", "labels", "training files in the right folders", check_training_names),
-    Check("labels-by-network", "labels", "folders against what a trained network sees", check_by_model),
+    Check(
+        "val-labels",
+        "labels",
+        "validation images in the right folders",
+        check_validation_names,
+        cheap=True,
+        task="classify",
+    ),
+    Check("train-labels", "labels", "training files in the right folders", check_training_names, task="classify"),
+    Check(
+        "labels-by-network", "labels", "folders against what a trained network sees", check_by_model, task="classify"
+    ),
 )

@@ -24,16 +24,14 @@ def plan_run(subject: Subject) -> Plan:
     from stoker.machine.loader_memory import STATED
     from stoker.machine.memory import used_by_others_bytes
     from stoker.plan.budget import Job, Measured, make_plan, trace_needs
-    from stoker.plan.planning import Wanted, hardware_for
-    from stoker.tasks.classify import traceable_step
-    from stoker.tasks.image_data import data_facts
+    from stoker.plan.planning import Wanted, facts_of, hardware_for, step_of
 
     config = subject.config
     wanted = Wanted(price=subject.price_per_hour)
     hardware = hardware_for(config, subject.path, wanted, subject.machine)
-    data = data_facts(config, None)
-    job = Job(config, hardware, data, Measured(STATED, None, used_by_others_bytes()))
-    step = traceable_step(config, data.num_classes)
+    data, volumes = facts_of(config)
+    job = Job(config, hardware, data, Measured(STATED, None, used_by_others_bytes()), volumes)
+    step = step_of(job)
     needs = trace_needs(job, step, search=False)
     if needs.vram.fits is False:
         needs = trace_needs(job, step)  # only now: finding what would fit takes three more traces

@@ -149,13 +149,15 @@ def check_whole_batch(subject: Subject) -> Outcome:
         return failed(f"the loss of the second step is {step.loss}", "a lower lr=, or precision=bf16-mixed", **facts)
     if step.micro_batch < config.batch_size:
         return failed(
-            f"{config.batch_size} images do not fit into the device's memory; {step.micro_batch} do",
+            f"{config.batch_size} {step.unit} do not fit into the device's memory; {step.micro_batch} do",
             f"batch_size={step.micro_batch} gradient_accumulation="
             f"{-(-config.batch_size // step.micro_batch) * config.gradient_accumulation}",
             **facts,
         )
     rate = config.batch_size / step.step_s
-    return passed(f"{config.batch_size} images in {step.step_s:.2f} s on one device: {rate:,.0f} images/s", **facts)
+    return passed(
+        f"{config.batch_size} {step.unit} in {step.step_s:.2f} s on one device: {rate:,.3g} {step.unit}/s", **facts
+    )
 
 
 def guessed_loss(loss: str, classes: int) -> float:
@@ -181,7 +183,7 @@ def _counted(groups: list[GroupFacts]) -> str:
 
 def _images(trial: Trial) -> str:
     if trial.random_because is None:
-        return f"{trial.samples} training images"
+        return f"{trial.samples} training {trial.unit}"
     return f"{trial.samples} random images ({trial.random_because})"
 
 
@@ -191,11 +193,11 @@ def _named(names: tuple[str, ...]) -> str:
 
 
 CHECKS = (
-    Check("model-builds", "model", "the network is built and computes the config's images", check_builds),
-    Check("first-loss", "model", "the loss of the untrained network", check_first_loss),
+    Check("model-builds", "model", "the network is built and computes what the config gives it", check_builds),
+    Check("first-loss", "model", "the loss of the untrained network", check_first_loss, task="classify"),
     Check("update", "model", "one real forward, backward and update", check_update),
     Check("optimizer-groups", "model", "parameters with and without weight decay", check_optimizer_groups),
     Check("checkpoint", "model", "a checkpoint that is written, read and resumed", check_checkpoint),
-    Check("train-accuracy", "model", "what train/acc1 means with this mixing", check_train_accuracy),
+    Check("train-accuracy", "model", "what train/acc1 means with this mixing", check_train_accuracy, task="classify"),
     Check("whole-batch", "model", "a step with the config's own batch", check_whole_batch, deep=True),
 )

@@ -91,6 +91,15 @@ def meet(subject: Subject, ranks: Ranks) -> tuple[RankFacts, ...] | StokerError:
     return tuple(RankFacts(**one) for one in facts)
 
 
+def _data_parts(subject: Subject) -> list[Any]:
+    """What two ranks must have in common to train on the same samples."""
+    if subject.config.task == "segment3d":
+        plans = (subject.volumes.train, subject.volumes.val)
+        return [[(case.id, case.box) for case in plan.cases] for plan in plans if plan is not None]
+    train, val = subject.samples
+    return [train.index.digest, "" if val is None else val.index.digest, len(train), "" if val is None else len(val)]
+
+
 def own_facts(subject: Subject, ranks: Ranks, device: Any) -> RankFacts:
     """This rank's facts; sums and computes together with the others."""
     import torch
@@ -100,13 +109,7 @@ def own_facts(subject: Subject, ranks: Ranks, device: Any) -> RankFacts:
 
     values = {key: value for key, value in config_values(subject.config).items() if key not in OWN_KEYS}
     try:
-        train, val = subject.samples
-        parts = [
-            train.index.digest,
-            "" if val is None else val.index.digest,
-            len(train),
-            "" if val is None else len(val),
-        ]
+        parts = _data_parts(subject)
         digest, opened = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest(), True
     except StokerError as error:
         digest, opened = error.seen, False

@@ -16,10 +16,12 @@ from stoker.verify.checks import TOPICS, Check, Outcome, Status, Subject, unknow
 if TYPE_CHECKING:
     from stoker.machine.host import HostConfig, Machine
     from stoker.tasks.classify import TrainingData
+    from stoker.tasks.volumes.data import VolumeData
 
 MODULES = (
     "stoker.verify.config",
     "stoker.verify.data",
+    "stoker.verify.volumes",
     "stoker.verify.labels",
     "stoker.verify.model",
     "stoker.verify.machine",
@@ -107,7 +109,7 @@ def run_checks(checks: Sequence[Check], subject: Subject, on_start: OnStart = la
     for number, check in enumerate(checks, start=1):
         on_start(check, number, len(checks))
         started = time.perf_counter()
-        outcome = _run(check, subject)
+        outcome = None if check.task not in (None, subject.config.task) else _run(check, subject)
         if outcome is None:
             not_applicable.append(check.name)
         else:
@@ -120,7 +122,7 @@ def warnings_before_training(
     path: Path,
     overrides: Sequence[str],
     machine: Machine,
-    data: TrainingData,
+    data: TrainingData | VolumeData,
     checks: Sequence[Check] | None = None,
 ) -> list[str]:
     """What the checks that take no time find wrong, one line each; the run starts anyway."""

@@ -21,9 +21,12 @@ import torch
 from stoker.errors import StokerError, UserError
 from stoker.machine.host import HostConfig
 from stoker.machine.memory import read_memory
-from stoker.plan.guard import MOST_ACTIVATIONS_PER_INPUT
+from stoker.plan.guard import MOST_ACTIVATIONS_PER_INPUT, MOST_ACTIVATIONS_PER_VOXEL_INPUT
 from stoker.plan.tracing import build_without_memory
-from stoker.tasks.classify import TrainingData, build_run, open_data, traceable_step
+from stoker.tasks.classify import TrainingData, open_data, traceable_step
+from stoker.tasks.dispatch import task_for
+from stoker.tasks.volumes.data import VolumeData
+from stoker.tasks.volumes.segment import build_network
 from stoker.train.checkpoint.folder import Checkpoints
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 
 # Batch norm needs a few samples; ResNet-50 at 224 px takes about a second for these on two cores.
 SAMPLES = 8
+PATCHES = 1
+"""A patch has as many voxels as tens of images have pixels, and its networks do not normalise over a batch."""
 UNKNOWN_CLASSES = 1000
 # One device shows the same; starting processes and compiling would take longer than the steps.
 ALONE: dict[str, Any] = {
@@ -89,12 +94,14 @@ class Trial:
     checkpoint_bytes: int
     save_s: float
     step_s: float
+    unit: str = "images"
+    """What the samples are."""
 
 
 def try_run(subject: Subject) -> Trial:
     """Takes two steps, with a save between them, and repeats the second one from the checkpoint."""
     config, device = _small(subject.config), _ready_device(subject)
-    _refuse_too_large(config, device)
+    _refuse_too_large(config, device, subject)
     with tempfile.TemporaryDirectory(prefix="stoker-verify-") as name:
         data, config, random_because = _data(subject, config, Path(name))
         checkpoints = Checkpoints(Path(name) / "checkpoints")
@@ -117,7 +124,7 @@ def try_run(subject: Subject) -> Trial:
         return Trial(
             parameters=parameters, outputs=outputs, device=device.type, samples=config.batch_size,
             random_because=random_because, resumed_loss=resumed_loss, differing_weights=differing,
-            checkpoint_bytes=checkpoints.last.stat().st_size, **facts,
+            checkpoint_bytes=checkpoints.last.stat().st_size, unit=task_for(config).unit, **facts,
         )  # fmt: skip
 
 
@@ -130,6 +137,7 @@ class WholeStep:
     """Samples that the device computed at a time."""
     step_s: float
     """Of the second step: the first one compiles and allocates."""
+    unit: str = "images"
 
 
 def try_whole_batch(subject: Subject) -> WholeStep:
@@ -137,7 +145,7 @@ def try_whole_batch(subject: Subject) -> WholeStep:
     device = _ready_device(subject)
     keep = {"compile_model": subject.config.compile_model, "batch_size": subject.config.batch_size}
     config = _small(subject.config).model_copy(update=keep)
-    _refuse_too_large(config, device)
+    _refuse_too_large(config, device, subject)
     with tempfile.TemporaryDirectory(prefix="stoker-verify-") as name:
         data, config, _ = _data(subject, config, Path(name))
         with _running(config, data, device) as run:
@@ -145,12 +153,13 @@ def try_whole_batch(subject: Subject) -> WholeStep:
             _step(run, saver)
             began = time.perf_counter()
             loss = float(_step(run, saver).loss)  # waits for the device
-            return WholeStep(loss, run.step.micro_batch, time.perf_counter() - began)
+            return WholeStep(loss, run.step.micro_batch, time.perf_counter() - began, task_for(config).unit)
 
 
 def _small(config: HostConfig) -> HostConfig:
     repeats = config.repeated_augmentation
-    batch = min(config.batch_size, -(-SAMPLES // repeats) * repeats)
+    enough = PATCHES if config.task == "segment3d" else SAMPLES
+    batch = min(config.batch_size, -(-enough // repeats) * repeats)
     # The peak of the whole run, not that of so small a batch.
     keys = {"batch_size": batch, "val_batch_size": batch, "lr": peak_lr(config), "scale_lr": False}
     return config.model_copy(update=ALONE | keys | {"num_workers": min(2, config.num_workers)})
@@ -163,29 +172,44 @@ def _ready_device(subject: Subject) -> torch.device:
     return torch.device("cpu")
 
 
-def _refuse_too_large(config: HostConfig, device: torch.device) -> None:
+def _refuse_too_large(config: HostConfig, device: torch.device, subject: Subject) -> None:
     """Raises if the trial would not fit into the host's memory, where the kernel would kill it."""
     state = read_memory()
     if device.type != "cpu" or state is None:
         return
-    step = traceable_step(config, config.num_classes or UNKNOWN_CLASSES)
-    model = build_without_memory(step.build_model)
+    if config.task == "segment3d":
+        volumes = subject.volumes
+        model = build_without_memory(
+            lambda: build_network(
+                config.model_copy(update={"weights": None}), volumes, torch.get_default_device(), Ranks(), subject.say
+            )
+        )
+        activations = int(np.prod(config.patch_size or ())) * MOST_ACTIVATIONS_PER_VOXEL_INPUT
+    else:
+        step = traceable_step(config, config.num_classes or UNKNOWN_CLASSES)
+        model = build_without_memory(step.build_model)
+        activations = 3 * config.img_size**2 * MOST_ACTIVATIONS_PER_INPUT
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     # Weights, gradients, optimizer state and average; then the checkpoint's copy, and copies to compare with.
     copies = 2 + (1 if config.optimizer == "sgd" else 2) + (config.ema_decay is not None)
     needed = weights * (2 * copies + 1)
-    needed += config.batch_size * 3 * config.img_size**2 * 4 * MOST_ACTIVATIONS_PER_INPUT
+    needed += config.batch_size * 4 * activations
     if needed > state.available_bytes:
         raise UserError(
             "trial-too-large",
-            f"a step of {config.batch_size} images may need {size_text(needed)} of memory, and "
+            f"a step of {config.batch_size} {task_for(config).unit} may need {size_text(needed)} of memory, and "
             f"{size_text(state.available_bytes)} are free",
             hint="check it on the machine that will train",
         )
 
 
-def _data(subject: Subject, config: HostConfig, folder: Path) -> tuple[TrainingData, HostConfig, str | None]:
-    """The config's data, or random images if it cannot be opened; the config for it, and why."""
+def _data(
+    subject: Subject, config: HostConfig, folder: Path
+) -> tuple[TrainingData | VolumeData, HostConfig, str | None]:
+    """The config's data, or random images if it cannot be opened; the config for it, and why. Volumes must be there:
+    their channels and classes are known from nothing else."""
+    if config.task == "segment3d":
+        return replace(subject.volumes, val=None), config, None
     try:
         data = subject.data
     except StokerError as error:
@@ -212,7 +236,7 @@ def _write_random_images(root: Path, config: HostConfig) -> None:
 
 
 @contextmanager
-def _running(config: HostConfig, data: TrainingData, device: torch.device) -> Iterator[Run]:
+def _running(config: HostConfig, data: TrainingData | VolumeData, device: torch.device) -> Iterator[Run]:
     """The run that the config describes, closed at the end of the block."""
     try:
         run = build_run(config, data, Ranks(), device)
@@ -224,6 +248,11 @@ def _running(config: HostConfig, data: TrainingData, device: torch.device) -> It
         yield run
     finally:
         run.close()
+
+
+def build_run(config: HostConfig, *arguments: Any) -> Run:
+    """The run as its task builds it."""
+    return task_for(config).build_run(config, *arguments)
 
 
 def _first_step(run: Run, saver: Saver) -> dict[str, Any]:
@@ -292,7 +321,11 @@ def _step(run: Run, saver: Saver) -> StepResult:
 
 
 def _resumed(
-    config: HostConfig, data: TrainingData, device: torch.device, checkpoints: Checkpoints, after: dict[str, Any]
+    config: HostConfig,
+    data: TrainingData | VolumeData,
+    device: torch.device,
+    checkpoints: Checkpoints,
+    after: dict[str, Any],
 ) -> tuple[float, int]:
     """The loss of the second step in a new run that resumed from the checkpoint, and how many tensors of its model
     differ from those of the run that was never interrupted."""
@@ -312,8 +345,9 @@ def _resumed(
 def _does_not_run(config: HostConfig | dict[str, Any], error: Exception) -> UserError:
     values = config if isinstance(config, dict) else dict(config)
     first = next(iter(str(error).splitlines()), type(error).__name__)
-    return UserError(
-        "model-does-not-run",
-        f"{values['model']} at {values['img_size']} px: {type(error).__name__}: {first}",
-        hint="another img_size= or model=; `python -c 'import timm; print(timm.list_models())'` lists them",
-    )
+    if values["task"] == "segment3d":
+        size, hint = f"patches of {values['patch_size']}", "another patch_size= or model="
+    else:
+        size = f"{values['img_size']} px"
+        hint = "another img_size= or model=; `python -c 'import timm; print(timm.list_models())'` lists them"
+    return UserError("model-does-not-run", f"{values['model']} at {size}: {type(error).__name__}: {first}", hint=hint)

@@ -85,10 +85,12 @@ def test_nnunets_raw_folders_are_read_in_both_forms(is_old: bool, tmp_path: Path
 
 
 def test_a_list_of_pairs_is_read_relative_to_its_file(tmp_path: Path) -> None:
+    for name in ("a/one.nii.gz", "b/one.nii.gz", "0.npy", "1.npy", "l.npy"):
+        touch(tmp_path / name)
     (tmp_path / "cases.yaml").write_text(
         "classes: 3\nignore_label: 255\ncases:\n"
         "- {image: a/one.nii.gz, label: b/one.nii.gz, group: left}\n"
-        "- {id: two, image: [/x/0.npy, /x/1.npy], label: /x/l.npy}\n"
+        f"- {{id: two, image: [{tmp_path}/0.npy, {tmp_path}/1.npy], label: l.npy}}\n"
         "- {image: s3://bucket/three.zarr, level: 2}\n"
     )
     found = open_cases(tmp_path / "cases.yaml")
@@ -96,7 +98,12 @@ def test_a_list_of_pairs_is_read_relative_to_its_file(tmp_path: Path) -> None:
     assert found.cases == (
         Case("one", "left", (VolumeRef(str(tmp_path / "a/one.nii.gz")),), VolumeRef(str(tmp_path / "b/one.nii.gz"))),
         Case("three", "three", (VolumeRef("s3://bucket/three.zarr", 2),), None),
-        Case("two", "two", (VolumeRef("/x/0.npy"), VolumeRef("/x/1.npy")), VolumeRef("/x/l.npy")),
+        Case(
+            "two",
+            "two",
+            (VolumeRef(str(tmp_path / "0.npy")), VolumeRef(str(tmp_path / "1.npy"))),
+            VolumeRef(str(tmp_path / "l.npy")),
+        ),
     )
 
 
@@ -112,9 +119,12 @@ def test_a_list_of_pairs_is_read_relative_to_its_file(tmp_path: Path) -> None:
         ("- {image: a.tif, level: x}", "bad-number"),
         ("- [", "list-unreadable"),
         ("classes: 3\nignore_label: 1\ncases: [{image: a.tif}]", "bad-ignore-label"),
+        ("- {image: a.tif, label: labels/a.tif}", "volumes-missing"),
     ],
 )
 def test_a_list_that_cannot_be_meant_is_refused(text: str, name: str, tmp_path: Path) -> None:
+    for place in ("a.tif", "b/a.tif"):
+        touch(tmp_path / place)
     (tmp_path / "cases.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
         open_cases(tmp_path / "cases.yaml")

@@ -31,7 +31,7 @@ from stoker.errors import UserError
 RULES = LabelRules(2, ignore=2)
 PATCH = (8, 12, 14)
 SHAPES: tuple[Shape, ...] = ((24, 30, 28), (20, 20, 40), (8, 16, 15))
-EVERYTHING = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.4, scaling=0.4)
+EVERYTHING = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.4, scaling=0.4, elastic=0.4, elastic_size=1.5)
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +208,9 @@ def test_a_patch_larger_than_a_volume_is_refused_or_padded(index: LabelIndex) ->
     assert caught.value.name == "patch-larger-than-volume"
     assert "c is 8 x 16 x 15" in str(caught.value)
     assert "8 x 12 x 12" in str(caught.value.hint)
+    with pytest.raises(UserError) as caught:
+        check_patch_fits((12, 12, 12), [(30, 40, 3)], ["d"], "refuse")
+    assert "colours" in str(caught.value.why)
     check_patch_fits((12, 12, 12), SHAPES, ["a", "b", "c"], "pad")
     patches = RandomPatches((12, 12, 12), SHAPES, index)
     small = [one for one in placed(patches, 0, np.arange(60)) if one.case == 2]

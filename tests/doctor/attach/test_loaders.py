@@ -69,8 +69,8 @@ def test_a_full_garbage_collection_is_not_the_samples_fault(tmp_path: Path) -> N
                 gc.collect()
             collecting_ns = (time.perf_counter() - before) * 1e9
             totals.sample_ends(began, number)
-        totals.clock.end()
-        totals.batch_made(0, 2, None)
+        totals.batch_ends()
+        totals.batch_made(0, 2, None, None)
     finally:
         gc.callbacks.remove(collections._count)
     records = FETCH_STRUCT.unpack_from(totals._ring.memory, HEADER_BYTES)

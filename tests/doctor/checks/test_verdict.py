@@ -275,7 +275,8 @@ def test_the_first_of_the_checks_that_explain_the_same_wait_names_it() -> None:
     assert [check.id for check in CHECKS if check.loss is waiting_for_data] == [
         "cpu-throttled", "slow-samples", "workers-take-turns", "too-many-workers", "cores-are-taken", "handover-bound",
         "storage-bound", "storage-bound-cold", "storage-bound-latency", "storage-bound-bandwidth", "waits-elsewhere",
-        "too-few-workers", "decode-bound", "augment-bound", "collate-bound", "cpu-bound",
+        "too-few-workers", "decode-bound", "augment-bound", "preprocess-bound", "collate-bound",
+        "cpu-bound",
     ]  # fmt: skip
     throttled = starved(cpu=0.04, runq=0.12, workers=8, host=replace(FULL, throttled_share=0.4))
     assert [finding.id for finding in judge(throttled).findings] == ["cpu-throttled", "too-many-workers"]

@@ -82,6 +82,19 @@ def _folder(value: Any, _theirs: Theirs) -> Became:
     return changed("checkpoints are in RUNS_DIR/RUN_NAME/checkpoints", runs_dir=value)
 
 
+def samples_per_epoch(value: Any, theirs: Theirs) -> Became:
+    """An epoch's length in samples, as a loader of random patches counts it."""
+    batch = number(theirs.get("train_batch_size", "training.train_batch_size", "batch_size", default=1)) or 1
+    accumulated = number(theirs.get("accumulate_steps", "training.accumulate_steps", default=1)) or 1
+    update = max(1, int(batch * accumulated))
+    if update == 1:
+        return same("patches there, updates here; one patch makes one update", steps_per_epoch=value)
+    return changed(
+        f"it counts patches, and {update} of them make an update; steps_per_epoch counts updates",
+        steps_per_epoch=max(1, int(value) // update),
+    )
+
+
 # As Lightning spells them, with its short forms.
 PRECISIONS = {
     "32": "32", "32-true": "32", "16": "16-mixed", "16-mixed": "16-mixed", "bf16": "bf16-mixed",
@@ -195,6 +208,8 @@ NAMES: Table = {
     ),
     "cosine_t_max": _cosine_length,
     "checkpoint_dir": _folder,
+    "train_iterations_per_epoch": samples_per_epoch,
+    "_base_": not_needed("its base file has another program's keys too; ours is called base"),
 }
 """Names that a config of ours may use, or that the loader can explain."""
 

@@ -9,6 +9,7 @@ from stoker.config.importing.case_study import CASE_STUDY, CASE_STUDY_KEYS, CASE
 from stoker.config.importing.lightning import LIGHTNING, lightning_facts
 from stoker.config.importing.names import IMPORT_NAMES
 from stoker.config.importing.rules import Became, Table, Theirs, same
+from stoker.config.importing.scrolls import SCROLLS, recognises_scrolls, scrolls_facts
 from stoker.config.importing.timm import TIMM, TIMM_MARKS, timm_facts
 from stoker.config.importing.torchvision import TORCHVISION, TORCHVISION_MARKS, torchvision_facts
 
@@ -63,6 +64,13 @@ PROGRAMS = (
         # Its names are common ones, so all of the keys must be its own, and some of the less common must be there.
         lambda keys: keys <= CASE_STUDY_KEYS and bool(keys & CASE_STUDY_MARKS),
         reads_base=True,
+    ),
+    Program(
+        "vesuvius-challenge",
+        "github.com/TomBombadyl/vesuvius_challenge",
+        SCROLLS,
+        scrolls_facts,
+        recognises_scrolls,
     ),
     Program(
         "names", "a program that we do not know, by the names of its keys", IMPORT_NAMES, _unscaled, lambda _: False

@@ -20,6 +20,9 @@ from stoker.config.yaml_file import Entry, read_yaml_file
 from stoker.errors import UserError
 
 BASE_FILE = "base.yaml"
+BASE_NAME = "_base_"
+DOTTED = (("trainer",), ("experiment",))
+"""Sections of programs whose keys only mean something with their sections."""
 # PyYAML, which most programs use, reads these words as booleans; YAML 1.2, and stoker, as text.
 _NEED_SECTION = ("name", "type", "root", "path", "dir", "class_path")
 UNREADABLE = "(not plain data)"
@@ -66,7 +69,7 @@ def import_config(
     `given` are settings of ours that their config does not say, such as the number of GPUs.
     """
     given = given or {}
-    entries, dotted = _read(source)
+    entries, dotted = _read_with_bases(source)
     program = program_of(frozenset(entries), program_name)
     sibling = source.parent / BASE_FILE
     if base is None and program.reads_base and sibling.is_file() and sibling.resolve() != source.resolve():
@@ -95,10 +98,26 @@ def import_config(
     return imported
 
 
+def _read_with_bases(path: Path) -> tuple[dict[str, tuple[Entry, str]], bool]:
+    """The keys of a file and of those that it names with `_base_`; the file's own win."""
+    entries, dotted = _read(path)
+    seen, current = {path.resolve()}, path
+    while (named := entries.get(BASE_NAME)) is not None and isinstance(named[0].value, str):
+        current = current.parent / named[0].value
+        if current.resolve() in seen:
+            raise UserError("config-base-circle", f"{path} names {current} as its base, which is circular")
+        seen.add(current.resolve())
+        base, base_dotted = _read(current)
+        # Only the base's own base is followed next.
+        entries = base | {key: value for key, value in entries.items() if key != BASE_NAME}
+        dotted = dotted or base_dotted
+    return entries, dotted
+
+
 def _read(path: Path) -> tuple[dict[str, tuple[Entry, str]], bool]:
     """Their keys with where they come from; under Lightning's sections with the section's name."""
     file = read_yaml_file(path, frozenset(), frozenset())
-    dotted = any(entry.sections[:1] == ("trainer",) for entry in file.entries)
+    dotted = any(entry.sections[:1] in DOTTED or entry.key == BASE_NAME for entry in file.entries)
     found: dict[str, tuple[Entry, str]] = {}
     for entry in file.entries:
         key, sections = entry.key.replace("-", "_"), [name for name in entry.sections if name != "init_args"]

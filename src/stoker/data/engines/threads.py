@@ -56,9 +56,12 @@ class ThreadEngine(Generic[Made]):
         count = self._maker.plan.steps.count(start)
         announcer = Announcer(self._maker, epoch, start, count, self._lookahead, stride=1, first=0)
         if self._workers == 0:
-            for step in range(count):
-                announcer.before(step)
-                yield self._make(epoch, step, start)
+            try:
+                for step in range(count):
+                    announcer.before(step)
+                    yield self._make(epoch, step, start)
+            finally:
+                self._maker.reader.forget()
             return
         pool = self._threads()
         stopped = threading.Event()

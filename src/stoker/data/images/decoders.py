@@ -8,10 +8,9 @@ broken one is merely unavailable.
 from __future__ import annotations
 
 import io
-import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from stoker.console import silent_libraries
 from stoker.data.images.headers import PILLOW_CLASSES, BadImage, Box, Bytes, ImageHeader, JpegLayout
 
 # Fresh memory for an image costs a page fault for every 4 KB, up to a tenth of the decoding time.
@@ -184,7 +184,7 @@ class NvImageCodec:
     def _of_this_thread(self) -> tuple[Any, Any, Any]:
         """The library, this thread's decoder, and its parameters."""
         if not hasattr(self._local, "decoder"):
-            with self._loading, _silent_stderr():
+            with self._loading, silent_libraries():
                 from nvidia import nvimgcodec
 
                 backend = nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)
@@ -193,20 +193,6 @@ class NvImageCodec:
             self._local.decoder = nvimgcodec, decoder, parameters
         found: tuple[Any, Any, Any] = self._local.decoder
         return found
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Hides the library's messages about every GPU library it does not find, which it writes to stderr itself."""
-    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 class Pillow:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import errno
 import itertools
+import mmap
 import os
 import shutil
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ FREE_SHARE = 0.9
 ABANDONED_AFTER_S = 3600
 """A temporary file this old was left by a killed process: writing one takes seconds."""
 UNFINISHED = "unfinished"
+# Of an object that is fetched in parts; a part is in memory, and is several requests at once.
+PART_BYTES = 64 << 20
 _HEADER = struct.Struct("<4sIQQ")  # magic, length of the header, length of the data, checksum
 _MAGIC = b"STC1"
 _numbers = itertools.count()
@@ -63,15 +67,25 @@ class CachedStore:
         """The bytes, from the folder if it has them; else from the source, and then the folder keeps them."""
         # The size is part of the key, so that after a new listing of changed data old entries do not match.
         key = f"{self.url}\n{path}\n{offset}\n{size}\n{whole}".encode("utf-8", "surrogateescape")
-        digest = xxhash.xxh3_128_hexdigest(key)
-        kept = f"{self.folder}/{digest[:2]}/{digest[2:]}"
+        kept = self._place(key)
         found = self._kept(kept, key)
         if found is not None:
             return found
         data = self.source.read(path, offset, size, whole=whole)
         if self.stopped is None:
-            self._keep(kept, key, data)
+            self._keep(kept, len(data), lambda temporary: _write(temporary, [_header(key, data), data]))
         return data
+
+    def mapped(self, path: str, size: int, version: str, fetch: Callable[[int, int], Buffer]) -> memoryview | None:
+        """A whole object, mapped from its file in the folder; `fetch` gets its bytes, from one to another, if it is not
+        there. None if the folder has no room for it."""
+        key = f"{self.url}\n{path}\n{size}\n{version}\nmapped".encode("utf-8", "surrogateescape")
+        kept = self._place(key)
+        found = self._mapping(kept, key)
+        if found is None and self.stopped is None:
+            self._keep(kept, size, lambda temporary: _write_parts(temporary, key, size, fetch))
+            found = self._mapping(kept, key)
+        return found
 
     def size_of(self, path: str) -> int:
         """Bytes of an object of the source."""
@@ -97,7 +111,21 @@ class CachedStore:
             content = b""
         finally:
             os.close(descriptor)
-        data = memoryview(content)[_HEADER.size :]
+        return self._checked(kept, key, memoryview(content))
+
+    def _mapping(self, kept: str, key: bytes) -> memoryview | None:
+        try:
+            descriptor = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                content = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError):  # mapping an empty file is a ValueError
+            return None
+        return self._checked(kept, key, content)
+
+    def _checked(self, kept: str, key: bytes, content: memoryview) -> memoryview | None:
+        data = content[_HEADER.size :]
         if content[: _HEADER.size] == _header(key, data):
             return data
         # Cut off by a power failure, or damaged: fetch it again.
@@ -107,8 +135,12 @@ class CachedStore:
             self._ledger.add(-size)
         return None
 
-    def _keep(self, kept: str, key: bytes, data: Buffer) -> None:
-        size = _HEADER.size + len(data)
+    def _place(self, key: bytes) -> str:
+        digest = xxhash.xxh3_128_hexdigest(key)
+        return f"{self.folder}/{digest[:2]}/{digest[2:]}"
+
+    def _keep(self, kept: str, data_bytes: int, write: Callable[[str], None]) -> None:
+        size = _HEADER.size + data_bytes
         try:
             if not self._ledger.reserve(size, self.budget):
                 return
@@ -118,21 +150,19 @@ class CachedStore:
         # The size in the name is subtracted again if the file is found abandoned.
         temporary = f"{self.folder}/{UNFINISHED}/{os.getpid()}-{next(_numbers)}-{os.urandom(4).hex()}-{size}"
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            try:
-                # Not synced to disk, which would cost more than fetching: the checksum detects what a power failure
-                # left behind.
-                _write_fully(descriptor, [memoryview(_header(key, data)), memoryview(data)])
-            finally:
-                os.close(descriptor)
+            # Not synced to disk, which would cost more than fetching: the checksum detects what a power failure left
+            # behind.
+            write(temporary)
             if os.path.exists(kept):  # noqa: PTH110 (five times as fast)
                 raise FileExistsError(errno.EEXIST, "another process has kept it in the meantime", kept)
             _move(temporary, kept)
-        except OSError as error:
+        except BaseException as error:
             with suppress(OSError):
                 os.unlink(temporary)  # noqa: PTH108
             with suppress(OSError):
                 self._ledger.add(-size)
+            if not isinstance(error, OSError):
+                raise  # from the source, while its parts were fetched
             if not isinstance(error, FileExistsError):
                 self._stop(error)
 
@@ -230,11 +260,34 @@ def _header(key: bytes, data: Buffer) -> bytes:
     return _HEADER.pack(_MAGIC, _HEADER.size, len(data), checksum.intdigest())
 
 
-def _write_fully(descriptor: int, parts: list[memoryview]) -> None:
-    for part in parts:
-        rest = part
-        while len(rest):
-            rest = rest[os.write(descriptor, rest) :]
+def _write(path: str, parts: list[Buffer]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for part in parts:
+            _write_fully(descriptor, part)
+    finally:
+        os.close(descriptor)
+
+
+def _write_parts(path: str, key: bytes, size: int, fetch: Callable[[int, int], Buffer]) -> None:
+    """Writes an object that may be larger than memory, and its header when all of it is there."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        checksum = xxhash.xxh3_64(key)
+        os.lseek(descriptor, _HEADER.size, os.SEEK_SET)
+        for start in range(0, size, PART_BYTES):
+            part = fetch(start, min(start + PART_BYTES, size))
+            checksum.update(part)
+            _write_fully(descriptor, part)
+        os.pwrite(descriptor, _HEADER.pack(_MAGIC, _HEADER.size, size, checksum.intdigest()), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _write_fully(descriptor: int, part: Buffer) -> None:
+    rest = memoryview(part)
+    while len(rest):
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def _move(temporary: str, kept: str) -> None:

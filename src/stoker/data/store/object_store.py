@@ -104,8 +104,10 @@ class ObjectStore:
         # Only the URL: each process takes its credentials from its own environment.
         return _object_store, (self.url, self.max_object_bytes, self.patience)
 
-    def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
-        """The bytes; blocks the calling thread without holding Python's lock."""
+    def read(
+        self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False, version: str | None = None
+    ) -> Buffer:
+        """The bytes, of this version if one is given; blocks the calling thread without holding Python's lock."""
         if size is not None and size > self.max_object_bytes:
             raise ReadFailure(path, "too large", f"{size} bytes; the limit is {self.max_object_bytes}")
         if size == 0 and not whole:
@@ -123,7 +125,7 @@ class ObjectStore:
             first, last = answer.range
             if last - first > self.max_object_bytes:
                 raise ReadFailure(path, "too large", f"{last - first} bytes; the limit is {self.max_object_bytes}")
-            self._check_unchanged(path, meta, size if whole else None, part)
+            self._check_unchanged(path, meta, size if whole else None, part, version)
             data = memoryview(answer.bytes())
         except (BaseError, OSError, ValueError) as error:
             raise self._failure(path, error, meta) from None
@@ -160,15 +162,33 @@ class ObjectStore:
 
     def size_of(self, path: str) -> int:
         """Bytes of an object."""
+        return self.about(path)[0]
+
+    def about(self, path: str) -> tuple[int, str]:
+        """Size and version (ETag) of an object; the version is empty if the store has none."""
         try:
-            return int(obstore.head(self._connected(path), path)["size"])
+            found = obstore.head(self._connected(path), path)
         except (BaseError, OSError, ValueError) as error:
             raise self._failure(path, error, None) from None
+        return int(found["size"]), found["e_tag"] or ""
 
-    def _check_unchanged(self, path: str, meta: Any, size: int | None, part: bool) -> None:
+    @property
+    def failed(self) -> bool:
+        """Whether the first contact failed; every further use fails the same way."""
+        return self._fault is not None
+
+    def check(self) -> None:
+        """Raises StoreDown if the store as a whole cannot be read: asked after a failure, it is not one object's."""
+        self._connected(None)
+        if (fault := self._fault_of_store(None)) is not None:
+            raise fault
+
+    def _check_unchanged(self, path: str, meta: Any, size: int | None, part: bool, version: str | None) -> None:
         if size is not None and meta["size"] != size:
             raise ReadFailure(path, "changed", f"{meta['size']} bytes; the index says {size}")
         tag = meta["e_tag"]
+        if version and tag is not None and tag != version:
+            raise ReadFailure(path, "changed", "it was replaced after it was listed or opened")
         # A shard is read in many parts, which must all come from the same version.
         if part and tag is not None and self._tags.setdefault(path, tag) != tag:
             raise ReadFailure(path, "changed", "it was replaced after its first part was read")

@@ -1,4 +1,5 @@
-"""The cases of a data set, by layout: the Vesuvius surface competition's, nnU-Net's raw folders, a YAML list of pairs.
+"""The cases of a data set, by layout: the Vesuvius surface competition's, nnU-Net's raw folders, a YAML list of pairs,
+or a pack made of any of them.
 
 A case is a volume to train on or to predict: its image (one file a channel), its label if there is one, and its group,
 which is never divided between training and validation.
@@ -12,16 +13,20 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import yaml
 
 from stoker.console import count, some
-from stoker.data.store.stores import is_url
+from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.opening import SUFFIXES, VolumeRef, suffix_of
+from stoker.data.volumes.opening import SUFFIXES, VolumeRef, local_path, suffix_of
+from stoker.data.volumes.pack.index import INDEX as PACK_INDEX
+from stoker.data.volumes.pack.index import PackedFile, read_index
+from stoker.data.volumes.places import Place, UrlPath, bytes_of, place_at, ref_to
 from stoker.data.volumes.volume import Region
 from stoker.errors import UserError, did_you_mean
 
@@ -57,18 +62,14 @@ class CaseList:
 
 
 def open_cases(root: str | Path, part: Part = "train") -> CaseList:
-    """The cases below a folder, or in a YAML list; the layout is recognised by its files."""
-    if is_url(str(root)):
-        raise UserError(
-            "layout-at-url",
-            f"{root} is a URL; a layout of volumes is read from a folder",
-            hint="list the volumes, which may be s3:// URLs of Zarr arrays, in a local YAML file",
-        )
-    place = Path(root).expanduser().absolute()
+    """The cases below a folder or URL, or in a YAML list; the layout is recognised by its files."""
+    place = place_at(root)
     if place.suffix.lower() in (".yaml", ".yml") and not place.is_dir():
         listed = _from_list(place)
     elif not place.is_dir():
         raise UserError("data-not-found", f"{place} does not exist or is no folder", hint="data_root=FOLDER")
+    elif (place / PACK_INDEX).is_file():
+        listed = _from_pack(place, part)
     elif (place / "dataset.json").is_file():
         listed = _from_nnunet(place, part)
     elif (place / "train.csv").is_file() or (part == "test" and (place / "test_images").is_dir()):
@@ -76,27 +77,27 @@ def open_cases(root: str | Path, part: Part = "train") -> CaseList:
     else:
         raise UserError(
             "layout-unknown",
-            f"{place} has neither train.csv nor dataset.json",
-            why="the layouts are the Vesuvius competition's, nnU-Net's raw folders, and a YAML list of pairs",
+            f"{place} has none of train.csv, dataset.json and {PACK_INDEX}",
+            why="the layouts are the Vesuvius competition's, nnU-Net's raw folders, a YAML list of pairs, and a pack",
             hint="data_root=cases.yaml with a list of `- {image: a.tif, label: b.tif}`",
         )
     return _checked(listed, str(place))
 
 
-def _from_competition(root: Path, part: Part) -> CaseList:
+def _from_competition(root: Place, part: Part) -> CaseList:
     """`train.csv` with `id` and `scroll_id`; ids whose files were moved to `deprecated_*` are left out."""
     if part == "test":
         folder = root / "test_images"
-        found = _volumes_in(folder)
-        return CaseList(tuple(Case(name, name, (VolumeRef(str(path)),), None) for name, path in found.items()))
-    images, labels = _volumes_in(root / "train_images"), _volumes_in(root / "train_labels")
+        found = volumes_in(folder)
+        return CaseList(tuple(Case(name, name, (ref_to(path),), None) for name, path in found.items()))
+    images, labels = volumes_in(root / "train_images"), volumes_in(root / "train_labels")
     retired_files: set[str] = set()
     for folder in root.glob("deprecated_*"):
-        retired_files |= _volumes_in(folder).keys()
+        retired_files |= volumes_in(folder).keys()
     cases, retired, lost = [], [], []
     for name, scroll in _rows_of_table(root / "train.csv"):
         if name in images and name in labels:
-            cases.append(Case(name, scroll, (VolumeRef(str(images[name])),), VolumeRef(str(labels[name]))))
+            cases.append(Case(name, scroll, (ref_to(images[name]),), ref_to(labels[name])))
         elif name in retired_files:
             retired.append(name)
         else:
@@ -116,7 +117,7 @@ def _from_competition(root: Path, part: Part) -> CaseList:
     return CaseList(tuple(cases), LabelRules(2, 2), tuple(notes))
 
 
-def _rows_of_table(path: Path) -> Iterator[tuple[str, str]]:
+def _rows_of_table(path: Place) -> Iterator[tuple[str, str]]:
     rows = csv.DictReader(_text(path).splitlines())
     names = [name.strip() for name in rows.fieldnames or []]
     if not {"id", "scroll_id"} <= set(names):
@@ -135,7 +136,7 @@ def _rows_of_table(path: Path) -> Iterator[tuple[str, str]]:
         yield name, scroll
 
 
-def _from_nnunet(root: Path, part: Part) -> CaseList:
+def _from_nnunet(root: Place, part: Part) -> CaseList:
     """`imagesTr/ID_0000.nii.gz …`, `labelsTr/ID.nii.gz`; `dataset.json` in the old form or that of version 2."""
     meta = _json_object(root / "dataset.json")
     channels = meta.get("channel_names", meta.get("modality"))
@@ -143,21 +144,22 @@ def _from_nnunet(root: Path, part: Part) -> CaseList:
         raise _bad_dataset(root, "it names no channels (channel_names, or modality in the old form)")
     rules = _nnunet_rules(root, meta)
     ending = str(meta.get("file_ending", ".nii.gz"))
-    images: dict[str, dict[int, Path]] = {}
+    images: dict[str, dict[int, Place]] = {}
     folder = root / ("imagesTr" if part == "train" else "imagesTs")
     for path in _files(folder):
         found = re.fullmatch(r"(.+)_(\d{4})", path.name.removesuffix(ending)) if path.name.endswith(ending) else None
         if found:
             images.setdefault(found[1], {})[int(found[2])] = path
     wanted = list(range(len(channels)))
+    labels = {path.name: path for path in _files(root / "labelsTr")} if part == "train" else {}
     cases, lost = [], []
     for name, files in sorted(images.items()):
-        label = root / "labelsTr" / f"{name}{ending}"
-        if sorted(files) != wanted or (part == "train" and not label.is_file()):
+        label = labels.get(f"{name}{ending}")
+        if sorted(files) != wanted or (part == "train" and label is None):
             lost.append(name)
             continue
-        refs = tuple(VolumeRef(str(files[channel])) for channel in wanted)
-        cases.append(Case(name, name, refs, VolumeRef(str(label)) if part == "train" else None))
+        refs = tuple(ref_to(files[channel]) for channel in wanted)
+        cases.append(Case(name, name, refs, None if label is None else ref_to(label)))
     if lost:
         raise UserError(
             "volumes-missing",
@@ -172,7 +174,7 @@ def _from_nnunet(root: Path, part: Part) -> CaseList:
     return CaseList(tuple(cases), rules, tuple(notes))
 
 
-def _nnunet_rules(root: Path, meta: Mapping[str, Any]) -> LabelRules:
+def _nnunet_rules(root: Place, meta: Mapping[str, Any]) -> LabelRules:
     labels = meta.get("labels")
     if not isinstance(labels, Mapping) or not labels:
         raise _bad_dataset(root, "it has no labels")
@@ -193,7 +195,7 @@ def _nnunet_rules(root: Path, meta: Mapping[str, Any]) -> LabelRules:
     return LabelRules(len(values), ignore)
 
 
-def _from_list(path: Path) -> CaseList:
+def _from_list(path: Place) -> CaseList:
     """`cases:` (or just the list) with `image` (a path, or one for each channel), `label`, `group`, `id`, `level`."""
     try:
         document = yaml.safe_load(_text(path))
@@ -211,21 +213,56 @@ def _from_list(path: Path) -> CaseList:
         raise UserError(
             "list-empty", f"{path} has no list of cases", hint="cases:\n  - {image: scan1.tif, label: mask1.tif}"
         )
-    cases = []
+    cases: list[Case] = []
+    gone: list[str] = []
     for number, entry in enumerate(document, 1):
         if not isinstance(entry, Mapping) or not entry.get("image"):
             raise UserError("bad-case", f"{path}: case {number} has no image", hint="- {image: a.tif, label: b.tif}")
         _refuse_unknown(path, f"case {number}", entry, ("id", "image", "label", "group", "level"))
         named = entry["image"] if isinstance(entry["image"], list) else [entry["image"]]
         level = _whole_number(path, entry.get("level", 0))
-        images = tuple(_ref(path, one, level) for one in named)
-        label = None if entry.get("label") is None else _ref(path, entry["label"], level)
+        images = tuple(_ref(path, one, level, gone) for one in named)
+        label = None if entry.get("label") is None else _ref(path, entry["label"], level, gone)
         name = str(entry.get("id") or _stem(images[0].location))
         cases.append(Case(name, str(entry.get("group") or name), images, label))
+    if gone:
+        raise UserError(
+            "volumes-missing",
+            f"{path} lists {count(len(gone), 'file')} that cannot be found: {some(gone)}",
+            why="paths in a list are relative to the folder it is in",
+            hint=f"edit {path}",
+        )
     return CaseList(tuple(cases), rules)
 
 
-def _refuse_unknown(path: Path, what: str, entry: Mapping[Any, Any], known: tuple[str, ...]) -> None:
+def _from_pack(root: Place, part: Part) -> CaseList:
+    """What `stoker pack` wrote: the cases, groups and classes of its source."""
+    index = read_index(root)
+    if isinstance(root, UrlPath) and any(file.facts.kind == "blocks" for case in index.cases for file in case.files):
+        raise UserError(
+            "pack-not-local",
+            f"{root} has volumes in blocks, which are read from a local disk",
+            why="they are mapped into memory",
+            hint="copy the pack to a disk, or pack it again with --layout zarr",
+        )
+
+    def ref(file: PackedFile) -> VolumeRef:
+        return replace(ref_to(root / file.path), packed=file.facts)
+
+    cases = tuple(
+        Case(case.id, case.group, tuple(map(ref, case.images)), None if case.label is None else ref(case.label))
+        for case in index.cases
+        if case.part == part
+    )
+    notes = list(index.notes)
+    if index.skipped:
+        left_out = [one["id"] for one in index.skipped]
+        notes.append(f"{count(len(left_out), 'volume')} could not be packed: {some(left_out)}")
+    rules = None if index.classes is None else LabelRules(index.classes, index.ignore)
+    return CaseList(cases, rules, tuple(notes))
+
+
+def _refuse_unknown(path: Place, what: str, entry: Mapping[Any, Any], known: tuple[str, ...]) -> None:
     for key in entry:
         if key not in known:
             raise UserError(
@@ -236,15 +273,25 @@ def _refuse_unknown(path: Path, what: str, entry: Mapping[Any, Any], known: tupl
             )
 
 
-def _ref(path: Path, location: Any, level: int) -> VolumeRef:
+def _ref(path: Place, location: Any, level: int, gone: list[str]) -> VolumeRef:
+    """The volume that a list names; one that is not there is added to `gone`."""
     if not isinstance(location, str) or not location:
         raise UserError("bad-case", f"{path}: {location!r} is no path", hint="- {image: a.tif, label: b.tif}")
+    location = local_path(location)
     if is_url(location):
+        # Not looked for: a bucket may be readable although it may not be listed.
         return VolumeRef(location, level)
-    return VolumeRef(os.path.normpath(path.parent / Path(location).expanduser()), level)
+    place: Place
+    if isinstance(path, UrlPath):
+        place = path.parent / location
+    else:
+        place = Path(os.path.normpath(path.parent / Path(location).expanduser()))
+    if not place.exists():
+        gone.append(str(place))
+    return ref_to(place, level)
 
 
-def _whole_number(path: Path, value: Any) -> int:
+def _whole_number(path: Place, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UserError("bad-number", f"{path}: {value!r} is not a whole number", hint=f"edit {path}")
     return value
@@ -277,9 +324,9 @@ def _checked(listed: CaseList, place: str) -> CaseList:
     return CaseList(tuple(sorted(listed.cases, key=lambda case: case.id)), listed.rules, listed.notes)
 
 
-def _volumes_in(folder: Path) -> dict[str, Path]:
+def volumes_in(folder: Place) -> dict[str, Place]:
     """Volumes directly in a folder by their name without suffix; empty if there is no folder."""
-    found: dict[str, Path] = {}
+    found: dict[str, Place] = {}
     for path in _files(folder):
         suffix = suffix_of(path.name)
         if not suffix:
@@ -295,9 +342,11 @@ def _volumes_in(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Place) -> list[Place]:
+    found: list[Place] = []
     try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        found.extend(folder.iterdir())
+        return sorted((path for path in found if not path.name.startswith(".")), key=lambda path: path.name)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -306,17 +355,19 @@ def _files(folder: Path) -> list[Path]:
         ) from None
 
 
-def _text(path: Path) -> str:
+def _text(path: Place) -> str:
     try:
-        if path.stat().st_size > MAX_TEXT_BYTES:
+        content = bytes_of(path, MAX_TEXT_BYTES)
+        if content is None:
             raise UserError("file-too-large", f"{path} has more than {MAX_TEXT_BYTES:,} bytes", hint=f"head {path}")
-        return path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        return content.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError, ReadFailure) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = error.reason if isinstance(error, ReadFailure) else reason
         raise UserError("file-unreadable", f"{path} cannot be read: {reason}", hint=f"ls -l {path}") from None
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _json_object(path: Place) -> dict[str, Any]:
     try:
         document = json.loads(_text(path))
     except ValueError:
@@ -326,7 +377,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     return document
 
 
-def _bad_dataset(root: Path, reason: str) -> UserError:
+def _bad_dataset(root: Place, reason: str) -> UserError:
     return UserError(
         "bad-dataset-json",
         f"{root / 'dataset.json'}: {reason}",
@@ -337,4 +388,5 @@ def _bad_dataset(root: Path, reason: str) -> UserError:
 
 def _stem(location: str) -> str:
     name = location.rstrip("/").rpartition("/")[2]
+    name = unquote(name) if is_url(location) else name
     return name.removesuffix(next((suffix for suffix in sorted(SUFFIXES, key=len)[::-1] if name.endswith(suffix)), ""))

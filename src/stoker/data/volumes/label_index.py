@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from stoker.console import Advance
 from stoker.data.draws import mix, mix_numbers
 from stoker.data.order import permute
-from stoker.data.store.stores import ReadFailure
+from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.opening import OpenVolumes
@@ -42,6 +42,7 @@ VOXELS_PER_PLACE, FEWEST_PLACES, MOST_PLACES = 4096, 4096, 65_536
 _MOST_PLACES_OF_ALL_CLASSES = 1 << 20
 # Comparing bytes is vectorised; a histogram first turns every voxel into eight bytes.
 _COUNTED_ONE_BY_ONE = 8
+_REMOTE_THREADS = 8
 _HEADER = 5
 _LOADED_AT_ONCE = 4096
 
@@ -59,8 +60,9 @@ class LabelMap:
     def voxel(self, label: int, share: float) -> Shape:
         """One of the places of a class; `share` in [0, 1) chooses."""
         places = self.places[label]
-        z, y, x = np.unravel_index(int(places[int(share * len(places))]), self.shape)
-        return int(z), int(y), int(x)
+        plane, x = divmod(int(places[int(share * len(places))]), self.shape[2])
+        z, y = divmod(plane, self.shape[1])
+        return z, y, x
 
 
 class LabelIndex:
@@ -134,7 +136,9 @@ def build_label_index(
         except OSError:  # a cache folder that cannot be written to costs the pass at every start
             return made, made
 
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    # Labels behind a URL are mostly waited for, but each thread holds a slab and its places.
+    are_remote = any(case.label is not None and is_url(case.label.location) for case in cases)
+    with ThreadPoolExecutor(_REMOTE_THREADS if are_remote else min(4, os.cpu_count() or 1)) as pool:
         for number, found in enumerate(pool.map(work, cases)):
             if isinstance(found, ReadFailure):
                 bad.append(BadCase(cases[number].id, str(found)))

@@ -60,7 +60,8 @@ class LabelRules:
         if not voxels.size:
             return
         low, high = int(voxels.min()), int(voxels.max())
-        if low >= 0 and high < self.classes:
+        # The number after the last class is the usual ignore label: then the extremes say enough.
+        if low >= 0 and high < self.classes + (self.ignore == self.classes):
             return
         strange = (voxels < 0) | (voxels >= self.classes)
         if self.ignore is not None:

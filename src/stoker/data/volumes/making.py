@@ -21,7 +21,8 @@ from stoker.data.batch import BadSample
 from stoker.data.draws import REPLACEMENT, mix
 from stoker.data.engines.making import MAX_REPLACEMENTS, Allocate
 from stoker.data.order import Steps
-from stoker.data.store.stores import ReadFailure
+from stoker.data.store.stores import ReadFailure, is_url
+from stoker.data.volumes.ahead import ReadAhead, Wanted
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.opening import OpenVolumes
@@ -59,6 +60,11 @@ class RowLayout:
     def _rounded(size: int) -> int:
         return -(-size // _ALIGNED) * _ALIGNED
 
+    def used_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes at the start of a row that a region of this shape takes."""
+        voxels = int(np.prod(shape))
+        return self._label_at(voxels) + (0 if self.label is None else voxels * np.dtype(self.label).itemsize)
+
     def parts(self, row: Any, shape: Sequence[int]) -> tuple[Any, Any]:
         """The image (channels, z, y, x) and the label (z, y, x) in a row, an array or a tensor; no copy."""
         z, y, x = (int(size) for size in shape)
@@ -91,10 +97,13 @@ class PatchBatch:
     flips: NDArray[np.bool_]
     """(samples, 3): which axes of the patch run backwards."""
     plain: NDArray[np.bool_]
-    """Samples that are neither rotated nor scaled: swapping and flipping axes makes the patch."""
+    """Samples that are neither rotated, scaled nor deformed: swapping and flipping axes makes the patch."""
     matrices: NDArray[np.float64]
     offsets: NDArray[np.float64]
-    """(samples, 3, 3) and (samples, 3): voxel p of a patch is at `offset + matrix @ p` of its region."""
+    """(samples, 3, 3) and (samples, 3): voxel p of a patch is at `offset + matrix @ p` of its region, displaced if the
+    sample is deformed."""
+    elastic: NDArray[np.float64]
+    """Standard deviation of these displacements, in voxels; 0 where there are none."""
     cases: NDArray[np.int64]
     """The cases' numbers in the plan."""
     starts: NDArray[np.int64]
@@ -113,13 +122,18 @@ class PatchBatch:
     def __len__(self) -> int:
         return len(self.cases)
 
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """What a sample is called by in the clock and in messages: its case."""
+        return self.cases
+
     def region(self, slot: int) -> tuple[Any, Any]:
         """What was read for a sample: image (channels, z, y, x) and label (z, y, x), None without labels; no copy."""
         return self.layout.parts(self.images[slot], self.shapes[slot])
 
     def patch_of(self, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The patch of a plain sample, its axes swapped and flipped: image (channels, z, y, x) and label (z, y, x)."""
-        assert self.plain[slot], "a rotated or scaled patch is resampled from its region"
+        assert self.plain[slot], "a rotated, scaled or deformed patch is resampled from its region"
         image, label = self.region(slot)
         order = [int(axis) for axis in self.orders[slot]]
         turned = [axis for axis, is_reversed in enumerate(self.flips[slot]) if is_reversed]
@@ -153,38 +167,60 @@ class PatchPlan:
 class PatchReader:
     """Reads the regions of a plan's patches; one for a process and all its threads."""
 
-    def __init__(self, volumes: OpenVolumes, row_bytes: int) -> None:
+    def __init__(self, volumes: OpenVolumes, row_bytes: int, lookahead_bytes: int = 0) -> None:
         self.volumes = volumes
         self.mean_bytes = float(row_bytes)
+        """Of what is read for a sample: of the largest region first, then of those announced."""
+        self._ahead = ReadAhead(volumes, lookahead_bytes)
+
+    def expect(self, case: Case, placement: Placement, layout: RowLayout) -> None:
+        """Announces that a patch will be read."""
+        sizes = [np.dtype(layout.image).itemsize] * len(case.images)
+        refs = list(case.images)
+        if layout.label is not None and case.label is not None:
+            refs.append(case.label)
+            sizes.append(np.dtype(layout.label).itemsize)
+        voxels = placement.region.voxels
+        for ref, size in zip(refs, sizes, strict=True):
+            self._ahead.expect(Wanted(ref, case.box, placement.region), voxels * size)
+        self.mean_bytes += (voxels * sum(sizes) - self.mean_bytes) / 32
 
     def read(self, case: Case, placement: Placement, rules: LabelRules | None, image: Voxels, label: Any) -> None:
         """Fills the parts of a row; raises ReadFailure if the case cannot be read, or has NaN voxels."""
         for channel, ref in zip(image, case.images, strict=True):
-            volume = self.volumes.get(ref, case.box)
+            volume = self._ahead.volume(ref, case.box, placement.region)
             read_padded(volume, placement.region, channel, 0)
-            check_finite(channel, volume.name)
+            if ref.packed is None:  # a pack has no other voxels
+                check_finite(channel, volume.name)
         if rules is None or label is None:
             return
         assert case.label is not None, "a case without a label cannot be trained on"
-        volume = self.volumes.get(case.label, case.box)
+        volume = self._ahead.volume(case.label, case.box, placement.region)
         rules.check_kind(case.id, volume)
+        # Packing has looked at every label.
+        known = case.label.packed is not None and case.label.packed.has_only(rules.classes, rules.ignore)
         inside = placement.region.within(volume.shape)
         if inside == placement.region and volume.dtype == label.dtype:
-            rules.check_values(case.id, volume.name, volume.read(inside, label))
+            volume.read(inside, label)
+            if not known:
+                rules.check_values(case.id, volume.name, label)
             return
         label[...] = rules.outside
         if inside.voxels:
             voxels = volume.read(inside)
             # Before they are narrowed: 256 would become 0.
-            rules.check_values(case.id, volume.name, voxels)
+            if not known:
+                rules.check_values(case.id, volume.name, voxels)
             z, y, x = (-a for a in placement.region.start)
             label[inside.moved((z, y, x)).slices] = voxels
 
     def forget(self) -> None:
-        """Nothing is read ahead: what a thread reads is mapped, or fetched chunk by chunk, many at once."""
+        """Drops what was announced and not read: the epoch ended, or the consumer left it."""
+        self._ahead.forget()
 
     def close(self) -> None:
-        """Mappings end with their last user."""
+        """Ends reading ahead; mappings end with their last user."""
+        self._ahead.close()
 
 
 class PatchMaker:
@@ -193,9 +229,16 @@ class PatchMaker:
     def __init__(self, plan: PatchPlan, reader: PatchReader) -> None:
         self.plan = plan
         self.reader = reader
+        # Placing patches twice would cost a local run a tenth of its speed.
+        refs = (ref for case in plan.cases for ref in (*case.images, case.label) if ref is not None)
+        self._is_remote = any(is_url(ref.location) for ref in refs)
 
     def announce(self, epoch: int, step: int, start: int) -> None:
-        """A step's batch will be made later; nothing has to be prepared for it."""
+        """Tells the reader that a step's batch will be made later, so that remote voxels can be fetched."""
+        if not self._is_remote:
+            return
+        for placement in self.plan.placements(epoch, step, start)[0]:
+            self.reader.expect(self.plan.cases[placement.case], placement, self.plan.layout)
 
     def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> PatchBatch:
         """The batch of a step, counted from the position `start` of an epoch."""
@@ -235,6 +278,7 @@ class PatchMaker:
             plain=np.array([one.is_plain for one in transforms], bool),
             matrices=np.array([one.matrix for one in transforms], np.float64).reshape(-1, 3, 3),
             offsets=_rows(offsets, np.float64),
+            elastic=np.array([one.elastic for one in transforms], np.float64),
             cases=np.array([one.case for one in placements], np.int64),
             starts=_rows([one.start for one in placements], np.int64),
             valid=valid,

@@ -6,6 +6,7 @@ The file's fastest axis is x, so its bytes are an array (z, y, x) without any co
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.store.stores import ReadFailure
-from stoker.data.volumes.opening import map_array
+from stoker.data.volumes.arrays import array_in
+from stoker.data.volumes.sources import ObjectSource, Source, SourceStream
 from stoker.data.volumes.volume import (
     ArrayVolume,
     DecodedCache,
@@ -27,10 +29,11 @@ from stoker.data.volumes.volume import (
     check_extent,
     decoded_cache,
     failure_of,
-    identity_of,
 )
 
 _LARGEST_HEADER = 540
+# A compressed header is shorter than this, unless somebody made it so.
+_HEADER_AND_MORE = 1 << 16
 
 
 class _Header(NamedTuple):
@@ -41,19 +44,23 @@ class _Header(NamedTuple):
     scale: tuple[float, float] | None
 
 
-def open_nifti(path: str, options: ReadingOptions) -> Volume:
+def open_nifti(source: Source, options: ReadingOptions) -> Volume:
     """A NIfTI-1 or NIfTI-2 volume in a single file."""
-    packed = path.lower().endswith(".gz")
+    path = source.name
+    start = bytes(source.parts([(0, min(_HEADER_AND_MORE, len(source)))])[0])
+    if not _is_packed(path):
+        header = _read_header(path, start[:_LARGEST_HEADER], options)
+        return array_in(source, header.shape, header.dtype, header.offset, affine=header.affine, scale=header.scale)
     try:
-        with gzip.open(path) if packed else open(path, "rb") as stream:  # noqa: PTH123 - both give a stream
-            start = stream.read(_LARGEST_HEADER)
-        header = _read_header(path, start, options)
-        if packed:
-            return InflatedVolume(path, header, identity_of(path), decoded_cache(options.cache_bytes))
+        with gzip.GzipFile(fileobj=io.BytesIO(start)) as stream:
+            header = _read_header(path, stream.read(_LARGEST_HEADER), options)
     except (OSError, EOFError, zlib.error) as error:
         raise _gzip_failure(path, error) from None
-    array, identity = map_array(path, header.dtype, header.shape, header.offset)
-    return ArrayVolume(path, array, identity, header.affine, header.scale)
+    return InflatedVolume(path, header, source.identity, source, decoded_cache(options.cache_bytes))
+
+
+def _is_packed(path: str) -> bool:
+    return path.lower().endswith(".gz")
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class InflatedVolume:
     name: str
     header: _Header
     identity: str
+    source: Source
     cache: DecodedCache
 
     @property
@@ -89,7 +97,8 @@ class InflatedVolume:
         array = np.empty(header.shape, header.dtype)
         target = array.reshape(-1).view(np.uint8).data
         try:
-            with gzip.open(self.name) as stream:
+            packed = self.source.fetched() if isinstance(self.source, ObjectSource) else self.source
+            with gzip.GzipFile(fileobj=io.BufferedReader(SourceStream(packed))) as stream:
                 stream.seek(header.offset)
                 have = 0
                 while have < len(target):
@@ -128,7 +137,7 @@ def _read_header(path: str, start: bytes, options: ReadingOptions) -> _Header:
     shape = check_extent(path, tuple(reversed(axes)), dtype, options)
     if offset < size or offset > 1 << 30:
         raise ReadFailure(path, "unreadable", f"its voxels would begin at byte {offset}")
-    if path.lower().endswith(".gz") and np.prod(shape, dtype=object) * dtype.itemsize > options.max_decoded_bytes:
+    if _is_packed(path) and np.prod(shape, dtype=object) * dtype.itemsize > options.max_decoded_bytes:
         raise ReadFailure(
             path,
             "too large",

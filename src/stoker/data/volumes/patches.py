@@ -7,6 +7,7 @@ is centred on it, as far as the volume's border allows. Validation: a grid over 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.draws import Keys, mix, sample_keys, uniforms
+from stoker.data.draws import Keys, mix_numbers, sample_keys, uniforms
 from stoker.data.order import Positions, Steps, permute
 from stoker.data.volumes.label_index import LabelIndex
 from stoker.data.volumes.transforms import PLACE, UNCHANGED, Transform, TransformRange, draw_transforms
@@ -24,6 +25,7 @@ from stoker.errors import UserError
 
 Small = Literal["pad", "refuse"]
 _TURN = 7
+_MOST_COLOURS = 4
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ class RandomPatches:
         total = len(self.shapes)
         turns, places = np.divmod(np.asarray(positions, np.int64), total)
         cases = np.empty_like(places)
-        for turn in np.unique(turns):
+        of_epoch = mix_numbers(self.seed, epoch)
+        for turn in np.unique(turns).tolist():
             mine = turns == turn
-            cases[mine] = permute(places[mine], total, int(mix(mix(mix(self.seed, epoch), turn), _TURN)))
+            cases[mine] = permute(places[mine], total, mix_numbers(mix_numbers(of_epoch, turn), _TURN))
         return cases
 
     def place(self, cases: NDArray[np.int64], keys: Keys, positions: Positions) -> list[Placement]:  # noqa: ARG002
@@ -115,15 +118,22 @@ class RandomPatches:
             start = _centred(voxel, source)
         return Placement(case, start, transform, transform.region(self.patch, start), voxel)
 
+    @cached_property
+    def _classes(self) -> list[tuple[list[int], list[int]]]:
+        """For each case, the classes besides 0 that it has, and the running sum of the voxels of all classes. As lists:
+        numpy takes longer for a few numbers, and this is asked for every patch."""
+        return [
+            ([label for label, voxels in enumerate(counts) if label and voxels], list(itertools.accumulate(counts)))
+            for counts in self.labels.counts.tolist()
+        ]
+
     def _voxel(self, case: int, draws: Sequence[float]) -> Shape:
         which, of_class, of_voxel = draws
-        counts = self.labels.counts[case]
-        present = np.flatnonzero(counts[1:]) + 1
-        if which < self.foreground and len(present):
-            label = int(present[int(of_class * len(present))])
+        present, ends = self._classes[case]
+        if which < self.foreground and present:
+            label = present[int(of_class * len(present))]
         else:
-            ends = np.cumsum(counts)
-            label = int(np.searchsorted(ends, int(of_class * int(ends[-1])), side="right"))
+            label = bisect_right(ends, int(of_class * ends[-1]))
         return self.labels[case].voxel(label, of_voxel)
 
 
@@ -178,6 +188,39 @@ class GridPatches:
         return [grid_starts(size, length, self.overlap) for size, length in zip(shape, self.patch, strict=True)]
 
 
+@dataclass(frozen=True)
+class SomeOf:
+    """A part of the patches of a grid, evenly spread over all of it."""
+
+    all: Patches
+    total: int
+    used: int
+
+    is_random = False
+
+    @property
+    def patch(self) -> Shape:
+        return self.all.patch
+
+    @property
+    def most_voxels(self) -> int:
+        return self.all.most_voxels
+
+    def keys(self, epoch: int, positions: Positions) -> Keys:
+        return self.all.keys(epoch, self._at(positions))
+
+    def cases(self, epoch: int, positions: Positions) -> NDArray[np.int64]:
+        return self.all.cases(epoch, self._at(positions))
+
+    def place(self, cases: NDArray[np.int64], keys: Keys, positions: Positions) -> list[Placement]:
+        return self.all.place(cases, keys, self._at(positions))
+
+    def _at(self, positions: Positions) -> Positions:
+        """From the middle of each of `used` equal stretches."""
+        found: Positions = (2 * np.asarray(positions, np.int64) + 1) * self.total // (2 * self.used)
+        return found
+
+
 def grid_starts(size: int, length: int, overlap: float) -> list[int]:
     """Where windows of a length begin to cover an axis: evenly spaced, the last one ends with the axis.
 
@@ -207,11 +250,16 @@ def check_patch_fits(patch: Shape, shapes: Sequence[Shape], names: Sequence[str]
         name, shape = too_small[0]
         fits = [min(length, *(sizes[axis] for sizes in shapes)) for axis, length in enumerate(patch)]
         others = f" (and {len(too_small) - 1} others)" if len(too_small) > 1 else ""
+        is_colour = min(shape) <= _MOST_COLOURS < min(patch)
         raise UserError(
             "patch-larger-than-volume",
             f"the patch is {_by(patch)}; {name} is {_by(shape)}{others}",
-            why="what lies outside a volume would be padding, which teaches nothing",
-            hint=f"a patch of at most {_by(fits)}, or pad small volumes",
+            why=f"an axis of length {min(shape)} looks like colours or channels; a volume has the axes z, y, x"
+            if is_colour
+            else "what lies outside a volume would be padding, which teaches nothing",
+            hint="save each channel as a volume of its own, and list them as the images of a case"
+            if is_colour
+            else f"a patch of at most {_by(fits)}, or small_volumes=pad",
         )
 
 

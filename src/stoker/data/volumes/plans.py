@@ -12,7 +12,7 @@ loader = PatchLoader(train, reading, LoaderOptions(workers=2))
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from stoker.console import Advance, Say, count, some
 from stoker.data.batch import Quarantine
-from stoker.data.loader import BatchLoader, LoaderOptions
+from stoker.data.loader import BatchLoader, LoaderOptions, choose_engine
 from stoker.data.order import Steps
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.label_index import build_label_index
@@ -142,11 +142,20 @@ class PatchLoader(BatchLoader[PatchBatch]):
         self, plan: PatchPlan, reading: ReadingOptions, options: LoaderOptions, say: Say = lambda _line: None
     ) -> None:
         self.plan = plan
+        options = replace(options, engine=choose_engine(options.engine, options.workers, volumes=True))
         # One bad volume may always be set aside: of fifty, it would already be more than the usual hundredth.
         allowed = max(options.max_bad_fraction, 1 / len(plan.cases))
         quarantine = Quarantine(options.quarantine_file, allowed, len(plan.cases))
-        super().__init__(plan, partial(_open_maker, plan, reading), quarantine, options, say)
+        # Each worker process reads its own steps ahead.
+        processes = max(1, options.workers) if options.engine == "process" else 1
+        opens = partial(_open_maker, plan, reading, options.lookahead // processes)
+        super().__init__(plan, opens, quarantine, options, say)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Memory of one batch."""
+        return self.plan.steps.batch_size * self.plan.layout.row_bytes
 
 
-def _open_maker(plan: PatchPlan, reading: ReadingOptions) -> PatchMaker:
-    return PatchMaker(plan, PatchReader(OpenVolumes(reading), plan.layout.row_bytes))
+def _open_maker(plan: PatchPlan, reading: ReadingOptions, lookahead: int) -> PatchMaker:
+    return PatchMaker(plan, PatchReader(OpenVolumes(reading), plan.layout.row_bytes, lookahead))

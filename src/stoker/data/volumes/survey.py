@@ -21,13 +21,14 @@ from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import check_pair
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef
+from stoker.data.volumes.packed import packed_identity
 from stoker.data.volumes.volume import Shape, failure_of, identity_of
 from stoker.errors import UserError
 from stoker.files import cache_folder, write_text
 
 FORMAT = 1
 # Requests in flight to a network file system or an object store; most of opening a volume is waiting there.
-THREADS = 8
+THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def survey(
 ) -> Survey:
     """Opens every case. Those that cannot be read are set aside, up to `max_bad_fraction` (one always); labels that do
     not fit their image raise BadLabels."""
-    identities = [case_identity(case, volumes) for case in cases]
+    with ThreadPoolExecutor(THREADS) as pool:
+        identities = list(pool.map(lambda case: case_identity(case, volumes), cases))
     key = hashlib.blake2b(json.dumps([FORMAT, identities]).encode(), digest_size=16).hexdigest()
     file = cache_folder() / "volumes" / f"survey-{key}.json"
     known = _read(file, cases)
@@ -103,7 +105,7 @@ def case_identity(case: Case, volumes: OpenVolumes) -> list[str]:
     """Changes if a file of the case, or the way it is read, changes; local files are not opened for it."""
     refs = [*case.images, *([case.label] if case.label is not None else [])]
     missing = volumes.options.missing_chunks
-    return [f"{_identity(ref, volumes)} {ref.level} {missing}" for ref in refs]
+    return [f"{volume_identity(ref, volumes)} {ref.level} {missing}" for ref in refs]
 
 
 def image_dtype(facts: Sequence[CaseFacts]) -> np.dtype[Any]:
@@ -112,8 +114,13 @@ def image_dtype(facts: Sequence[CaseFacts]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype == np.float64 else dtype
 
 
-def _identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
+def volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
+    """Changes if the volume's file changes; a local file is not opened for it."""
     try:
+        if ref.version:
+            return f"{ref.location} {ref.version}"
+        if ref.packed is not None and not is_url(ref.location):
+            return packed_identity(ref.location, ref.packed)
         if not is_url(ref.location) and Path(ref.location).is_file():
             return identity_of(ref.location)
         return volumes.get(ref).identity

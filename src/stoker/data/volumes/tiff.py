@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,9 +13,10 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
-from stoker.data.store.stores import ReadFailure
+from stoker.data.store.stores import Buffer, ReadFailure, StoreDown
+from stoker.data.volumes.arrays import array_in
+from stoker.data.volumes.sources import ObjectSource, Scattered, Source, SourceStream, for_headers, parts_of
 from stoker.data.volumes.volume import (
-    ArrayVolume,
     DecodedCache,
     ReadingOptions,
     Region,
@@ -25,7 +26,6 @@ from stoker.data.volumes.volume import (
     check_extent,
     decoded_cache,
     failure_of,
-    map_file,
 )
 
 # It writes complaints about harmless tags to the terminal; what matters is checked here.
@@ -37,14 +37,22 @@ _MOST_PAGES = 1_000_000
 _MOST_CHANNELS = 4
 
 
-def open_tiff(path: str, options: ReadingOptions) -> Volume:
+def open_tiff(source: Source, options: ReadingOptions) -> Volume:
     """A stack of equal grey pages as a volume."""
-    memory, identity = map_file(path)
-    _check_chain(path, memory)
     try:
-        with tifffile.TiffFile(path) as file:
-            return _open_stack(path, file, memory, identity, options)
-    except (ReadFailure, MemoryError):
+        return _open(source, for_headers(source), options)
+    except Scattered:
+        assert isinstance(source, ObjectSource)
+        return _open(source, source.fetched(), options)
+
+
+def _open(source: Source, headers: Source, options: ReadingOptions) -> Volume:
+    path = source.name
+    _check_chain(headers)
+    try:
+        with tifffile.TiffFile(_stream(headers)) as file:
+            return _open_stack(source, headers, file, options)
+    except (ReadFailure, StoreDown, Scattered, MemoryError):
         raise
     except OSError as error:
         raise failure_of(path, error) from None
@@ -53,8 +61,13 @@ def open_tiff(path: str, options: ReadingOptions) -> Volume:
         raise ReadFailure(path, "unreadable", f"its headers are damaged ({reason})"[:200]) from None
 
 
-def _open_stack(path: str, file: Any, memory: mmap.mmap, identity: str, options: ReadingOptions) -> Volume:
-    series = file.series
+def _stream(headers: Source) -> Any:
+    """A file that can only be read: less than typing.IO promises, and all that tifffile uses."""
+    return SourceStream(headers)
+
+
+def _open_stack(source: Source, headers: Source, file: Any, options: ReadingOptions) -> Volume:
+    path, series = source.name, file.series
     if not series:
         raise ReadFailure(path, "not a volume", "it has no pages")
     if len(series) > 1:
@@ -64,28 +77,28 @@ def _open_stack(path: str, file: Any, memory: mmap.mmap, identity: str, options:
     dtype = np.dtype(stack.dtype).newbyteorder(file.byteorder)
     shape = check_extent(path, _shape_zyx(path, stack.shape, stack.axes), dtype, options)
     if stack.dataoffset is not None:
-        return ArrayVolume(path, _mapped(path, memory, shape, dtype, stack.dataoffset), identity)
+        return array_in(source, shape, dtype, int(stack.dataoffset))
     pages = [_whole_page(path, page) for page in stack.pages]
     if len(pages) != shape[0]:
         raise ReadFailure(path, "short", f"{len(pages)} pages; {shape[0]} were announced")
-    _check_segments(path, memory, pages, options)
+    _check_segments(path, len(source), pages, options)
     if all(page.is_contiguous for page in pages):
         offsets = [int(page.dataoffsets[0]) for page in pages]
         steps = {b - a for a, b in pairwise(offsets)}
         if len(steps) <= 1 and min(steps, default=1) > 0:
             # Pages at equal distances, with their headers in between: still one array.
             step = steps.pop() if steps else dtype.itemsize * shape[1] * shape[2]
-            strides = (step, dtype.itemsize * shape[2], dtype.itemsize)
-            array: Any = np.ndarray(shape, dtype, memory, offsets[0], strides)
-            return ArrayVolume(path, array, identity)
+            return array_in(source, shape, dtype, offsets[0], step=step)
     segments = np.array([[page.dataoffsets, page.databytecounts] for page in pages], np.int64)
-    mapped = np.array([page.is_contiguous for page in pages])
+    stored = np.array([page.is_contiguous for page in pages])
     # A page holds its file, and that holds all the others, with a Python object for each of their tags. Their offsets
     # are enough, and one page that knows how all are encoded: the first of a file in which no other was looked at.
-    with tifffile.TiffFile(path) as fresh:
+    with tifffile.TiffFile(_stream(headers)) as fresh:
         first = fresh.pages.first
+        # The page would keep the stream, and with it all that was fetched for the headers.
+        first.parent.filehandle._fh = None
     return PagedVolume(
-        path, shape, dtype, identity, memory, segments, mapped, first, decoded_cache(options.cache_bytes)
+        path, shape, dtype, source.identity, source, segments, stored, first, decoded_cache(options.cache_bytes)
     )
 
 
@@ -97,10 +110,10 @@ class PagedVolume:
     shape: Shape
     stored: np.dtype[Any]
     identity: str
-    memory: mmap.mmap
+    source: Source
     segments: NDArray[np.int64]
     """(pages, 2, segments): where each segment of a page begins, and its bytes."""
-    mapped: NDArray[np.bool_]
+    plain: NDArray[np.bool_]
     """Pages whose voxels lie in the file as they are."""
     first: Any
     """tifffile's first page, which decodes the segments of any."""
@@ -114,23 +127,39 @@ class PagedVolume:
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
         target = np.empty(region.shape, self.dtype) if out is None else out
         depth, *plane = region.slices
-        for slot, number in enumerate(range(depth.start, depth.stop)):
-            target[slot] = self._page(number)[tuple(plane)]
+        numbers = range(depth.start, depth.stop)
+        missing = [number for number in numbers if self.plain[number] or not self.cache.has(self._key(number))]
+        fetched = dict(zip(missing, self._fetch(missing), strict=True))
+        for slot, number in enumerate(numbers):
+            target[slot] = self._page(number, fetched)[tuple(plane)]
         return target
 
-    def _page(self, number: int) -> Voxels:
-        if self.mapped[number]:
-            found: Voxels = np.ndarray(self.shape[1:], self.stored, self.memory, int(self.segments[number, 0, 0]))
-            return found
-        return self.cache.get((self.identity, number), lambda: self._decode(number))
+    def _key(self, number: int) -> tuple[str, int]:
+        return self.identity, number
 
-    def _decode(self, number: int) -> Voxels:
+    def _fetch(self, numbers: Sequence[int]) -> list[list[Buffer]]:
+        """The bytes of each page's segments; neighbouring pages are fetched together."""
+        ranges = [(offset, offset + size) for number in numbers for offset, size in self.segments[number].T.tolist()]
+        parts = parts_of(self.source, ranges)
+        each = self.segments.shape[2]
+        return [parts[first : first + each] for first in range(0, len(parts), each)]
+
+    def _page(self, number: int, fetched: Mapping[int, list[Buffer]]) -> Voxels:
+        if self.plain[number]:
+            found: Voxels = np.ndarray(self.shape[1:], self.stored, fetched[number][0])
+            return found
+        # Fetched a moment ago, or again if it was dropped from the cache in the meantime.
+        return self.cache.get(
+            self._key(number), lambda: self._decode(number, fetched.get(number) or self._fetch([number])[0])
+        )
+
+    def _decode(self, number: int, parts: Sequence[Buffer]) -> Voxels:
         image = np.zeros(self.shape[1:], self.dtype)
-        for index, (offset, size) in enumerate(self.segments[number].T.tolist()):
-            if not size:
+        for index, part in enumerate(parts):
+            if not len(part):
                 continue  # a sparse file: the segment is zero throughout
             try:
-                segment, (_, _, y, x, _), extent = self.first.decode(self.memory[offset : offset + size], index)
+                segment, (_, _, y, x, _), extent = self.first.decode(bytes(part), index)
                 # Tiles at the border stick out of the page.
                 height, width = min(extent[1], self.shape[1] - y), min(extent[2], self.shape[2] - x)
                 image[y : y + height, x : x + width] = segment[0, :height, :width, 0]
@@ -156,14 +185,6 @@ def _shape_zyx(path: str, shape: tuple[int, ...], axes: str) -> tuple[int, ...]:
     raise ReadFailure(path, "wrong axes", f"they are {axes} with sizes {shape}; a volume has z, y, x{colour}")
 
 
-def _mapped(path: str, memory: mmap.mmap, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> Voxels:
-    wanted = offset + int(np.prod(shape, dtype=object)) * dtype.itemsize
-    if len(memory) < wanted:
-        raise ReadFailure(path, "short", f"{len(memory):,} bytes; its header promises {wanted:,}")
-    array: Voxels = np.ndarray(shape, dtype, memory, offset)
-    return array
-
-
 def _whole_page(path: str, page: Any) -> Any:
     if page is None:
         raise ReadFailure(path, "short", "a page is missing")
@@ -173,7 +194,7 @@ def _whole_page(path: str, page: Any) -> Any:
     return whole
 
 
-def _check_segments(path: str, memory: mmap.mmap, pages: list[Any], options: ReadingOptions) -> None:
+def _check_segments(path: str, file_bytes: int, pages: list[Any], options: ReadingOptions) -> None:
     """Refuses pages whose bytes are not in the file, or whose size on decoding is absurd."""
     first = pages[0]
     for number, page in enumerate(pages):
@@ -190,32 +211,41 @@ def _check_segments(path: str, memory: mmap.mmap, pages: list[Any], options: Rea
         if not page.dataoffsets or len(page.dataoffsets) != len(page.databytecounts):
             raise ReadFailure(path, "unreadable", f"page {number} has no data")
         end = max(offset + size for offset, size in zip(page.dataoffsets, page.databytecounts, strict=True))
-        if end > len(memory):
-            raise ReadFailure(path, "short", f"page {number} ends at byte {end:,}; the file has {len(memory):,}")
+        if end > file_bytes:
+            raise ReadFailure(path, "short", f"page {number} ends at byte {end:,}; the file has {file_bytes:,}")
         if sum(page.databytecounts) > _LARGEST_OVERHEAD * decoded + (1 << 20):
             raise ReadFailure(path, "unreadable", f"page {number} takes more bytes than its voxels")
 
 
-def _check_chain(path: str, memory: mmap.mmap) -> None:
+def _check_chain(headers: Source) -> None:
     """Follows the pages' headers to the end: who stops at the first damaged one would see a thinner volume."""
-    order = {b"II": "<", b"MM": ">"}.get(memory[:2])
-    if order is None or len(memory) < 16:
+    path, file_bytes = headers.name, len(headers)
+    start = bytes(headers.parts([(0, min(16, file_bytes))])[0])
+    order = {b"II": "<", b"MM": ">"}.get(start[:2])
+    if order is None or len(start) < 16:
         raise ReadFailure(path, "unreadable", "it is not a TIFF file")
-    version = struct.unpack_from(f"{order}H", memory, 2)[0]
+    version = struct.unpack_from(f"{order}H", start, 2)[0]
     if version not in (42, 43):
         raise ReadFailure(path, "unreadable", "it is not a TIFF file")
     count_format, entry_bytes, next_format, first = ("Q", 20, "Q", 8) if version == 43 else ("H", 12, "I", 4)
-    position = struct.unpack_from(order + next_format, memory, first)[0]
+    position = struct.unpack_from(order + next_format, start, first)[0]
+
+    def number(form: str, at: int) -> int:
+        size = struct.calcsize(form)
+        if at + size > file_bytes:
+            raise struct.error
+        return int(struct.unpack(form, headers.parts([(at, at + size)])[0])[0])
+
     seen: set[int] = set()
     while position:
         if position in seen or len(seen) >= _MOST_PAGES:
             raise ReadFailure(path, "unreadable", "its pages form a circle")
         seen.add(position)
         try:
-            entries = struct.unpack_from(order + count_format, memory, position)[0]
-            after = position + struct.calcsize(count_format) + entries * entry_bytes
-            position = struct.unpack_from(order + next_format, memory, after)[0]
+            entries = number(order + count_format, position)
+            after = position + struct.calcsize(order + count_format) + entries * entry_bytes
+            position = number(order + next_format, after)
         except struct.error:
             raise ReadFailure(
-                path, "short", f"page {len(seen) - 1} is described at byte {position:,}; the file has {len(memory):,}"
+                path, "short", f"page {len(seen) - 1} is described at byte {position:,}; the file has {file_bytes:,}"
             ) from None

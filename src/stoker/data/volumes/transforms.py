@@ -1,13 +1,13 @@
 """How a patch lies in its volume: drawn before anything is read, so that only the region it needs is read.
 
-Without rotation and scaling a patch is a box of the volume, whose axes may be swapped and reversed: exactly its own
-voxels are read. Otherwise it is a grid of points inside a larger box.
+Without rotation, scaling and deformation a patch is a box of the volume, whose axes may be swapped and reversed:
+exactly its own voxels are read. Otherwise it is a grid of points inside a larger box.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,8 @@ from stoker.errors import UserError
 # Kinds of choices, as in stoker.data.draws; far from the numbers there, which are those of images.
 PLACE, SPATIAL = 101, 102
 _SHRINK = 0.97
+MOST_DISPLACED = 3.0
+"""How far an elastic deformation may move a point along an axis, in standard deviations: so much more is read."""
 IDENTITY = (0, 1, 2)
 NO_FLIPS = (False, False, False)
 
@@ -41,23 +43,29 @@ class TransformRange:
     """Probability of being scaled."""
     scales: tuple[float, float] = (0.7, 1.4)
     """Voxels of the volume for one of the patch; the logarithm is uniform, so that both directions are alike."""
+    elastic: float = 0.0
+    """Probability of an elastic deformation."""
+    elastic_size: float = 4.0
+    """Standard deviation of its displacements, in voxels."""
     most_read: float = 6.0
     """Voxels read for a patch, in patches. A batch reserves this much, so the few draws that need more are scaled down
     until they fit."""
 
     def __post_init__(self) -> None:
-        chances = (*self.flips, self.turns, self.rotation, self.scaling)
+        chances = (*self.flips, self.turns, self.rotation, self.scaling, self.elastic)
         if not all(0 <= chance <= 1 for chance in chances):
             raise UserError("bad-probability", f"the probabilities are {chances}", why="they lie between 0 and 1")
         if not set(self.turn_axes) <= {0, 1, 2} or (self.turns and not self.turn_axes):
             raise UserError("bad-axes", f"the axes of turns are {self.turn_axes}", why="z, y and x are 0, 1 and 2")
+        if self.elastic_size <= 0:
+            raise UserError("bad-elastic-size", f"displacements of {self.elastic_size} voxels", why="it is positive")
         if not 0 < self.scales[0] <= self.scales[1] or self.most_read < 1:
             raise UserError("bad-scales", f"scales {self.scales}, most_read {self.most_read}", why="they are positive")
 
     @property
     def is_plain(self) -> bool:
-        """Whether no patch is rotated or scaled: every one reads its own voxels only."""
-        return self.rotation == 0 and self.scaling == 0
+        """Whether no patch is rotated, scaled or deformed: every one reads its own voxels only."""
+        return self.rotation == 0 and self.scaling == 0 and self.elastic == 0
 
     def most_voxels(self, patch: Shape) -> int:
         """The most voxels that are read for a patch."""
@@ -80,10 +88,17 @@ class Transform:
     angles: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """About z, y and x, in radians."""
     scale: float = 1.0
+    elastic: float = 0.0
+    """Standard deviation of the displacements of its points, in voxels of the volume; 0: none."""
 
     @property
     def is_plain(self) -> bool:
         """Whether it only swaps and reverses axes."""
+        return self.is_rigid and self.elastic == 0.0
+
+    @property
+    def is_rigid(self) -> bool:
+        """Whether it neither rotates nor scales."""
         return self.angles == (0.0, 0.0, 0.0) and self.scale == 1.0
 
     @cached_property
@@ -92,7 +107,7 @@ class Transform:
         oriented = np.zeros((3, 3))
         for axis, (source, is_reversed) in enumerate(zip(self.order, self.flips, strict=True)):
             oriented[source, axis] = -1.0 if is_reversed else 1.0
-        return oriented if self.is_plain else oriented @ (self.scale * _rotation(self.angles))
+        return oriented if self.is_rigid else oriented @ (self.scale * _rotation(self.angles))
 
     def source_shape(self, patch: Shape) -> Shape:
         """The box that a patch takes from the volume, apart from rotation and scaling."""
@@ -108,9 +123,14 @@ class Transform:
             z, y, x = (a + size for a, size in zip(start, source, strict=True))
             return Region(start, (z, y, x))
         centre = np.array(start) + (np.array(source) - 1) / 2
-        reach = np.abs(self.matrix) @ ((np.array(patch) - 1) / 2)
+        reach = self.reach(patch)
         low, high = np.floor(centre - reach).astype(int), np.ceil(centre + reach).astype(int) + 1
         return Region((int(low[0]), int(low[1]), int(low[2])), (int(high[0]), int(high[1]), int(high[2])))
+
+    def reach(self, patch: Shape) -> NDArray[np.float64]:
+        """How far its points may lie from the centre, along each axis of the volume."""
+        found: NDArray[np.float64] = np.abs(self.matrix) @ ((np.array(patch) - 1) / 2) + MOST_DISPLACED * self.elastic
+        return found
 
     def offset(self, patch: Shape, start: Shape, region: Region) -> NDArray[np.float64]:
         """Where the patch's first voxel lies in the region: voxel p of the patch is at `offset + matrix @ p`."""
@@ -121,7 +141,7 @@ class Transform:
 
 def draw_transforms(keys: Keys, bounds: TransformRange, patch: Shape) -> list[Transform]:
     """The transform of each sample; a pure function of its key."""
-    return [_drawn(numbers, bounds, patch) for numbers in uniforms(keys, SPATIAL, 12).tolist()]
+    return [_drawn(numbers, bounds, patch) for numbers in uniforms(keys, SPATIAL, 13).tolist()]
 
 
 def _drawn(numbers: Sequence[float], bounds: TransformRange, patch: Shape) -> Transform:
@@ -145,17 +165,18 @@ def _drawn(numbers: Sequence[float], bounds: TransformRange, patch: Shape) -> Tr
     if numbers[10] < bounds.scaling:
         low, high = bounds.scales
         scale = float(low * (high / low) ** numbers[11])
-    made = Transform((order[0], order[1], order[2]), (flips[0], flips[1], flips[2]), angles, scale)
+    elastic = bounds.elastic_size if numbers[12] < bounds.elastic else 0.0
+    made = Transform((order[0], order[1], order[2]), (flips[0], flips[1], flips[2]), angles, scale, elastic)
     most = bounds.most_voxels(patch)
     # The position changes a region by a voxel at most; a box in the middle of two voxels is the largest.
     while not made.is_plain and _most_read(made, patch) > most:
-        made = Transform(made.order, made.flips, made.angles, made.scale * _SHRINK)
+        scale = made.scale if made.is_rigid else made.scale * _SHRINK
+        made = replace(made, scale=scale, elastic=made.elastic * _SHRINK)
     return made
 
 
 def _most_read(transform: Transform, patch: Shape) -> int:
-    reach = np.abs(transform.matrix) @ ((np.array(patch) - 1) / 2)
-    depth, height, width = (int(size) for size in np.floor(2 * reach) + 3)
+    depth, height, width = (int(size) for size in np.floor(2 * transform.reach(patch)) + 3)
     return depth * height * width
 
 

@@ -93,6 +93,10 @@ class ReadingOptions:
     missing_chunks: Literal["error", "fill"] = "error"
     """Zarr does not store chunks that hold only the fill value, so a missing one may also be a lost one: `fill` says
     that it means the fill value."""
+    object_dir: Path | None = None
+    """Folder that keeps the files fetched from an object store, each whole; None to fetch only what is read."""
+    object_bytes: int | None = None
+    """Size limit of that folder."""
 
 
 class Volume(Protocol):
@@ -285,6 +289,11 @@ class DecodedCache:
             finally:
                 with self._lock:
                     self._making.pop(key, None)
+
+    def has(self, key: Any) -> bool:
+        """Whether there is an array under a key, or one is being decoded; it may be gone a moment later."""
+        with self._lock:
+            return key in self._entries or key in self._making
 
     def _keep(self, key: Any, made: Voxels) -> None:
         if made.nbytes > self._limit or key in self._entries:

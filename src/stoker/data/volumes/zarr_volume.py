@@ -10,41 +10,54 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import tensorstore
 
 from stoker.data.store.aws_profile import profile_settings
+from stoker.data.store.object_store import Patience
 from stoker.data.store.stores import ReadFailure, Store, StoreDown, is_url, open_store
+from stoker.data.volumes.sources import object_at
 from stoker.data.volumes.volume import ReadingOptions, Region, Shape, Volume, Voxels, check_extent
 from stoker.errors import UserError
 from stoker.redact import redact_text
 
 MAX_METADATA_BYTES = 16_000_000
+PATIENCE = Patience()
+# tensorstore reads these at its first request; without them a connection that stalls is waited for forever.
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(int(PATIENCE.stall_s)))
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
+# ABORTED is what is left after tensorstore's own retries.
+_PASSING, _REFUSED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"), ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 def open_zarr(location: str, level: int, options: ReadingOptions) -> Volume:
     """A Zarr array, or one level of an OME-Zarr pyramid."""
-    place = unquote(urlsplit(location).path) if location.startswith("file://") else location
-    name = redact_text(location)
-    if not is_url(place):
-        place = str(Path(place).expanduser().absolute())
+    place, name = location, redact_text(location)
+    _refuse_after_fork()
+    if is_url(place):
+        store, inside = object_at(place)
+        folder = f"{inside}/"
+    else:
+        place, folder = str(Path(place).expanduser().absolute()), ""
         if not Path(place).is_dir():
             raise ReadFailure(name, "missing" if not Path(place).exists() else "not a directory")
-    store = open_store(place, max_object_bytes=MAX_METADATA_BYTES)
-    meta = _metadata(store, "", name)
+        store = open_store(place, max_object_bytes=MAX_METADATA_BYTES)
+    meta = _metadata(store, folder, "", name)
     axes: list[str] | None = None
     path = ""
     if meta.kind == "group":
         path, axes = _level_of_pyramid(name, meta, level)
-        meta = _metadata(store, path, name)
+        meta = _metadata(store, folder, path, name)
         if meta.kind == "group":
             raise ReadFailure(name, "not a volume", f"its level {path!r} is a group, not an array")
     elif level:
@@ -57,10 +70,8 @@ def open_zarr(location: str, level: int, options: ReadingOptions) -> Volume:
         "recheck_cached_data": False,
         "recheck_cached_metadata": False,
     }
-    try:
-        array = tensorstore.open(spec, open=True, read=True, context=_context(options.cache_bytes)).result()
-    except (ValueError, NotImplementedError) as error:
-        _raise(name, error)
+    context = _context(options.cache_bytes)
+    array = _patiently(name, place, lambda: tensorstore.open(spec, open=True, read=True, context=context).result())
     array = _in_zyx(name, array, axes or meta.axes)
     dtype = np.dtype(array.dtype.numpy_dtype)
     shape = check_extent(name, array.shape, dtype, options)
@@ -69,7 +80,7 @@ def open_zarr(location: str, level: int, options: ReadingOptions) -> Volume:
         raise ReadFailure(
             name, "too large", f"a chunk has {chunk_bytes:,} bytes; the limit is {options.max_decoded_bytes:,}"
         )
-    return ZarrVolume(name, shape, dtype.newbyteorder("="), f"{place}/{path} {meta.digest}", array)
+    return ZarrVolume(name, shape, dtype.newbyteorder("="), f"{place}/{path} {meta.digest}", place, array)
 
 
 @dataclass(frozen=True)
@@ -81,14 +92,13 @@ class ZarrVolume:
     dtype: np.dtype[Any]
     identity: str
     """From its metadata: that chunks were replaced by others cannot be seen without reading them all."""
+    place: str
+    """Its folder or URL."""
     array: Any
     affine: None = None
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
-        try:
-            found: Voxels = self.array[region.slices].read().result()
-        except (ValueError, NotImplementedError) as error:
-            _raise(self.name, error)
+        found: Voxels = _patiently(self.name, self.place, lambda: self.array[region.slices].read().result())
         if out is None:
             return found
         out[...] = found
@@ -104,9 +114,10 @@ class _Metadata:
     digest: str
 
 
-def _metadata(store: Store, path: str, name: str) -> _Metadata:
-    """What the folder at a path is: the first of the files that describe one."""
-    base = f"{path}/" if path else ""
+def _metadata(store: Store, folder: str, path: str, name: str) -> _Metadata:
+    """What is at a path in a folder of the store: the first of the files that describe an array or a group."""
+    inside = f"{path}/" if path else ""
+    base = folder + inside
     for file in ("zarr.json", ".zarray", ".zgroup"):
         try:
             raw = bytes(store.read(base + file))
@@ -114,7 +125,7 @@ def _metadata(store: Store, path: str, name: str) -> _Metadata:
             if failure.reason == "missing":
                 continue
             raise ReadFailure(name, failure.reason, failure.detail) from None
-        document = _parsed(raw, f"{name}/{base}{file}")
+        document = _parsed(raw, f"{name}/{inside}{file}")
         digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
         if file == "zarr.json":
             axes = document.get("dimension_names")
@@ -123,7 +134,7 @@ def _metadata(store: Store, path: str, name: str) -> _Metadata:
         if file == ".zarray":
             return _Metadata("array", 2, {}, None, digest)
         try:
-            attributes = _parsed(bytes(store.read(f"{base}.zattrs")), f"{name}/{base}.zattrs")
+            attributes = _parsed(bytes(store.read(f"{base}.zattrs")), f"{name}/{inside}.zattrs")
         except ReadFailure:
             attributes = {}
         return _Metadata("group", 2, attributes, None, digest)
@@ -239,32 +250,56 @@ def _context(cache_bytes: int) -> Any:
     return tensorstore.Context(
         {
             "cache_pool": {"total_bytes_limit": cache_bytes},
-            # As patient as our object store: 'slow down' responses and restarts of a gateway pass.
-            "s3_request_retries": {"max_retries": 12, "initial_delay": "100ms", "max_delay": "10s"},
+            # For one chunk that fails among many; an outage is waited for in `_patiently`.
+            "s3_request_retries": {"max_retries": 4, "initial_delay": "100ms", "max_delay": "1s"},
         }
     )
 
 
-def _raise(name: str, error: Exception) -> NoReturn:
-    """Raises what a failure of tensorstore means: one volume cannot be read, or its store cannot."""
-    text = redact_text(str(error)).split(" [source locations", 1)[0].strip()
-    code = text.split(":", 1)[0]
-    if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
-        raise StoreDown(
-            "credentials-refused",
-            f"{name} refused the credentials ({text[:200]})",
-            why="no volume can be read until this is fixed",
-            hint="check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, and the bucket's policy",
-        ) from None
-    if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-        raise StoreDown(
-            "store-unreachable",
-            f"{name} does not respond ({text[:200]})",
-            why="no volume can be read until this is fixed",
-            hint="check the network, and the endpoint in AWS_ENDPOINT_URL",
-        ) from None
-    missing = re.search(r"chunk (\{[^}]*\}).* is missing", text)
-    if missing:
-        detail = f"chunk {missing[1]}; if absent chunks mean the fill value, set missing_chunks to fill"
-        raise ReadFailure(name, "missing chunk", detail) from None
-    raise ReadFailure(name, "missing" if code == "NOT_FOUND" else "unreadable", text[:300]) from None
+def _patiently(name: str, place: str, attempt: Callable[[], Any]) -> Any:
+    """The result of a call of tensorstore, tried again for as long as our object store would: restarts of a gateway and
+    'slow down' responses pass. Raises ReadFailure, or StoreDown."""
+    deadline_s, delay_s = time.monotonic() + PATIENCE.retry_s, _FIRST_DELAY_S
+    while True:
+        try:
+            return attempt()
+        except (ValueError, NotImplementedError) as error:
+            text = redact_text(str(error)).split(" [source locations", 1)[0].strip()
+        if text.partition(":")[0] not in _PASSING or time.monotonic() + delay_s > deadline_s:
+            raise _failure(name, place, text)
+        time.sleep(delay_s)
+        delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+
+def _failure(name: str, place: str, text: str) -> Exception:
+    """What a failure of tensorstore means: one volume cannot be read, or its store cannot."""
+    code, summary = text.partition(":")[0], text[:300]
+    if is_url(place) and code in (*_PASSING, *_REFUSED):
+        try:
+            # Our own client says what is wrong with a bucket, its region or the credentials.
+            object_at(place)[0].check()
+        except StoreDown as down:
+            return down
+        return ReadFailure(name, "permission" if code in _REFUSED else "unreadable", summary)
+    if missing := re.search(r"chunk (\{[^}]*\}).* is missing", text):
+        detail = f"chunk {missing[1]}; if absent chunks mean the fill value, set missing_chunks=fill"
+        return ReadFailure(name, "missing chunk", detail)
+    return ReadFailure(name, "missing" if code == "NOT_FOUND" else "unreadable", summary)
+
+
+# tensorstore has threads, which do not survive a fork: the first read of a forked child would never end.
+_process_of_first_use: int | None = None
+
+
+def _refuse_after_fork() -> None:
+    global _process_of_first_use
+    process = os.getpid()
+    if _process_of_first_use is None:
+        _process_of_first_use = process
+    elif _process_of_first_use != process:
+        raise UserError(
+            "zarr-after-fork",
+            f"process {process} was forked from {_process_of_first_use}, which had already read Zarr volumes",
+            why="the reading threads do not survive a fork, so the first read would hang forever",
+            hint="set worker_start=forkserver, or loader=thread",
+        )

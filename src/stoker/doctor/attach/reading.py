@@ -14,8 +14,9 @@ from typing import Any
 from stoker.clock.observed import AcceleratorFacts, HostFacts, LoaderShape, Observed, StorageFacts
 from stoker.doctor.attach import timeline
 from stoker.doctor.attach.inside import ring
-from stoker.doctor.attach.inside.ring import FetchRecord, StepRecord
+from stoker.doctor.attach.inside.ring import FetchRecord, Habits, StepRecord
 from stoker.doctor.attach.inside.stages import STAGE_COUNT
+from stoker.doctor.attach.preparing import preparation_of, shown_path
 from stoker.doctor.attach.timeline import About, FetchFile, StepFile
 from stoker.errors import UserError
 from stoker.machine.storage import mount_of
@@ -140,6 +141,9 @@ def _observe(
         host=host,
         storage=_storage(made),
         accelerator=_accelerator(about.facts),
+        preparation=preparation_of(made),
+        scaled_in_32_bits=about.facts.get("scaled_in_32_bits"),
+        scaled_at=shown_path(about.facts.get("scaled_at")),
         torch_version=about.facts.get("torch"),
         convolves_3d=about.facts.get("convolves_3d"),
         missing=tuple(_missing(made, about)),
@@ -279,18 +283,38 @@ def _read_fetch(path: Path, data: bytes) -> FetchFile:
     )
     wall, off_core, queue, calls = (tuple(stages[part * STAGE_COUNT : (part + 1) * STAGE_COUNT]) for part in range(4))
     cpu = tuple(whole - off for whole, off in zip(wall, off_core, strict=True))
-    slow = []
-    for place in range(ring.SLOW_COUNT):
-        took, name = ring.SLOW.unpack_from(data, ring.SLOW_AT + place * ring.SLOW.size)
-        if took:
-            slow.append((took, name.rstrip(b"\0").decode(errors="replace")))
-    opened = ring.PATH.unpack_from(data, ring.PATH_AT)[0].rstrip(b"\0").decode(errors="replace")
+    slow = [(took, _text(name)) for took, name in _table(data, ring.SLOW, ring.SLOW_AT, ring.SLOW_COUNT) if took]
+    opened = _text(ring.PATH.unpack_from(data, ring.PATH_AT)[0])
     rows, _ = _records(data, ring.FETCH_STRUCT)
     return FetchFile(
         int(pid), int(loader), batches, samples, read if read >= 0 else None, from_sockets, worker, threads,
         bool(knows), wall, cpu, queue, calls, ring.HISTOGRAM.unpack_from(data, ring.HISTOGRAM_AT), tuple(slow),
         opened or None, tuple(FetchRecord(*row) for row in rows),
+        habits=Habits(*ring.HABITS.unpack_from(data, ring.HABITS_AT)),
+        shapes=tuple(_text(row[0]) for row in _table(data, ring.SHAPE, ring.SHAPES_AT, 2) if _text(row[0])),
+        worked=tuple(
+            (calls, elements, _text(name))
+            for calls, elements, name in _table(data, ring.WORKED, ring.WORKED_AT, ring.WORKED_COUNT) if calls
+        ),
+        caches=tuple(
+            (entries, size, vanished, _text(name))
+            for entries, size, vanished, name in _table(data, ring.CACHE, ring.CACHES_AT, ring.CACHE_COUNT)
+            if _text(name)
+        ),
+        spots=tuple(
+            (took, line, *_text(names).split("\t", 2))
+            for took, line, names in _table(data, ring.SPOT, ring.SPOTS_AT, ring.SPOT_COUNT)
+            if took and _text(names).count("\t") >= 2
+        ),
     )  # fmt: skip
+
+
+def _table(data: bytes, row: struct.Struct, start: int, count: int) -> list[tuple[Any, ...]]:
+    return [row.unpack_from(data, start + place * row.size) for place in range(count)]
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")
 
 
 def _is_whole(data: bytes, path: Path, record: struct.Struct) -> bool:

@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.clock.observed import BatchTime, SlowSample, StageTime
-from stoker.doctor.attach.inside.ring import BUCKETS, FIRST, LAST, FetchRecord, StepRecord
-from stoker.doctor.attach.inside.stages import AUGMENT, COLLATE, DECODE, FETCH, OTHER, READ_AND_DECODE, SOCKET
+from stoker.doctor.attach.inside.ring import BUCKETS, FIRST, LAST, FetchRecord, Habits, StepRecord
+from stoker.doctor.attach.inside.stages import (
+    AUGMENT,
+    COLLATE,
+    DECODE,
+    FETCH,
+    OTHER,
+    PREPROCESS,
+    READ_AND_DECODE,
+    SOCKET,
+)
 
 # Loaders that are read side by side (a zip of two) feed every optimizer step; a validation loader feeds, by this
 # count, only the first one after it.
@@ -22,7 +31,8 @@ FAR_LONGER, WORTH_NAMING_S = 4.0, 0.005
 MOST_SLOW_SAMPLES = 8
 
 RAW_STAGES = {
-    "fetch": (FETCH, SOCKET), "decode": (DECODE,), "augment": (AUGMENT,), "collate": (COLLATE,), "other": (OTHER,),
+    "fetch": (FETCH, SOCKET), "decode": (DECODE,), "preprocess": (PREPROCESS,), "augment": (AUGMENT,),
+    "collate": (COLLATE,), "other": (OTHER,),
 }  # fmt: skip
 
 
@@ -48,6 +58,14 @@ class FetchFile:
     slow: tuple[tuple[int, str], ...]
     path: str | None
     records: tuple[FetchRecord, ...]
+    habits: Habits = field(default_factory=Habits)
+    shapes: tuple[str, ...] = ()
+    worked: tuple[tuple[int, int, str], ...] = ()
+    """Calls, elements and name of each filtering function."""
+    caches: tuple[tuple[int, int, int, str], ...] = ()
+    """Entries, bytes (-1 if unknown), vanished entries and name."""
+    spots: tuple[tuple[int, int, str, str, str], ...] = ()
+    """Time in ns, line, function, called library function and path."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Watch:
         self._pid = os.getpid()
         # A spawned worker imports the script again and gets here too: one watch over the host is enough.
         if multiprocessing.parent_process() is None:
-            # Once a second, 0.1 ms: /dev/shm and memory have only momentary values.
+            # Once a second, 0.3 ms: /dev/shm and memory have only momentary values.
             threading.Thread(target=self._look, name="stoker-watch", daemon=True).start()
             atexit.register(self._keep_host)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import statistics
 
 from stoker.doctor.checks.case import STARVED, Case, Hit, check, speedup_without
+from stoker.doctor.checks.samples import COSTLY_S
+from stoker.doctor.preparing import sample_cpu_s
+from stoker.doctor.words import time_text
 from stoker.plan.records import Estimate
 
 TRANSFER = 0.15
@@ -12,6 +15,8 @@ TRANSFER = 0.15
 BUSY_DEVICE = 0.75
 """Share of compute time in which the device has work; below it, it waits for the CPU to launch kernels. Large batches
 of large networks are above 0.95."""
+HIDDEN = 0.1
+"""Of a step on the CPU: an accelerator takes less, so a batch that a worker needs longer for would keep it waiting."""
 TIGHT = 0.8
 """Of /dev/shm: one more batch per worker, or a larger image, and a worker dies of SIGBUS."""
 
@@ -135,9 +140,28 @@ def compute_bound(case: Case) -> Hit | None:
     share = case.observed.wait_share
     if share is None or share >= STARVED or not case.observed.steps:
         return None
+    if _hides_the_data(case):
+        cost = sample_cpu_s(case.observed)
+        assert cost is not None
+        return Hit(
+            f"the loop waits for data only {share:.1%} of the time, because the model computes on the CPU; a sample "
+            f"costs {time_text(cost)} of CPU, and an accelerator would wait for it",
+            "make samples cheaper first; `stoker doctor --pace 400ms -- ...` simulates steps of 400 ms",
+        )
     gain = case.gain("accelerator")
     faster = "" if gain is None else f"; a 2x faster accelerator would give {gain.expected:.1f}x"
     return Hit(f"the loop waits for data only {share:.1%} of the time{faster}", "stop tuning the data pipeline")
+
+
+def _hides_the_data(case: Case) -> bool:
+    """Whether a slow model on the CPU hides that samples are costly."""
+    observed, split, cost = case.observed, case.split, sample_cpu_s(case.observed)
+    shape, device = observed.loader, observed.accelerator
+    if observed.source != "script" or shape is None or split is None or cost is None or cost < COSTLY_S:
+        return False
+    if (device is not None and device.name) or observed.pace_images_per_second is not None:
+        return False
+    return split.wall_s / max(1, shape.workers) >= HIDDEN * observed.elapsed_s / observed.steps
 
 
 @check("page-cache-too-small")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from stoker.doctor.checks.case import BLOCKED, Case, Hit, check, waiting_for_data
 from stoker.doctor.checks.contention import cores_of_others
+from stoker.doctor.preparing import named, workers_that_fit
+from stoker.doctor.words import time_text
 
 FREE = 0.75
 """Of a core that must be free before one more worker can use it: half a core goes to what the system does anyway."""
@@ -29,9 +31,11 @@ def too_few_workers(case: Case) -> Hit | None:
     prediction = case.prediction("workers")
     if prediction is not None and prediction.speedup.expected < 1:
         return None
-    if prediction is None and shape.workers >= host.cpus:
-        return None  # without a prediction we would name as many as there are cores, which the loader has
-    wanted = host.cpus if prediction is None else dict(prediction.settings)["num_workers"]
+    fit = workers_that_fit(case.observed)
+    most = host.cpus if fit is None else min(host.cpus, fit)
+    if prediction is None and shape.workers >= most:
+        return None  # without a prediction we would name as many as there are cores, or fit into memory
+    wanted = most if prediction is None else dict(prediction.settings)["num_workers"]
     if shape.workers == 0:
         message = f"the training loop prepares its own batches, and there are {host.cpus} cores"
     else:
@@ -66,6 +70,18 @@ def augment_bound(case: Case) -> Hit | None:
     return _full_cores(case, "augment", "augmentation", fix)
 
 
+@check("preprocess-bound", "preprocessing takes all the CPU", loss=waiting_for_data)
+def preprocess_bound(case: Case) -> Hit | None:
+    """What: every core is busy, mostly with filters and resampling (scipy.ndimage, cv2) outside of an augmentation.
+
+    Why: what is the same for every epoch needs to be done once, before training, and not in each of them.
+
+    Example: a Gaussian filter over each sample: 30 ms, in every epoch.
+    """
+    fix = "filter and resample once, before training, and store the result; or on the device"
+    return _full_cores(case, "preprocess", "preprocessing", fix)
+
+
 @check("collate-bound", "collating batches takes all the CPU", loss=waiting_for_data)
 def collate_bound(case: Case) -> Hit | None:
     """What: most of the workers' time goes into putting samples together.
@@ -82,7 +98,7 @@ def collate_bound(case: Case) -> Hit | None:
 def cpu_bound(case: Case) -> Hit | None:
     """What: every core is busy preparing batches, and the stage is not known.
 
-    Why: more workers cannot help. A profile of one worker shows where its time goes.
+    Why: more workers cannot help. The line that takes the time is what to change.
 
     Example: a dataset that parses text in pure Python.
     """
@@ -90,8 +106,8 @@ def cpu_bound(case: Case) -> Hit | None:
         return None
     assert case.split is not None
     return Hit(
-        f"all cores are busy, {case.split.cpu_s * 1e3:.1f} ms of CPU per batch{_cores(case)}; {_more_workers(case)}",
-        "see where with `py-spy top --pid WORKER`; do that work once and store the result, or use more cores",
+        f"all cores are busy, {time_text(case.split.cpu_s)} of CPU per batch{_cores(case)}; {_more_workers(case)}",
+        f"{_where(case)}; do that work once and store the result, or use more cores",
     )
 
 
@@ -152,6 +168,13 @@ def _more_workers(case: Case) -> str:
     if gain is None or gain.expected < LITTLE:
         return "more workers cannot help"
     return f"more workers give {gain.expected:.1f}x at most"
+
+
+def _where(case: Case) -> str:
+    spots = case.observed.preparation.spots if case.observed.preparation is not None else ()
+    if not spots:
+        return "see where with `py-spy top --pid WORKER`"
+    return f"{spots[0].share:.0%} of it is in {named(spots[0])}"
 
 
 def _cores(case: Case) -> str:

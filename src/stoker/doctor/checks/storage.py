@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stoker.doctor.checks.case import Case, Hit, check, waiting_for_data
+from stoker.doctor.preparing import WORTH_NAMING, named
 from stoker.plan.records import Estimate
 
 BANDWIDTH_USED = 0.7
@@ -86,10 +87,12 @@ def waits_elsewhere(case: Case) -> Hit | None:
         return None
     where = max(case.observed.stages, key=lambda name: case.observed.stages[name].blocked_s or 0.0, default=None)
     inside = f" in {where}" if where not in (None, "other") else ""
+    spots = case.observed.preparation.spots if case.observed.preparation is not None else ()
+    line = f", mostly in {named(spots[0])}" if spots and spots[0].share >= WORTH_NAMING else ""
     return Hit(
         f"workers are blocked {split.blocked:.0%} of their time{inside}, and read almost nothing meanwhile: "
-        "a lock, a service or a sleep",
-        f"{line}, unless it is a lock" if (line := _workers_fix(case)) else "find out what __getitem__ waits for",
+        f"a lock, a service or a sleep{line}",
+        f"{fix}, unless it is a lock" if (fix := _workers_fix(case)) else "find out what __getitem__ waits for",
         case.gain("workers"),
     )
 

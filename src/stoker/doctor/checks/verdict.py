@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from stoker.clock.observed import Observed
-from stoker.doctor.checks import beyond_waiting, contention, cores, storage
+from stoker.doctor.checks import beyond_waiting, contention, cores, habits, samples, storage
 from stoker.doctor.checks.case import Case, Check
 from stoker.doctor.records import Diagnosis, Need, Prediction
+from stoker.doctor.words import time_text
 from stoker.plan.records import Finding
 
-MODULES = (contention, storage, cores, beyond_waiting)
-"""In order: why the loop waits for data (what stops the workers, then what blocks them, then what they compute), and
-everything else. Of the checks with the same loss, the first that fires names the cause."""
+MODULES = (samples, contention, storage, cores, beyond_waiting, habits)
+"""In order: why the loop waits for data (needless work, then what stops the workers, what blocks them, and what they
+compute), and everything else. Of the checks with the same loss, the first that fires names the cause."""
 CHECKS = tuple(check for module in MODULES for check in vars(module).values() if isinstance(check, Check))
 
 
@@ -60,7 +61,7 @@ def needs_against_has(case: Case) -> tuple[Need, ...]:
     split, host = case.split, observed.host
     if split is not None and host is not None and observed.steps and split.cpu_s > 0:
         each = split.cpu_s * observed.steps / observed.samples
-        how = f"{host.cpus} cores, {each * 1e3:.2g} ms of CPU per image"
+        how = f"{host.cpus} cores, {time_text(each)} of CPU per {'sample' if each >= 0.1 else 'image'}"
         found.append(Need("CPU", "images/s", wanted, host.cpus / each, how))
     return (*found, *_storage_needs(observed, wanted))
 

@@ -2,7 +2,7 @@
 
     last.ckpt                       where training resumes
     previous.ckpt                   the last one before that, in case `last.ckpt` is damaged
-    epoch=12-val_acc1=0.7654.ckpt   one of the best `keep_best`
+    epoch=12-val_acc1=76.5400.ckpt  one of the best `keep_best` by the metric of the run
 
 Nothing is deleted or replaced before its successor is whole on the disk.
 """
@@ -10,9 +10,7 @@ Nothing is deleted or replaced before its successor is whole on the disk.
 from __future__ import annotations
 
 import errno
-import math
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,10 +19,10 @@ from typing import Any, NamedTuple
 
 from stoker.errors import UserError
 from stoker.files import sync_folder
+from stoker.run.metric import ACC1, Metric, checkpoint_name, read_checkpoint_name
 from stoker.train.checkpoint.flat_state import FlatState
 from stoker.train.checkpoint.format import CheckpointCorrupt, Stop, no_stop, read_checkpoint, write_checkpoint
 
-BEST_NAME = re.compile(r"epoch=(\d+)-val_acc1=(-?\d+\.\d{4})\.ckpt")
 LEFTOVERS = ".*.ckpt.*.tmp"
 # Errors of a file system without hard links.
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
@@ -62,12 +60,13 @@ class FoundCheckpoint(NamedTuple):
 class Checkpoints:
     """Saves to, and resumes from, one folder; only one process may save at a time (the run's lease ensures it)."""
 
-    def __init__(self, folder: Path, keep_best: int = 5, *, stop: Stop = no_stop) -> None:
+    def __init__(self, folder: Path, keep_best: int = 5, *, metric: Metric = ACC1, stop: Stop = no_stop) -> None:
         self.folder = folder
         self.last = folder / "last.ckpt"
         self.previous = folder / "previous.ckpt"
         self._kept = folder / ".previous.ckpt.kept.tmp"
         self._keep_best = keep_best
+        self._metric = metric
         self._stop = stop
         self._leftovers_gone = False
         self._damaged: set[Path] = set()
@@ -94,10 +93,9 @@ class Checkpoints:
 
     def save_best(self, state: State, epoch: int, value: float) -> Outcome | None:
         """Keeps this state if it is among the best by `value`; otherwise writes nothing and returns None."""
-        assert math.isfinite(value), f"val_acc1 of epoch {epoch} is {value}"
-        path = self.folder / f"epoch={epoch}-val_acc1={value:.4f}.ckpt"
+        path = self.folder / checkpoint_name(epoch, self._metric, value)
         # The next process sees only the names, with four decimals: rank by the same digits here.
-        rank = (float(f"{value:.4f}"), epoch)
+        rank = (self._metric.rank(float(f"{value:.4f}")), epoch)
         if sum(other[:2] > rank for other in self._ranked() if other[2] != path) >= self._keep_best:
             return None
         try:
@@ -162,11 +160,11 @@ class Checkpoints:
         self._stop("during rotation")
 
     def _ranked(self) -> list[tuple[float, int, Path]]:
-        """Accuracy, epoch and path of every best checkpoint, from their names."""
+        """How good it is, epoch and path of every best checkpoint, from their names."""
         if not self.folder.is_dir():
             return []
-        matches = ((path, BEST_NAME.fullmatch(path.name)) for path in self.folder.iterdir())
-        return [(float(match[2]), int(match[1]), path) for path, match in matches if match is not None]
+        named = ((path, read_checkpoint_name(path.name)) for path in self.folder.iterdir())
+        return [(said.metric.rank(said.value), said.epoch, path) for path, said in named if said is not None]
 
 
 def _failed(path: Path, error: OSError) -> SaveFailed:

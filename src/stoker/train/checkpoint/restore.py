@@ -33,7 +33,7 @@ from stoker.train.checkpoint.changes import (
     used_values,
 )
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
-from stoker.train.checkpoint.format import CheckpointCorrupt, read_checkpoint
+from stoker.train.checkpoint.format import CheckpointCorrupt, is_ours, peek, read_checkpoint
 from stoker.train.optimization import load_state
 from stoker.train.schedule import Progress, is_over, learning_rate
 
@@ -102,7 +102,7 @@ def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) 
     (CheckpointOther) and, unless `replan`, another schedule (ScheduleChanged), before anything is loaded.
     """
     state, path = found.state, found.path
-    changes = changes_since(state, {**run.config, "decoder": run.decoder})
+    changes = changes_since(state, {**run.config, "decoder": run.decoder or run.config["decoder"]})
     _refuse_other(run, state, path, of_kind("other", changes))
     progress, schedule = _progress_in(run, state), of_kind("schedule", changes)
     # Of the last step, and of the next: a learning rate is a function of the step, its horizon and its peak.
@@ -212,13 +212,50 @@ class Restored:
         return self.config.val_img_size or self.config.img_size
 
 
+@dataclass(frozen=True)
+class TrainedState:
+    """The state in a checkpoint, and the config that its model is used with."""
+
+    path: Path
+    state: dict[str, Any]
+    config: HostConfig
+    """As it was trained, with the overrides of this command, resolved for this machine."""
+    averaged: bool
+    """Whether its moving average is used."""
+
+    def load_into(self, model: nn.Module) -> nn.Module:
+        """The model with these weights, ready to be used; raises UserError if they are another network's."""
+        _load(model, self.state, self.path, self.config.model, self.averaged)
+        return model.eval().requires_grad_(False)
+
+
+def open_state(
+    path: Path, overrides: Sequence[str] = (), *, raw: bool = False, say: Say = lambda _text: None
+) -> TrainedState:
+    """What a checkpoint holds, or a run folder's best one; its moving average if it has one, unless `raw`."""
+    path = checkpoint_in(path, say)
+    state = _read(path)
+    here, notes = fit_to_machine(_with_overrides(state["config"], overrides), read_machine())
+    for note in notes:
+        say(f"note: {note}")
+    remember_config(here)
+    return TrainedState(path, state, here, state["ema"] is not None and not raw)
+
+
+def task_of(path: Path) -> str:
+    """The task that a checkpoint, or a run folder's best one, was trained for; files of other programs classify."""
+    path = checkpoint_in(path, lambda _text: None)
+    if not is_ours(path):
+        return "classify"
+    return str((peek(path, "config")["config"] or {}).get("task", "classify"))
+
+
 def restore_model(
     path: Path, overrides: Sequence[str] = (), *, raw: bool = False, say: Say = lambda _text: None
 ) -> Restored:
     """The model of a checkpoint, or of a run folder's best one: its moving average if it has one, unless `raw`."""
-    path = checkpoint_in(path, say)
-    state = _read(path)
-    config = _with_overrides(state["config"], overrides)
+    trained = open_state(path, overrides, raw=raw, say=say)
+    state, config = trained.state, trained.config
     check_task(config, "used here")
     outputs = config.num_classes or len(state["classes"])
     model = build_model(
@@ -229,19 +266,13 @@ def restore_model(
         other_sizes=[size for size in (config.img_size, config.val_img_size) if size is not None],
         channels_last=config.channels_last,
     )
-    averaged = state["ema"] is not None and not raw
-    _load(model, state, path, config.model, averaged)
-    here, notes = fit_to_machine(config, read_machine())
-    for note in notes:
-        say(f"note: {note}")
-    remember_config(here)
     spare = (f"output {number}" for number in range(len(state["classes"]), outputs))
     return Restored(
-        path=path,
-        model=model.eval().requires_grad_(False),
-        config=here,
+        path=trained.path,
+        model=trained.load_into(model),
+        config=config,
         classes=(*state["classes"], *spare),
-        averaged=averaged,
+        averaged=trained.averaged,
         epoch=int(state["progress"]["epoch"]),
         step=int(state["progress"]["step"]),
     )

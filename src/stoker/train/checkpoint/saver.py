@@ -48,6 +48,7 @@ def run_state(run: Run, sums: dict[str, Any]) -> dict[str, Any]:
         "config": run.config,
         "classes": run.classes,
         "decoder": run.decoder,
+        "data": run.data,
         "branched_from": run.branched_from,
     }
 

@@ -83,7 +83,7 @@ def source_index_folder(destination: Path) -> Path:
 def check_destination(source: str, destination: Path) -> None:
     """Refuses a destination that is not a folder, or is inside the source."""
     if ":/" in str(destination):  # Path collapses the two slashes into one
-        seen = f"{destination} is a URL; shards need a local folder"
+        seen = f"{destination} is a URL; a pack needs a local folder"
         raise UsageError("usage", seen, hint="pack to a folder, then upload it")
     if is_url(source):
         return
@@ -92,7 +92,7 @@ def check_destination(source: str, destination: Path) -> None:
         raise UserError(
             "destination-inside-source",
             f"{destination} is inside {source}",
-            why="the next listing of the source would find the shards among the images",
+            why="the next listing of the source would find the pack in it",
             hint=f"stoker pack {source} {source.rstrip('/')}-packed",
         )
     if destination.exists() and not destination.is_dir():
@@ -153,7 +153,7 @@ def claim_destination(destination: Path) -> Iterator[None]:
         raise UserError(
             "destination-not-writable",
             f"{destination} cannot be written to: {error.strerror}",
-            why="the shards would be written there",
+            why="the pack would be written there",
             hint=f"ls -ld {destination} {destination.parent}",
         ) from None
     try:
@@ -230,7 +230,7 @@ def remove_pack(pack: PackFolder) -> None:
 
 def remove_temporaries(pack: PackFolder) -> None:
     """Removes unfinished shards; call with the destination locked."""
-    for path in pack.folder.glob(".shard-*.tar.tmp"):
+    for path in (*pack.folder.glob(".shard-*.tar.tmp"), *pack.records.glob(".shard-*.json.*.tmp")):
         path.unlink(missing_ok=True)
 
 

@@ -10,6 +10,8 @@ import time
 from typing import Any
 
 from stoker.doctor.attach.inside import ring, session
+from stoker.doctor.attach.inside.habits import DEEPEST, Watched, array_bytes
+from stoker.doctor.attach.inside.sampling import Spots, sampler, survive_forks
 from stoker.doctor.attach.inside.stages import COLLATE, FETCH, READ_AND_DECODE, SOCKET, StageClock, here
 
 # Asking how much was read takes 5 µs, twice, and adding up arrays as long: for every batch at first, then for some.
@@ -18,8 +20,6 @@ ALWAYS_BELOW, THEN_EVERY = 16, 8
 # worker is ended without notice, and its batches since the last write are missing from its sums.
 WRITE_AFTER_NS = 10_000_000
 WRITE_EVERY_NS = 100_000_000
-DEEPEST = 3
-"""How far we look for arrays inside a batch: {"images": [a, b]} has them at two."""
 
 
 class Collections:
@@ -53,6 +53,9 @@ class FetchTotals:
     def __init__(self, path: str, worker: int, threads: int) -> None:
         self._ring = ring.Ring(path, ring.FETCH_STRUCT, ring.FETCH_CAPACITY)
         self.clock = StageClock()
+        self.spots = Spots(self._ring.memory, self.clock)
+        self._watched = Watched(self._ring.memory, worker >= 0, fetches.is_forked)
+        self.clock.on_open = self._watched.files.opened
         self._about = worker, threads, int(self.clock.knows_run_queue)
         self._batches = self._samples = 0
         self._size = -1
@@ -85,6 +88,7 @@ class FetchTotals:
         path, self.clock.opened = self.clock.opened, None
         if path is not None and not self._path_written:
             self._write_path(path)
+        self._watched.files.sample_ends()
         self._seen += 1
         if self._seen == 1:  # imports, opened archives: not this sample's fault
             return
@@ -118,14 +122,20 @@ class FetchTotals:
         # The first batch reads what is imported for it as well.
         self._read_before = self._bytes_read() if self._batches and self._now_and_then() else None
         clock.begin()
+        sampler.begin(self.spots, clock.began_ns)
 
-    def batch_made(self, epoch: int, samples: int, data: Any) -> None:
+    def batch_ends(self) -> None:
+        sampler.thread = 0
+        self.clock.end()
+
+    def batch_made(self, epoch: int, samples: int, data: Any, dataset: Any) -> None:
         """Records a batch whose timing has ended."""
         clock = self.clock
         if epoch != self._epoch:
             self._epoch, self._number = epoch, 0
         if self._now_and_then():
-            self._size = _array_bytes(data, DEEPEST) or -1
+            self._size = array_bytes(data, DEEPEST) or -1
+            self._watched.batch_made(dataset, data, samples)
             if self._read_before is not None:
                 now, before = self._bytes_read() or (0, 0), self._read_before
                 self._read_bytes += max(now[0] - before[0], now[1] - before[1], 0)
@@ -157,6 +167,7 @@ class FetchTotals:
             *clock.wall, *clock.off_core, *clock.run_queue, *clock.calls,
         )  # fmt: skip
         ring.HISTOGRAM.pack_into(memory, ring.HISTOGRAM_AT, *self._histogram)
+        self._watched.write(self.spots.sampled_ns, self.spots.looks, clock.worked)
 
     def _bytes_read(self) -> tuple[int, int] | None:
         """Bytes that this thread has read from files, and from disks; None if the kernel does not provide it."""
@@ -171,19 +182,6 @@ def _fetched_ns(clock: StageClock) -> int:
     """Time spent fetching bytes; of calls that also decode, only their blocked time."""
     both = READ_AND_DECODE
     return clock.wall[FETCH] + clock.wall[SOCKET] + clock.off_core[both] - clock.run_queue[both]
-
-
-def _array_bytes(data: Any, deep: int) -> int:
-    size = getattr(data, "nbytes", None)
-    if size is not None:
-        return int(size)
-    if deep == 0:
-        return 0
-    if isinstance(data, dict):
-        return sum(_array_bytes(part, deep - 1) for part in data.values())
-    if isinstance(data, (list, tuple)):
-        return sum(_array_bytes(part, deep - 1) for part in data)
-    return 0
 
 
 def _thread_io() -> int | None:
@@ -253,11 +251,13 @@ class _Fetches:
         self.loader = 0
         """Which loader of the training process is preparing a batch; 0 in a worker."""
         self.fetchers = 0
+        self.is_forked = False
 
     def forget(self) -> None:
         """After a fork: what is here belongs to the parent."""
         here.clock = None
         self.__init__()  # type: ignore[misc]
+        self.is_forked = True
 
 
 fetches = _Fetches()
@@ -269,6 +269,7 @@ def patch_fetchers(module: Any) -> None:
         fetcher = getattr(module, name)
         fetcher.fetch = _clocked(fetcher.fetch, attribute)
     os.register_at_fork(after_in_child=_after_fork)
+    survive_forks()
 
 
 def _after_fork() -> None:
@@ -299,11 +300,11 @@ def _clocked(original: Any, attribute: str) -> Any:
         try:
             data = original(self, possibly_batched_index)
         finally:
-            totals.clock.end()
+            totals.batch_ends()
             setattr(self, attribute, source)
             self.collate_fn = collate
         try:
-            totals.batch_made(self._stoker_epoch, _samples(possibly_batched_index, data), data)
+            totals.batch_made(self._stoker_epoch, _samples(possibly_batched_index, data), data, source)
         except Exception as error:
             opened.failed("a batch could not be recorded", error)
         return data
@@ -321,6 +322,7 @@ def _begin_totals(opened: session.Session) -> FetchTotals:
         raise RuntimeError("this process uses too many loaders")
     path = os.path.join(opened.folder, f"fetch-{os.getpid()}-{fetches.loader}.ring")  # noqa: PTH118
     totals = fetches.totals[fetches.loader] = FetchTotals(path, _worker_number(), _threads())
+    sampler.start()
     return totals
 
 

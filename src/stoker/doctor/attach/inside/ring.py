@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 from stoker.doctor.attach.inside.stages import STAGE_COUNT
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"STKR"
-HEADER_BYTES = 4096
+HEADER_BYTES = 12288
 HEAD = struct.Struct("<4sIII")  # magic, version, record size, capacity
 COUNT = struct.Struct("<Q")
 COUNT_AT = 16
 
 # 65,536 batches of 64 bytes: 22 minutes of 20 ms steps in 4 MB.
 STEP_CAPACITY = 65536
-# 256 batches of each worker process: 'the newest few hundred' of a loader, in 20 KB a process.
+# 256 batches of each worker process: 'the newest few hundred' of a loader, in 28 KB a process.
 FETCH_CAPACITY = 256
 STEP_MARKS = struct.Struct("<QQq")  # steps of the training loader, done, moment of the first batch
 STEP_MARKS_AT = 24
@@ -40,6 +40,22 @@ SLOW = struct.Struct("<q240s")
 SLOW_AT = 1536
 PATH = struct.Struct("<400s")
 PATH_AT = 3600
+
+# What the samples cost: see `sampling.py` (spots) and `habits.py` (the rest). -1 in HABITS means 'not measured'.
+HABITS = struct.Struct("<14q")
+HABITS_AT = 4096
+SHAPE = struct.Struct("<64s")
+SHAPES_AT = 4224
+"""Two shapes of batches that followed each other, as text."""
+WORKED_COUNT = 6
+WORKED = struct.Struct("<qq48s")  # calls, elements of the arrays that were worked on, name of the function
+WORKED_AT = 4608
+CACHE_COUNT = 4
+CACHE = struct.Struct("<qqq96s")  # entries, bytes or -1, entries that have vanished, name
+CACHES_AT = 5120
+SPOT_COUNT = 24
+SPOT = struct.Struct("<qi244s")  # ns, line, names
+SPOTS_AT = 6144
 
 
 class StepRecord(NamedTuple):
@@ -92,6 +108,36 @@ class FetchRecord(NamedTuple):
 
 
 FETCH_STRUCT = struct.Struct("<qqqqqqiiii")
+
+
+class Habits(NamedTuple):
+    """What a process does again and again while it prepares samples."""
+
+    sampled_ns: int = 0
+    """Time of preparing batches over which the stack was looked at; the spots are shares of it."""
+    looks: int = 0
+    samples: int = 0
+    """Samples that were counted here; 0 where single samples cannot be told apart."""
+    samples_that_read: int = 0
+    """Samples for which a file was opened."""
+    samples_that_read_again: int = 0
+    """Samples for which only files were opened that this process had opened before."""
+    opens: int = 0
+    files: int = 0
+    """Different files that were opened."""
+    shapes_seen: int = 0
+    """Batches whose shape was looked at."""
+    shape_changes: int = 0
+    """How often it was another one than before."""
+    elements: int = 0
+    """Of the largest array of a batch, for one of its samples; summed over the batches that were looked at."""
+    smallest: int = 0
+    largest: int = 0
+    """Of the same numbers."""
+    dimensions: int = 0
+    """Of that array, with that of the batch; 0 if there is none."""
+    private_bytes: int = -1
+    """The most memory that this process had for itself alone; only in a worker."""
 
 
 class Ring:

@@ -97,7 +97,8 @@ def leading_rank() -> int:
 FETCHERS = "torch.utils.data._utils.fetch"
 LOADERS = "torch.utils.data.dataloader"
 OPTIMIZERS = "torch.optim.optimizer"
-WATCHED = frozenset({FETCHERS, LOADERS, OPTIMIZERS, *STAGE_TARGETS})
+SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler")
+WATCHED = frozenset({FETCHERS, LOADERS, OPTIMIZERS, *SCALERS, *STAGE_TARGETS})
 
 
 class _PatchingFinder:
@@ -160,6 +161,10 @@ def patch(name: str, module: Any) -> None:
             from stoker.doctor.attach.inside.iterating import patch_optimizers
 
             patch_optimizers(module)
+        elif name in SCALERS:
+            from stoker.doctor.attach.inside.precision import patch_scalers
+
+            patch_scalers(module)
         else:
             from stoker.doctor.attach.inside.stages import patch_stages
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from stoker.clock.costs import read_schedule
 
-OTHER, FETCH, SOCKET, DECODE, READ_AND_DECODE, AUGMENT, COLLATE = range(7)
-"""READ_AND_DECODE: one call does both. Its blocked time was reading, the rest decoding."""
-STAGE_COUNT = 7
+OTHER, FETCH, SOCKET, DECODE, READ_AND_DECODE, AUGMENT, COLLATE, PREPROCESS = range(8)
+"""READ_AND_DECODE: one call does both. Its blocked time was reading, the rest decoding. PREPROCESS: filters and
+resampling of arrays, unless an augmentation calls them; the size of what they work on is kept too."""
+STAGE_COUNT = 8
 
 # Pillow calls `load` before every operation; once an image is decoded it has no tiles left.
 NOTHING_TO_DO_WITHOUT = {"ImageFile.load": "tile"}
@@ -33,7 +34,35 @@ STAGE_TARGETS: dict[str, tuple[tuple[str, int], ...]] = {
         ("read_file", FETCH), ("decode_image", DECODE), ("decode_jpeg", DECODE), ("decode_png", DECODE),
         ("decode_webp", DECODE), ("decode_gif", DECODE), ("read_image", READ_AND_DECODE),
     ),
-    "cv2": (("imread", READ_AND_DECODE), ("imdecode", DECODE)),
+    "cv2": (
+        ("imread", READ_AND_DECODE), ("imdecode", DECODE), ("GaussianBlur", PREPROCESS), ("medianBlur", PREPROCESS),
+        ("bilateralFilter", PREPROCESS), ("fastNlMeansDenoising", PREPROCESS), ("filter2D", PREPROCESS),
+        ("morphologyEx", PREPROCESS), ("resize", PREPROCESS), ("warpAffine", PREPROCESS), ("remap", PREPROCESS),
+    ),
+    "tifffile.tifffile": (
+        ("imread", READ_AND_DECODE), ("TiffFile.asarray", READ_AND_DECODE), ("TiffPageSeries.asarray", READ_AND_DECODE),
+        ("TiffPage.asarray", READ_AND_DECODE),
+    ),
+    "nibabel.loadsave": (("load", READ_AND_DECODE),),
+    "nibabel.arrayproxy": (
+        ("ArrayProxy.__array__", READ_AND_DECODE), ("ArrayProxy.__getitem__", READ_AND_DECODE),
+        ("ArrayProxy.get_unscaled", READ_AND_DECODE),
+    ),
+    "nibabel.dataobj_images": (("DataobjImage.get_fdata", READ_AND_DECODE),),
+    # The modules that scipy.ndimage takes its functions from: wrapped before it does.
+    "scipy.ndimage._filters": tuple((name, PREPROCESS) for name in (
+        "median_filter", "rank_filter", "percentile_filter", "minimum_filter", "maximum_filter", "uniform_filter",
+        "gaussian_filter", "gaussian_laplace", "gaussian_gradient_magnitude", "laplace", "sobel", "prewitt",
+        "convolve", "correlate", "generic_filter",
+    )),
+    "scipy.ndimage._interpolation": tuple((name, PREPROCESS) for name in (
+        "zoom", "rotate", "shift", "affine_transform", "map_coordinates", "geometric_transform", "spline_filter",
+    )),
+    "scipy.ndimage._morphology": tuple((name, PREPROCESS) for name in (
+        "distance_transform_edt", "binary_dilation", "binary_erosion", "binary_opening", "binary_closing",
+        "binary_fill_holes", "grey_dilation", "grey_erosion", "grey_opening", "grey_closing",
+    )),
+    "scipy.ndimage._measurements": (("label", PREPROCESS),),
     "simplejpeg": (("decode_jpeg", DECODE),),
     "turbojpeg": (("TurboJPEG.decode", DECODE),),
     "torchvision.transforms.transforms": (("Compose.__call__", AUGMENT),),
@@ -77,6 +106,12 @@ class StageClock:
         self.socket_bytes = 0
         self.opened: Any = None
         """The path that was opened last, and not yet assigned to a sample."""
+        self.on_open: Callable[[Any], None] | None = None
+        """Called with every path that is opened."""
+        self.calling = ""
+        """The timed function that is running."""
+        self.worked: dict[str, list[int]] = {}
+        """Calls of filters, and how many elements the arrays had that they worked on."""
         self.knows_run_queue = read_schedule() is not None
         self.wall = [0] * STAGE_COUNT
         self.off_core = [0] * STAGE_COUNT
@@ -86,7 +121,8 @@ class StageClock:
         """How long this thread has waited for a core, as of the last time the kernel was asked."""
         self.began_ns = self.took_ns = self.ran_ns = self.queue_ns = 0
         """Of the last batch."""
-        self._stage = OTHER
+        self.stage = OTHER
+        """The stage on top."""
         self._stack: list[int] = []
         self._off_before = 0
         self._last_wall = self._last_cpu = self._asked_wall = 0
@@ -94,7 +130,7 @@ class StageClock:
     def begin(self) -> None:
         """Starts a batch; this thread's calls count from here on."""
         self._stack.clear()
-        self._stage = OTHER
+        self.stage = OTHER
         schedule = read_schedule() if self.knows_run_queue else None
         self.queued_ns = self.queue_ns = schedule[1] if schedule else 0
         here.clock = self
@@ -112,23 +148,23 @@ class StageClock:
         self.queue_ns = min(off_core, self.queued_ns - self.queue_ns)
 
     def enter(self, stage: int) -> None:
-        wall, top = _wall_ns(), self._stage
+        wall, top = _wall_ns(), self.stage
         took = wall - self._last_wall
         self._last_wall = wall
         self.wall[top] += took
         if took > WORTH_ASKING_NS:
             self._ask(wall, took, top)
         self._stack.append(top)
-        self._stage = stage
+        self.stage = stage
         self.calls[stage] += 1
 
     def leave(self) -> None:
         self.close_piece()
-        self._stage = self._stack.pop() if self._stack else OTHER
+        self.stage = self._stack.pop() if self._stack else OTHER
 
     def close_piece(self) -> None:
         """Adds the time since the last boundary to the stage on top."""
-        wall, top = _wall_ns(), self._stage
+        wall, top = _wall_ns(), self.stage
         took = wall - self._last_wall
         self._last_wall = wall
         self.wall[top] += took
@@ -163,24 +199,45 @@ def timed(function: Callable[..., Any], stage: int, only_with: str | None = None
     """The same function; while a batch is prepared, its time counts for the stage. `only_with` names an attribute
     without which a method has nothing to do and need not be timed."""
 
+    name = known_as(function)
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         clock = here.clock
         if clock is None or (only_with is not None and not getattr(args[0], only_with, True)):
             return function(*args, **kwargs)
-        clock.enter(stage)
+        now = stage
+        if stage == PREPROCESS:
+            if clock.stage == PREPROCESS:  # one filter calls another: the outer one is what the user called
+                return function(*args, **kwargs)
+            now = AUGMENT if clock.stage == AUGMENT else PREPROCESS
+        outer, clock.calling = clock.calling, name
+        clock.enter(now)
         try:
             got = function(*args, **kwargs)
         finally:
             clock.leave()
+            clock.calling = outer
         if stage == SOCKET:
             clock.socket_bytes += _bytes_of(got)
+        elif stage == PREPROCESS and args:
+            counts = clock.worked.setdefault(name, [0, 0])
+            counts[0] += 1
+            counts[1] += int(getattr(args[0], "size", 0))
         return got
 
     setattr(call, WRAPPED, True)
     # TorchScript compiles a function from its source: point it to the original (torchvision.io's are scripted).
     call.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": function})
     return call
+
+
+def known_as(function: Any) -> str:
+    """scipy.ndimage.median_filter for one that is defined in scipy.ndimage._filters."""
+    name = getattr(function, "__qualname__", getattr(function, "__name__", ""))
+    parts = [part for part in str(getattr(function, "__module__", "") or "").split(".") if not part.startswith("_")]
+    # tifffile.tifffile.imread: users know it as tifffile.imread.
+    return ".".join([part for place, part in enumerate(parts) if part not in parts[:place]] + [name])
 
 
 def _bytes_of(received: Any) -> int:
@@ -236,6 +293,12 @@ class TimedFile(io.FileIO):
             clock.leave()
 
 
+def _note_opened(clock: StageClock, path: Any) -> None:
+    clock.opened = path
+    if clock.on_open is not None:
+        clock.on_open(path)
+
+
 def open_timed(*args: Any, **kwargs: Any) -> Any:
     """`open`, unchanged; while a batch is prepared, opening and reading count as fetching."""
     clock = here.clock
@@ -245,12 +308,12 @@ def open_timed(*args: Any, **kwargs: Any) -> Any:
     try:
         # Only the plain case is ours: a path, for reading bytes, with the default buffer.
         if len(args) == 2 and not kwargs and args[1] in BINARY_READING and isinstance(args[0], (str, os.PathLike)):
-            clock.opened = args[0]
+            _note_opened(clock, args[0])
             raw = TimedFile(args[0], "rb")
             size = getattr(raw, "_blksize", 0)  # as Python's own `open` chooses it
             return io.BufferedReader(raw, size if size > 1 else io.DEFAULT_BUFFER_SIZE)
         if args and isinstance(args[0], (str, os.PathLike)):
-            clock.opened = args[0]
+            _note_opened(clock, args[0])
         return _open(*args, **kwargs)
     finally:
         clock.leave()

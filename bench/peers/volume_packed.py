@@ -1,0 +1,36 @@
+"""Our loader of patches on a pack; LAW=nnunet draws rotations and scalings with nnU-Net's probabilities."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+from bench.peers.volume_serving import VolumeJob, serve_volumes
+from stoker.data.loader import LoaderOptions
+from stoker.data.volumes.cases import open_cases
+from stoker.data.volumes.opening import OpenVolumes
+from stoker.data.volumes.patches import training_steps
+from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training
+from stoker.data.volumes.survey import survey
+from stoker.data.volumes.transforms import UNCHANGED, TransformRange
+from stoker.data.volumes.volume import ReadingOptions
+
+STEPS = 1000
+NNUNET = TransformRange(flips=(0.5, 0.5, 0.5), rotation=0.2, scaling=0.2)
+
+
+def open_stream(job: VolumeJob) -> Iterator[int]:
+    listed, reading = open_cases(job.data), ReadingOptions()
+    volumes = OpenVolumes(reading)
+    assert listed.rules is not None
+    rule = PatchRule(job.patch, transforms=NNUNET if os.environ["LAW"] == "nnunet" else UNCHANGED)
+    steps = training_steps(STEPS, job.batch)
+    surveyed = survey(listed.cases, volumes)
+    plan = plan_training(listed.cases, surveyed, volumes, listed.rules, rule, steps, seed=0)
+    loader = PatchLoader(plan, reading, LoaderOptions(workers=job.workers))
+    return (len(batch) for epoch in itertools.count() for batch in loader.epoch(epoch))
+
+
+if __name__ == "__main__":
+    serve_volumes(open_stream)

@@ -1,0 +1,480 @@
+"""Packs the cases of a data set with several processes: the same bytes for any number of them, in any order.
+
+A case is made on its own, and recorded when all its files are complete: a killed pack loses only what was in flight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.child import ChildDied, Parent, share_out
+from stoker.console import Advance, count
+from stoker.data.store.stores import ReadFailure, is_url
+from stoker.data.volumes.cases import Case, CaseList, Part
+from stoker.data.volumes.labels import BadLabels, LabelRules, check_pair
+from stoker.data.volumes.opening import OpenVolumes, VolumeRef
+from stoker.data.volumes.pack.index import (
+    INDEX,
+    PackedCase,
+    PackedFile,
+    PackIndex,
+    file_names,
+    read_case,
+    write_case,
+    write_index,
+)
+from stoker.data.volumes.pack.preprocessing import Preparation, Prepared, new_shape, prepare_image, prepare_label
+from stoker.data.volumes.pack.writing import Layout, Report, checksum, remove, write_volume
+from stoker.data.volumes.packed import stored_bytes, stored_shape
+from stoker.data.volumes.volume import CroppedVolume, ReadingOptions, Region, Shape, Volume, Voxels, whole
+from stoker.errors import UserError
+from stoker.files import write_text
+
+RECORDS = ".pack"
+SHOWN = 20
+_REPORT_EVERY_S = 0.2
+_CACHE_BYTES = 256_000_000
+# Opening a volume is mostly waiting, for a network file system or an object store.
+THREADS = 8
+
+
+@dataclass(frozen=True)
+class VolumePack:
+    """Everything that determines a pack, and where it goes."""
+
+    root: Path
+    cases: tuple[tuple[Part, Case], ...]
+    rules: LabelRules | None
+    preparation: Preparation
+    layout: Layout
+    reading: ReadingOptions
+
+    @property
+    def options(self) -> dict[str, Any]:
+        labels = None if self.rules is None else [self.rules.classes, self.rules.ignore]
+        return {**self.preparation.as_dict(), "layout": self.layout.name, "labels": labels}
+
+    def record(self, number: int) -> Path:
+        part, case = self.cases[number]
+        return self.root / RECORDS / "cases" / part / f"{self.names[part][case.id]}.json"
+
+    @cached_property
+    def names(self) -> dict[str, dict[str, str]]:
+        """File names by part and id."""
+        parts = {part for part, _ in self.cases}
+        return {part: file_names([case.id for one, case in self.cases if one == part]) for part in parts}
+
+    def paths(self, number: int) -> tuple[list[str], str]:
+        """Where the images and the label of a case go, below the root."""
+        part, case = self.cases[number]
+        name = self.names[part][case.id]
+        images = [
+            f"{part}/images/{name}{'' if channel == 0 else f'_{channel:04d}'}{self.layout.suffix}"
+            for channel in range(len(case.images))
+        ]
+        return images, f"{part}/labels/{name}{self.layout.suffix}"
+
+
+@dataclass(frozen=True)
+class PackResult:
+    """The result of packing."""
+
+    index: PackIndex
+    kept: int
+    """Cases finished by an earlier run."""
+    bytes: int
+    voxels: int
+    """That were read and written now."""
+    seconds: float
+
+
+def gather(parts: Mapping[Part, CaseList]) -> tuple[tuple[Part, Case], ...]:
+    """The cases of all parts, in the order of the pack."""
+    return tuple((part, case) for part, listed in parts.items() for case in listed.cases)
+
+
+def pack_volumes(
+    pack: VolumePack,
+    looked: Sequence[Looked],
+    *,
+    workers: int,
+    max_bad_fraction: float,
+    notes: Sequence[str] = (),
+    verify: bool = False,
+    progress: Advance | None = None,
+) -> PackResult:
+    """Packs every case, or what an earlier run left; call it with the destination locked, after `look`."""
+    began = time.monotonic()
+    claim(pack)
+    remove_temporaries(pack.root)
+    # Until everything is there again, this is no pack: a run must not train on half of the volumes.
+    (pack.root / INDEX).unlink(missing_ok=True)
+    check_space(pack, looked)
+    # A compressed NIfTI file is decoded whole: unless it fits into the cache, every piece would decode it again.
+    room = max(_CACHE_BYTES, *(one.decoded_bytes for one in looked))
+    pack = replace(pack, reading=replace(pack.reading, cache_bytes=room))
+    sizes = [one.voxels * (len(case.images) + (case.label is not None))
+             for one, (_, case) in zip(looked, pack.cases, strict=True)]  # fmt: skip
+    made = _make(pack, sizes, workers, verify, progress)
+    skipped = [made[number] for number in sorted(made) if "reason" in made[number]]
+    _check_skipped(pack, skipped, max_bad_fraction)
+    finished = [read_case(pack.record(number)) for number in sorted(made) if "reason" not in made[number]]
+    cases = tuple(found[0] for found in finished if found is not None)
+    assert len(cases) + len(skipped) == len(pack.cases), "a case is packed or listed as skipped"
+    rules = pack.rules
+    index = PackIndex(
+        cases,
+        None if rules is None else rules.classes,
+        None if rules is None else rules.ignore,
+        tuple(notes),
+        tuple({"id": one["id"], "reason": one["reason"]} for one in skipped),
+        pack.options,
+    )
+    write_index(pack.root, index)
+    kept = [number for number, answer in made.items() if answer.get("kept")]
+    return PackResult(
+        index=index,
+        kept=len(kept),
+        bytes=sum(file.facts.bytes for case in cases for file in case.files),
+        voxels=sum(sizes) - sum(sizes[number] for number in kept),
+        seconds=time.monotonic() - began,
+    )
+
+
+def read_options(root: Path) -> dict[str, Any] | None:
+    """How the pack in a folder was begun; None if there is none."""
+    try:
+        about = json.loads((root / RECORDS / "pack.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return about["options"] if isinstance(about, dict) and isinstance(about.get("options"), dict) else None
+
+
+def claim(pack: VolumePack) -> None:
+    """Records how a folder is packed; refuses one that was begun in another way, or holds something else."""
+    before = read_options(pack.root)
+    if before is None:
+        ours = (INDEX, "train/images", "train/labels", "test/images")
+        foreign = [name for name in ours if (pack.root / name).exists()]
+        if foreign:
+            raise UserError(
+                "destination-not-empty",
+                f"{pack.root} contains {foreign[0]}, which stoker pack did not write",
+                why="it would be overwritten",
+                hint="choose another folder",
+            )
+        write_text(pack.root / RECORDS / "pack.json", json.dumps({"options": pack.options}, indent=1) + "\n")
+    elif before != pack.options:
+        raise UserError(
+            "pack-options-differ",
+            f"{pack.root} was packed with {_spell(before)}; this command has {_spell(pack.options)}",
+            why="a pack cannot mix volumes of both kinds",
+            hint="choose another folder; or --fresh, which packs this one again from its source",
+        )
+
+
+def remove_pack(root: Path) -> None:
+    """Removes what `stoker pack` wrote, and nothing else; without its records nothing is known to be ours."""
+    if read_options(root) is None:
+        return
+    # The index first: what is left after a crash must not look like a complete pack.
+    (root / INDEX).unlink(missing_ok=True)
+    records = root / RECORDS / "cases"
+    for record in sorted(records.rglob("*.json")) if records.is_dir() else []:
+        found = read_case(record)
+        for file in found[0].files if found is not None else ():
+            remove(root / file.path)
+    remove_temporaries(root)
+    for part in ("train", "test"):
+        for folder in (root / part / "images", root / part / "labels", root / part):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+    remove(records)
+    (root / RECORDS / "pack.json").unlink()  # last: until then the rest is known to be ours
+
+
+def remove_temporaries(root: Path) -> None:
+    """Removes unfinished volumes; call with the destination locked."""
+    for part in ("train", "test"):
+        for folder in (root / part, root / RECORDS / "cases"):
+            for path in folder.glob("*/.*.tmp"):
+                remove(path)
+    remove(root / RECORDS / "trial")
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What is known of a case before it is packed."""
+
+    shape: Shape = (0, 0, 0)
+    """When it is packed."""
+    image_bytes: int = 0
+    """Of one voxel, in all channels."""
+    label_bytes: int = 0
+    decoded_bytes: int = 0
+    """Of its largest file, if that can only be decoded whole."""
+    reason: str = ""
+    """Why it cannot be opened, or prepared as asked."""
+
+    @property
+    def voxels(self) -> int:
+        return int(np.prod(self.shape, dtype=object))
+
+    def packed_bytes(self, layout: Layout) -> int:
+        """Of its files, before compression."""
+        stored = stored_shape(self.shape, layout.block if layout.kind == "blocks" else 0)
+        return int(np.prod(stored, dtype=object)) * (self.image_bytes + self.label_bytes)
+
+
+def look(
+    cases: Sequence[tuple[Part, Case]],
+    rules: LabelRules | None,
+    preparation: Preparation,
+    reading: ReadingOptions,
+    progress: Advance | None = None,
+) -> list[Looked]:
+    """Opens every case, reading no voxels; one that cannot be opened is empty here, and told when it is packed."""
+    volumes = OpenVolumes(reading)
+
+    def work(case: Case) -> Looked:
+        try:
+            sources = [volumes.get(ref) for ref in case.images]
+            label = None if case.label is None else volumes.get(case.label)
+            shape = new_shape(sources[0], preparation)
+        except ReadFailure as failure:
+            return Looked(reason=str(failure))
+        kinds = [np.dtype(np.uint8) if preparation.dtype == "uint8" else source.dtype for source in sources]
+        label_bytes = 0 if label is None else (label.dtype if rules is None else rules.dtype).itemsize
+        voxels = int(np.prod(sources[0].shape, dtype=object))
+        zipped = [one for one in sources if one.name.lower().endswith(".gz")]
+        decoded = max((voxels * one.dtype.itemsize for one in zipped), default=0)
+        return Looked(shape, sum(min(kind.itemsize, 4) for kind in kinds), label_bytes, decoded)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = []
+        for one in pool.map(lambda pair: work(pair[1]), cases):
+            found.append(one)
+            if progress is not None:
+                progress(len(found), len(cases))
+    return found
+
+
+def check_space(pack: VolumePack, looked: Sequence[Looked]) -> None:
+    """Refuses to begin what the disk cannot hold."""
+    unfinished = [number for number in range(len(pack.cases)) if _finished(pack, number) is None]
+    needed = sum(looked[number].packed_bytes(pack.layout) for number in unfinished)
+    free = shutil.disk_usage(pack.root).free
+    if needed > free:
+        raise UserError(
+            "disk-too-small",
+            f"{pack.root} has {free / 1e9:.1f} GB free; the volumes need about {needed / 1e9:.1f} GB",
+            why="the disk would be full before the pack is complete",
+            hint="use another disk, or smaller voxels: --dtype uint8 --clip 0.5%,99.5%, or --scale 0.5",
+        )
+
+
+def _make(
+    pack: VolumePack, sizes: list[int], workers: int, verify: bool, progress: Advance | None
+) -> dict[int, dict[str, Any]]:
+    total = max(1, sum(sizes) // 1_000_000)
+    made: dict[int, dict[str, Any]] = {}
+    done = 0
+
+    def on_report(voxels: int) -> None:
+        nonlocal done
+        done += voxels
+        if progress is not None:
+            progress(min(done // 1_000_000, total), total)
+
+    def on_answer(answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            raise UserError(
+                "pack-failed",
+                f"{answer['id']} could not be packed: {answer['error']}",
+                why=f"{len(made)} of {count(len(pack.cases), 'volume')} are finished and kept",
+                hint="fix the cause, then run the same command again to continue",
+            )
+        made[answer["number"]] = answer
+
+    try:
+        share_out(
+            make_cases,
+            pickle.dumps(pack),
+            [{"number": number, "verify": verify} for number in range(len(pack.cases))],
+            workers=workers,
+            on_message=on_report,
+            on_answer=on_answer,
+        )
+    except ChildDied as died:
+        raise UserError(
+            "pack-worker-died",
+            f"the process that packed {pack.cases[died.task['number']][1].id} {died.how}",
+            why="the kernel kills processes when memory runs out; finished volumes are kept",
+            hint="run the same command again to continue, with fewer --workers to need less memory",
+        ) from None
+    finally:
+        remove_temporaries(pack.root)
+    return made
+
+
+# In a worker process.
+
+
+def make_cases(argument: bytes, parent: Parent) -> None:
+    """Makes the cases that the parent asks for."""
+    pack: VolumePack = pickle.loads(argument)  # noqa: S301 - our own parent made it
+    for task in parent.messages():
+        last_s, since = time.monotonic(), 0
+
+        def report(voxels: int) -> None:
+            nonlocal last_s, since
+            since += voxels
+            if time.monotonic() - last_s >= _REPORT_EVERY_S:
+                parent.send(since)
+                last_s, since = time.monotonic(), 0
+
+        number = task["number"]
+        answer = {"number": number, "id": pack.cases[number][1].id}
+        try:
+            answer |= make_case(pack, number, verify=task["verify"], report=report)
+        except OSError as error:
+            answer |= {"error": f"{error.strerror or error}"}
+        except ReadFailure as failure:
+            answer |= {"reason": str(failure), "wrong_labels": False}
+        except BadLabels as wrong:
+            answer |= {"reason": f"{wrong}; {wrong.why}" if wrong.why else str(wrong), "wrong_labels": True}
+        parent.send(since)
+        parent.answer(answer)
+
+
+def make_case(
+    pack: VolumePack, number: int, *, verify: bool = False, report: Report = lambda _voxels: None
+) -> dict[str, Any]:
+    """Packs one case, unless it is finished; raises ReadFailure, BadLabels, OSError."""
+    part, case = pack.cases[number]
+    found = _finished(pack, number)
+    if found is not None and not (verify and _damaged(pack, found)):
+        report(sum(int(np.prod(file.facts.shape, dtype=object)) for file in found.files))
+        return {"kept": True}
+    volumes = OpenVolumes(pack.reading)
+    sources = tuple(volumes.get(ref) for ref in case.images)
+    label = None if case.label is None else volumes.get(case.label)
+    check_pair(case.id, sources, label)
+    image_paths, label_path = pack.paths(number)
+    if label is not None:
+        # The label first: it is what is usually wrong.
+        wanted = _label_of(pack, case, label)
+        facts = write_volume(pack.root / label_path, wanted, pack.layout, is_label=True, report=report)
+        packed_label = PackedFile(label_path, facts)
+    images = []
+    for path, source in zip(image_paths, sources, strict=True):
+        prepared = prepare_image(source, pack.preparation)
+        facts = write_volume(pack.root / path, prepared, pack.layout, is_label=False, report=report)
+        images.append(PackedFile(path, facts))
+    made = PackedCase(case.id, case.group, part, tuple(images), None if label is None else packed_label)
+    write_case(pack.record(number), made, _fingerprint(case))
+    return {"kept": False}
+
+
+def _label_of(pack: VolumePack, case: Case, label: Volume) -> Prepared:
+    rules = pack.rules
+    if rules is None:
+        LabelRules(1).check_kind(case.id, label)
+        return prepare_label(label, pack.preparation, label.dtype)
+    rules.check_kind(case.id, label)
+    return prepare_label(_Checked(label, whole(label.shape), case.id, rules), pack.preparation, rules.dtype)
+
+
+@dataclass(frozen=True)
+class _Checked(CroppedVolume):
+    """A label volume whose values are checked as they are read, before they are narrowed."""
+
+    case: str
+    rules: LabelRules
+
+    def read(self, region: Region, out: Voxels | None = None) -> Voxels:
+        voxels = super().read(region, out)
+        self.rules.check_values(self.case, self.name, voxels)
+        return voxels
+
+
+def _finished(pack: VolumePack, number: int) -> PackedCase | None:
+    """A case that an earlier run has finished, from the same source; only sizes are looked at."""
+    found = read_case(pack.record(number))
+    if found is None or found[1] != _fingerprint(pack.cases[number][1]):
+        return None
+    try:
+        is_whole = all(stored_bytes(str(pack.root / file.path)) == file.facts.bytes for file in found[0].files)
+    except ReadFailure:
+        return None
+    return found[0] if is_whole else None
+
+
+def _damaged(pack: VolumePack, case: PackedCase) -> bool:
+    try:
+        return any(checksum(pack.root / file.path, file.facts) != file.facts.xxh3 for file in case.files)
+    except ReadFailure:
+        return True
+
+
+def _fingerprint(case: Case) -> str:
+    """Changes if a file of the source does; the same wherever the source is mounted."""
+    parts: list[Any] = [case.id, case.group]
+    for ref in (*case.images, *([case.label] if case.label is not None else [])):
+        parts.append([_state(ref), ref.level, None if ref.packed is None else ref.packed.xxh3])
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _state(ref: VolumeRef) -> list[Any]:
+    path = Path(ref.location)
+    if is_url(ref.location) or not path.exists():
+        return [ref.location]
+    if path.is_dir():
+        # A Zarr array: its chunks are many, so only what describes it is looked at.
+        described = [path / name for name in ("zarr.json", ".zarray", ".zgroup")]
+        return [path.name, [[one.stat().st_size, one.stat().st_mtime_ns] for one in described if one.exists()]]
+    state = path.stat()
+    return [path.name, state.st_size, state.st_mtime_ns]
+
+
+def _check_skipped(pack: VolumePack, skipped: list[dict[str, Any]], allowed: float) -> None:
+    """Raises if too many cases cannot be read, or if a label is wrong; the finished ones are kept."""
+    wrong = [one for one in skipped if one["wrong_labels"]]
+    few = len(skipped) <= max(1, allowed * len(pack.cases)) and len(skipped) < len(pack.cases)
+    if few and not wrong:
+        return
+    listed = [f"{one['id']}: {one['reason']}" for one in skipped[:SHOWN]]
+    if len(skipped) > SHOWN:
+        listed.append(f"and {len(skipped) - SHOWN} more")
+    raise UserError(
+        "bad-volumes",
+        f"{len(skipped)} of {count(len(pack.cases), 'volume')} cannot be packed\n" + "\n".join(listed),
+        why="wrong labels put the whole data set in doubt"
+        if wrong
+        else f"--max-bad-fraction allows {allowed:g}; the others are finished and kept",
+        hint="repair these files, then run the same command again",
+    )
+
+
+def _spell(options: Mapping[str, Any]) -> str:
+    """Options as a user would type them."""
+    given = []
+    for name, value in options.items():
+        if name == "labels":
+            given += [] if value is None else [f"{value[0]} classes and the ignore label {value[1]}"]
+        elif value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            given.append(f"--{name} {text}")
+    return " ".join(given)

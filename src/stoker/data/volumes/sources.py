@@ -1,0 +1,317 @@
+"""The bytes of a volume's file: mapped, if it is local or was fetched into the cache folder; else read in parts from
+its object store, many at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from stoker.data.priority import step_back
+from stoker.data.store.cache import CachedStore
+from stoker.data.store.stores import Buffer, ReadFailure, is_url, open_store
+from stoker.data.volumes.volume import ReadingOptions, map_file
+from stoker.redact import redact_text
+
+Range = tuple[int, int]
+"""First byte, and the first one after it."""
+
+# Two ranges with at most this between them are one request: a request costs about as much as that many bytes.
+MOST_BETWEEN = 128 << 10
+# A larger range is several requests at once: a single connection to S3 gives less than 100 MB/s.
+PART_BYTES = 2 << 20
+REQUESTS_IN_FLIGHT = 64
+# Of one request: a part, or a table or list of cases.
+MOST_AT_ONCE = 64_000_000
+# Headers are read in pieces of this size. A file whose headers lie in more pieces than this is fetched as a whole: one
+# piece leads to the next, so each costs a round trip.
+HEADER_BYTES = 64 << 10
+MOST_HEADER_READS = 12
+
+
+class Source(Protocol):
+    """A file's bytes."""
+
+    @property
+    def name(self) -> str:
+        """The file or URL, for messages."""
+
+    @property
+    def identity(self) -> str:
+        """Changes if the file changes."""
+
+    @property
+    def memory(self) -> Any:
+        """All bytes as a buffer, if they are mapped or in memory; else None."""
+
+    def __len__(self) -> int: ...
+
+    def parts(self, ranges: Sequence[Range]) -> list[Buffer]:
+        """These ranges, each inside the file; raises ReadFailure, or StoreDown."""
+        ...
+
+
+@dataclass(frozen=True)
+class MappedSource:
+    """Bytes that are mapped or in memory."""
+
+    name: str
+    identity: str
+    memory: Any
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def parts(self, ranges: Sequence[Range]) -> list[Buffer]:
+        memory = memoryview(self.memory)
+        return [memory[start:stop] for start, stop in ranges]
+
+
+@dataclass(frozen=True)
+class ObjectSource:
+    """An object behind a URL, of which only what is asked for is fetched."""
+
+    name: str
+    identity: str
+    size: int
+    version: str
+    store: Any
+    path: str
+    memory: None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def parts(self, ranges: Sequence[Range]) -> list[Buffer]:
+        if outside := next((one for one in ranges if one[1] > self.size), None):
+            raise ReadFailure(self.name, "short", f"byte {outside[1]:,} is needed; it has {self.size:,}")
+        wanted = [piece for one in ranges for piece in _pieces(one)]
+        found = [self._part(wanted[0])] if len(wanted) == 1 else list(_requests.map(self._part, wanted))
+        results: list[Buffer] = []
+        pieces = iter(found)
+        for one in ranges:
+            count = len(_pieces(one))
+            own = [next(pieces) for _ in range(count)]
+            results.append(own[0] if count == 1 else memoryview(b"".join(own)))
+        return results
+
+    def fetched(self) -> MappedSource:
+        """The same with all bytes in memory."""
+        return MappedSource(self.name, self.identity, memoryview(self.parts([(0, self.size)])[0]))
+
+    def _part(self, one: Range) -> Buffer:
+        start, stop = one
+        try:
+            return memoryview(self.store.read(self.path, start, stop - start, version=self.version))
+        except ReadFailure as failure:
+            raise ReadFailure(self.name, failure.reason, failure.detail) from None
+
+
+class Scattered(Exception):
+    """A file's headers lie in too many places to be fetched one after the other."""
+
+
+@dataclass
+class HeaderSource:
+    """An object for reading its headers: small reads from pieces that are kept; raises Scattered if there are many."""
+
+    source: ObjectSource
+    memory: None = None
+    _pieces: dict[int, Buffer] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def identity(self) -> str:
+        return self.source.identity
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def parts(self, ranges: Sequence[Range]) -> list[Buffer]:
+        return [self._part(start, min(stop, len(self))) for start, stop in ranges]
+
+    def _part(self, start: int, stop: int) -> bytes:
+        found = []
+        for number in range(start // HEADER_BYTES, -(-stop // HEADER_BYTES)):
+            begin = number * HEADER_BYTES
+            if number not in self._pieces:
+                if len(self._pieces) >= MOST_HEADER_READS:
+                    raise Scattered
+                self._pieces[number] = self.source.parts([(begin, min(begin + HEADER_BYTES, len(self)))])[0]
+            found.append(self._pieces[number][max(0, start - begin) : stop - begin])
+        return b"".join(found)
+
+
+class SourceStream(io.RawIOBase):
+    """A source as a file that libraries can read."""
+
+    def __init__(self, source: Source) -> None:
+        self.name = source.name
+        self._source = source
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._source)}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        stop = min(self._at + len(target), len(self._source))
+        if stop <= self._at:
+            return 0
+        data = self._source.parts([(self._at, stop)])[0]
+        target[: len(data)] = data
+        self._at = stop
+        return len(data)
+
+
+def open_source(location: str, version: str, options: ReadingOptions) -> MappedSource | ObjectSource:
+    """The bytes at a location; `version` is what a listing said of an object, and may be empty. Raises ReadFailure, or
+    StoreDown if the store cannot be read."""
+    if not is_url(location):
+        memory, identity = map_file(location)
+        return MappedSource(location, identity, memory)
+    store, path = object_at(location)
+    name = redact_text(location)
+    try:
+        size, tag = store.about(path) if not version else (int(version.partition(" ")[0]), version.partition(" ")[2])
+    except ReadFailure as failure:
+        raise ReadFailure(name, failure.reason, failure.detail) from None
+    if size == 0:
+        raise ReadFailure(name, "short", "it is empty")
+    source = ObjectSource(name, f"{name} {size} {tag}", size, tag, store, path)
+    if options.object_dir is not None:
+        kept = _keeping(store, options.object_dir, options.object_bytes)
+        mapped = kept.mapped(path, size, tag, lambda start, stop: source.parts([(start, stop)])[0])
+        if mapped is not None:
+            return MappedSource(name, source.identity, mapped)
+    return source
+
+
+def for_headers(source: Source) -> Source:
+    """The same bytes, for many small reads."""
+    return HeaderSource(source) if isinstance(source, ObjectSource) else source
+
+
+def coalesced(ranges: Sequence[Range], most_between: int = MOST_BETWEEN) -> tuple[list[Range], list[int]]:
+    """Fewer ranges that contain these, which are in order, and in which of them each one is."""
+    groups: list[Range] = []
+    owners: list[int] = []
+    for start, stop in ranges:
+        if groups and start - groups[-1][1] <= most_between:
+            groups[-1] = (groups[-1][0], max(groups[-1][1], stop))
+        else:
+            groups.append((start, stop))
+        owners.append(len(groups) - 1)
+    return groups, owners
+
+
+def parts_of(source: Source, ranges: Sequence[Range]) -> list[Buffer]:
+    """These ranges, in any order; what lies between near ones is fetched with them."""
+    if source.memory is not None:
+        return source.parts(ranges)
+    order = sorted(range(len(ranges)), key=lambda number: ranges[number])
+    groups, owners = coalesced([ranges[number] for number in order])
+    fetched = source.parts(groups)
+    found: list[Buffer] = [b""] * len(ranges)
+    for number, owner in zip(order, owners, strict=True):
+        start, stop = ranges[number]
+        begin = groups[owner][0]
+        found[number] = memoryview(fetched[owner])[start - begin : stop - begin]
+    return found
+
+
+def object_at(location: str) -> tuple[Any, str]:
+    """The store of the folder that an object is in, one for all of them, and the object's path there."""
+    parts = urlsplit(location)
+    folder, _, path = unquote(parts.path).rstrip("/").rpartition("/")
+    return store_at(f"{parts.scheme}://{parts.netloc}{folder}"), path
+
+
+def store_at(url: str) -> Any:
+    """The object store of a URL: one connection pool for all volumes below it."""
+    # Credentials may be set after the first try, and a store that could not be reached would say so forever.
+    store = _store(url.rstrip("/"), tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))))
+    if store.failed:
+        _store.cache_clear()
+        return store_at(url)
+    return store
+
+
+@cache
+def _store(url: str, environment: tuple[tuple[str, str], ...]) -> Any:  # noqa: ARG001 - part of the key
+    return open_store(url, max_object_bytes=MOST_AT_ONCE)
+
+
+@cache
+def _keeping(store: Any, folder: Path, limit: int | None) -> CachedStore:
+    return CachedStore(store, folder, cache_size=limit)
+
+
+class _Requests:
+    """Threads whose requests wait for the network. Not an executor: that would hold up the end of the program until the
+    last request has been answered or given up."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._waiting: SimpleQueue[tuple[Future[Buffer], Callable[[Range], Buffer], Range]] = SimpleQueue()
+        self._threads = 0
+        self._idle = 0
+
+    def map(self, call: Callable[[Range], Buffer], ranges: Sequence[Range]) -> list[Buffer]:
+        """The results in order; raises the first error."""
+        futures: list[Future[Buffer]] = [Future() for _ in ranges]
+        with self._lock:
+            for _ in range(min(len(ranges) - self._idle, self._most - self._threads)):
+                self._threads += 1
+                threading.Thread(target=self._work, name="stoker-objects", daemon=True).start()
+        for future, one in zip(futures, ranges, strict=True):
+            self._waiting.put((future, call, one))
+        return [future.result() for future in futures]
+
+    def _work(self) -> None:
+        step_back()
+        while True:
+            with self._lock:
+                self._idle += 1
+            future, call, one = self._waiting.get()
+            with self._lock:
+                self._idle -= 1
+            try:
+                future.set_result(call(one))
+            except BaseException as error:  # raised to who waits for it
+                future.set_exception(error)
+            del future, call
+
+
+_requests = _Requests(REQUESTS_IN_FLIGHT)
+
+
+def _pieces(one: Range) -> list[Range]:
+    start, stop = one
+    count = max(1, -(-(stop - start) // PART_BYTES))
+    ends = [start + (stop - start) * number // count for number in range(count + 1)]
+    return list(pairwise(ends))

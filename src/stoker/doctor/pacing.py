@@ -1,0 +1,99 @@
+"""`--pace` for a script: what its workers would mean for a consumer that takes a given time for a step."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+from stoker.clock.observed import BatchTime, Observed, StageTime
+from stoker.doctor.simulation import Work
+from stoker.doctor.what_if import model_of, rate_of
+from stoker.doctor.words import time_text
+from stoker.errors import UsageError
+
+_STEP = re.compile(r"\s*([0-9.]+)\s*(ms|s)\s*")
+SHOWN = 64
+"""Simulated steps that are kept one by one: they are all alike."""
+
+
+def step_time_s(text: str) -> float | None:
+    """Seconds of a step from '400ms' or '1.2 s'; None if it is something else.
+
+    Raises UsageError: `pace-invalid`."""
+    found = _STEP.fullmatch(text)
+    if found is None:
+        return None
+    try:
+        seconds = float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise UsageError("pace-invalid", f"--pace {text}: a step must take some time", hint="--pace 400ms")
+    return seconds
+
+
+def script_step_s(text: str, observed: Observed) -> float:
+    """How long a step of the consumer takes: as given, or from its images per second."""
+    seconds = step_time_s(text)
+    if seconds is None:
+        check_script_pace(text)
+        seconds = observed.samples / max(1, observed.steps) / float(text)
+    return seconds
+
+
+def check_script_pace(text: str) -> None:
+    """Raises UsageError for what cannot be a pace of a script's consumer, before the script runs."""
+    if step_time_s(text) is not None:
+        return
+    try:
+        rate = float(text)
+    except ValueError:
+        raise UsageError(
+            "usage", f"--pace {text} needs a config, and a script has none: its model cannot be traced for a card",
+            hint="--pace 400ms, if a step takes that long there",
+        ) from None  # fmt: skip
+    if not (math.isfinite(rate) and rate > 0):
+        raise UsageError("pace-invalid", f"--pace {text}: images per second must be above zero", hint="--pace 400ms")
+
+
+def paced(observed: Observed, step_s: float) -> Observed | None:
+    """The observation with a consumer that needs `step_s` and no core for a step; None if too little was measured."""
+    model = model_of(observed)
+    if model is None or not observed.steps:
+        return None
+    rate = rate_of(replace(model, setup=replace(model.setup, consumer_threads=1.0), steps=(Work(0.0, step_s),)))
+    wait_s = max(0.0, 1 / rate - step_s)
+    steps = observed.steps
+    return replace(
+        observed,
+        elapsed_s=steps * (step_s + wait_s),
+        wait_s=steps * wait_s,
+        transfer_s=None,
+        compute_s=steps * step_s,
+        other_s=None,
+        consumer_cpu_s=0.0,
+        validation_s=None,
+        epoch_starts_s=(),
+        waits_s=(wait_s,) * min(steps, SHOWN),
+        steps_s=(step_s,) * min(steps, SHOWN),
+        ready_batches=(),
+        batches=tuple(map(_without_queueing, observed.batches)),
+        stages={name: _stage_without_queueing(stage) for name, stage in observed.stages.items()},
+        pace_images_per_second=observed.samples / steps / step_s,
+        host=None if observed.host is None else replace(observed.host, cpu_busy_share=None),
+        missing=(*observed.missing, f"the model: replaced by a simulated consumer of {time_text(step_s)} a step"),
+    )
+
+
+def _without_queueing(batch: BatchTime) -> BatchTime:
+    """Without its waits for a core: the script's own model, which took the cores, is gone."""
+    if batch.runq_s is None:
+        return batch
+    return replace(batch, wall_s=max(0.0, batch.wall_s - batch.runq_s), runq_s=0.0)
+
+
+def _stage_without_queueing(stage: StageTime) -> StageTime:
+    if stage.runq_s is None:
+        return stage
+    return replace(stage, wall_s=max(0.0, stage.wall_s - stage.runq_s), runq_s=0.0)

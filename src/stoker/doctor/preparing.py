@@ -1,0 +1,111 @@
+"""What a script's preparation of samples comes down to: what one costs, the line that takes the time, work on far more
+than the sample, a cache that cannot help, and how many workers fit into memory. Pure; for checks and predictions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stoker.clock.observed import CacheFacts, FilterWork, HotSpot, Observed
+
+WORTH_NAMING = 0.25
+"""Share of the time of preparing batches from which a line is worth naming: without it a worker is a third faster."""
+FAR_MORE = 4.0
+"""Times the sample: a filter on a patch with a margin for its kernel and a rotation works on at most three times it."""
+VOLUMETRIC = 4
+"""Dimensions of a sample with channels, from which it is a patch of a volume."""
+FEWEST_SAMPLES = 8
+MISSES = 0.5
+"""Share of the samples from which a cache does less than half of what it is there for."""
+USABLE = 0.9
+"""Of the available memory: the rest is for what grows meanwhile."""
+
+
+@dataclass(frozen=True)
+class Oversized:
+    """Work on far more than a sample needs."""
+
+    spot: HotSpot
+    elements: float
+    """That one call works on; the bytes that are read for a sample, where no call could be measured."""
+    times: float
+    """What is worked on for one sample, relative to the sample."""
+    is_read: bool = False
+    """Whether it was measured by what is read."""
+
+
+def oversized_work(observed: Observed) -> Oversized | None:
+    """The line that takes much of the workers' time because it works on far more than the sample, if there is one."""
+    preparation = observed.preparation
+    if preparation is None or not preparation.sample_elements or preparation.samples < FEWEST_SAMPLES:
+        return None
+    for spot in preparation.spots:
+        work = _filter_at(spot, preparation.filters)
+        if spot.share < WORTH_NAMING or work is None:
+            continue
+        # A cache that helps makes it less for a sample than a call works on.
+        times = work.elements / preparation.samples / preparation.sample_elements
+        if times >= FAR_MORE:
+            return Oversized(spot, work.elements / work.calls, times)
+    return _read_far_more(observed)
+
+
+def _read_far_more(observed: Observed) -> Oversized | None:
+    """A function that we do not measure, between reading far more than the sample and cropping it."""
+    preparation, storage = observed.preparation, observed.storage
+    if preparation is None or (preparation.sample_dimensions or 0) < VOLUMETRIC or not preparation.sample_elements:
+        return None
+    sizes = [batch.bytes / batch.samples for batch in observed.batches if batch.bytes and batch.samples]
+    read = None if storage is None else storage.bytes_per_sample
+    spot = next((spot for spot in preparation.spots if spot.share >= 2 * WORTH_NAMING), None)
+    if spot is None or not read or not sizes or _is_reading(spot):
+        return None
+    times = read / (sum(sizes) / len(sizes))
+    return Oversized(spot, read, times, is_read=True) if times >= FAR_MORE else None
+
+
+READERS = ("tifffile.", "nibabel.", "h5py.", "zarr.", "PIL.", "imageio.", "numpy.load", "numpy.fromfile", "torch.load")
+
+
+def _is_reading(spot: HotSpot) -> bool:
+    return spot.calls is not None and spot.calls.startswith(READERS)
+
+
+def _filter_at(spot: HotSpot, filters: tuple[FilterWork, ...]) -> FilterWork | None:
+    """The measured function that is called there: of the same package, with the same name."""
+    if spot.calls is None:
+        return None
+    package, name = spot.calls.split(".")[0], spot.calls.split(".")[-1]
+    return next((f for f in filters if f.name.split(".")[0] == package and f.name.split(".")[-1] == name), None)
+
+
+def cache_that_cannot_hit(observed: Observed) -> tuple[CacheFacts, float] | None:
+    """A cache that throws entries away, with the share of the samples that it does not have."""
+    preparation = observed.preparation
+    if preparation is None or preparation.samples < FEWEST_SAMPLES:
+        return None
+    misses = preparation.samples_that_read / preparation.samples
+    cache = next((cache for cache in preparation.caches if cache.evicted), None)
+    return (cache, misses) if cache is not None and misses >= MISSES else None
+
+
+def sample_cpu_s(observed: Observed) -> float | None:
+    """CPU time that one sample costs a worker."""
+    known = [(batch.cpu_s, batch.samples) for batch in observed.batches if batch.cpu_s is not None]
+    samples = sum(count for _, count in known)
+    return sum(cpu for cpu, _ in known) / samples if samples else None
+
+
+def workers_that_fit(observed: Observed) -> int | None:
+    """How many workers memory has room for, those that there are included; None if it is not known."""
+    host, shape, preparation = observed.host, observed.loader, observed.preparation
+    if host is None or host.available_bytes is None or shape is None or preparation is None or not shape.workers:
+        return None
+    if not preparation.worker_bytes:
+        return None
+    return shape.workers + int(USABLE * host.available_bytes // preparation.worker_bytes)
+
+
+def named(spot: HotSpot) -> str:
+    """`scipy.ndimage.median_filter`, called in data.py:88 (load)"""
+    called = "" if spot.calls is None else f"`{spot.calls}`, called in "
+    return f"{called}{spot.file}:{spot.line} ({spot.function})"

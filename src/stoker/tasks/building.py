@@ -1,0 +1,143 @@
+"""What the runs of all tasks share: from a config to optimizer, schedule, moving average, ranks and compiler."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from stoker.config import Config
+from stoker.console import Say, count
+from stoker.data.loader import LoaderOptions
+from stoker.run.metric import Metric
+from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
+from stoker.train.ema import WeightAverage
+from stoker.train.optimization import build_optimizer
+from stoker.train.ranks import Ranks
+from stoker.train.schedule import EarlyStopping, Horizon, scaled_lr
+from stoker.train.step import TrainStep
+
+
+def ready_device(config: Config, device: torch.device) -> None:
+    """Before anything is built: how the device computes."""
+    set_matmul_precision(config.matmul_precision)
+    choose_fastest_kernels(device)
+
+
+def total_batch_of(config: Config, ranks: Ranks) -> int:
+    """Samples of one update, over all ranks."""
+    return config.batch_size * ranks.world * config.gradient_accumulation
+
+
+def peak_lr_of(config: Config, ranks: Ranks) -> float:
+    """The optimizer's highest learning rate."""
+    return scaled_lr(config.lr, total_batch_of(config, ranks), config.lr_reference_batch, config.scale_lr)
+
+
+def train_step(
+    config: Config,
+    model: nn.Module,
+    loss: Callable[[Any, Tensor], Tensor],
+    ranks: Ranks,
+    device: torch.device,
+    say: Say,
+) -> TrainStep:
+    """The step that updates a model on its device."""
+    return TrainStep(
+        for_computing(config, model, ranks, device, say), optimizer_for(config, model, peak_lr_of(config, ranks)), loss,
+        Precision(config.precision, device), ranks, micro_batch=config.batch_size,
+        clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=say,
+    )  # fmt: skip
+
+
+def describe_schedule(config: Config, ranks: Ranks, device: torch.device, horizon: Horizon) -> list[str]:
+    """Batch, length, learning rate and device of a run, a line each."""
+    total = total_batch_of(config, ranks)
+    scaled = f" = {config.lr:g} x {total} / {config.lr_reference_batch}" if config.scale_lr else " (not scaled)"
+    parts = [f"{config.batch_size}", f"{ranks.world} ranks" if ranks.world > 1 else ""]
+    parts.append(f"{config.gradient_accumulation} accumulated" if config.gradient_accumulation > 1 else "")
+    return [
+        f"total batch {total} ({' x '.join(part for part in parts if part)}), "
+        f"{count(horizon.steps_per_epoch, 'step')} an epoch, {count(horizon.epochs, 'epoch')}",
+        f"learning rate {peak_lr_of(config, ranks):g}{scaled}, {config.optimizer}, {config.lr_scheduler}",
+        f"{device.type}, precision {config.precision}" + (", compiled" if config.compile_model else ""),
+    ]
+
+
+def optimizer_for(config: Config, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer that the config describes; the model has to be on its device already."""
+    return build_optimizer(
+        model, config.optimizer, lr, momentum=config.momentum, nesterov=config.nesterov, betas=config.betas,
+        weight_decay=config.weight_decay, decay_bias_and_norm=config.decay_bias_and_norm,
+    )  # fmt: skip
+
+
+def for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch.device, say: Say) -> nn.Module:
+    """The model as the step calls it: compiled, and wrapped for several ranks."""
+    computing = Compiled(model, config.compile_mode, say) if config.compile_model else model
+    if ranks.world > 1:
+        ids = [device.index] if device.type == "cuda" else None
+        # Batch norm's statistics are shared before each validation; sending them at each step would only cost time.
+        known = inspect.signature(DistributedDataParallel).parameters
+        every_step = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.15
+        # Gradients live in the buckets that are sent: one copy, and their memory, less.
+        keys: dict[str, Any] = {every_step: False, "gradient_as_bucket_view": True}
+        computing = DistributedDataParallel(computing, device_ids=ids, **keys)
+    return computing
+
+
+def horizon_for(config: Config, batches: int) -> Horizon:
+    """The schedule that the config describes, for epochs of this many batches."""
+    return Horizon(
+        steps_per_epoch=batches // config.gradient_accumulation, epochs=config.epochs,
+        warmup_epochs=config.warmup_epochs, warmup_start=config.warmup_start, min_lr=config.min_lr,
+        scheduler=config.lr_scheduler, update=config.lr_update, step_epochs=config.lr_step_epochs,
+        step_factor=config.lr_step_factor,
+    )  # fmt: skip
+
+
+def early_stopping(config: Config, metric: Metric) -> EarlyStopping | None:
+    """When the run ends before its last epoch; None if the config does not ask for it."""
+    if config.early_stopping is None:
+        return None
+    return EarlyStopping(config.early_stopping, config.early_stopping_min_delta, metric)
+
+
+def average_of(config: Config, model: nn.Module, horizon: Horizon) -> WeightAverage | None:
+    """The moving average of the weights that the config asks for."""
+    if config.ema_decay is None:
+        return None
+    return WeightAverage(
+        model, config.ema_decay, warmup=config.ema_warmup, every=config.ema_every,
+        steps_per_epoch=horizon.steps_per_epoch, warmup_steps=horizon.warmup_epochs * horizon.steps_per_epoch,
+    )  # fmt: skip
+
+
+def input_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What inputs are made in: on a GPU what the first layer computes in, which spares it the conversion."""
+    return compute_dtype(config.precision) if device.type == "cuda" else torch.float32
+
+
+def loader_options(config: Config, workers: int, held: int = 1, quarantine_file: Path | None = None) -> LoaderOptions:
+    """The config's settings for how batches are made; for a consumer that holds `held` batches when it asks for the
+    next."""
+    return LoaderOptions(
+        engine=config.loader,
+        workers=workers,
+        prefetch=config.prefetch_factor,
+        held=held,
+        pin_memory=config.pin_memory,
+        persistent_workers=config.persistent_workers,
+        worker_start=config.worker_start,
+        lookahead=config.lookahead,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+        cache_size=config.cache_size,
+        max_image_bytes=config.max_image_bytes,
+        max_bad_fraction=config.max_bad_fraction,
+        quarantine_file=quarantine_file,
+    )

@@ -1,0 +1,1 @@
+"""Segmentation of volumes: training, planning, prediction, evaluation, packing, pictures."""

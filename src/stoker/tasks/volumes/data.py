@@ -1,0 +1,257 @@
+"""The volumes of a segmentation: from a config to cases, their split, the plans of both parts, and a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from stoker.augment.volumes import transform_range
+from stoker.clock.observed import StorageFacts
+from stoker.config import Config
+from stoker.console import Advance, Say, count, some
+from stoker.data.store.stores import is_url
+from stoker.data.volumes.cases import Case, CaseList, open_cases
+from stoker.data.volumes.label_index import build_label_index
+from stoker.data.volumes.labels import LabelRules
+from stoker.data.volumes.making import PatchPlan
+from stoker.data.volumes.opening import OpenVolumes
+from stoker.data.volumes.patches import SomeOf, training_steps
+from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training, plan_validation
+from stoker.data.volumes.split import SplitRule, divide
+from stoker.data.volumes.statistics import Normalization, Statistics, statistics_of
+from stoker.data.volumes.survey import Survey, survey
+from stoker.data.volumes.volume import ReadingOptions
+from stoker.errors import ConfigError, UserError
+from stoker.machine.loader_speed import LoaderSpeed, measure_loader
+from stoker.machine.storage import mount_of
+from stoker.tasks.building import loader_options
+from stoker.tasks.volumes.reading import reading_options
+from stoker.train.ranks import Ranks
+
+DEFAULT_STEPS_PER_EPOCH = 250
+"""Updates of an epoch if the config does not say: nnU-Net's number. Random patches have no 'pass over the data'."""
+# More than any host reads in a second with one worker.
+MOST_PATCHES_PER_WORKER_SECOND = 20_000
+ALONE = Ranks()
+
+
+@dataclass(frozen=True)
+class VolumeData:
+    """The volumes of a run: what is read where, but not yet how it is divided among steps and ranks."""
+
+    train: PatchPlan
+    val: PatchPlan | None
+    rules: LabelRules
+    reading: ReadingOptions
+    normalize: Normalization
+    samples: int
+    """Patches of an epoch, over all ranks."""
+
+    @property
+    def channels(self) -> int:
+        """Images of a case that the network takes together."""
+        return self.train.layout.channels
+
+    def statistics(self, plan: PatchPlan) -> tuple[Statistics, Statistics]:
+        """What is subtracted from, and what divides, the voxels of a plan's cases; measured once and remembered."""
+        return statistics_of(plan.cases, self._volumes, self.normalize)
+
+    def storage(self) -> StorageFacts:
+        """What is known about the source without reading from it."""
+        places = [ref.location for case in self.train.cases for ref in (*case.images, case.label) if ref is not None]
+        sizes = [_bytes_of(place) for place in places]
+        patch = self.train.patches.patch
+        known = StorageFacts(
+            dataset_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+            # Of a patch that is neither rotated nor scaled; in the files it may be smaller, or a part of larger chunks.
+            bytes_per_sample=float(replace(self.train.layout, most_voxels=int(np.prod(patch))).row_bytes),
+            packed=False,
+        )
+        if is_url(places[0]):
+            return replace(known, remote=True, kind=urlsplit(places[0]).scheme)
+        mount = mount_of(places[0])
+        return known if mount is None else replace(known, remote=mount.remote, kind=mount.kind)
+
+    def names(self, cases: Sequence[int]) -> list[str]:
+        """The ids of training cases, from their numbers in the plan."""
+        return [self.train.cases[case].id for case in cases]
+
+    @cached_property
+    def _volumes(self) -> OpenVolumes:
+        return OpenVolumes(self.reading)
+
+
+def open_data(config: Config, say: Say, progress: Advance | None = None) -> VolumeData:
+    """Training and validation volumes: listed, opened, divided, their labels indexed; `fold: all` has no validation."""
+    listed = list_cases(config, say)
+    rules = label_rules(config, listed)
+    reading = reading_options(
+        config, listed.cases,
+        ranks=config.devices if isinstance(config.devices, int) else 1,
+        workers=config.num_workers if isinstance(config.num_workers, int) else 1,
+        say=say,
+    )  # fmt: skip
+    volumes = OpenVolumes(reading)
+    surveyed = survey_cases(config, listed, volumes, say, progress)
+    parts = divide(surveyed.cases, surveyed.shapes, split_rule(config))
+    train = plan_training(
+        parts.train, surveyed, volumes, rules, patch_rule(config), training_steps(1, 1),
+        seed=config.seed, progress=progress, say=say,
+    )  # fmt: skip
+    val = None
+    if parts.val and config.limit_val_batches != 0:
+        without = [case.id for case in parts.val if case.label is None]
+        if without:
+            raise UserError(
+                "labels-missing",
+                f"{count(len(without), 'case')} to validate on without a label: {some(without)}",
+                why="there is nothing to compare a prediction with",
+                hint="add the labels, or leave these cases out",
+            )
+        check_labels(parts.val, volumes, rules, say, progress)
+        val = plan_validation(parts.val, surveyed, rules, replace(patch_rule(config), overlap=0.0), 1)
+    data = VolumeData(train, val, rules, reading, config.normalize, _patches_per_epoch(config))
+    for plan in (train, val):
+        if plan is not None:
+            data.statistics(plan)  # the first time takes a while: now, and not when the workers are waiting
+    return data
+
+
+def check_labels(
+    cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, say: Say, progress: Advance | None = None
+) -> None:
+    """Reads the labels of validation cases once, as training's are: wrong ones are refused now, not after an epoch."""
+    labels = build_label_index(cases, volumes, rules, progress=progress)
+    unread = {one.id: one.reason for one in labels.bad}
+    for name, reason in unread.items():
+        say(f"warning: the labels of {name}, which is validated on, cannot be read: {reason}")
+    empty = [case.id for case, found in zip(cases, labels.counts.sum(axis=1), strict=True) if not found]
+    if empty := [name for name in empty if name not in unread]:
+        say(f"{count(len(empty), 'validation volume')} without a labelled voxel, not scored: {some(empty)}")
+
+
+def list_cases(config: Config, say: Say) -> CaseList:
+    """The cases of `data_root` that are for training; what was noticed is said."""
+    if config.data_root is None:
+        raise ConfigError(
+            "data_root is not set", name="no-data", hint="data_root=/folder/with/train.csv, or a YAML list of volumes"
+        )
+    listed = open_cases(config.data_root)
+    for note in listed.notes:
+        say(f"note: {note}")
+    return listed
+
+
+def label_rules(config: Config, listed: CaseList) -> LabelRules:
+    """The classes and the ignore label: the config's where it names them, else those of the data's layout."""
+    known = listed.rules
+    if config.num_classes is None and known is None:
+        raise ConfigError(
+            "num_classes is not set, and the list of volumes does not name the classes",
+            name="classes-unknown",
+            why="which values are classes, and which is 'unlabelled', cannot be read off the voxels",
+            hint="num_classes=2, and ignore_label=2 if that value means unlabelled",
+        )
+    classes = config.num_classes if config.num_classes is not None else known.classes if known is not None else 0
+    ignore = config.ignore_label if config.ignore_label is not None else known.ignore if known is not None else None
+    return LabelRules(classes, ignore)
+
+
+def survey_cases(
+    config: Config, listed: CaseList, volumes: OpenVolumes, say: Say, progress: Advance | None = None
+) -> Survey:
+    """What every case is; those that cannot be read are named and left out."""
+    surveyed = survey(listed.cases, volumes, max_bad_fraction=config.max_bad_fraction, progress=progress)
+    for bad in surveyed.bad:
+        say(f"warning: {bad.id} is left out, it cannot be read: {bad.reason}")
+    return surveyed
+
+
+def split_rule(config: Config) -> SplitRule:
+    """How cases are divided into training and validation."""
+    return SplitRule(config.split_by, config.folds, config.fold, config.split_margin, config.subset_seed)
+
+
+def patch_rule(config: Config) -> PatchRule:
+    """What patches are like."""
+    assert config.patch_size is not None, "the config was checked"
+    return PatchRule(config.patch_size, config.small_volumes, config.foreground_patches, transform_range(config))
+
+
+def updates_per_epoch(config: Config) -> int:
+    """Updates in an epoch, whatever the batch."""
+    updates = config.steps_per_epoch or DEFAULT_STEPS_PER_EPOCH
+    if config.limit_train_batches is None:
+        return updates
+    batches = updates * config.gradient_accumulation
+    limit = config.limit_train_batches
+    wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
+    return max(1, wanted // config.gradient_accumulation)
+
+
+def _patches_per_epoch(config: Config) -> int:
+    ranks = config.num_nodes * (config.devices if isinstance(config.devices, int) else 1)
+    return updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * ranks
+
+
+def training_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> PatchPlan:
+    """What the training batches of this rank hold."""
+    steps = training_steps(
+        updates_per_epoch(config), config.batch_size,
+        accumulate=config.gradient_accumulation, world=ranks.world, rank=ranks.rank,
+    )  # fmt: skip
+    return replace(data.train, steps=steps)
+
+
+def validation_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> PatchPlan | None:
+    """What the validation batches of this rank hold: every patch of the grid once, or the same ones of
+    `limit_val_batches` in every epoch, spread over all volumes."""
+    if data.val is None:
+        return None
+    batch = config.val_batch_size or config.batch_size
+    limit, total = config.limit_val_batches, data.val.steps.samples
+    used = total
+    if limit is not None:
+        batches = -(-total // (batch * ranks.world))
+        wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
+        used = min(total, wanted * batch * ranks.world)
+    steps = replace(data.val.steps, samples=used, batch_size=batch, world=ranks.world, rank=ranks.rank)
+    patches = data.val.patches if used == total else SomeOf(data.val.patches, total, used)
+    return replace(data.val, patches=patches, steps=steps)
+
+
+def open_loader(
+    config: Config,
+    plan: PatchPlan,
+    reading: ReadingOptions,
+    *,
+    workers: int,
+    held: int = 1,
+    quarantine_file: Path | None = None,
+    say: Say = lambda _line: None,
+) -> PatchLoader:
+    """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
+    batches when it asks for the next."""
+    return PatchLoader(plan, reading, loader_options(config, workers, held, quarantine_file), say)
+
+
+def measure_speed(config: Config, data: VolumeData, *, workers: int, seconds: float) -> LoaderSpeed:
+    """How fast the loader makes training batches for a consumer that takes no time."""
+    # Long enough that no epoch ends within the measurement, however fast the host.
+    least = workers + 4
+    wanted = max(least, int(seconds * MOST_PATCHES_PER_WORKER_SECOND * max(1, workers)) // config.batch_size)
+    endless = config.model_copy(update={"steps_per_epoch": wanted, "limit_train_batches": None})
+    plan = training_plan(endless.model_copy(update={"gradient_accumulation": 1}), data)
+    return measure_loader(partial(open_loader, config, plan, data.reading, workers=workers), workers, seconds)
+
+
+def _bytes_of(place: str) -> int | None:
+    try:
+        return None if is_url(place) or Path(place).is_dir() else Path(place).stat().st_size
+    except OSError:
+        return None

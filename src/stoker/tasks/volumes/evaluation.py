@@ -1,0 +1,379 @@
+"""`stoker eval` for volumes: predicts and scores whole volumes one by one, or scores masks that are already on disk."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.console import Advance, Say, count, some
+from stoker.data.store.stores import ReadFailure
+from stoker.data.volumes.cases import Case, open_cases, volumes_in
+from stoker.data.volumes.labels import LabelRules
+from stoker.data.volumes.opening import OpenVolumes, VolumeRef
+from stoker.data.volumes.pack.index import INDEX as PACK_INDEX
+from stoker.data.volumes.places import place_at, ref_to
+from stoker.data.volumes.split import divide
+from stoker.data.volumes.statistics import statistics_of
+from stoker.data.volumes.volume import ArrayVolume, Volume, whole
+from stoker.errors import UserError
+from stoker.machine.host import HostConfig, usable_cpus
+from stoker.machine.memory import read_memory
+from stoker.scores.surface_dice import ISOTROPIC, Spacing
+from stoker.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
+from stoker.scores.whole import ScoreName, score_volume
+from stoker.tasks.volumes.data import label_rules, list_cases, split_rule, survey_cases
+from stoker.tasks.volumes.pictures import worst_cuts
+from stoker.tasks.volumes.postprocess import PostStep, check_chain, post_processed
+from stoker.tasks.volumes.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.reading import reading_options
+from stoker.tasks.volumes.results import Judged, VolumeEvaluation
+from stoker.tasks.volumes.segment import TrainedVolumeModel
+from stoker.tasks.volumes.windows import SlidingWindow
+
+COMPETITION_IGNORE = 2
+MEMORY_SHARE = 0.8
+"""Of the free memory that matching the topology may take."""
+
+
+class Bar(Protocol):
+    """`stoker.console.progress_bar`."""
+
+    def __call__(self, what: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]: ...
+
+
+Keep = Callable[[VolumeEvaluation, Sequence[Judged]], None]
+"""Gets everything that has been scored so far, after each volume."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How volumes are scored."""
+
+    score: ScoreName = "segmentation"
+    tolerance: float = 2.0
+    spacing: Spacing = ISOTROPIC
+    """Of the voxels, in the tolerance's unit."""
+    threshold: float | None = None
+    """Probability above which a voxel is of class 1; None for the most probable class."""
+    post: tuple[PostStep, ...] = ()
+    """What is done to a mask before it is scored."""
+    pictures: int = 0
+    """Of how many volumes, the worst ones, planes are kept."""
+
+    def check(self) -> None:
+        """Refuses what would fail after the first prediction, which may take an hour."""
+        if self.score == "vesuvius-surface":
+            load_matcher()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The cases that are scored, where they are read, and what their labels mean."""
+
+    cases: tuple[Case, ...]
+    volumes: OpenVolumes
+    rules: LabelRules
+    what: str
+    """The split in words."""
+
+
+class _Judge:
+    """Scores volumes, orders them, and keeps planes of the worst."""
+
+    def __init__(
+        self, scoring: Scoring, source: dict[str, Any], place: str, total: int, bar: Bar, keep: Keep, say: Say
+    ) -> None:
+        self._scoring, self._source, self._place, self._total = scoring, source, place, total
+        self._bar, self._keep, self._say = bar, keep, say
+        self._judged: list[Judged] = []
+        self._unreadable: list[tuple[str, str]] = []
+        self._warned = False
+
+    def add(
+        self, name: str, image: Volume, prediction: NDArray[Any], label: NDArray[Any], classes: int, ignore: int | None
+    ) -> None:
+        scoring, processes = self._scoring, 1
+        prediction = post_processed(prediction, scoring.post)
+        if scoring.score == "vesuvius-surface":
+            processes = self._processes(label.shape)
+        with self._bar(f"{self._number} scoring {name}", None, unit="octants") as advance:
+            scores = score_volume(
+                name, prediction, label, classes=classes, ignore=ignore, tolerance=scoring.tolerance,
+                spacing=scoring.spacing, score=scoring.score, processes=processes, progress=advance,
+            )  # fmt: skip
+        worst = heapq.nsmallest(scoring.pictures, [*(one.scores.rank for one in self._judged), scores.rank])
+        cuts = worst_cuts(image, label, prediction, ignore) if scores.rank in worst else ()
+        self._judged.append(Judged(scores, cuts))
+        self._judged.sort(key=lambda one: (one.scores.rank, one.scores.id))
+        # Planes of a volume that is no longer among the worst are not needed any more.
+        for place in range(scoring.pictures, len(self._judged)):
+            self._judged[place] = Judged(self._judged[place].scores)
+        self._keep(self.evaluation(), self._judged)
+
+    def leave_out(self, name: str, failure: ReadFailure) -> None:
+        self._unreadable.append((name, str(failure)))
+        self._say(f"warning: {name} is left out, it cannot be read: {failure}")
+
+    @property
+    def _number(self) -> str:
+        return f"{len(self._judged) + len(self._unreadable) + 1} of {self._total}:"
+
+    def predicting(self, name: str) -> AbstractContextManager[Advance]:
+        return self._bar(f"{self._number} predicting {name}", None, unit="windows")
+
+    def evaluation(self) -> VolumeEvaluation:
+        return VolumeEvaluation(
+            source=self._source, place=self._place, score=self._scoring.score, tolerance=self._scoring.tolerance,
+            spacing=self._scoring.spacing, threshold=self._scoring.threshold,
+            post=",".join(map(str, self._scoring.post)),
+            volumes=tuple(one.scores for one in self._judged), unreadable=tuple(self._unreadable),
+            left=self._total - len(self._judged) - len(self._unreadable),
+        )  # fmt: skip
+
+    def judged(self) -> list[Judged]:
+        return self._judged
+
+    def _processes(self, shape: Sequence[int]) -> int:
+        """How many octants are matched at once: as many as there are cores, and as fit into memory."""
+        voxels = max(int(np.prod([part.stop - part.start for part in octant])) for octant in octants(shape))
+        need, memory = voxels * BYTES_PER_VOXEL, read_memory()
+        if memory is None:
+            return 1
+        fit = int(MEMORY_SHARE * memory.available_bytes // need)
+        if not fit and not self._warned:
+            self._warned = True
+            self._say(
+                f"warning: matching the topology of an octant takes about {need / 1e9:.1f} GB of memory; "
+                f"{memory.available_bytes / 1e9:.1f} GB are free"
+            )
+        return max(1, min(fit, usable_cpus()))
+
+
+def evaluate_volumes(
+    trained: Sequence[TrainedVolumeModel],
+    chosen: Chosen,
+    scoring: Scoring,
+    *,
+    sliding: SlidingWindow | None = None,
+    bar: Bar,
+    keep: Keep = lambda _found, _judged: None,
+    say: Say = lambda _line: None,
+) -> tuple[VolumeEvaluation, list[Judged]]:
+    """Segments every case with these networks, averaged, and scores it; cases that cannot be read are left out and
+    listed."""
+    first, segmenter = trained[0], segmenter_of(trained)
+    if scoring.threshold is not None and first.classes != 2:
+        raise UserError(
+            "threshold-of-many-classes",
+            f"--threshold {scoring.threshold:g}, but the network knows {first.classes} classes",
+            why="a threshold decides between one class and background; among several, the most probable one is taken",
+            hint="leave out --threshold",
+        )
+    check_chain(scoring.post, first.classes)
+    scoring.check()
+    means, deviations = statistics_of(chosen.cases, chosen.volumes, first.config.normalize)
+    source = {
+        "checkpoint": str(first.path), "averaged_with": [str(other.path) for other in trained[1:]],
+        "model": first.config.model, "weights": "averaged" if first.averaged else "raw", "epoch": first.epoch,
+        "step": first.step, "split": chosen.what,
+    }  # fmt: skip
+    judge = _Judge(scoring, source, str(first.config.data_root), len(chosen.cases), bar, keep, say)
+    for number, case in enumerate(chosen.cases):
+        try:
+            images = [chosen.volumes.get(ref, case.box) for ref in case.images]
+            # First: a label that is wrong must not cost a prediction.
+            label = read_label(case, chosen.volumes, chosen.rules)
+            with judge.predicting(case.id) as advance:
+                prediction = predicted_mask(
+                    segmenter, images, threshold=scoring.threshold, sliding=sliding,
+                    statistics=(means[number], deviations[number]), progress=advance, say=say,
+                )  # fmt: skip
+        except ReadFailure as failure:
+            judge.leave_out(case.id, failure)
+            continue
+        judge.add(case.id, images[0], prediction, label, first.classes, chosen.rules.ignore)
+    return judge.evaluation(), judge.judged()
+
+
+def choose_cases(
+    config: HostConfig,
+    rules: LabelRules,
+    split: Literal["val", "train", "all"],
+    say: Say,
+    progress: Advance | None = None,
+) -> Chosen:
+    """The cases of a split that have labels; the same fold as in training."""
+    listed = list_cases(config, say)
+    found = label_rules(config, listed)
+    if found.classes != rules.classes:
+        raise UserError(
+            "classes-differ",
+            f"{config.data_root} has {found.classes} classes, the network knows {rules.classes}",
+            why="predictions would be compared with labels of another meaning",
+            hint="a data set with the classes of training",
+        )
+    volumes = OpenVolumes(reading_options(config))
+    surveyed = survey_cases(config, listed, volumes, say, progress)
+    if split == "all":
+        cases, what = surveyed.cases, "all volumes"
+    else:
+        parts = divide(surveyed.cases, surveyed.shapes, split_rule(config))
+        cases = parts.val if split == "val" else parts.train
+        what = "training volumes" if split == "train" else f"fold {config.fold} of {config.folds}"
+    if not cases:
+        raise UserError(
+            "nothing-to-score",
+            f"fold: {config.fold} leaves no volumes for validation",
+            hint="--split train, or another folder with labelled volumes: stoker eval CKPT DATA_ROOT",
+        )
+    labelled = tuple(case for case in cases if case.label is not None)
+    if len(labelled) < len(cases):
+        say(f"{count(len(cases) - len(labelled), 'volume')} without a label left out")
+    if not labelled:
+        raise UserError(
+            "labels-missing", f"no volume of {config.data_root} has a label", why="there is nothing to score"
+        )
+    return Chosen(labelled, volumes, found, what)
+
+
+def read_label(case: Case, volumes: OpenVolumes, rules: LabelRules) -> NDArray[Any]:
+    """The labels of a whole case, checked."""
+    assert case.label is not None
+    volume = volumes.get(case.label, case.box)
+    rules.check_kind(case.id, volume)
+    label = volume.read(whole(volume.shape))
+    rules.check_values(case.id, volume.name, label)
+    return label
+
+
+@dataclass(frozen=True)
+class MaskPair:
+    """A mask on disk, its label, and the image if it is known."""
+
+    id: str
+    prediction: VolumeRef
+    label: VolumeRef
+    image: VolumeRef | None = None
+
+
+def pair_masks(predictions: Path, labels: Path, say: Say) -> tuple[list[MaskPair], LabelRules | None]:
+    """The masks of a folder with their labels, by name: those of a data set, or of a folder of masks."""
+    masks = volumes_in(place_at(predictions))
+    if not masks:
+        raise UserError("no-masks", f"{predictions} has no masks", why="a mask is a file like 1004283650.tif",
+                        hint=f"ls {predictions}")  # fmt: skip
+    rules: LabelRules | None = None
+    known: dict[str, tuple[VolumeRef, VolumeRef | None]]
+    is_data_set = labels.suffix.lower() in (".yaml", ".yml") or any(
+        (labels / name).is_file() for name in ("train.csv", "dataset.json", PACK_INDEX)
+    )
+    if is_data_set:
+        listed = open_cases(labels)
+        rules = listed.rules
+        known = {case.id: (case.label, case.images[0]) for case in listed.cases if case.label is not None}
+    else:
+        known = {name: (ref_to(path), None) for name, path in volumes_in(place_at(labels)).items()}
+    if strange := sorted(masks.keys() - known.keys()):
+        raise UserError(
+            "labels-missing",
+            f"{labels} has no label for {count(len(strange), 'mask')}: {some(strange)}",
+            why="a mask and its label have the same name",
+            hint="--labels with the folder that holds them, or move these masks elsewhere",
+        )
+    if rest := len(known) - len(masks):
+        say(f"{count(rest, 'label')} without a mask left out")
+    pairs = []
+    for name, path in masks.items():
+        label, image = known[name]
+        pairs.append(MaskPair(name, ref_to(path), label, image))
+    return pairs, rules
+
+
+def score_masks(
+    predictions: Path,
+    labels: Path,
+    scoring: Scoring,
+    *,
+    ignore: int | None = None,
+    bar: Bar,
+    keep: Keep = lambda _found, _judged: None,
+    say: Say = lambda _line: None,
+) -> tuple[VolumeEvaluation, list[Judged]]:
+    """Scores masks that are on disk already. Probabilities, floats or 0 to 255, need a threshold.
+
+    Without `ignore`, it is the data set's; for the competition's score of a plain folder, 2."""
+    scoring.check()
+    pairs, rules = pair_masks(predictions, labels, say)
+    if ignore is None and rules is not None:
+        ignore = rules.ignore
+    elif ignore is None and scoring.score == "vesuvius-surface":
+        ignore = COMPETITION_IGNORE
+    volumes = OpenVolumes()
+    judge = _Judge(scoring, {"predictions": str(predictions)}, str(labels), len(pairs), bar, keep, say)
+    for pair in pairs:
+        try:
+            label = volumes.get(pair.label)
+            prediction = volumes.get(pair.prediction)
+            _check_mask(pair, prediction, label, scoring)
+            truth, guess = label.read(whole(label.shape)), prediction.read(whole(prediction.shape))
+            image = None if pair.image is None else volumes.get(pair.image)
+        except ReadFailure as failure:
+            judge.leave_out(pair.id, failure)
+            continue
+        if scoring.threshold is not None:
+            guess = _above(guess, scoring.threshold)
+        elif scoring.score == "vesuvius-surface":
+            guess = (guess != 0).astype(np.uint8)  # as the competition takes them: 1 and 255 are the same
+        classes = _classes(pair.id, truth, guess, ignore)
+        check_chain(scoring.post, classes)
+        # Without an image, overlays are drawn on black.
+        shown = image or ArrayVolume(pair.id, np.broadcast_to(np.uint8(0), truth.shape))
+        judge.add(pair.id, shown, guess, truth, classes, ignore)
+    return judge.evaluation(), judge.judged()
+
+
+def _check_mask(pair: MaskPair, prediction: Volume, label: Volume, scoring: Scoring) -> None:
+    if prediction.shape != label.shape:
+        raise UserError(
+            "shapes-differ",
+            f"{prediction.name} is {prediction.shape}, {label.name} is {label.shape}",
+            why="every voxel of the mask needs its label",
+            hint="predict the whole volume, or move this mask elsewhere",
+        )
+    if prediction.dtype.kind == "f" and scoring.threshold is None:
+        raise UserError(
+            "probabilities",
+            f"{prediction.name} holds {prediction.dtype} numbers",
+            why="a mask holds classes; probabilities become classes by a threshold",
+            hint="--threshold 0.5",
+        )
+    LabelRules(2).check_kind(pair.id, label)
+
+
+def _above(values: NDArray[Any], threshold: float) -> NDArray[np.uint8]:
+    limit = threshold if values.dtype.kind == "f" else threshold * np.iinfo(values.dtype).max
+    return (values > limit).astype(np.uint8)
+
+
+def _classes(name: str, label: NDArray[Any], prediction: NDArray[Any], ignore: int | None) -> int:
+    """As many as occur. A mask may hold anything where the label is open; elsewhere it must hold classes."""
+    known = label if ignore is None else label[label != ignore]
+    low, high = (int(known.min()), int(known.max())) if known.size else (0, 0)
+    low, high = min(low, int(prediction.min())), max(high, int(prediction.max()))
+    if low < 0 or high > 32_766:
+        raise UserError("label-out-of-range", f"{name} has the values {low} to {high}", why="classes are 0 to 32,766")
+    if high == 255 and known.size and int(known.max()) <= 1:
+        raise UserError(
+            "mask-of-bytes",
+            f"the mask of {name} has values up to 255, its label only 0 and 1",
+            why="255 would be a class of its own, that is never right",
+            hint="--threshold 0.5 takes 0 to 255 as probabilities",
+        )
+    return max(2, high + 1)

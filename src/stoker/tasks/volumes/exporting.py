@@ -1,0 +1,82 @@
+"""`stoker export` for volumes: a network that takes normalised patches of the size that it was trained on."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stoker import __version__
+from stoker.data.store.stores import ReadFailure
+from stoker.data.volumes.cases import open_cases
+from stoker.data.volumes.opening import VolumeRef, open_volume
+from stoker.data.volumes.volume import Shape, Volume, box_at, read_padded
+from stoker.errors import UserError
+from stoker.tasks.exporting import CPU, Exportable
+from stoker.tasks.volumes.prediction import Segmenter, measured, segmenter_of
+from stoker.tasks.volumes.segment import TrainedVolumeModel
+
+
+def segmenter_to_export(trained: TrainedVolumeModel, image: Path | None = None) -> Exportable:
+    """A network that takes normalised patches (batch, channels, z, y, x); other sizes than its own would change what
+    its padding and its lowest resolution see, so the size is fixed."""
+    segmenter = segmenter_of([trained], CPU)
+    generator = torch.Generator().manual_seed(0)
+    size = (segmenter.channels, *segmenter.patch)
+    inputs = {f"random batch of {count}": torch.randn(count, *size, generator=generator) for count in (2, 1)}
+    real = _real_patch(trained, segmenter, image)
+    if real is not None:
+        name, patch = real
+        inputs[name] = patch
+    return Exportable(trained.config.model, trained.model, "patches", inputs, metadata_of(trained))
+
+
+def metadata_of(trained: TrainedVolumeModel) -> dict[str, object]:
+    """What a program needs to know to use the network."""
+    config = trained.config
+    return {
+        "model": config.model,
+        "classes": trained.classes,
+        "channels": trained.channels,
+        "patch_size": list(config.patch_size or ()),
+        "axes": "batch, channels, z, y, x",
+        "normalize": config.normalize,
+        "probabilities": "softmax",
+        "weights": "averaged" if trained.averaged else "raw",
+        "epoch": trained.epoch,
+        "step": trained.step,
+        "stoker": __version__,
+    }
+
+
+def _real_patch(trained: TrainedVolumeModel, segmenter: Segmenter, image: Path | None) -> tuple[str, Tensor] | None:
+    """The middle of the given volume, or of the first readable one that the network was trained on."""
+    if image is not None:
+        if segmenter.channels != 1:
+            raise UserError(
+                "channels-differ",
+                f"--image {image} is one channel; the network takes {segmenter.channels}",
+                hint="leave out --image: the first case of data_root is used",
+            )
+        try:
+            return image.name, _middle(segmenter, [open_volume(VolumeRef(str(image)))])
+        except ReadFailure as failure:
+            raise UserError("image-unreadable", str(failure), hint="--image VOLUME.tif") from None
+    if trained.config.data_root is not None:
+        # Random patches are compared in any case: data that has moved is no reason to refuse.
+        with suppress(UserError, ReadFailure, OSError):
+            for case in open_cases(trained.config.data_root).cases:
+                if len(case.images) == segmenter.channels:
+                    return case.id, _middle(segmenter, [open_volume(ref) for ref in case.images])
+    return None
+
+
+def _middle(segmenter: Segmenter, images: list[Volume]) -> Tensor:
+    start: Shape = tuple((size - length) // 2 for size, length in zip(images[0].shape, segmenter.patch, strict=True))  # type: ignore[assignment]
+    voxels = torch.empty(1, len(images), *segmenter.patch)
+    for image, channel in zip(images, voxels[0].numpy(), strict=True):
+        read_padded(image, box_at(start, segmenter.patch), channel, 0)
+    means, deviations = measured(images, segmenter.normalize)
+    return segmenter.inputs(voxels, list(zip(means.tolist(), deviations.tolist(), strict=True)))

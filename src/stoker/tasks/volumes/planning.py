@@ -1,0 +1,133 @@
+"""What a plan needs to know about a run over volumes: its step, to be traced, and its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from torch import nn
+
+from stoker.augment.volumes import memory_format_of, transform_range
+from stoker.config import Config
+from stoker.console import Advance, count
+from stoker.data.draws import sample_keys
+from stoker.data.volumes.labels import LabelRules
+from stoker.data.volumes.making import RowLayout
+from stoker.data.volumes.opening import OpenVolumes
+from stoker.data.volumes.survey import image_dtype
+from stoker.data.volumes.transforms import draw_transforms
+from stoker.data.volumes.volume import Shape
+from stoker.errors import StokerError
+from stoker.models.volumes import build_volume_model
+from stoker.tasks.building import optimizer_for
+from stoker.tasks.volumes.data import label_rules, list_cases, survey_cases
+from stoker.tasks.volumes.reading import reading_options
+from stoker.train.compute import compute_dtype
+from stoker.train.step import TraceableStep, plain_batch
+from stoker.train.volume_losses import build_volume_loss
+
+ASSUMED_CLASSES = 2
+ASSUMED_VOLUME: Shape = (320, 320, 320)
+"""Of the Vesuvius surface competition."""
+DRAWN = 500
+"""Transforms that the mean of what a patch reads is taken over."""
+
+
+@dataclass(frozen=True)
+class VolumeFacts:
+    """What a plan needs to know about volumes."""
+
+    channels: int
+    rules: LabelRules
+    dtype: str
+    """Of the images' voxels; numpy's name."""
+    cases: int | None
+    largest: Shape
+    """The volume that a prediction is planned for."""
+    assumptions: tuple[str, ...] = ()
+
+
+def volume_facts(config: Config, progress: Advance | None = None) -> VolumeFacts:
+    """Opens the config's volumes if they can be reached from here; otherwise says what was assumed."""
+    try:
+        if config.data_root is None:
+            return _assumed(config, "no data_root")
+        listed = list_cases(config, lambda _line: None)
+        volumes = OpenVolumes(reading_options(config))
+        surveyed = survey_cases(config, listed, volumes, lambda _line: None, progress)
+        rules = label_rules(config, listed)
+    except StokerError as error:
+        return _assumed(config, error.seen.splitlines()[0])
+    return VolumeFacts(
+        channels=len(surveyed.cases[0].images),
+        rules=rules,
+        dtype=image_dtype([surveyed.facts[case.id] for case in surveyed.cases]).name,
+        cases=len(surveyed.cases),
+        largest=max(surveyed.shapes.values(), key=lambda shape: shape[0] * shape[1] * shape[2]),
+    )
+
+
+def _assumed(config: Config, reason: str) -> VolumeFacts:
+    rules = LabelRules(config.num_classes or ASSUMED_CLASSES, config.ignore_label)
+    said = f"data: 1 channel of uint8 voxels, {count(rules.classes, 'class', 'classes')} ({reason})"
+    shape = " x ".join(map(str, ASSUMED_VOLUME))
+    return VolumeFacts(
+        1, rules, "uint8", None, ASSUMED_VOLUME, (said, f"prediction: of a volume of {shape} voxels, as in Vesuvius")
+    )
+
+
+def row_bytes(config: Config, facts: VolumeFacts) -> tuple[int, int]:
+    """Bytes that a batch reserves for a patch of training, and of validation: image and label."""
+    patch = patch_of(config)
+    val = RowLayout(facts.channels, facts.dtype, facts.rules.dtype.name, patch[0] * patch[1] * patch[2])
+    return replace(val, most_voxels=transform_range(config).most_voxels(patch)).row_bytes, val.row_bytes
+
+
+def mean_read_bytes(config: Config, facts: VolumeFacts) -> float:
+    """Bytes of image and label that are read for a training patch: a rotated or enlarged one needs its surroundings."""
+    patch, bounds = patch_of(config), transform_range(config)
+    keys = sample_keys(0, 0, np.arange(DRAWN), np.zeros(DRAWN, np.int64))
+    voxels = [float(np.prod(one.region(patch, (0, 0, 0)).shape)) for one in draw_transforms(keys, bounds, patch)]
+    each = facts.channels * np.dtype(facts.dtype).itemsize + facts.rules.dtype.itemsize
+    return float(np.mean(voxels)) * each
+
+
+def traceable_step(config: Config, channels: int, classes: int) -> TraceableStep:
+    """The step that `segment.build_run` would train with, for a plan to trace; does not open the data.
+
+    The augmentation is left out: it works on bytes, and is done before the model's activations begin.
+    """
+    patch = patch_of(config)
+
+    def build() -> nn.Module:
+        # While a step is traced, the default device is meta: nothing is allocated.
+        return build_volume_model(
+            config.model, channels=channels, classes=classes, patch=patch, deep_supervision=config.deep_supervision,
+            gradient_checkpointing=config.gradient_checkpointing, indivisible=config.indivisible_patch,
+            channels_last=config.channels_last, dropout=config.dropout, seed=config.seed,
+        )  # fmt: skip
+
+    checkpointing = config.model_copy(update={"gradient_checkpointing": True})
+    return TraceableStep(
+        build_model=build,
+        build_optimizer=partial(optimizer_for, config, lr=config.lr),
+        # Which label is ignored does not change what is computed.
+        loss=build_volume_loss(config.volume_loss, classes, ignore=classes),
+        # A plan is for a GPU, wherever it is made.
+        make_batch=plain_batch(
+            (channels, *patch), target=patch, dtype=compute_dtype(config.precision),
+            memory_format=memory_format_of(config),
+        ),
+        batch_size=config.batch_size,
+        precision=config.precision,
+        ema_decay=config.ema_decay,
+        accumulation=config.gradient_accumulation,
+        clip_grad_norm=config.clip_grad_norm,
+        checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, channels, classes),
+    )  # fmt: skip
+
+
+def patch_of(config: Config) -> Shape:
+    assert config.patch_size is not None, "the config was checked"
+    return config.patch_size

@@ -1,0 +1,252 @@
+"""Segmentation of volumes: from a config to a run that the loop can train, and from a checkpoint to its network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stoker.augment.packing import Copy
+from stoker.augment.volumes import VolumeEvalPrepare, build_volume_augment, build_volume_eval
+from stoker.clock.steps import StepClock
+from stoker.config import Config, config_values
+from stoker.console import Say, count
+from stoker.data.volumes.labels import LabelRules
+from stoker.data.volumes.making import PatchBatch, PatchPlan
+from stoker.data.volumes.plans import PatchLoader
+from stoker.errors import UserError
+from stoker.machine.host import HostConfig
+from stoker.models.build import count_parameters, with_sync_batchnorm
+from stoker.models.volumes import build_volume_model
+from stoker.models.weights import load_weights
+from stoker.run.metric import metric_of
+from stoker.scores.counts import VolumeCounts
+from stoker.tasks.building import (
+    average_of,
+    describe_schedule,
+    early_stopping,
+    horizon_for,
+    input_dtype,
+    peak_lr_of,
+    ready_device,
+    total_batch_of,
+    train_step,
+)
+from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan, validation_plan
+from stoker.train.checkpoint.restore import open_state
+from stoker.train.checkpoint.sources import open_source
+from stoker.train.evaluate import Accumulator
+from stoker.train.launch import StopRequest
+from stoker.train.loop import Run
+from stoker.train.prefetch_guard import PrefetchGuard
+from stoker.train.ranks import Ranks
+from stoker.train.schedule import Progress
+from stoker.train.step import Prepared
+from stoker.train.transfers import Uploader, batches_in_hand, queue_of
+from stoker.train.volume_losses import build_volume_loss
+
+
+def build_run(
+    config: HostConfig,
+    data: VolumeData,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    quarantine_file: Path | None = None,
+    say: Say = lambda _text: None,
+) -> Run:
+    """The run that the config describes, at its beginning: network, optimizer, loaders, augmentation; alike on every
+    rank. `resume` moves it to where a checkpoint was saved."""
+    ready_device(config, device)
+    loss = build_volume_loss(config.volume_loss, data.rules.classes, data.rules.outside)
+    model = build_network(config, data, device, ranks, say)
+    step = train_step(config, model, loss, ranks, device, say)
+    uploader = Uploader(queue_of(device))
+    held = batches_in_hand(config.gradient_accumulation, on_gpu=uploader.queue is not None)
+    opened: list[PatchLoader] = []
+
+    def load(plan: PatchPlan, held: int) -> PatchLoader:
+        opened.append(
+            open_loader(
+                config, plan, data.reading,
+                workers=config.num_workers, held=held, quarantine_file=quarantine_file, say=say,
+            )
+        )  # fmt: skip
+        return opened[-1]
+
+    train, val = training_plan(config, data, ranks), validation_plan(config, data, ranks)
+    train_loader = load(train, held)
+    metric, dtype = metric_of(config_values(config)), input_dtype(config, device)
+    horizon = horizon_for(config, train_loader.steps())
+    augment = build_volume_augment(config, *data.statistics(data.train), dtype)
+    evaluated = augment if data.val is None else build_volume_eval(config, *data.statistics(data.val), dtype)
+    return Run(
+        model=model, ema=average_of(config, model, horizon), step=step, total_batch=total_batch_of(config, ranks),
+        uploader=uploader, prepare=partial(prepare_batch, augment, uploader.copy),
+        prepare_val=partial(prepare_val_batch, evaluated, uploader.copy, data.rules.outside),
+        train_loader=lambda _epoch: train_loader, val_loader=None if val is None else load(val, 1), val_loss=loss,
+        scoring=VolumeScoring(data.val, data.rules, device, config.surface_tolerance), metric=metric, horizon=horizon,
+        peak_lr=peak_lr_of(config, ranks), stopping=early_stopping(config, metric),
+        accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
+        progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
+        close=lambda: _close(opened), config=config_values(config),
+        classes=tuple(f"label {number}" for number in range(data.rules.classes)), decoder=None,
+        name_samples=data.names, guard_memory=PrefetchGuard(say).check,
+        data={"classes": data.rules.classes, "ignore": data.rules.ignore, "channels": data.channels},
+    )  # fmt: skip
+
+
+def build_network(config: Config, data: VolumeData, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
+    """The network that the config describes, on its device."""
+    assert config.patch_size is not None, "the config was checked"
+    model: nn.Module = build_volume_model(
+        config.model, channels=data.channels, classes=data.rules.classes, patch=config.patch_size,
+        deep_supervision=config.deep_supervision, gradient_checkpointing=config.gradient_checkpointing,
+        indivisible=config.indivisible_patch, channels_last=config.channels_last, dropout=config.dropout,
+        seed=config.seed,
+    )  # fmt: skip
+    if config.weights is not None:
+        file, _ = open_source(Path(config.weights), say)
+        say(load_weights(model, file).describe())
+    if config.sync_batchnorm and ranks.world > 1 and device.type == "cuda":
+        model = with_sync_batchnorm(model)
+    model = model.to(device)
+    for weight in model.parameters():
+        if weight.ndim == 5 and weight.shape[2:].numel() == 1:
+            # The strides of axes of length one mean nothing, but DistributedDataParallel compares them with those of
+            # the gradient, and complains at the first step of every process.
+            weight.data = weight.data.reshape(-1).view(weight.shape)
+    return model
+
+
+def describe_run(config: Config, run: Run, data: VolumeData) -> str:
+    """What is about to be trained, in a few lines that people check before they go home."""
+    patch = " x ".join(map(str, data.train.patches.patch))
+    if data.val is None:
+        val = "no validation"
+    else:
+        val = f"{count(len(data.val.cases), 'validation volume')} ({count(data.val.steps.samples, 'patch', 'patches')})"
+    part = "all of it" if config.fold == "all" else f"fold {config.fold} of {config.folds} by {config.split_by}"
+    ignored = "" if data.rules.ignore is None else f", label {data.rules.ignore} is ignored"
+    lines = [
+        f"{config.model}: {count_parameters(run.model):,} parameters, {count(data.rules.classes, 'class', 'classes')}"
+        f"{ignored}, {config.volume_loss}",
+        f"{count(len(data.train.cases), 'training volume')}, {val}, {part}",
+        f"patches of {patch}, {count(data.channels, 'channel')}, {config.foreground_patches:.0%} around foreground",
+        *describe_schedule(config, run.ranks, run.device, run.horizon),
+    ]
+    if config.steps_per_epoch is None and not config.fast_dev_run:
+        lines.append("steps_per_epoch is not set: an epoch has as many updates as nnU-Net's")
+    return "\n".join(lines)
+
+
+def prepare_batch(augment: VolumeEvalPrepare, copy: Copy, batch: PatchBatch, *_of_no_interest: int) -> Prepared:
+    """A training batch on the device, augmented; everything random follows from its samples' keys, and nothing from the
+    epoch, the step, or the batch's number within it."""
+    inputs, labels = augment.prepare(batch, copy)
+    assert labels is not None, "a training plan has labels"
+    return Prepared(inputs, labels, labels, mixed=False)
+
+
+def prepare_val_batch(prepare: VolumeEvalPrepare, copy: Copy, outside: int, batch: PatchBatch) -> Prepared:
+    """A validation batch on the device; nothing of a patch that could not be read counts."""
+    inputs, labels = prepare.prepare(batch, copy)
+    assert labels is not None, "a validation plan has labels"
+    for slot in np.flatnonzero(~batch.valid).tolist():
+        labels[slot] = outside
+    return Prepared(inputs, labels, labels, mixed=False)
+
+
+class VolumeScoring:
+    """Loss over the patches with a labelled voxel; Dice, IoU and surface Dice by volume."""
+
+    def __init__(self, val: PatchPlan | None, rules: LabelRules, device: torch.device, tolerance: float) -> None:
+        self._counts = VolumeCounts(
+            0 if val is None else len(val.cases), rules.classes, device, ignore=rules.outside, tolerance=tolerance
+        )
+        self._outside = rules.outside
+        # The sum of the losses, and how many patches it is over.
+        self._loss = torch.zeros(2, dtype=self._counts.tensor.dtype, device=device)
+
+    def reset(self) -> None:
+        self._counts.tensor.zero_()
+        self._loss.zero_()
+
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: PatchBatch, piece: slice) -> None:
+        self._counts.add(logits, labels, batch.cases[piece], batch.valid[piece])
+        # A patch without a labelled voxel has the loss 0, which says nothing about the network.
+        labelled = (labels != self._outside).flatten(1).any(1).sum()
+        self._loss += torch.stack((loss.detach() * len(labels), labelled)).to(self._loss.dtype)
+
+    def result(self) -> dict[str, float]:
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self._counts.tensor)
+            dist.all_reduce(self._loss)
+        total, patches = self._loss.tolist()
+        return ({"loss": total / patches} if patches else {}) | self._counts.result()
+
+    def look(self, metrics: Mapping[str, Any]) -> None:
+        """Nothing about volumes gives reason for an event."""
+
+
+def _close(loaders: Sequence[PatchLoader]) -> None:
+    for loader in loaders:
+        loader.close()
+
+
+@dataclass(frozen=True)
+class TrainedVolumeModel:
+    """A trained network, ready to segment volumes, and what is known about it."""
+
+    path: Path
+    model: nn.Module
+    """On the CPU, in evaluation mode, float32."""
+    config: HostConfig
+    """As it was trained, with the overrides of this command, resolved for this machine. `normalize` says how voxels
+    become inputs: stoker.data.volumes.statistics has what it needs."""
+    rules: LabelRules
+    channels: int
+    """Images of a case that the network takes together."""
+    averaged: bool
+    """Whether its weights are the moving average."""
+    epoch: int
+    step: int
+
+    @property
+    def classes(self) -> int:
+        """The network's outputs."""
+        return self.rules.classes
+
+
+def open_trained(
+    path: Path, say: Say = lambda _text: None, overrides: Sequence[str] = (), *, raw: bool = False
+) -> TrainedVolumeModel:
+    """The network of a checkpoint, or of a run folder's best one: its moving average if it has one, unless `raw`."""
+    trained = open_state(path, overrides, raw=raw, say=say)
+    state, config, facts = trained.state, trained.config, trained.state.get("data") or {}
+    if config.task != "segment3d" or config.patch_size is None or "channels" not in facts:
+        raise UserError(
+            "checkpoint-of-images",
+            f"{trained.path} was trained with task: {config.task}",
+            why="it classifies images, and has no classes for voxels",
+            hint="a checkpoint of a run with task: segment3d",
+        )
+    rules = LabelRules(int(facts["classes"]), facts["ignore"])
+    model = build_volume_model(
+        config.model, channels=int(facts["channels"]), classes=rules.classes, patch=config.patch_size,
+        # Its heads have weights too.
+        deep_supervision=bool(state["config"]["deep_supervision"]), indivisible=config.indivisible_patch,
+        channels_last=config.channels_last,
+    )  # fmt: skip
+    return TrainedVolumeModel(
+        path=trained.path, model=trained.load_into(model), config=config, rules=rules,
+        channels=int(facts["channels"]), averaged=trained.averaged, epoch=int(state["progress"]["epoch"]),
+        step=int(state["progress"]["step"]),
+    )  # fmt: skip

@@ -29,7 +29,6 @@ from stoker.data.volumes.transforms import TransformRange
 from stoker.data.volumes.volume import ArrayVolume, ReadingOptions, Region, box_at, whole
 from stoker.errors import UserError
 from tests.data.volumes.test_loader import digest
-from tests.data.volumes.test_remote import upload
 from tests.support.s3_server import S3Server
 
 READING = ReadingOptions()
@@ -226,7 +225,7 @@ def test_the_trial_measures_every_layout_and_leaves_nothing_behind(
 
 def test_a_pack_in_s3_gives_the_same_patches(source: Path, tmp_path: Path, s3: S3Server) -> None:
     for layout in ("raw", "zarr", "blocks32"):
-        url = upload(s3, packed(source, tmp_path / layout, layout), f"packs/{layout}")
+        url = s3.put_folder(packed(source, tmp_path / layout, layout), f"packs/{layout}")
         if layout == "blocks32":
             with pytest.raises(UserError, match="read from a local disk"):
                 open_cases(url)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 from scipy.ndimage import median_filter
 
 from stoker.clock.observed import HotSpot
@@ -61,13 +60,14 @@ def test_a_c_function_that_keeps_the_lock_gets_the_time_that_it_took(tmp_path: P
     took = time.thread_time() - took
 
     def work() -> None:
-        for _ in range(4):
+        for _ in range(10):
             keeps_the_lock(3_000_000)
-            computes_in_python(took / 2)
+            computes_in_python(took)
 
     spots = spots_of(tmp_path, work)
-    assert spots["keeps_the_lock"].share == pytest.approx(2 / 3, abs=0.15)
-    assert spots["computes_in_python"].share == pytest.approx(1 / 3, abs=0.15)
+    # Half each on an idle machine. Without the weights of late looks the first would be near zero.
+    assert spots["keeps_the_lock"].share > 0.25
+    assert spots["computes_in_python"].share > 0.05
     assert spots["keeps_the_lock"].line == keeps_the_lock.__code__.co_firstlineno + 1
 
 

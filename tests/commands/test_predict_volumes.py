@@ -327,7 +327,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("file_format", "times"), [("tiff", 2), ("zarr", 1)])
+@pytest.mark.parametrize(("file_format", "times"), [("tiff", 2), pytest.param("zarr", 1, marks=pytest.mark.release)])
 def test_a_prediction_that_is_killed_at_any_time_ends_with_the_same_files(
     places: Path, tmp_path: Path, file_format: str, times: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,7 @@ def job(seconds: float, **parts: Any) -> dict[str, Any]:
     return {"seconds": seconds, "workers": 2, "cpus": 1, "pace_s": None} | parts
 
 
+@pytest.mark.release
 def test_a_paced_consumer_measures_everything_but_the_model(config_file: Path) -> None:
     told: list[tuple[str, float, float]] = []
     seen = run_trials(load(config_file), 1.5, pace_s=0.02, progress=lambda *parts: told.append(parts))

@@ -126,6 +126,7 @@ def test_keys_that_another_program_swallowed_are_said(ready: ReadyProcess, tmp_p
     assert (config.gradient_accumulation, config.nesterov) == (2, True)
 
 
+@pytest.mark.release
 def test_a_starved_run_is_told_how_starved_it_is(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
     """There: the last run trained 4,874 images/s where eight A100 reach 18,832; 21.8 hours instead of six."""
     config = write_config(tmp_path, images)

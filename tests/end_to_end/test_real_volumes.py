@@ -79,7 +79,7 @@ def test_patches_of_a_real_scan_are_slices_of_its_voxels(templates: Path, tmp_pa
     assert len(seen) > 30, "patches are drawn for classes of every size"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_few_steps_on_a_real_scan_learn_where_the_atlas_has_regions(
     stoker: Run, templates: Path, tmp_path: Path
 ) -> None:

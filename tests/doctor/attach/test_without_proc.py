@@ -46,6 +46,7 @@ def test_a_scripts_waits_are_reported_with_what_could_not_be_measured(without_pr
     assert any("run-queue" in text for text in found["not_seen"])
 
 
+@pytest.mark.release
 def test_a_config_can_still_be_tried(without_proc: list[str], tmp_path: Path) -> None:
     config = write_config(tmp_path, write_images(tmp_path / "data", train=40), num_workers=1)
     command = [sys.executable, "-m", "stoker", "doctor", str(config), "--pace", "200", "--seconds", "1", "--json"]

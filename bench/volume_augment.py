@@ -126,7 +126,7 @@ def _start(name: str, work: Path, arguments: argparse.Namespace, running: dict[s
         stdout=subprocess.PIPE,
         stderr=log.open("w"),
         text=True,
-        env=os.environ | {"PYTHONPATH": str(PROJECT), "PYTHONWARNINGS": "ignore", **settings},
+        env=os.environ | {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'src'}", "PYTHONWARNINGS": "ignore", **settings},
         cwd=PROJECT,
     )
     run = Running(process, arguments.seconds, log)

@@ -75,11 +75,11 @@ class RunReader:
         if self._unjudged and time.monotonic() >= self._judge_due_s:
             self._judge()
             changed.append(True)
-        changing = (self.folder.config_file, self.folder.evaluation_file)
-        seen = (is_held(self.folder.lease_file), *map(_changed_ns, changing))
+        held = is_held(self.folder.lease_file)
+        seen = (held, *map(_changed_ns, (self.folder.config_file, self.folder.evaluation_file)))
         if self._document is None or any(changed) or seen != self._seen:
             self._seen = seen
-            self._document = self._build(held=seen[0])
+            self._document = self._build(held=held)
         return self._document
 
     def _judge(self) -> None:

@@ -34,6 +34,7 @@ from stoker.report.run_files import (
     preview_of,
     read_config,
     read_environment,
+    read_evaluation,
 )
 from stoker.run.folder import RunFolder, find_run
 from stoker.run.json_lines import JsonLines, Record, number
@@ -74,10 +75,11 @@ class RunReader:
         if self._unjudged and time.monotonic() >= self._judge_due_s:
             self._judge()
             changed.append(True)
-        seen = (is_held(self.folder.lease_file), _changed_ns(self.folder.config_file))
+        held = is_held(self.folder.lease_file)
+        seen = (held, *map(_changed_ns, (self.folder.config_file, self.folder.evaluation_file)))
         if self._document is None or any(changed) or seen != self._seen:
             self._seen = seen
-            self._document = self._build(held=seen[0])
+            self._document = self._build(held=held)
         return self._document
 
     def _judge(self) -> None:
@@ -131,16 +133,21 @@ class RunReader:
             "needs": [] if diagnosis is None else [need_row(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
             "predictions": describe_predictions([*predicted, *self._predictions.records]),
             "preview": preview_of(folder.preview_file),
+            "evaluation": read_evaluation(folder.evaluation_file, folder.worst_file),
             "quarantine": describe_quarantine(self._quarantine.records),
             "config": {"changed": changed_from_defaults(config), "all": config},
             "environment": read_environment(folder.environment_file),
             "checkpoints": list_checkpoints(folder.checkpoints),
             "events": _describe_events(events),
-            "missing": self._missing(steps),
+            "missing": self._missing(steps, config),
         }
 
-    def _missing(self, steps: Sequence[Record]) -> list[str]:
+    def _missing(self, steps: Sequence[Record], config: dict[str, Any]) -> list[str]:
         found = []
+        if config.get("task") == "segment3d" and not self.folder.evaluation_file.exists():
+            found.append(
+                clip(f"scores of whole volumes and pictures of the worst: stoker eval {self.folder.root} adds them.")
+            )
         if not self._metrics.exists:
             found.append("metrics.jsonl does not exist: the run has not written anything.")
         elif not steps:

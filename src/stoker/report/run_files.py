@@ -23,7 +23,8 @@ LONGEST_TEXT = 400
 SHOWN_SAMPLES = 200
 SHOWN_PREDICTIONS = 100
 SHOWN_CHECKPOINTS = 100
-LARGEST_ENVIRONMENT_BYTES = 4 << 20
+SHOWN_VOLUMES = 12
+LARGEST_ENVIRONMENT_BYTES = LARGEST_EVALUATION_BYTES = 4 << 20
 LARGEST_PREVIEW_BYTES = 1 << 20
 JPEG = b"\xff\xd8\xff"
 
@@ -99,6 +100,31 @@ def preview_of(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return {"file": file, "bytes": size} if is_jpeg and size <= LARGEST_PREVIEW_BYTES else None
+
+
+def read_evaluation(file: Path, picture: Path) -> dict[str, Any] | None:
+    """The scores of a run's validation volumes, the worst first, with their picture; None if none were made."""
+    try:
+        record = json.loads(file.read_bytes()) if file.stat().st_size <= LARGEST_EVALUATION_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("volumes"), list):
+        return None
+    volumes = [one for one in record["volumes"] if isinstance(one, dict)]
+    return {
+        "checkpoint": clip(Path(str(record.get("checkpoint"))).name),
+        "count": len(volumes),
+        "mean": _scores_of(_mapping(record.get("mean"))),
+        "volumes": [{"id": clip(one.get("id")), **_scores_of(one)} for one in volumes[:SHOWN_VOLUMES]],
+        "picture": preview_of(picture),
+    }
+
+
+def _scores_of(record: dict[str, Any]) -> dict[str, float | None]:
+    competition = _mapping(record.get("competition"))
+    scores = {name: rounded(number(record, name)) for name in ("dice", "iou", "surface_dice")}
+    score = number(competition or record, "score")
+    return scores if score is None else scores | {"score": rounded(score)}
 
 
 def picture_url(preview: dict[str, Any] | None) -> str | None:

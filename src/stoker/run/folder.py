@@ -8,6 +8,8 @@ runs/<run_name>/
     subset.json         the chosen classes, if not all of them are used
     preview.jpg         what the network gets: training samples of the first steps, and validation samples
     quarantine.jsonl    samples that could not be read
+    evaluation.json     scores of the validation volumes by `stoker eval`, the worst first
+    worst.jpg           pictures of the worst of them: label, prediction and errors
     logs/train_*.log    what was printed on the terminal
     checkpoints/        last.ckpt and the best ones
     metrics.csv         the epochs of metrics.jsonl, for spreadsheets (csv: true)
@@ -75,6 +77,14 @@ class RunFolder:
         return self.root / "quarantine.jsonl"
 
     @property
+    def evaluation_file(self) -> Path:
+        return self.root / "evaluation.json"
+
+    @property
+    def worst_file(self) -> Path:
+        return self.root / "worst.jpg"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
@@ -115,8 +125,9 @@ class RunFolder:
         """Everything that a run leaves behind and that a new run in the same folder must not continue."""
         return (
             self.config_file, self.environment_file, self.metrics_file, self.clock_file, self.subset_file,
-            self.preview_file, self.quarantine_file, self.logs, self.checkpoints, self.metrics_csv_file,
-            self.tensorboard, self.wandb, self.wandb_id_file, self.predictions_file, self.report_file,
+            self.preview_file, self.quarantine_file, self.evaluation_file, self.worst_file, self.logs, self.checkpoints,
+            self.metrics_csv_file, self.tensorboard, self.wandb, self.wandb_id_file, self.predictions_file,
+            self.report_file,
         )  # fmt: skip
 
 
@@ -233,6 +244,12 @@ def find_run(path: Path) -> Path:
         why="a run folder contains config.yaml or metrics.jsonl; `stoker train` creates it under runs/",
         hint="  ".join(map(str, runs[-SHOWN_RUNS:])) if runs else "stoker demo    # creates one in a minute",
     )
+
+
+def run_of(checkpoint: Path) -> RunFolder | None:
+    """The run that a checkpoint belongs to; None for one that lies elsewhere."""
+    folder = RunFolder(checkpoint.absolute().parent.parent)
+    return folder if checkpoint.absolute().parent == folder.checkpoints and _is_run(folder.root) else None
 
 
 def _is_run(folder: Path) -> bool:

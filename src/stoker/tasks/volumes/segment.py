@@ -174,6 +174,7 @@ class VolumeScoring:
         self._outside = rules.outside
         # The sum of the losses, and how many patches it is over.
         self._loss = torch.zeros(2, dtype=self._counts.tensor.dtype, device=device)
+        self._told = False
 
     def reset(self) -> None:
         self._counts.tensor.zero_()
@@ -192,8 +193,15 @@ class VolumeScoring:
         total, patches = self._loss.tolist()
         return ({"loss": total / patches} if patches else {}) | self._counts.result()
 
-    def look(self, metrics: Mapping[str, Any]) -> None:
-        """Nothing about volumes gives reason for an event."""
+    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """Says once that no validation patch could be scored: an epoch without metrics must not go unnoticed."""
+        if "val/loss" in metrics or self._told:
+            return None
+        self._told = True
+        return "nothing_validated", {
+            "why": "no validation patch could be read, or none has a labelled voxel",
+            "hint": "quarantine.jsonl names volumes that could not be read; fold: N validates on others",
+        }
 
 
 def _close(loaders: Sequence[PatchLoader]) -> None:

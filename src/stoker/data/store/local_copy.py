@@ -51,7 +51,7 @@ _READ_BYTES = 8 << 20
 _LINE_START, _SIZE_FIELD = b'{"path":', b',"size":'
 _numbers = itertools.count()
 # Process ids mean nothing on another host that shares the disk.
-_HOST = xxhash.xxh3_64_hexdigest(socket.gethostname())[:6]
+_HOST = xxhash.xxh3_64_hexdigest(socket.gethostname().encode())[:6]
 _TEMPORARY = re.compile(rf"\.stage-{_HOST}-(\d+)-\d+\.tmp")
 
 

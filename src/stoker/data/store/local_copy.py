@@ -155,9 +155,13 @@ class LocalCopy:
         self.add(record)
         return record
 
+    def check(self, path: str) -> None:
+        """Raises ReadFailure for a name that cannot be a file of the copy, before anything is fetched."""
+        self._folder_of(path)
+
     def create(self, path: str, size: int) -> PartialFile:
         """A file that is written in parts, in any order."""
-        self._folder_of(path)
+        self.check(path)
         return PartialFile(self, path, size)
 
     def add(self, record: CopiedFile) -> None:
@@ -264,6 +268,19 @@ class LocalCopy:
             )
 
 
+def open_copy(folder: str | Path) -> LocalCopy:
+    """The copy that is in a folder, whatever it is a copy of; raises UserError if there is none."""
+    known = _read_about(f"{os.path.realpath(folder)}/{ABOUT}")
+    if known is None or not isinstance(known.get("source"), str):
+        raise UserError(
+            "not-a-copy",
+            f"{folder} is not a copy that was made by stoker",
+            why=f"it has no readable {ABOUT}",
+            hint="stoker stage SRC DST",
+        )
+    return LocalCopy(folder, known["source"])
+
+
 class PartialFile:
     """A file of a copy that is written in parts under a temporary name."""
 
@@ -279,11 +296,11 @@ class PartialFile:
             written = os.pwrite(self._descriptor, rest, offset)
             rest, offset = rest[written:], offset + written
 
-    def mapped(self) -> mmap.mmap | bytes:
+    def mapped(self) -> memoryview:
         """The whole content as it is now, for checksums."""
         if os.fstat(self._descriptor).st_size == 0:
-            return b""
-        return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+            return memoryview(b"")
+        return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
 
     def finish(self, version: str = "", verified: str = "") -> CopiedFile:
         """Gives the file its name; raises ReadFailure if its length is wrong."""
@@ -301,10 +318,11 @@ class PartialFile:
         return record
 
     def abandon(self) -> None:
-        """Removes what was written."""
-        self._close()
-        with suppress(OSError):
-            os.unlink(self._temporary)  # noqa: PTH108
+        """Removes what was written; does nothing to a finished file."""
+        if self._descriptor >= 0:
+            self._close()
+            with suppress(OSError):
+                os.unlink(self._temporary)  # noqa: PTH108
 
     def _close(self) -> None:
         if self._descriptor >= 0:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import obstore
 import pytest
 
 from stoker.cli import main
@@ -33,7 +34,8 @@ def upload(server: S3Server, prefix: str, files: int) -> dict[str, bytes]:
     objects["shards/large.tar"] = np.random.default_rng(99).bytes(20_000_000)
     objects["medium.bin"] = np.random.default_rng(98).bytes(3_000_000)
     for name, data in objects.items():
-        server.put(f"{prefix}/{name}", data)
+        # In one piece, so that the ETag is a checksum, also of the large one.
+        obstore.put(server.client(), f"{prefix}/{name}", data, use_multipart=False)
     return objects
 
 
@@ -70,7 +72,7 @@ def test_a_bucket_is_copied_verified_and_copied_again_only_where_it_changed(
     assert told["complete"]
     assert told["copied"]["files"] == len(objects)
     assert told["failed"] == 0
-    assert told["copied"]["verified_against_store"] >= len(objects) - 1
+    assert (told["copied"]["verified_against_store"], told["copied"]["length_only"]) == (len(objects), 0)
     assert told["verification"]["whole"]
     assert told["verification"]["files"] == len(objects)
     assert files_of(target) == objects

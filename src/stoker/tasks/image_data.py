@@ -126,7 +126,7 @@ def _check_nothing_writes_into(config: Config, index: SampleIndex) -> None:
     if is_url(index.root) or index.shards or "layout" in index.facts:
         return
     place = Path(index.root).resolve()
-    for key in ("index_dir", "cache_dir", "runs_dir"):
+    for key in ("index_dir", "cache_dir", "stage_to", "runs_dir"):
         folder = getattr(config, key)
         if folder is None or is_url(folder):
             continue

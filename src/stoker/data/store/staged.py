@@ -74,8 +74,16 @@ class StagePlace:
     def local(self, path: str) -> str | None:
         """Where a file of the source is in the copy; None if the copy does not have it, or another version of it."""
         copy, expected = self.open(), self.expected.get(path)
-        found = copy.has(path) if expected is None else copy.has(path, expected.size, expected.version)
-        return f"{copy.folder}/{path}" if found else None
+        if not (copy.has(path) if expected is None else copy.has(path, expected.size, expected.version)):
+            return None
+        place = f"{copy.folder}/{path}"
+        try:
+            is_whole = expected is None or os.stat(place).st_size == expected.size  # noqa: PTH116
+        except OSError:
+            is_whole = False
+        if not is_whole:  # somebody deleted it, or wrote to it
+            copy.doubt(path)
+        return place if is_whole else None
 
 
 class StagedCopy:

@@ -233,7 +233,7 @@ def open_store(
     max_object_bytes: int = MAX_OBJECT_BYTES,
 ) -> Store:
     """The store of a folder or URL, with a local cache in front of it if `cache_dir` is given."""
-    store = _open_source(root, max_object_bytes)
+    store = open_source(root, max_object_bytes)
     if cache_dir is None:
         return store
     from stoker.data.store.cache import CachedStore
@@ -247,7 +247,8 @@ def is_url(root: str) -> bool:
     return bool(separator) and "/" not in scheme
 
 
-def _open_source(root: str, max_object_bytes: int) -> Store:
+def open_source(root: str, max_object_bytes: int = MAX_OBJECT_BYTES) -> SourceStore:
+    """The store of a folder or URL."""
     if not is_url(root):
         return LocalStore(root, max_object_bytes=max_object_bytes)
     parts = urlsplit(root)

@@ -30,6 +30,8 @@ from stoker.train.ranks import Ranks
 # What tells the labels, classes or cases of the files beside it, and the arrays of a pack's index.
 BESIDE = (".csv", ".json", ".jsonl", ".npy", ".txt", ".yaml", ".yml")
 LISTS = (".yaml", ".yml")
+# After a run; a copy that needs longer is filled by the next one, or by `stoker stage`.
+SETTLING_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Staging:
     def make_way(self, _epoch: int, _position: int, waited: bool | None, _is_over: bool) -> None:
         """Is told with each validation batch."""
         self.filler.make_way(waited)
+
+    def settle(self) -> None:
+        """Training has ended; the last files, such as those of its last epoch, may still be on their way."""
+        self.filler.settle(SETTLING_S)
 
     def close(self) -> None:
         """Ends the filling; what was fetched is kept."""

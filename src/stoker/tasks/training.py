@@ -129,6 +129,8 @@ def train_here(
     with run.stop.listening(), stack:
         try:
             train(run, observer, saver)
+            if staging is not None:
+                staging.settle()
         except StokerError as error:
             observer.event("left", run.progress.step, {"ending": error.name, "why": error.seen})
             if config.fast_dev_run and isinstance(error, Interrupted | Preempted):

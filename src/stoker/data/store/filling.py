@@ -98,8 +98,9 @@ class Filler:
         else:
             self._allowed = max(1, self._allowed // 2) if waits else min(MOST_IN_FLIGHT, self._allowed + 1)
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until everything was tried; whether the copy is complete."""
+    def settle(self, seconds: float) -> bool:
+        """Training has ended: fetches what is left, for at most this long; whether the copy is complete."""
+        self._is_over, self._allowed = True, MOST_IN_FLIGHT
         if self._dispatcher is not None:
             self._dispatcher.join(seconds)
         return self.is_complete

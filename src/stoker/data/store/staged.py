@@ -32,9 +32,9 @@ MOST_WAITING_BYTES = 64_000_000
 COMMIT_EVERY_S = 5.0
 COMMIT_WHEN_IDLE_S = 0.2
 MOST_COMMITTING = 0.1
-# Left free for everybody else on the disk.
-FREE_SHARE = 0.05
-MOST_FREE_BYTES = 10_000_000_000
+# Left free for everybody else on the disk, as by `stoker stage`.
+FREE_SHARE = 0.02
+MOST_FREE_BYTES = 1_000_000_000
 _SIZE = re.compile(rb',"size":(\d+),')
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 

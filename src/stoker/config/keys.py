@@ -60,6 +60,11 @@ class DataKeys(KeyGroup):
     """Size limit of `cache_dir`; what does not fit is read from the source every time.
     Default: up to 90 % of the free disk space."""
 
+    stage_to: str | None = key(None, min_length=1)
+    """Local folder that `stoker train` fills with a copy of the data while it trains from `data_root`: each file is
+    fetched only once, and what is there is read from there. A complete copy can be used as `data_root`; the same as
+    that of `stoker stage`."""
+
     lookahead: Bytes = key(256_000_000, unit="bytes", ge=1_000_000)
     """How many bytes of upcoming samples each rank may fetch ahead of time."""
 

@@ -20,12 +20,14 @@ from stoker.tasks import classify, image_data
 from stoker.tasks.classify import TrainingData
 from stoker.tasks.image_data import chosen_record
 from stoker.tasks.preview_sheet import keep_with_run
+from stoker.tasks.staging import Staging
 from stoker.tasks.volumes import data as volume_data
 from stoker.tasks.volumes import preview as volume_preview
 from stoker.tasks.volumes import segment
 from stoker.tasks.volumes.data import VolumeData
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.loop import Run
+from stoker.train.ranks import Ranks
 
 
 class RunData(Protocol):
@@ -52,6 +54,8 @@ class Task:
     """Says and records which part of the data a config has chosen."""
     as_it_began: Callable[[FoundCheckpoint, HostConfig, Any, Say], Any]
     """The data as a resumed run read it before."""
+    open_staging: Callable[[HostConfig, Any, Ranks, Say], Staging | None]
+    """The local copy that training fills, if the config names one."""
     build_run: Callable[..., Run]
     describe_run: Callable[[Config, Run, Any], str]
     keep_preview: Callable[[RunFolder, HostConfig, Any, int, Say], None]
@@ -109,11 +113,11 @@ def _same_volumes(_found: FoundCheckpoint, _config: HostConfig, data: VolumeData
 
 TASKS = {
     "classify": Task(
-        classify.open_data, _record_subset, classify.with_decoder_of, classify.build_run, classify.describe_run,
-        _keep_sheet, _image_loader, _image_speed, "images",
+        classify.open_data, _record_subset, classify.with_decoder_of, classify.open_staging, classify.build_run,
+        classify.describe_run, _keep_sheet, _image_loader, _image_speed, "images",
     ),
     "segment3d": Task(
-        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run, _keep_patches,
-        _patch_loader, volume_data.measure_speed, "patches",
+        volume_data.open_data, _nothing, _same_volumes, segment.open_staging, segment.build_run,
+        segment.describe_run, _keep_patches, _patch_loader, volume_data.measure_speed, "patches",
     ),
 }  # fmt: skip

@@ -23,8 +23,9 @@ from stoker.data.images.resizing import Interpolation
 from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
 from stoker.data.images.splits import find_split
 from stoker.data.images.subset import Subset, choose_subset, split_samples, subset_record
-from stoker.data.loader import ImageLoader
+from stoker.data.loader import Follow, ImageLoader
 from stoker.data.order import Order, Steps
+from stoker.data.store.staged import StagePlace
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.errors import ConfigError, StokerError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
@@ -126,7 +127,7 @@ def _check_nothing_writes_into(config: Config, index: SampleIndex) -> None:
     if is_url(index.root) or index.shards or "layout" in index.facts:
         return
     place = Path(index.root).resolve()
-    for key in ("index_dir", "cache_dir", "runs_dir"):
+    for key in ("index_dir", "cache_dir", "stage_to", "runs_dir"):
         folder = getattr(config, key)
         if folder is None or is_url(folder):
             continue
@@ -247,11 +248,13 @@ def open_loader(
     workers: int,
     held: int = 1,
     quarantine_file: Path | None = None,
+    stage: StagePlace | None = None,
+    follow: Follow | None = None,
     say: Say = lambda _line: None,
 ) -> ImageLoader:
     """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
     batches when it asks for the next."""
-    return ImageLoader(plan, loader_options(config, workers, held, quarantine_file), say)
+    return ImageLoader(plan, loader_options(config, workers, held, quarantine_file, stage), say, follow)
 
 
 def measure_speed(

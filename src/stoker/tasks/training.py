@@ -82,7 +82,12 @@ def train_here(
     )
     if found is not None:
         data = task.as_it_began(found, config, data, say_here)
-    run = task.build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
+    staging = task.open_staging(config, data, ranks, say_here)
+    if staging is not None:
+        stack.callback(staging.close)
+    run = task.build_run(
+        config, data, ranks, device, quarantine_file=folder.quarantine_file, staging=staging, say=say_here
+    )
     stack.callback(run.close)
     events: tuple[tuple[str, dict[str, Any]], ...] = ()
     if found is None and replan:
@@ -124,6 +129,8 @@ def train_here(
     with run.stop.listening(), stack:
         try:
             train(run, observer, saver)
+            if staging is not None:
+                staging.settle()
         except StokerError as error:
             observer.event("left", run.progress.step, {"ending": error.name, "why": error.seen})
             if config.fast_dev_run and isinstance(error, Interrupted | Preempted):
@@ -149,7 +156,7 @@ def trial_run(config: Config) -> Config:
             "epochs": 1, "steps_per_epoch": None, "limit_train_batches": number * config.gradient_accumulation,
             "limit_val_batches": 0 if config.limit_val_batches == 0 else number, "early_stopping": None,
             "lr": config.lr * first, "warmup_epochs": 0, "lr_scheduler": "constant", "resize_epochs": None,
-            "log_every": 1, "save_top_k": 0, "checkpoint_every": None, "checkpoint_every_steps": None,
+            "log_every": 1, "stage_to": None, "save_top_k": 0, "checkpoint_every": None, "checkpoint_every_steps": None,
             "wandb": False, "wandb_project": None, "wandb_name": None, "tensorboard": False, "csv": False,
         }
     )  # fmt: skip

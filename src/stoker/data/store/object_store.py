@@ -108,10 +108,17 @@ class ObjectStore:
         self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False, version: str | None = None
     ) -> Buffer:
         """The bytes, of this version if one is given; blocks the calling thread without holding Python's lock."""
+        return self._get(path, offset, size, whole, version)[0]
+
+    def fetch(self, path: str, size: int | None = None) -> tuple[Buffer, str]:
+        """A whole object, of this size if one is given, and its version (ETag); the version is empty if it has none."""
+        return self._get(path, 0, size, True, None)
+
+    def _get(self, path: str, offset: int, size: int | None, whole: bool, version: str | None) -> tuple[Buffer, str]:
         if size is not None and size > self.max_object_bytes:
             raise ReadFailure(path, "too large", f"{size} bytes; the limit is {self.max_object_bytes}")
         if size == 0 and not whole:
-            return b""
+            return b"", ""
         client, meta = self._connected(path), None
         self.fetches += 1
         try:
@@ -133,7 +140,7 @@ class ObjectStore:
         if len(data) != wanted:
             raise ReadFailure(path, "short", f"{len(data)} of {wanted} bytes")
         self._allowed = True
-        return data
+        return data, meta["e_tag"] or ""
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Every object below the prefix, in the server's order: its path relative to the URL, and its size."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from stoker.console import Advance, Say, count, some
 from stoker.data.batch import Quarantine
-from stoker.data.loader import BatchLoader, LoaderOptions, choose_engine
+from stoker.data.loader import BatchLoader, Follow, LoaderOptions, choose_engine
 from stoker.data.order import Steps
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.label_index import build_label_index
@@ -139,7 +139,12 @@ class PatchLoader(BatchLoader[PatchBatch]):
     """The loader of a split of volumes."""
 
     def __init__(
-        self, plan: PatchPlan, reading: ReadingOptions, options: LoaderOptions, say: Say = lambda _line: None
+        self,
+        plan: PatchPlan,
+        reading: ReadingOptions,
+        options: LoaderOptions,
+        say: Say = lambda _line: None,
+        follow: Follow | None = None,
     ) -> None:
         self.plan = plan
         options = replace(options, engine=choose_engine(options.engine, options.workers, volumes=True))
@@ -149,7 +154,7 @@ class PatchLoader(BatchLoader[PatchBatch]):
         # Each worker process reads its own steps ahead.
         processes = max(1, options.workers) if options.engine == "process" else 1
         opens = partial(_open_maker, plan, reading, options.lookahead // processes)
-        super().__init__(plan, opens, quarantine, options, say)
+        super().__init__(plan, opens, quarantine, options, say, follow)
 
     @property
     def batch_bytes(self) -> int:

@@ -14,6 +14,7 @@ from stoker.augment.volumes import transform_range
 from stoker.clock.observed import StorageFacts
 from stoker.config import Config
 from stoker.console import Advance, Say, count, some
+from stoker.data.loader import Follow
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.cases import Case, CaseList, open_cases
 from stoker.data.volumes.label_index import build_label_index
@@ -233,11 +234,12 @@ def open_loader(
     workers: int,
     held: int = 1,
     quarantine_file: Path | None = None,
+    follow: Follow | None = None,
     say: Say = lambda _line: None,
 ) -> PatchLoader:
     """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
     batches when it asks for the next."""
-    return PatchLoader(plan, reading, loader_options(config, workers, held, quarantine_file), say)
+    return PatchLoader(plan, reading, loader_options(config, workers, held, quarantine_file), say, follow)
 
 
 def measure_speed(config: Config, data: VolumeData, *, workers: int, seconds: float) -> LoaderSpeed:

@@ -87,6 +87,7 @@ def train_from_config(
     let_threads_sleep()
     from stoker.config import config_values
     from stoker.config.reading import load_for_command
+    from stoker.data.store import outage
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
@@ -133,7 +134,8 @@ def train_from_config(
                 if checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
                     checkpoint = opened.set_aside / folder.checkpoints.name / checkpoint.name  # moved with the rest
                 start = start and start.moved(folder.root, opened.set_aside)
-            progress = TrainProgress(TrainLog(folder.logs), metric=metric_of(config_values(config)).key)
+            metric = metric_of(config_values(config)).key
+            progress = TrainProgress(TrainLog(folder.logs), metric=metric, waiting=outage.text)
             stack.callback(progress.close)
 
         def look(data: Any) -> list[str]:

@@ -126,7 +126,7 @@ def check_labels(
     cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, say: Say, progress: Advance | None = None
 ) -> None:
     """Reads the labels of validation cases once, as training's are: wrong ones are refused now, not after an epoch."""
-    labels = build_label_index(cases, volumes, rules, progress=progress)
+    labels = build_label_index(cases, volumes, rules, progress=progress, say=say)
     unread = {one.id: one.reason for one in labels.bad}
     for name, reason in unread.items():
         say(f"warning: the labels of {name}, which is validated on, cannot be read: {reason}")

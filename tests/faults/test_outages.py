@@ -99,6 +99,7 @@ def test_workers_that_first_reach_out_in_an_outage_wait_for_its_end(
     expected = ledger(loader_for(local, "batch_size=8"))
     options = ["batch_size=8", f"index_dir={tmp_path}", "loader=process"]
     assert ledger(loader_for(url, *options, workers=1)) == expected  # type: ignore[arg-type]
+    later = loader_for(url, *options, workers=1)  # type: ignore[arg-type]
 
     def refuse() -> None:
         s3_proxy.stop()
@@ -107,8 +108,8 @@ def test_workers_that_first_reach_out_in_an_outage_wait_for_its_end(
 
     with During(refuse) as during:
         time.sleep(0.2)
-        assert ledger(loader_for(url, *options, workers=1)) == expected  # type: ignore[arg-type]
-    assert any(text.startswith(f"waiting for {url}/train since") for text in during.said)
+        assert ledger(later) == expected
+    assert [text for text in during.said if text.startswith(f"waiting for {url}/train since")], during.said
 
 
 def test_a_loader_that_is_closed_in_an_outage_does_not_wait_for_its_end(
@@ -135,9 +136,7 @@ def test_a_loader_that_is_closed_in_an_outage_does_not_wait_for_its_end(
         outage._leaving.clear()
 
 
-def test_an_outage_that_does_not_end_is_an_error_for_every_reader(
-    url: str, s3_proxy: Proxy, local: Path
-) -> None:
+def test_an_outage_that_does_not_end_is_an_error_for_every_reader(url: str, s3_proxy: Proxy, local: Path) -> None:
     store = ObjectStore(f"{url}/train", patience=Patience(retry_s=1.5))
     names = [str(path.relative_to(local / "train")) for path in sorted((local / "train").rglob("*.jpg"))]
     store.read(names[0])
@@ -184,8 +183,7 @@ def test_training_survives_20_s_without_its_store_and_ends_with_the_same_bits(
         command = [sys.executable, "-m", "stoker", "train", str(config)]
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
         if name == "outage":
-            enough = 2 if moment == "training" else 6
-            wait_until(lambda: steps_done(tmp_path / "runs" / "outage") >= enough)
+            wait_until(lambda: steps_done(tmp_path / "runs" / "outage") >= (2 if moment == "training" else 6))
             own_server.stop()
             time.sleep(20)
             own_server._start()

@@ -24,6 +24,7 @@ from stoker.tasks.volumes import data as volume_data
 from stoker.tasks.volumes import preview as volume_preview
 from stoker.tasks.volumes import segment
 from stoker.tasks.volumes.data import VolumeData
+from stoker.train.checkpoint.data_changes import Listings
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.loop import Run
 
@@ -50,6 +51,8 @@ class Task:
     """(config, say, progress) -> data; raises UserError if it cannot be trained on."""
     chosen: Callable[[HostConfig, Any, RunFolder, Say], None]
     """Says and records which part of the data a config has chosen."""
+    listings: Callable[[Any], Listings]
+    """Which samples the data has, in order."""
     as_it_began: Callable[[FoundCheckpoint, HostConfig, Any, Say], Any]
     """The data as a resumed run read it before."""
     build_run: Callable[..., Run]
@@ -84,6 +87,16 @@ def _keep_patches(folder: RunFolder, config: HostConfig, data: VolumeData, world
     volume_preview.keep_with_run(folder.preview_file, config, data, world, say)
 
 
+def _images_of(data: TrainingData) -> Listings:
+    return {
+        part: one and image_data.listing_of_samples(one) for part, one in (("train", data.train), ("val", data.val))
+    }
+
+
+def _cases_of(data: VolumeData) -> Listings:
+    return {part: one and volume_data.listing_of_cases(one) for part, one in (("train", data.train), ("val", data.val))}
+
+
 def _image_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
     plan = image_data.training_plan(config, data.train, data.decoding)
     return image_data.open_loader(config, plan, workers=config.num_workers)
@@ -109,11 +122,11 @@ def _same_volumes(_found: FoundCheckpoint, _config: HostConfig, data: VolumeData
 
 TASKS = {
     "classify": Task(
-        classify.open_data, _record_subset, classify.with_decoder_of, classify.build_run, classify.describe_run,
-        _keep_sheet, _image_loader, _image_speed, "images",
+        classify.open_data, _record_subset, _images_of, classify.with_decoder_of, classify.build_run,
+        classify.describe_run, _keep_sheet, _image_loader, _image_speed, "images",
     ),
     "segment3d": Task(
-        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run, _keep_patches,
-        _patch_loader, volume_data.measure_speed, "patches",
+        volume_data.open_data, _nothing, _cases_of, _same_volumes, segment.build_run, segment.describe_run,
+        _keep_patches, _patch_loader, volume_data.measure_speed, "patches",
     ),
 }  # fmt: skip

@@ -30,6 +30,7 @@ from stoker.errors import ConfigError, StokerError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
 from stoker.redact import redact_text
 from stoker.tasks.building import loader_options
+from stoker.train.checkpoint.data_changes import Listing
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
@@ -148,6 +149,18 @@ def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> di
     return subset_record(
         _as_subset(train, config.subset_seed), None if val is None else _as_subset(val, config.subset_seed)
     )
+
+
+def listing_of_samples(samples: SampleSet) -> Listing:
+    """Names and classes of the samples, in the order of their members."""
+    index = samples.index
+    if samples.chosen is None:
+        return Listing(index.name_bytes, index.name_ends, index.labels.astype(np.int64))
+    members = np.arange(len(samples), dtype=np.int64)
+    lengths, kept = np.diff(index.name_ends, prepend=0), np.zeros(len(index), bool)
+    kept[samples.chosen] = True  # ascending, as in the index
+    name_bytes = np.asarray(index.name_bytes)[np.repeat(kept, lengths)]
+    return Listing(name_bytes, np.cumsum(lengths[kept]), samples.labels(members))
 
 
 def _as_subset(samples: SampleSet, seed: int) -> Subset:

@@ -110,7 +110,8 @@ def test_an_index_is_built_once_and_again_if_the_file_changes(
     assert built == ["b", "a"]
     assert not list(own_cache.rglob("*.tmp"))
     # One place of one class was changed: the file looks whole, and would draw patches without that class.
-    assert (kept := first[0].places[1].copy()).size
+    kept = first[0].places[1].copy()
+    assert kept.size
     for file in own_cache.rglob("*.npy"):
         if (array := np.load(file, mmap_mode="r+"))[-1] == kept[-1]:
             array[-1] -= 1

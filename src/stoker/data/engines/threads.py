@@ -85,7 +85,7 @@ class ThreadEngine(Generic[Made]):
             self._maker.reader.forget()
 
     def close(self) -> None:
-        """Ends the threads, after the batches they are making; a store that does not respond is waited for no longer."""
+        """Ends the threads, after the batches they are making; waits no longer for a store that does not respond."""
         outage.leave()
         # First: a batch may be waiting for it.
         self._maker.reader.close()

@@ -98,7 +98,7 @@ def text() -> str | None:
 
 
 def note_reached(endpoint: str) -> None:
-    """A process of this run has reached this endpoint: if it stops responding, that is an outage, not a wrong setting."""
+    """A process of this run has reached this endpoint: if it does not respond later, no setting is wrong."""
     if not was_reached(endpoint):
         mark = _mark(endpoint)
         with _lock:

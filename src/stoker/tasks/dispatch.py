@@ -88,13 +88,13 @@ def _keep_patches(folder: RunFolder, config: HostConfig, data: VolumeData, world
 
 
 def _images_of(data: TrainingData) -> Listings:
-    return {
-        part: one and image_data.listing_of_samples(one) for part, one in (("train", data.train), ("val", data.val))
-    }
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else image_data.listing_of_samples(one) for part, one in parts.items()}
 
 
 def _cases_of(data: VolumeData) -> Listings:
-    return {part: one and volume_data.listing_of_cases(one) for part, one in (("train", data.train), ("val", data.val))}
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else volume_data.listing_of_cases(one) for part, one in parts.items()}
 
 
 def _image_loader(config: HostConfig, data: TrainingData) -> ImageLoader:

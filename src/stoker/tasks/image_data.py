@@ -170,12 +170,20 @@ def _as_subset(samples: SampleSet, seed: int) -> Subset:
 
 def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:
     """The decoder named in the config, or the fastest one on the data's own files, with its measurements."""
-    return choose_decoder(
+    decoding, measured = choose_decoder(
         config.decoder,
         lambda: files_for_measuring(config, index),
         config.img_size,
         max_pixels=config.max_image_pixels,
         mode=config.decode_mode,
+    )
+    return decoding_with(config, decoding.decoder), measured
+
+
+def decoding_with(config: Config, decoder: str = "pillow") -> Decoding:
+    """How a config's images are decoded by this decoder; at full size every one gives Pillow's pixels."""
+    return Decoding(
+        decoder, config.max_image_pixels, config.max_decoded_bytes, upright=config.decode_mode != "faithful"
     )
 
 

@@ -83,21 +83,21 @@ class Difference:
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     marked: tuple[str, ...] = ()
-    """With another class, or other labels."""
+    """With other labels."""
     known: bool = True
     """Whether the names of the earlier samples are known."""
 
     def __str__(self) -> str:
         named = [
             f"{count(len(names), 'sample')} {what}: {some(list(names))}"
-            for names, what in ((self.removed, "removed"), (self.added, "added"), (self.marked, "with another class"))
+            for names, what in ((self.removed, "removed"), (self.added, "added"), (self.marked, "with other labels"))
             if names
         ]
         if not self.known:
             named = ["the names of the earlier samples were not kept"]
         elif not named:
             named = ["the same samples in another order"]
-        sizes = f"{self.before:,} samples" + (f" before, {self.after:,} now" if self.before != self.after else "")
+        sizes = count(self.before, "sample") + (f" before, {self.after:,} now" if self.before != self.after else "")
         return f"{self.part} ({sizes}): " + "; ".join(named)
 
     def as_event(self) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def save_index(index: SampleIndex, folder: Path) -> SampleIndex:
         "classes": list(index.classes),
         "shards": list(index.shards),
         "arrays": sorted(present),
-        "xxh3": {name: _checksum(array) for name, array in present.items()},
+        "xxh3": {name: checksum(array) for name, array in present.items()},
         "facts": index.facts,
     }
     write_text(folder / META, json.dumps(sealed(meta), indent=1, ensure_ascii=True) + "\n")
@@ -208,11 +208,12 @@ def _difference(index: SampleIndex, known: Any) -> str | None:
     """What differs from what was saved: a flipped label or a swapped offset would train on wrong labels, silently."""
     if known is None:  # saved by an earlier version, which hashed everything at once, ten times as slowly
         return None if digest_of(index) == index.digest else "its arrays or classes changed after it was written"
-    changed = [name for name, array in present_arrays(index).items() if _checksum(array) != known.get(name)]
+    changed = [name for name, array in present_arrays(index).items() if checksum(array) != known.get(name)]
     return f"{', '.join(f'{name}.npy' for name in changed)} changed after it was written" if changed else None
 
 
-def _checksum(array: NDArray[Any]) -> str:
+def checksum(array: NDArray[Any]) -> str:
+    """Of an array of an index, to notice that its file changed."""
     # xxh3 reads a mapped file at the speed of memory (results/index).
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).data)
 

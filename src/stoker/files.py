@@ -8,7 +8,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+SEAL = "seal"
+"""The key of a JSON file's checksum."""
 
 
 @contextmanager
@@ -57,6 +60,20 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a JSON file, with a checksum over all of it."""
+    return {**content, SEAL: _checksum(content)}
+
+
+def has_whole_seal(content: Any) -> bool | None:
+    """Whether content that was read is what `sealed` returned; None if it never had a seal."""
+    if not isinstance(content, dict):
+        return False
+    if SEAL not in content:
+        return None
+    return bool(content[SEAL] == _checksum({name: value for name, value in content.items() if name != SEAL}))
+
+
 def cache_folder() -> Path:
     """The user's folder for what can be measured or made again: `stoker` below XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises without a home
@@ -66,8 +83,8 @@ def cache_folder() -> Path:
 def remember(name: str, key: str, measure: Callable[[], Any], usable: Callable[[Any], bool]) -> Any:
     """The figure that the cache file `name` holds under `key`, or a new one, which is stored there if it is usable.
 
-    The key holds everything that the figure depends on. A damaged file or entry counts as absent, and a folder that
-    cannot be written to only costs the measurement at every start.
+    The key holds everything that the figure depends on. A damaged file counts as absent, and a folder that cannot be
+    written to only costs the measurement at every start.
     """
     return remember_all(name, [key], lambda _missing: [measure()], usable)[0]
 
@@ -87,16 +104,25 @@ def remember_all(
         figures[place] = figure
     if new := {keys[place]: figures[place] for place in missing if usable(figures[place])}:
         with suppress(OSError):
-            write_text(path, json.dumps(_read_object(path) | new, indent=1) + "\n")
+            write_text(path, json.dumps(sealed(_read_object(path) | new), indent=1) + "\n")
     return figures
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         content = json.loads(path.read_text())
-        if isinstance(content, dict):
-            return content
+        # A changed figure would be believed: files from before there were seals are measured again, too.
+        if has_whole_seal(content):
+            del content[SEAL]
+            return cast(dict[str, Any], content)
     return {}
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    # Imported here: most commands read no such file.
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def _umask() -> int:

@@ -75,6 +75,9 @@ class DataKeys(KeyGroup):
     max_image_pixels: int = key(178_956_970, unit="pixels", ge=1)
     """Largest image to decode; anything larger counts as unreadable (a decompression bomb)."""
 
+    max_decoded_bytes: Bytes = key(1_000_000_000, unit="bytes", ge=1)
+    """Memory that decoding one image may take, as far as its headers tell; anything larger counts as unreadable."""
+
     max_image_bytes: Bytes = key(256_000_000, unit="bytes", ge=1)
     """Largest image file to read; anything larger counts as unreadable."""
 
@@ -110,7 +113,8 @@ class LoaderKeys(KeyGroup):
     """Training images: `fast` decodes only what the crop needs, and resizes it with antialiasing, within
     0.1 grey levels of torchvision; `faithful` gives exactly torchvision's pixels; `draft` decodes large images at
     reduced size and does not antialias below that: about a tenth faster, but aliased, with 1.5 times the
-    high-frequency energy. Validation is always faithful."""
+    high-frequency energy. Validation is always resized faithfully. With `faithful`, images are taken as they are
+    stored, as torchvision does; otherwise they are turned as their EXIF orientation says, for validation, too."""
 
     seed: int = key(0, ge=0, lt=2**63)
     """Seed of the sample order, the augmentation and the initial weights."""

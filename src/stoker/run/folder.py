@@ -6,6 +6,7 @@ runs/<run_name>/
     metrics.jsonl       one line for each interval, epoch and event: what everything else is derived from
     clock.jsonl         one line for each interval: where the time of its steps and batches went
     subset.json         the chosen classes, if not all of them are used
+    samples.npz         the names of all samples, to say what changed when the run resumes
     preview.jpg         what the network gets: training samples of the first steps, and validation samples
     quarantine.jsonl    samples that could not be read
     evaluation.json     scores of the validation volumes by `stoker eval`, the worst first
@@ -69,6 +70,10 @@ class RunFolder:
         return self.root / "subset.json"
 
     @property
+    def samples_file(self) -> Path:
+        return self.root / "samples.npz"
+
+    @property
     def preview_file(self) -> Path:
         return self.root / "preview.jpg"
 
@@ -125,7 +130,8 @@ class RunFolder:
         """Everything that a run leaves behind and that a new run in the same folder must not continue."""
         return (
             self.config_file, self.environment_file, self.metrics_file, self.clock_file, self.subset_file,
-            self.preview_file, self.quarantine_file, self.evaluation_file, self.worst_file, self.logs, self.checkpoints,
+            self.samples_file, self.preview_file, self.quarantine_file, self.evaluation_file, self.worst_file, self.logs,
+            self.checkpoints,
             self.metrics_csv_file, self.tensorboard, self.wandb, self.wandb_id_file, self.predictions_file,
             self.report_file,
         )  # fmt: skip

@@ -31,6 +31,7 @@ from stoker.errors import ConfigError, StokerError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
 from stoker.redact import redact_text
 from stoker.tasks.building import loader_options
+from stoker.train.checkpoint.data_changes import Listing
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
@@ -151,6 +152,18 @@ def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> di
     )
 
 
+def listing_of_samples(samples: SampleSet) -> Listing:
+    """Names and classes of the samples, in the order of their members."""
+    index = samples.index
+    if samples.chosen is None:
+        return Listing(index.name_bytes, index.name_ends, index.labels.astype(np.int64))
+    members = np.arange(len(samples), dtype=np.int64)
+    lengths, kept = np.diff(index.name_ends, prepend=0), np.zeros(len(index), bool)
+    kept[samples.chosen] = True  # ascending, as in the index
+    name_bytes = np.asarray(index.name_bytes)[np.repeat(kept, lengths)]
+    return Listing(name_bytes, np.cumsum(lengths[kept]), samples.labels(members))
+
+
 def _as_subset(samples: SampleSet, seed: int) -> Subset:
     members = np.arange(len(samples), dtype=np.int64)
     return Subset(samples.indices(members), samples.labels(members).astype(np.int32), samples.classes, seed)
@@ -158,12 +171,20 @@ def _as_subset(samples: SampleSet, seed: int) -> Subset:
 
 def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:
     """The decoder named in the config, or the fastest one on the data's own files, with its measurements."""
-    return choose_decoder(
+    decoding, measured = choose_decoder(
         config.decoder,
         lambda: files_for_measuring(config, index),
         config.img_size,
         max_pixels=config.max_image_pixels,
         mode=config.decode_mode,
+    )
+    return decoding_with(config, decoding.decoder), measured
+
+
+def decoding_with(config: Config, decoder: str = "pillow") -> Decoding:
+    """How a config's images are decoded by this decoder; at full size every one gives Pillow's pixels."""
+    return Decoding(
+        decoder, config.max_image_pixels, config.max_decoded_bytes, upright=config.decode_mode != "faithful"
     )
 
 

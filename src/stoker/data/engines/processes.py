@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 from stoker.data.engines.buffers import PageLock, SharedSlots, shared_array
 from stoker.data.engines.making import Announcer, Made, Maker, Plan, batches_held, beyond_flight
 from stoker.data.priority import step_back
+from stoker.data.store import outage
 from stoker.errors import StokerError, UserError
 
 Request = tuple[int, int, int, int | None]
@@ -170,7 +171,7 @@ class ProcessEngine(Generic[Made]):
             multiprocessing_context=start_method if workers else None,
             collate_fn=_unchanged,
             # A fork server keeps the environment it was started with; credentials may have been set later.
-            worker_init_fn=partial(_prepare_worker, dict(os.environ)),
+            worker_init_fn=partial(_prepare_worker, dict(os.environ), outage.shared() if workers else None),
             in_flight=self._in_flight,
         )
 
@@ -222,12 +223,13 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _prepare_worker(environment: dict[str, str], _worker: int) -> None:
+def _prepare_worker(environment: dict[str, str], outages: Any, _worker: int) -> None:
     """Sets up a worker for one core: threads of its own would only delay the other workers."""
     import cv2
 
     os.environ.clear()
     os.environ.update(environment)
+    outage.adopt(outages)
     step_back()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)

@@ -77,7 +77,7 @@ def plan_training(
             why="there is nothing to learn from an image alone",
             hint="add the labels, or leave these cases out",
         )
-    labels = build_label_index(cases, volumes, rules, progress=progress)
+    labels = build_label_index(cases, volumes, rules, progress=progress, say=say)
     used = check_labelled(labels, [case.id for case in cases])
     unread = {one.id for one in labels.bad}
     for one in labels.bad:

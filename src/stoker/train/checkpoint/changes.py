@@ -31,7 +31,8 @@ FREE = (
 APPLIED = {
     # Data: the classes have to be the same, and are compared by name.
     "data_root": "", "samples_csv": "", "train_csv": "", "val_csv": _NOT_COMPARABLE, "max_bad_fraction": "",
-    "max_image_pixels": "", "max_image_bytes": "", "subset_val_per_class": _NOT_COMPARABLE, "seed": _REST_OF_EPOCH,
+    "max_image_pixels": "", "max_decoded_bytes": "", "max_image_bytes": "", "subset_val_per_class": _NOT_COMPARABLE,
+    "seed": _REST_OF_EPOCH,
     # Pixels. Every decoder gives the same ones at full size; only `draft` reduces while it decodes.
     "decoder": "the same pixels, unless decode_mode is draft", "decode_mode": "", "img_size": "", "val_img_size":
     _NOT_COMPARABLE, "crop_ratio": _NOT_COMPARABLE, "interpolation": "", "patch_size": "",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from typing import Any, Generic
 
 import torch
@@ -21,9 +22,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from stoker.data.engines.buffers import PageLock, SharedSlots, shared_array
+from stoker.data.engines.deaths import Casualties
 from stoker.data.engines.making import Announcer, Made, Maker, Plan, batches_held, beyond_flight
 from stoker.data.priority import step_back
-from stoker.errors import StokerError, UserError
+from stoker.errors import StokerError
 
 Request = tuple[int, int, int, int | None]
 """Epoch, step, start, and the slot to fill; None if none was free."""
@@ -158,6 +160,7 @@ class ProcessEngine(Generic[Made]):
             self._slots = SharedSlots(count, plan.batch_shape, page_lock=page_lock)
         self._steps = _Steps(plan, self._slots)
         self._iterator: LimitedIterator | None = None
+        self._casualties = Casualties()
         if start_method == "forkserver" and workers:
             _preload_forkserver()
         self._loader = LimitedLoader(
@@ -204,8 +207,15 @@ class ProcessEngine(Generic[Made]):
                     assert self._slots is not None
                     batch.images = self._slots.look_at(batch.images, len(batch))
                 yield batch
-        except RuntimeError as error:
-            raise _worker_error(error) from error
+        except StokerError:
+            raise
+        except (RuntimeError, EOFError, OSError) as error:
+            # torch names a dead worker only if it has been collected by the time the pipe breaks.
+            raise self._casualties.explain(error, self._workers()) from error
+
+    def _workers(self) -> list[BaseProcess]:
+        iterator = self._iterator or getattr(self._loader, "_iterator", None)
+        return list(getattr(iterator, "_workers", ()))
 
     def close(self) -> None:
         """Ends the workers, and lets go of the slots: memory that the consumer still holds stays until it is done."""
@@ -253,15 +263,3 @@ def _preload_forkserver() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["stoker.data.engines.processes", "stoker.data.images.decoding"]
     )
-
-
-def _worker_error(error: RuntimeError) -> Exception:
-    text = str(error)
-    if "DataLoader worker" in text and ("killed" in text or "exited unexpectedly" in text):
-        return UserError(
-            "worker-died",
-            text.splitlines()[0],
-            why="usually the kernel killed it because memory, or /dev/shm, ran out",
-            hint="check with dmesg | grep -i oom; lower num_workers, prefetch_factor or batch_size",
-        )
-    return error

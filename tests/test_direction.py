@@ -25,7 +25,8 @@ LAYERS = [
     {"clock"},
     {"run"},
     {"config"},
-    {"console", "child", "files"},
+    {"notices"},
+    {"console", "child", "files", "cgroups"},
     {"redact"},
     {"errors"},
 ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from stoker import __version__
 from stoker.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Interrupted, StokerError, UsageError, nearest
+from stoker.notices import Notice, listening_from_the_start
 
 if TYPE_CHECKING:
     import typer
@@ -50,7 +51,18 @@ def run() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; users never see a traceback."""
     try:
+        # Before anything is imported that takes time.
+        with listening_from_the_start():
+            return _run(arguments)
+    except Notice as notice:  # which had been waiting for somebody to listen
+        return _end_with(notice.as_error(), arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
         return _dispatch(list(arguments))
+    except Notice as notice:
+        return _end_with(notice.as_error(), arguments)
     except StokerError as error:
         return _end_with(error, arguments)
     except KeyboardInterrupt:
@@ -91,7 +103,10 @@ def _run_typer(arguments: list[str], names: list[str]) -> int:
         code = command.main(args=arguments, prog_name="stoker", standalone_mode=False)
     except typer.TyperException as error:
         _raise_usage_error(error, arguments)
-    except typer.Abort:
+    except typer.Abort as abort:
+        # typer turns any EOFError into this, even one that has nothing to do with a question at the terminal.
+        if isinstance(abort.__cause__, EOFError):
+            raise abort.__cause__ from None
         raise Interrupted("interrupted", "stopped by Ctrl-C") from None
     if code == EXIT_INTERRUPTED:  # typer turns a KeyboardInterrupt into this code
         raise Interrupted("interrupted", "stopped by Ctrl-C")

@@ -25,7 +25,7 @@ LAYERS = [
     {"clock"},
     {"run"},
     {"config"},
-    {"notices"},
+    {"notices", "out_of_memory"},
     {"console", "child", "files", "cgroups"},
     {"redact"},
     {"errors"},

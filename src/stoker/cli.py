@@ -43,6 +43,9 @@ COMMANDS = {
 """Every command, with its line of help. `lr-find` is in stoker/commands/lr_find.py; typer gets the line from here."""
 
 
+WITHOUT_TORCH = ("config", "report", "watch")
+
+
 def run() -> None:
     """The `stoker` program."""
     sys.exit(main(sys.argv[1:]))
@@ -72,7 +75,10 @@ def _run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception as error:
-        return _end_with_bug(error)
+        from stoker.out_of_memory import as_out_of_memory
+
+        no_memory = as_out_of_memory(error)
+        return _end_with_bug(error) if no_memory is None else _end_with(no_memory, arguments)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -91,6 +97,10 @@ def _dispatch(arguments: list[str]) -> int:
         similar = nearest(first, COMMANDS)
         hint = f"stoker {similar} --help" if similar else "stoker --help"
         raise UsageError(f"unknown-{what}", f"{first!r} is not {article} {what} of stoker", hint=hint)
+    if first not in WITHOUT_TORCH and "--help" not in arguments:
+        from stoker.out_of_memory import refuse_few_addresses
+
+        refuse_few_addresses()
     return _run_typer(arguments, [first])
 
 

@@ -6,6 +6,8 @@ slot of shared memory: no sample is pickled, collated or copied.
 
 from __future__ import annotations
 
+import errno
+import math
 import multiprocessing
 import os
 import signal
@@ -21,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-from stoker.data.engines.buffers import PageLock, SharedSlots, shared_array
+from stoker.data.engines.buffers import PageLock, SharedSlots, no_shared_memory, shared_array
 from stoker.data.engines.deaths import Casualties
 from stoker.data.engines.making import Announcer, Made, Maker, Plan, batches_held, beyond_flight
 from stoker.data.priority import step_back
@@ -154,6 +156,7 @@ class ProcessEngine(Generic[Made]):
         self.most_in_flight = max(1, workers * prefetch)
         self._in_flight = InFlight(self.most_in_flight)
         self._beyond_flight = beyond_flight(held)
+        self._batch_bytes = math.prod(plan.batch_shape)
         self._slots = None
         if workers:
             count = batches_held("process", workers, prefetch, held)
@@ -210,6 +213,8 @@ class ProcessEngine(Generic[Made]):
         except StokerError:
             raise
         except (RuntimeError, EOFError, OSError) as error:
+            if "shared memory" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+                raise no_shared_memory(self.most_in_flight * self._batch_bytes, error) from error
             # torch names a dead worker only if it has been collected by the time the pipe breaks.
             raise self._casualties.explain(error, self._workers()) from error
 

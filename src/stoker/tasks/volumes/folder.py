@@ -28,7 +28,7 @@ from stoker.data.volumes.pack.index import read_index
 from stoker.data.volumes.places import Place, UrlPath, place_at
 from stoker.data.volumes.volume import Region, Shape, Volume
 from stoker.errors import UsageError, UserError
-from stoker.files import write_text
+from stoker.files import read_json, write_text
 from stoker.machine.memory import read_memory
 from stoker.run.lease import Lease, LeaseHeld
 from stoker.tasks.results import PredictedVolume
@@ -59,6 +59,7 @@ from stoker.tasks.volumes.windows import PredictionSize, SlidingWindow, WindowGr
 
 MANIFEST, UNFINISHED, LEASE, SUBMISSION = "prediction.json", ".unfinished", "lease", "submission.zip"
 FORMAT = 1
+LARGEST_MANIFEST_BYTES = 256 << 20
 # Of a pack's options, those that leave voxels as they are.
 _NOT_VOXELS = ("layout", "labels")
 # What deflate leaves of a mask, with room to spare: those of made-up scrolls shrink to a twentieth or less.
@@ -422,7 +423,7 @@ class _Manifest:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            document = json.loads(self.path.read_text())
+            document = read_json(self.path, LARGEST_MANIFEST_BYTES)
             if not isinstance(document, dict) or not isinstance(document.get("settings"), dict):
                 raise ValueError
         except FileNotFoundError:

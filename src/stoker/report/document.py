@@ -37,7 +37,7 @@ from stoker.report.run_files import (
     read_evaluation,
 )
 from stoker.run.folder import RunFolder, find_run
-from stoker.run.json_lines import JsonLines, Record, number
+from stoker.run.json_lines import JsonLines, Kept, Record, number
 from stoker.run.lease import is_held
 from stoker.run.metrics import ABOUT
 
@@ -63,8 +63,8 @@ class RunReader:
         self._unjudged = True
         self._metrics = JsonLines(self.folder.metrics_file, _MetricsLines)
         self._clock = JsonLines(self.folder.clock_file, ClockSums)
-        self._predictions: JsonLines[list[Record]] = JsonLines(self.folder.predictions_file, list)
-        self._quarantine: JsonLines[list[Record]] = JsonLines(self.folder.quarantine_file, list)
+        self._predictions = JsonLines(self.folder.predictions_file, Kept)
+        self._quarantine = JsonLines(self.folder.quarantine_file, Kept)
         self._document: Document | None = None
         self._seen: tuple[object, ...] = ()
 
@@ -161,14 +161,19 @@ class RunReader:
         for file in (self._metrics, self._clock, self._predictions, self._quarantine):
             if file.broken:
                 found.append(f"{file.path.name}: {file.broken:,} lines are not JSON and were skipped.")
+            if file.problem is not None:
+                found.append(f"{file.path.name} was not read: {file.problem}.")
+        for kept in (self._metrics, self._predictions, self._quarantine):
+            if kept.records.left_out:
+                found.append(f"{kept.path.name}: {kept.records.left_out:,} lines are too many, and were left out.")
         observed = () if self._diagnosis is None else self._diagnosis.observed.missing
         return [*found, *(clip(text) for text in observed)]
 
 
-class _MetricsLines(list[Record]):
+class _MetricsLines(Kept):
     """Lines of metrics.jsonl without the costs of batches, which the page has from clock.jsonl."""
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Record, /) -> None:
         super().append({name: value for name, value in record.items() if not name.startswith("batch/")})
 
 

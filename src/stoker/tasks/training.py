@@ -212,8 +212,8 @@ def _open_observer(
     """Opens the run's files where its checkpoint left them: lines of later steps, from before a kill, are removed."""
     # In the checkpoint's own count of steps; without a checkpoint, all lines of a killed start go.
     saved = {"step": 0, "epoch": 0} if found is None else found.state["progress"]
-    left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"])
-    truncate_after(folder.clock_file, saved["step"], saved["epoch"])
+    left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"], say=progress.say)
+    truncate_after(folder.clock_file, saved["step"], saved["epoch"], say=progress.say)
     resumed = found is not None or left > 0
     header = run_header(config, run, data.samples, data.storage(), cpus=machine.cpus)
     observer = RunObserver(

@@ -15,7 +15,7 @@ import xxhash
 from stoker.console import count, some
 from stoker.data.volumes.volume import Shape, Volume
 from stoker.errors import UsageError, UserError
-from stoker.files import write_text
+from stoker.files import read_json, write_text
 from stoker.run.lease import Lease, LeaseHeld
 from stoker.tasks.results import PredictedVolume
 from stoker.tasks.volumes.output import FileFormat, disk_errors, is_begun
@@ -26,6 +26,7 @@ from stoker.tasks.volumes.windows import PredictionSize, SlidingWindow
 
 MANIFEST, UNFINISHED, LEASE = "prediction.json", ".unfinished", "lease"
 FORMAT = 1
+LARGEST_MANIFEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Manifest:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            document = json.loads(self.path.read_text())
+            document = read_json(self.path, LARGEST_MANIFEST_BYTES)
             if not isinstance(document, dict) or not isinstance(document.get("settings"), dict):
                 raise ValueError
         except FileNotFoundError:

@@ -192,10 +192,12 @@ def _names_in(path: Path) -> tuple[str, ...]:
 
 def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, Selection]:
     from stoker.console import progress_bar, say
-    from stoker.stage.selection import everything, select_for
+    from stoker.stage.selection import everything
 
     if isinstance(source, str):
         return source, everything()
+    from stoker.stage.needs import select_for  # imports torch, which copying does not need
+
     with progress_bar("listing", unit="folders") as advance:
         return select_for(source, names, advance, lambda line: say(f"note: {line}"))
 

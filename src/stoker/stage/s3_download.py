@@ -7,8 +7,10 @@ their place in the file.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import itertools
+import os
 import re
 import selectors
 import socket
@@ -254,7 +256,10 @@ class S3Download:
             opened = self._place.tls.wrap_socket(
                 opened, server_hostname=self._place.host, do_handshake_on_connect=False
             )
-        opened.connect_ex(address)
+        code = opened.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
+            opened.close()
+            raise OSError(code, f"cannot connect: {os.strerror(code)}")
         connection = _Connection(opened, self._place.tls is not None)
         self._selector.register(opened, selectors.EVENT_WRITE, connection)
         return connection

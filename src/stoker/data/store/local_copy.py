@@ -48,6 +48,8 @@ LONGEST_PATH_BYTES = 4000
 # Lines that were added since the table was sorted; looking one up takes a dictionary, which needs more memory.
 _MOST_RECENT = 50_000
 _READ_BYTES = 8 << 20
+# The size in the line of a file that is no longer to be trusted.
+_FORGOTTEN = -1
 _LINE_START, _SIZE_FIELD = b'{"path":', b',"size":'
 _numbers = itertools.count()
 # Process ids mean nothing on another host that shares the disk.
@@ -74,16 +76,17 @@ class CopiedFile(NamedTuple):
 class LocalCopy:
     """The local copy of a source in a folder; threads may share it."""
 
-    def __init__(self, folder: str | Path, source_url: str) -> None:
+    def __init__(self, folder: str | Path, source_url: str, *, read_only: bool = False) -> None:
         """Opens the copy or begins one; raises UserError if the folder holds anything else or cannot be written to."""
+        self.read_only = read_only
         self.folder = os.path.realpath(folder)
         self.source = source_name(source_url)
         try:
-            os.makedirs(self.folder, exist_ok=True)  # noqa: PTH103
+            if not self.read_only:
+                os.makedirs(self.folder, exist_ok=True)  # noqa: PTH103
             self._check_or_begin()
-            self._manifest = os.open(
-                f"{self.folder}/{MANIFEST}", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-            )
+            flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND
+            self._manifest = os.open(f"{self.folder}/{MANIFEST}", flags | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise _unusable(self.folder, error) from None
         self._lock = threading.Lock()
@@ -93,7 +96,8 @@ class LocalCopy:
         self._table = _Table()
         self._read_to = 0
         self.refresh()
-        remove_abandoned(self.folder)
+        if not read_only:
+            remove_abandoned(self.folder)
 
     def close(self) -> None:
         """Commits what was written, and closes the manifest."""
@@ -129,7 +133,7 @@ class LocalCopy:
         """Every file of the manifest once, in the order of its lines."""
         for start, end in self._table.places():
             record = _parse(os.pread(self._manifest, end - start, start))
-            if record is not None:
+            if record is not None and record.size != _FORGOTTEN:
                 yield record
 
     def put(self, path: str, data: Buffer, version: str = "", verified: str = "") -> CopiedFile:
@@ -168,6 +172,13 @@ class LocalCopy:
         """Notes a file that is complete under its own name; it counts after the next `commit`."""
         with self._lock:
             self._written.append(record)
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Takes files out of the manifest: they were found to be wrong, and are to be copied again."""
+        lines = [CopiedFile(path, _FORGOTTEN, "", "", "").line() for path in paths]
+        if lines:
+            write_fully(self._manifest, b"\n" + b"".join(lines))
+            self.refresh()
 
     def uncommitted(self) -> int:
         """Files that were written and are not yet in the manifest."""
@@ -278,7 +289,7 @@ def open_copy(folder: str | Path) -> LocalCopy:
             why=f"it has no readable {ABOUT}",
             hint="stoker stage SRC DST",
         )
-    return LocalCopy(folder, known["source"])
+    return LocalCopy(folder, known["source"], read_only=not os.access(folder, os.W_OK))
 
 
 class PartialFile:
@@ -377,7 +388,7 @@ class _Table:
                 return None
             start = int(lines.starts[place])
         record = _parse(_read_line(manifest, start))
-        return record if record is not None and record.path == path else None
+        return record if record is not None and record.path == path and record.size != _FORGOTTEN else None
 
     def places(self) -> Iterable[tuple[int, int]]:
         """Start and a sufficient end of every line, in their order."""

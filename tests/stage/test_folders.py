@@ -24,9 +24,8 @@ from stoker.stage.checking import verify_copy
 from stoker.stage.concurrency import Concurrency
 from stoker.stage.copying import _Names
 from stoker.tasks.image_data import open_samples
-from tests.conftest import Run
 from tests.support.staging import files_of, kill_at_random_moments, start_staging, write_tree
-from tests.support.tiny_training import metrics, write_config, write_images
+from tests.support.tiny_training import write_config, write_images
 
 
 def told(arguments: list[str | Path], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -236,30 +235,6 @@ def test_ctrl_c_ends_with_130_and_says_how_to_continue_and_three_processes_fill_
     assert files_of(tmp_path / "copy") == contents
     code, out, _ = told(["--verify", tmp_path / "copy", "--json"], capsys)
     assert (code, json.loads(out)["files"]) == (0, len(contents))
-
-
-def test_the_copy_of_a_subset_trains_to_the_same_bits_as_the_source(
-    tmp_path: Path, stoker: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_images(tmp_path / "data", classes=5)
-    (data / "train/empty").mkdir()
-    chosen = {"subset_classes": 3, "subset_train_per_class": 10, "subset_val_per_class": 3, "epochs": 1}
-    config = write_config(tmp_path, data, **chosen)
-    code, out, _ = told([config, "--to", tmp_path / "near", "--json"], capsys)
-    document = json.loads(out)
-    assert (code, document["files"]) == (0, 3 * 13)
-    record = json.loads((tmp_path / "near/subset.json").read_text())
-    assert (record["samples"], len(record["classes"])) == ({"train": 30, "val": 9}, 3)
-    near = load_config(document["config"]).config
-    assert near.data_root == str(tmp_path / "near")
-    for run, file in (("far", config), ("near", document["config"])):
-        ended = stoker("train", file, f"run_name={run}")
-        assert ended.code == 0, ended.err
-    lines = [metrics(tmp_path / "runs" / run, "step") for run in ("far", "near")]
-    assert [line["train/loss"] for line in lines[0]] == [line["train/loss"] for line in lines[1]] != []
-    # Another subset would be mixed up with this one.
-    code, _, err = told([config, "--to", tmp_path / "near", "subset_classes=2"], capsys)
-    assert (code, "copy-of-another-subset" in err) == (1, True)
 
 
 def test_a_config_stages_what_it_reads_in_every_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,8 +197,8 @@ class ObjectSource:
         self.url = self.store.url
         self.place = s3_place(self.url)
         """How S3 is reached without a library; None for other stores, and if that is not possible."""
-        if self.place is None:
-            self.store.check()
+        if self.place is None or not _answers(self.place):
+            self.store.check()  # says what is wrong
 
     def files(self, below: Sequence[str] = ("",), progress: Advance | None = None) -> Iterator[SourceFile]:
         """Every object, in the server's order; several folders at once."""
@@ -238,6 +238,15 @@ class ObjectSource:
         found = (SourceFile(*one) for one in self.store.versions(folder))
         while page := list(itertools.islice(found, 1000)):
             yield page
+
+
+def _answers(place: S3Place) -> bool:
+    """Whether anybody listens there: a wrong endpoint should be told at once, not after all tries."""
+    try:
+        socket.create_connection((place.host, place.port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _ahead(pool: ThreadPoolExecutor, below: Sequence[str], pages: Any) -> Iterator[Iterator[list[SourceFile]]]:

@@ -26,11 +26,9 @@ import stat
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import xxhash
 
 from stoker.data.store.stores import Buffer, ReadFailure, is_url
@@ -131,8 +129,8 @@ class LocalCopy:
 
     def records(self) -> Iterator[CopiedFile]:
         """Every file of the manifest once, in the order of its lines."""
-        for start, end in self._table.places():
-            record = _parse(os.pread(self._manifest, end - start, start))
+        for start in self._table.starts():
+            record = _parse(_read_line(self._manifest, start))
             if record is not None and record.size != _FORGOTTEN:
                 yield record
 
@@ -341,27 +339,29 @@ class PartialFile:
             self._descriptor = -1
 
 
-@dataclass
-class _Chunk:
-    keys: np.ndarray[Any, np.dtype[np.uint64]]
-    starts: np.ndarray[Any, np.dtype[np.int64]]
+class _Lines(NamedTuple):
+    """Hashes of paths in ascending order, and where the line of each begins; arrays of numpy."""
+
+    keys: Any
+    starts: Any
 
 
 class _Table:
     """From a path to its line in the manifest: 16 bytes a line, because ImageNet has 1.28 million.
 
-    Paths are found by a hash; the line itself then says whether it is the right one."""
+    Paths are found by a hash; the line itself then says whether it is the right one. numpy is imported when there are
+    many lines: importing it takes as long as copying a thousand files."""
 
     def __init__(self) -> None:
-        self._sorted = _Chunk(np.empty(0, np.uint64), np.empty(0, np.int64))
+        self._sorted: _Lines | None = None
         self._recent: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._sorted.keys) + len(self._recent)
+        return len(self._recent) + (0 if self._sorted is None else len(self._sorted.keys))
 
     def add(self, text: bytes, at: int) -> None:
         """Adds whole lines that are at this place of the manifest."""
-        recent = dict(self._recent)
+        recent = dict(self._recent) if len(text) > _READ_BYTES // 8 else self._recent
         start = 0
         while start < len(text):
             end = text.index(b"\n", start)
@@ -369,32 +369,39 @@ class _Table:
                 recent[xxhash.xxh3_64_intdigest(text[start + len(_LINE_START) : size])] = at + start
             start = end + 1
         if len(recent) > _MOST_RECENT:
-            keys = np.concatenate([self._sorted.keys, np.fromiter(recent.keys(), np.uint64, len(recent))])
-            starts = np.concatenate([self._sorted.starts, np.fromiter(recent.values(), np.int64, len(recent))])
-            order = np.lexsort((starts, keys))
-            last = np.flatnonzero(np.append(keys[order][1:] != keys[order][:-1], True))
-            self._sorted = _Chunk(keys[order][last], starts[order][last])
-            recent = {}
-        # Replaced at once: threads look lines up without a lock. The sorted lines come first, so none is ever missing.
+            # Replaced at once, and before the recent ones are: threads look lines up without a lock.
+            self._sorted, recent = self._merged(recent), {}
         self._recent = recent
+
+    def _merged(self, recent: dict[int, int]) -> _Lines:
+        import numpy as np
+
+        keys, starts = np.fromiter(recent.keys(), np.uint64), np.fromiter(recent.values(), np.int64)
+        if self._sorted is not None:
+            keys = np.concatenate([self._sorted.keys, keys])
+            starts = np.concatenate([self._sorted.starts, starts])
+        order = np.lexsort((starts, keys))
+        last = np.flatnonzero(np.append(keys[order][1:] != keys[order][:-1], True))
+        return _Lines(keys[order][last], starts[order][last])
 
     def find(self, path: str, manifest: int) -> CopiedFile | None:
         key = xxhash.xxh3_64_intdigest(json.dumps(path).encode())
         start = self._recent.get(key)
         if start is None:
             lines = self._sorted
-            place = int(np.searchsorted(lines.keys, np.uint64(key)))
+            if lines is None:
+                return None
+            place = int(lines.keys.searchsorted(lines.keys.dtype.type(key)))
             if place == len(lines.keys) or lines.keys[place] != key:
                 return None
             start = int(lines.starts[place])
         record = _parse(_read_line(manifest, start))
         return record if record is not None and record.path == path and record.size != _FORGOTTEN else None
 
-    def places(self) -> Iterable[tuple[int, int]]:
-        """Start and a sufficient end of every line, in their order."""
-        starts = np.sort(np.concatenate([self._sorted.starts, np.fromiter(self._recent.values(), np.int64)]))
-        longest = 6 * LONGEST_PATH_BYTES + 1000
-        return ((start, start + longest) for start in starts.tolist())
+    def starts(self) -> list[int]:
+        """Where every line begins, in their order."""
+        known = [] if self._sorted is None else self._sorted.starts.tolist()
+        return sorted([*known, *self._recent.values()])
 
 
 def check_name(path: str) -> None:

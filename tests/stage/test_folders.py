@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +192,8 @@ def test_a_disk_without_room_is_refused_before_the_first_byte_and_a_read_only_on
         filler.join()
         assert (code, "error: disk-full" in err) == (1, True)
         (disk / "other").unlink()
-        assert verify_copy(open_copy(disk / "copy4"), lambda _done, _total: None).wrong == []
+        with closing(open_copy(disk / "copy4")) as copy:
+            assert verify_copy(copy, lambda _done, _total: None).wrong == []
         assert list(disk.glob("copy4/.stage-*.tmp")) == []
         assert told([source, disk / "copy4"], capsys)[0] == 0
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -246,8 +247,8 @@ def _verify(folder: Path) -> Verification:
     from stoker.data.store.local_copy import open_copy
     from stoker.stage.checking import verify_copy
 
-    with progress_bar("verifying", unit="files") as advance:
-        return verify_copy(open_copy(folder), advance)
+    with closing(open_copy(folder)) as copy, progress_bar("verifying", unit="files") as advance:
+        return verify_copy(copy, advance)
 
 
 def _words_of(result: Summary | Verification) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import sys
 import threading
 from pathlib import Path
@@ -20,7 +21,6 @@ import awscrt.auth
 import awscrt.http
 import awscrt.io
 import awscrt.s3
-import numpy as np
 
 
 def client() -> Any:
@@ -92,7 +92,7 @@ def put(names: list[str], size: int) -> None:
     kept = awscrt.s3.S3ChecksumConfig(
         algorithm=awscrt.s3.S3ChecksumAlgorithm.CRC64NVME, location=awscrt.s3.S3ChecksumLocation.TRAILER
     )
-    noise = np.random.default_rng(0).bytes(4 * size)
+    noise = random.Random(0).randbytes(4 * size)
     requests = []
     for number, name in enumerate(names):
         # From 0.9 to 1.1 times the size.

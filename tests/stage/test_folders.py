@@ -5,14 +5,13 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -26,26 +25,8 @@ from stoker.stage.checking import verify_copy
 from stoker.stage.concurrency import Concurrency
 from stoker.stage.copying import _Names
 from stoker.tasks.image_data import open_samples
-from tests.conftest import Run
-from tests.support.tiny_training import metrics, write_config, write_images
-
-
-def write_tree(root: Path, files: int, size: int = 3000) -> dict[str, bytes]:
-    rng = np.random.default_rng(1)
-    contents = {f"train/c{number % 7}/{number:04}.jpg": rng.bytes(size + number) for number in range(files)}
-    contents["shards/a.tar"] = rng.bytes(20_000_000)
-    for name, data in contents.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
-    return contents
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".stage")
-    }
+from tests.support.staging import files_of, kill_at_random_moments, start_staging, write_tree
+from tests.support.tiny_training import write_config, write_images
 
 
 def told(arguments: list[str | Path], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -180,7 +161,7 @@ def test_keys_that_lead_elsewhere_are_failures_and_nothing_is_written_outside(
 
 
 def test_a_disk_without_room_is_refused_before_the_first_byte_and_a_read_only_one_too(
-    tmp_path: Path, stoker: Run
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source"
     write_tree(source, 3)
@@ -188,55 +169,46 @@ def test_a_disk_without_room_is_refused_before_the_first_byte_and_a_read_only_on
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", disk], check=True)
     try:
-        ended = stoker("stage", source, disk / "copy")
-        assert (ended.code, "disk-too-small" in ended.err, "--classes" in ended.err) == (1, True, True)
+        code, _, err = told([source, disk / "copy"], capsys)
+        assert (code, "disk-too-small" in err, "--classes" in err) == (1, True, True)
         assert files_of(disk) == {}
         # Something else fills the disk while we copy.
-        (disk / "other").write_bytes(b"x" * 9_990_000)
+        (disk / "other").write_bytes(b"x" * 10_400_000)
         shutil.rmtree(source / "shards")
-        ended = stoker("stage", source, disk / "copy2")
-        assert ended.code == 1
-        assert "disk-" in ended.err
-        assert "Traceback" not in ended.err
+        code, _, err = told([source, disk / "copy2"], capsys)
+        assert (code, "disk-too-small" in err) == (1, True)
+        # And while we copy.
+        (disk / "other").unlink()
+        write_tree(source, 100, size=50_000, large=10)
+
+        def fill() -> None:
+            while not list((disk / "copy4").rglob("*.jpg")):
+                time.sleep(0.01)
+            (disk / "other").write_bytes(b"x" * 8_000_000)
+
+        filler = threading.Thread(target=fill)
+        filler.start()
+        code, _, err = told([source, disk / "copy4", "--limit-rate", "3MB/s"], capsys)
+        filler.join()
+        assert (code, "error: disk-full" in err) == (1, True)
+        (disk / "other").unlink()
+        with closing(open_copy(disk / "copy4")) as copy:
+            assert verify_copy(copy, lambda _done, _total: None).wrong == []
+        assert list(disk.glob("copy4/.stage-*.tmp")) == []
+        assert told([source, disk / "copy4"], capsys)[0] == 0
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        ended = stoker("stage", source, disk / "copy3")
-        assert (ended.code, "copy-not-writable" in ended.err) == (1, True)
+        code, _, err = told([source, disk / "copy3"], capsys)
+        assert (code, "copy-not-writable" in err) == (1, True)
     finally:
         subprocess.run(["umount", disk], check=True)
-
-
-def _start(source: Path, target: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "stoker", "stage", str(source), str(target), *options]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def kill_at_random_moments(source: Path, target: Path, contents: dict[str, bytes], kills: int) -> int:
-    """Kills a staging again and again; whatever the manifest lists must be whole. Returns how many died at work."""
-    rng, at_work = random.Random(0), 0
-    for _ in range(kills):
-        process = _start(source, target, "--limit-rate", "25MB/s")
-        # After the imports, when it works.
-        deadline = time.monotonic() + 60
-        while process.poll() is None and not target.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.3 + rng.random() * 0.7)
-        at_work += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        copy = open_copy(target)
-        assert verify_copy(copy, lambda _done, _total: None).wrong == []
-        copied = files_of(target)
-        assert copied == {name: contents[name] for name in copied}
-        copy.close()
-    return at_work
 
 
 @pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.release)])
 def test_a_kill_at_any_moment_leaves_only_whole_files_and_the_next_run_completes(
     tmp_path: Path, kills: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    contents = write_tree(tmp_path / "source", 400, size=20_000 if kills == 8 else 150_000)
-    assert kill_at_random_moments(tmp_path / "source", tmp_path / "copy", contents, kills) >= 1
+    contents = write_tree(tmp_path / "source", 400, size=150_000)
+    assert kill_at_random_moments(str(tmp_path / "source"), tmp_path / "copy", contents, kills) >= 1
     code, out, _ = told([tmp_path / "source", tmp_path / "copy", "--verify", "--json"], capsys)
     assert code == 0
     assert json.loads(out)["verification"]["not_in_the_manifest"] == []
@@ -247,8 +219,8 @@ def test_a_kill_at_any_moment_leaves_only_whole_files_and_the_next_run_completes
 def test_ctrl_c_ends_with_130_and_says_how_to_continue_and_three_processes_fill_one_copy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    contents = write_tree(tmp_path / "source", 300)
-    process = _start(tmp_path / "source", tmp_path / "copy", "--limit-rate", "1MB/s")
+    contents = write_tree(tmp_path / "source", 300, large=1000)
+    process = start_staging(tmp_path / "source", tmp_path / "copy", "--limit-rate", "1MB/s")
     while not list((tmp_path / "copy").rglob("*.jpg")):
         time.sleep(0.02)
         assert process.poll() is None
@@ -258,37 +230,13 @@ def test_ctrl_c_ends_with_130_and_says_how_to_continue_and_three_processes_fill_
     assert b"run the same command again" in err
     kept = len(list(LocalCopy(tmp_path / "copy", str(tmp_path / "source")).records()))
     assert 0 < kept < len(contents)
-    together = [_start(tmp_path / "source", tmp_path / "copy") for _ in range(3)]
+    together = [start_staging(tmp_path / "source", tmp_path / "copy") for _ in range(3)]
     for one in together:
         one.communicate()
     assert [one.returncode for one in together] == [0, 0, 0]
     assert files_of(tmp_path / "copy") == contents
     code, out, _ = told(["--verify", tmp_path / "copy", "--json"], capsys)
     assert (code, json.loads(out)["files"]) == (0, len(contents))
-
-
-def test_the_copy_of_a_subset_trains_to_the_same_bits_as_the_source(
-    tmp_path: Path, stoker: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_images(tmp_path / "data", classes=5)
-    (data / "train/empty").mkdir()
-    chosen = {"subset_classes": 3, "subset_train_per_class": 10, "subset_val_per_class": 3, "epochs": 1}
-    config = write_config(tmp_path, data, **chosen)
-    code, out, _ = told([config, "--to", tmp_path / "near", "--json"], capsys)
-    document = json.loads(out)
-    assert (code, document["files"]) == (0, 3 * 13)
-    record = json.loads((tmp_path / "near/subset.json").read_text())
-    assert (record["samples"], len(record["classes"])) == ({"train": 30, "val": 9}, 3)
-    near = load_config(document["config"]).config
-    assert near.data_root == str(tmp_path / "near")
-    for run, file in (("far", config), ("near", document["config"])):
-        ended = stoker("train", file, f"run_name={run}", "--no_wandb")
-        assert ended.code == 0, ended.err
-    lines = [metrics(tmp_path / "runs" / run, "step") for run in ("far", "near")]
-    assert [line["train/loss"] for line in lines[0]] == [line["train/loss"] for line in lines[1]] != []
-    # Another subset would be mixed up with this one.
-    code, _, err = told([config, "--to", tmp_path / "near", "subset_classes=2"], capsys)
-    assert (code, "copy-of-another-subset" in err) == (1, True)
 
 
 def test_a_config_stages_what_it_reads_in_every_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from stoker.stage.selection import everything
 from stoker.stage.sources import open_source
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
+from tests.support.staging import files_of
 
 HASTE = Patience(connect_s=2, stall_s=0.5, request_s=10, retry_s=20, max_retries=30)
 
@@ -50,14 +51,6 @@ def stage(url: str, target: Path, options: StageOptions | None = None) -> Summar
         copy.close()
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".stage")
-    }
-
-
 @pytest.fixture(scope="module")
 def objects(s3_server: S3Server) -> dict[str, bytes]:
     return upload(s3_server, "stage", 40)
@@ -86,6 +79,8 @@ def test_a_bucket_is_copied_verified_and_copied_again_only_where_it_changed(
     flipped.write_bytes(b"\0" + flipped.read_bytes()[1:])
     assert main(["stage", "--verify", str(target)]) == 1
     assert "train/c3/i 003+ü.jpg: its content has changed" in capsys.readouterr().out
+    assert main(["stage", url, str(target)]) == 0
+    assert files_of(target) == objects
 
 
 def test_no_fault_of_the_network_makes_a_wrong_file_and_all_is_complete_after_running_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,6 @@ from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError, UserEr
 
 if TYPE_CHECKING:
     from stoker.config import Config
-    from stoker.data.store.local_copy import LocalCopy
     from stoker.stage.checking import Verification
     from stoker.stage.copying import StageOptions, Summary
     from stoker.stage.selection import Selection
@@ -130,18 +130,18 @@ def stage(
         elif set_:
             raise UsageError("usage", "--set is about a config", hint="stoker stage CONFIG --to DIR --set KEY=VALUE")
     root, selection = _select(source if config is None else config, names)
-    summary, copy = _stage(root, target, selection, options)
+    summary = _stage(root, target, selection, options)
     document: dict[str, Any] = summary.as_dict()
     lines = [_words_of(summary)]
     code = EXIT_OK if summary.complete else EXIT_FINDING
     if file is not None and config is not None and summary.complete:
         from stoker.stage.config_of_copy import write_config_of_copy
 
-        written = write_config_of_copy(file, config, [*words[1:], *chosen, *(set_ or ())], copy.folder, output)
+        written = write_config_of_copy(file, config, [*words[1:], *chosen, *(set_ or ())], summary.target, output)
         document["config"] = str(written)
         lines.append(f"the config that uses it: {written}\nnext: stoker train {written}")
     if verify:
-        result = _verify(Path(copy.folder))
+        result = _verify(Path(summary.target))
         document["verification"] = result.as_dict()
         lines.append(_words_of(result))
         code = code if result.whole else EXIT_FINDING
@@ -165,11 +165,12 @@ def _two(words: list[str]) -> tuple[str, Path]:
 
 
 def _options(limit_rate: str | None, concurrency: int | None) -> StageOptions:
-    from stoker.config.fields import parse_bytes
     from stoker.stage.copying import StageOptions
 
     if limit_rate is None:
         return StageOptions(None, concurrency)
+    from stoker.config.fields import parse_bytes
+
     try:
         rate = parse_bytes(limit_rate.strip().removesuffix("/s"))
     except ValueError as error:
@@ -192,15 +193,17 @@ def _names_in(path: Path) -> tuple[str, ...]:
 
 def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, Selection]:
     from stoker.console import progress_bar, say
-    from stoker.stage.selection import everything, select_for
+    from stoker.stage.selection import everything
 
     if isinstance(source, str):
         return source, everything()
+    from stoker.stage.needs import select_for  # imports torch, which copying does not need
+
     with progress_bar("listing", unit="folders") as advance:
         return select_for(source, names, advance, lambda line: say(f"note: {line}"))
 
 
-def _stage(root: str, target: Path, selection: Selection, options: StageOptions) -> tuple[Summary, LocalCopy]:
+def _stage(root: str, target: Path, selection: Selection, options: StageOptions) -> Summary:
     from stoker.console import count, megabytes, progress_bar, say, transfer_bar
     from stoker.data.store.local_copy import LocalCopy
     from stoker.data.store.stores import is_url
@@ -212,29 +215,31 @@ def _stage(root: str, target: Path, selection: Selection, options: StageOptions)
     if not is_url(source.url):
         check_apart(source.url, str(target))
     copy = LocalCopy(target, source.url)
-    with progress_bar("listing", unit="files") as advance:
-        work = find_work(source, copy, selection, advance)
-    check_room(work, copy.folder)
-    keep_subset(copy, selection.record)
-    say(
-        f"staging {count(len(work.files), 'file')}, {megabytes(work.bytes)} from {source.url} to {copy.folder} "
-        f"({count(work.present_files, 'file')} already there)"
-    )
-    # Here, before the first byte, is the place for what the copy will pay back.
-    with transfer_bar("staging") as transfer:
+    try:
+        with progress_bar("listing", unit="files") as advance:
+            work = find_work(source, copy, selection, advance)
+        check_room(work, copy.folder)
+        keep_subset(copy, selection.record)
+        say(
+            f"staging {count(len(work.files), 'file')}, {megabytes(work.bytes)} from {source.url} to {copy.folder} "
+            f"({count(work.present_files, 'file')} already there)"
+        )
+        # Here, before the first byte, is the place for what the copy will pay back.
+        with transfer_bar("staging") as transfer:
 
-        def show(summary: Summary, of_bytes: int) -> None:
-            transfer(summary.copied_files, len(work.files), summary.copied_bytes, of_bytes)
+            def show(summary: Summary, of_bytes: int) -> None:
+                transfer(summary.copied_files, len(work.files), summary.copied_bytes, of_bytes)
 
-        try:
-            return copy_all(source, copy, selection, work, options, show), copy
-        except KeyboardInterrupt:
-            raise Interrupted(
-                "interrupted",
-                "stopped by Ctrl-C",
-                why="what was copied so far is whole and stays",
-                hint="run the same command again: it continues",
-            ) from None
+            return copy_all(source, copy, selection, work, options, show)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "interrupted",
+            "stopped by Ctrl-C",
+            why="what was copied so far is whole and stays",
+            hint="run the same command again: it continues",
+        ) from None
+    finally:
+        copy.close()
 
 
 def _verify(folder: Path) -> Verification:
@@ -242,8 +247,8 @@ def _verify(folder: Path) -> Verification:
     from stoker.data.store.local_copy import open_copy
     from stoker.stage.checking import verify_copy
 
-    with progress_bar("verifying", unit="files") as advance:
-        return verify_copy(open_copy(folder), advance)
+    with closing(open_copy(folder)) as copy, progress_bar("verifying", unit="files") as advance:
+        return verify_copy(copy, advance)
 
 
 def _words_of(result: Summary | Verification) -> str:

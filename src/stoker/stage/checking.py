@@ -51,7 +51,8 @@ class Verification:
 
 
 def verify_copy(copy: LocalCopy, progress: Advance) -> Verification:
-    """Reads every file that the manifest lists; `progress` counts files."""
+    """Reads every file that the manifest lists; `progress` counts files. Those that are wrong are taken out of the
+    manifest, so that the next staging copies them again."""
     result = Verification(copy.folder, copy.source)
     known: set[int] = set()
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -63,6 +64,8 @@ def verify_copy(copy: LocalCopy, progress: Advance) -> Verification:
                 if reason is not None:
                     result.wrong.append((record.path, reason))
             progress(result.files, len(copy))
+    if not copy.read_only:
+        copy.forget(path for path, _ in result.wrong)
     for path in _files_of(copy.folder):
         if xxhash.xxh3_64_intdigest(path.encode("utf-8", "surrogateescape")) not in known:
             result.unknown.append(path)

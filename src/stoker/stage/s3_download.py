@@ -7,8 +7,10 @@ their place in the file.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import itertools
+import os
 import re
 import selectors
 import socket
@@ -17,14 +19,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.store.local_copy import CopiedFile, LocalCopy, PartialFile
+from stoker.data.store.local_copy import CopiedFile, LocalCopy
 from stoker.data.store.object_store import Patience
 from stoker.data.store.stores import ReadFailure, StoreDown
 from stoker.stage.concurrency import Concurrency, RateLimit
 from stoker.stage.records import Events, SourceFile, Tick, jitter, writing
+from stoker.stage.s3_connection import BUFFER_BYTES, Connection, Fault, Large, Task
 from stoker.stage.s3_requests import LONGEST_HEAD_BYTES, BadResponse, Head, S3Place, Signer, agreed_checksum, parse_head
 
 BUFFERED_BYTES = 1 << 20
@@ -35,7 +37,6 @@ PART_BYTES = 8 << 20
 CHECKSUM_TRIES = 4
 """How often a large object is fetched whose bytes do not agree with the store's checksum."""
 _BAD_CHECKSUM = "the bytes do not agree with the store's checksum"
-_BUFFER_BYTES = 256 << 10
 _TICK_S = 0.25
 _ERROR_BYTES = 4096
 _STORE_CODES = {
@@ -47,67 +48,6 @@ _STORE_CODES = {
         ("credentials-refused", "renew the keys, then run the same command again: it continues"),
     ),
 }
-
-
-@dataclass(eq=False)
-class _Large:
-    """An object that is written in parts."""
-
-    file: SourceFile
-    partial: PartialFile
-    left: int
-    """Requests that have not ended."""
-    headers: dict[str, str] = field(default_factory=dict)
-    failed: bool = False
-
-
-@dataclass(eq=False)
-class _Task:
-    """One request."""
-
-    file: SourceFile
-    method: str = "GET"
-    start: int = 0
-    end: int | None = None
-    """None: the whole object."""
-    large: _Large | None = None
-    tries: int = 0
-    first_fault: float | None = None
-
-    @property
-    def size(self) -> int:
-        return 0 if self.method == "HEAD" else (self.file.size if self.end is None else self.end) - self.start
-
-
-class _Fault(Exception):
-    """This request failed and can be made again."""
-
-
-class _Connection:
-    """A socket with its buffer and the request it works on."""
-
-    def __init__(self, opened: Any, tls: bool) -> None:
-        self.socket, self.tls = opened, tls
-        self.buffer = bytearray(_BUFFER_BYTES)
-        self.view = memoryview(self.buffer)
-        self.connected = False
-        self.shaken = not tls
-        self.used = False
-        """Whether it has answered a request: one that a server closed while it was idle is no fault."""
-        self.task: _Task | None = None
-        self.begin(None)
-
-    def begin(self, task: _Task | None) -> None:
-        self.task, self.head, self.have, self.body_at, self.written = task, None, 0, 0, 0
-        self.heard = time.monotonic()
-
-    head: Head | None
-
-    def room_for(self, size: int) -> None:
-        if len(self.buffer) < size:
-            grown = bytearray(size)
-            grown[: self.have] = self.view[: self.have]
-            self.buffer, self.view = grown, memoryview(grown)
 
 
 class S3Download:
@@ -126,14 +66,14 @@ class S3Download:
         self._concurrency, self._rate, self._patience = concurrency, rate, patience
         self._signer = Signer(place)
         self._selector = selectors.DefaultSelector()
-        self._idle: list[_Connection] = []
-        self._busy: set[_Connection] = set()
-        self._ready: deque[_Task] = deque()
-        self._later: list[tuple[float, int, _Task]] = []
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._ready: deque[Task] = deque()
+        self._later: list[tuple[float, int, Task]] = []
         self._numbers = itertools.count()
         self._addresses: Iterator[Any] = iter(())
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="stoker-checksum")
-        self._finishing: deque[tuple[_Large, Future[CopiedFile]]] = deque()
+        self._finishing: deque[tuple[Large, Future[CopiedFile]]] = deque()
         self._bad_checksums: Counter[str] = Counter()
         self._last_success = time.monotonic()
 
@@ -180,7 +120,7 @@ class S3Download:
                 tick()
                 self._check_stalls(now)
             for key, _ in self._selector.select(self._patience_until_next(now, next_tick, more)):
-                connection: _Connection = key.data
+                connection: Connection = key.data
                 try:
                     self._advance(connection)
                 except ReadFailure as failure:
@@ -188,7 +128,7 @@ class S3Download:
                     self._drop(connection)
                     if task is not None:
                         self._give_up(task, failure)
-                except (_Fault, OSError, BadResponse) as error:
+                except (Fault, OSError, BadResponse) as error:
                     self._fault(connection, error)
 
     def _patience_until_next(self, now: float, next_tick: float, more: bool) -> float:
@@ -209,7 +149,7 @@ class S3Download:
         try:
             if file.size <= BUFFERED_BYTES:
                 self._copy.check(file.path)
-                self._ready.append(_Task(file))
+                self._ready.append(Task(file))
                 return True
             with writing(self._copy):
                 partial = self._copy.create(file.path, file.size)
@@ -217,16 +157,16 @@ class S3Download:
             self._events.failed(file, str(failure))
             return True
         if file.size <= SINGLE_BYTES:
-            self._ready.append(_Task(file, large=_Large(file, partial, 1)))
+            self._ready.append(Task(file, large=Large(file, partial, 1)))
             return True
         starts = range(0, file.size, PART_BYTES)
         # The checksum of the whole object is not told with a range of it.
-        large = _Large(file, partial, len(starts) + 1)
-        self._ready.append(_Task(file, "HEAD", large=large))
-        self._ready.extend(_Task(file, "GET", at, min(at + PART_BYTES, file.size), large) for at in starts)
+        large = Large(file, partial, len(starts) + 1)
+        self._ready.append(Task(file, "HEAD", large=large))
+        self._ready.extend(Task(file, "GET", at, min(at + PART_BYTES, file.size), large) for at in starts)
         return True
 
-    def _start(self, task: _Task) -> None:
+    def _start(self, task: Task) -> None:
         if task.large is not None and task.large.failed:
             self._part_ended(task.large)
             return
@@ -242,10 +182,10 @@ class S3Download:
         if connection.shaken and connection.connected:
             try:
                 self._send(connection)
-            except (OSError, _Fault) as error:
+            except (OSError, Fault) as error:
                 self._fault(connection, error)
 
-    def _connect(self) -> _Connection:
+    def _connect(self) -> Connection:
         family, kind, protocol, _, address = next(self._addresses)
         opened = socket.socket(family, kind, protocol)
         opened.setblocking(False)
@@ -254,12 +194,15 @@ class S3Download:
             opened = self._place.tls.wrap_socket(
                 opened, server_hostname=self._place.host, do_handshake_on_connect=False
             )
-        opened.connect_ex(address)
-        connection = _Connection(opened, self._place.tls is not None)
+        code = opened.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
+            opened.close()
+            raise OSError(code, f"cannot connect: {os.strerror(code)}")
+        connection = Connection(opened, self._place.tls is not None)
         self._selector.register(opened, selectors.EVENT_WRITE, connection)
         return connection
 
-    def _send(self, connection: _Connection) -> None:
+    def _send(self, connection: Connection) -> None:
         task = connection.task
         assert task is not None
         headers = {}
@@ -272,9 +215,9 @@ class S3Download:
         request = self._signer.request(task.method, self._place.path_of(task.file.path), headers)
         # A request fits the empty buffer of a connection many times over.
         if connection.socket.send(request) != len(request):
-            raise _Fault("the connection does not take a request")
+            raise Fault("the connection does not take a request")
 
-    def _advance(self, connection: _Connection) -> None:
+    def _advance(self, connection: Connection) -> None:
         """Goes on with a connection that has something to read, or can be written to for the first time."""
         if not connection.connected:
             code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -304,14 +247,14 @@ class S3Download:
         while self._receive(connection) and connection.tls:
             pass
 
-    def _receive(self, connection: _Connection) -> bool:
+    def _receive(self, connection: Connection) -> bool:
         """Takes what has arrived; False if nothing more can be read now or the response is complete."""
         try:
             count = connection.socket.recv_into(connection.view[connection.have :])
         except (BlockingIOError, ssl.SSLWantReadError):
             return False
         if not count:
-            raise _Fault("the connection ended early" if connection.have or not connection.used else "")
+            raise Fault("the connection ended early" if connection.have or not connection.used else "")
         connection.have += count
         connection.heard = time.monotonic()
         task, head = connection.task, connection.head
@@ -331,7 +274,7 @@ class S3Download:
         if (
             task.large is not None
             and head.status < 300
-            and (have >= _BUFFER_BYTES // 2 or have + connection.written == head.length)
+            and (have >= BUFFER_BYTES // 2 or have + connection.written == head.length)
         ):
             with writing(self._copy):
                 task.large.partial.write_at(
@@ -347,7 +290,7 @@ class S3Download:
         self._complete(connection, task, head)
         return False
 
-    def _check_length(self, task: _Task, head: Head) -> None:
+    def _check_length(self, task: Task, head: Head) -> None:
         if head.status >= 300:
             if head.length > LONGEST_HEAD_BYTES:
                 raise BadResponse(f"status {head.status} with a page of {head.length} bytes")
@@ -357,7 +300,7 @@ class S3Download:
             if head.length != task.size:
                 raise ReadFailure(task.file.path, "changed", f"{head.length} bytes; the listing says {task.size}")
 
-    def _complete(self, connection: _Connection, task: _Task, head: Head) -> None:
+    def _complete(self, connection: Connection, task: Task, head: Head) -> None:
         body = connection.view[connection.body_at : connection.have]
         connection.used = True
         if head.status >= 300:
@@ -371,7 +314,7 @@ class S3Download:
         if large is None:
             agreed = agreed_checksum(head.headers, body)
             if agreed is None:
-                raise _Fault(_BAD_CHECKSUM)
+                raise Fault(_BAD_CHECKSUM)
             with writing(self._copy):
                 record = self._copy.put(task.file.path, body, task.file.version or head.e_tag, agreed)
             self._release(connection, head)
@@ -384,11 +327,11 @@ class S3Download:
         self._succeeded(task)
         self._part_ended(large)
 
-    def _succeeded(self, task: _Task) -> None:
+    def _succeeded(self, task: Task) -> None:
         self._last_success = time.monotonic()
         self._concurrency.done(task.size)
 
-    def _part_ended(self, large: _Large) -> None:
+    def _part_ended(self, large: Large) -> None:
         large.left -= 1
         if large.left:
             return
@@ -405,7 +348,7 @@ class S3Download:
                 with writing(self._copy):
                     record = future.result()
                 self._events.done(large.file, record)
-            except _Fault as fault:
+            except Fault as fault:
                 self._bad_checksums[large.file.path] += 1
                 if self._bad_checksums[large.file.path] >= CHECKSUM_TRIES:
                     self._events.failed(large.file, str(fault))
@@ -415,7 +358,7 @@ class S3Download:
             except ReadFailure as failure:
                 self._events.failed(large.file, str(failure))
 
-    def _release(self, connection: _Connection, head: Head) -> None:
+    def _release(self, connection: Connection, head: Head) -> None:
         self._busy.discard(connection)
         connection.begin(None)
         if head.keeps_open and len(self._idle) + len(self._busy) < self._concurrency.limit:
@@ -423,14 +366,14 @@ class S3Download:
         else:
             self._drop(connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         self._busy.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
 
-    def _refused(self, task: _Task, status: int, body: bytes) -> None:
+    def _refused(self, task: Task, status: int, body: bytes) -> None:
         found = re.search(rb"<Code>(\w+)</Code>", body)
         code = found[1].decode() if found else ""
         if code in _STORE_CODES:
@@ -438,9 +381,9 @@ class S3Download:
             raise StoreDown(name, f"the store refuses to be read: {code}", why="no other object can be read", hint=hint)
         if status in (429, 503):
             self._concurrency.slow_down()
-            self._again(task, _Fault(f"status {status} {code}".strip()))
+            self._again(task, Fault(f"status {status} {code}".strip()))
         elif status in (408, 500, 502, 504):
-            self._again(task, _Fault(f"status {status} {code}".strip()))
+            self._again(task, Fault(f"status {status} {code}".strip()))
         else:
             reasons = {404: "missing", 403: "permission", 401: "permission", 412: "changed", 416: "changed"}
             detail = (
@@ -448,17 +391,17 @@ class S3Download:
             )
             self._give_up(task, ReadFailure(task.file.path, reasons.get(status, "unreadable"), detail))
 
-    def _fault(self, connection: _Connection, error: Exception) -> None:
+    def _fault(self, connection: Connection, error: Exception) -> None:
         task, used = connection.task, connection.used
         self._drop(connection)
         if task is None:
             return
-        if isinstance(error, _Fault) and not str(error) and used:
+        if isinstance(error, Fault) and not str(error) and used:
             self._ready.appendleft(task)  # a kept connection that the server had closed
         else:
             self._again(task, error)
 
-    def _again(self, task: _Task, error: Exception) -> None:
+    def _again(self, task: Task, error: Exception) -> None:
         now = time.monotonic()
         task.tries += 1
         task.first_fault = task.first_fault or now
@@ -472,7 +415,7 @@ class S3Download:
         wait = min(10.0, 0.1 * 2 ** (task.tries - 1)) * jitter(0.5, 1.0)
         heapq.heappush(self._later, (now + wait, next(self._numbers), task))
 
-    def _give_up(self, task: _Task, failure: ReadFailure) -> None:
+    def _give_up(self, task: Task, failure: ReadFailure) -> None:
         large = task.large
         if large is None or not large.failed:
             self._events.failed(task.file, str(failure))
@@ -484,7 +427,7 @@ class S3Download:
         for connection in list(self._busy):
             limit = self._patience.stall_s if connection.connected else self._patience.connect_s
             if now - connection.heard > limit:
-                self._fault(connection, _Fault(f"nothing arrived for {limit:.0f} s"))
+                self._fault(connection, Fault(f"nothing arrived for {limit:.0f} s"))
 
     def _unreachable(self, reason: str) -> StoreDown:
         return StoreDown(
@@ -495,10 +438,10 @@ class S3Download:
         )
 
 
-def _finish(large: _Large) -> CopiedFile:
+def _finish(large: Large) -> CopiedFile:
     content = large.partial.mapped()
     agreed = agreed_checksum(large.headers, content) if large.headers else ""
     if agreed is None:
         large.partial.abandon()
-        raise _Fault(_BAD_CHECKSUM)
+        raise Fault(_BAD_CHECKSUM)
     return large.partial.finish(large.file.version or large.headers.get("etag", ""), agreed)

@@ -165,12 +165,10 @@ def _list_folder(root: str, folder: str, above: tuple[tuple[int, int], ...]) -> 
                     found = entry.stat()
                 except FileNotFoundError:
                     found = entry.stat(follow_symlinks=False)  # a dangling link: told when it is read
-                except OSError as error:
-                    if error.errno == errno.ELOOP:
-                        raise _link_loop(f"{root}/{path}", "itself") from None
-                    raise
                 files.append(SourceFile(path, found.st_size, f"{found.st_mtime_ns}"))
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _link_loop(f"{root}/{folder}/{error.filename or ''}", "itself") from None
         raise UserError(
             "data-not-readable",
             f"{shown(f'{root}/{folder}')} cannot be listed: {error.strerror}",
@@ -197,9 +195,10 @@ class ObjectSource:
     def __init__(self, url: str) -> None:
         self.store = ObjectStore(url)
         self.url = self.store.url
-        self.store.check()
         self.place = s3_place(self.url)
         """How S3 is reached without a library; None for other stores, and if that is not possible."""
+        if self.place is None or not _answers(self.place):
+            self.store.check()  # says what is wrong
 
     def files(self, below: Sequence[str] = ("",), progress: Advance | None = None) -> Iterator[SourceFile]:
         """Every object, in the server's order; several folders at once."""
@@ -216,7 +215,11 @@ class ObjectSource:
         """The objects of one folder."""
         below = f"{folder}/" if folder else ""
         if self.place is not None:
-            return [file for page in list_s3(self.place, below, directly=True) for file in page]
+            try:
+                return [file for page in list_s3(self.place, below, directly=True) for file in page]
+            except StoreDown:
+                self.store.check()
+                raise
         return [SourceFile(*one) for one in self.store.versions(folder, directly=True)]
 
     def read(self, file: SourceFile, start: int, end: int) -> Buffer:
@@ -226,11 +229,24 @@ class ObjectSource:
 
     def _pages(self, folder: str) -> Iterator[list[SourceFile]]:
         if self.place is not None:
-            yield from list_s3(self.place, f"{folder}/" if folder else "")
+            try:
+                yield from list_s3(self.place, f"{folder}/" if folder else "")
+            except StoreDown:
+                self.store.check()  # it knows more about what can be wrong
+                raise
             return
         found = (SourceFile(*one) for one in self.store.versions(folder))
         while page := list(itertools.islice(found, 1000)):
             yield page
+
+
+def _answers(place: S3Place) -> bool:
+    """Whether anybody listens there: a wrong endpoint should be told at once, not after all tries."""
+    try:
+        socket.create_connection((place.host, place.port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _ahead(pool: ThreadPoolExecutor, below: Sequence[str], pages: Any) -> Iterator[Iterator[list[SourceFile]]]:

@@ -171,11 +171,11 @@ def test_training_survives_20_s_without_its_store_and_ends_with_the_same_bits(
     own_server: S3Server, tmp_path: Path, engine: str, moment: str
 ) -> None:
     """The server is killed, and started again 20 s later."""
-    data = write_images(tmp_path / "data")
+    data = write_images(tmp_path / "data", side=256)  # more than is read ahead
     url = own_server.put_folder(data, "tiny")
-    proxy = Proxy(own_server.port, latency=0.05).start()
+    proxy = Proxy(own_server.port, latency=0.3).start()
     environment = os.environ | own_server.environment(proxy.endpoint) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    keys = {"loader": engine, "num_workers": 1, "lookahead": "10kB", "prefetch_factor": 1}
+    keys = {"loader": engine, "num_workers": 1, "lookahead": "1MB", "prefetch_factor": 1}
     ended = []
     for name in ("reference", "outage"):
         config = write_config(tmp_path, Path(url.replace("s3://", "s3:/")), **keys, run_name=name)
@@ -183,7 +183,7 @@ def test_training_survives_20_s_without_its_store_and_ends_with_the_same_bits(
         command = [sys.executable, "-m", "stoker", "train", str(config)]
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
         if name == "outage":
-            wait_until(lambda: steps_done(tmp_path / "runs" / "outage") >= (2 if moment == "training" else 6))
+            wait_until(lambda: steps_done(tmp_path / "runs" / "outage") >= (2 if moment == "training" else 5))
             own_server.stop()
             time.sleep(20)
             own_server._start()
@@ -198,9 +198,9 @@ def test_training_survives_20_s_without_its_store_and_ends_with_the_same_bits(
 
 @pytest.mark.release
 def test_ctrl_c_in_an_outage_ends_the_run_at_once(own_server: S3Server, tmp_path: Path) -> None:
-    url = own_server.put_folder(write_images(tmp_path / "data"), "tiny")
+    url = own_server.put_folder(write_images(tmp_path / "data", side=256), "tiny")
     environment = os.environ | own_server.environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    config = write_config(tmp_path, tmp_path, loader="thread", num_workers=1, lookahead="10kB", epochs=50)
+    config = write_config(tmp_path, tmp_path, loader="thread", num_workers=1, lookahead="1MB", epochs=50)
     config.write_text(config.read_text().replace(f'"{tmp_path}"', f'"{url}"'))
     command = [sys.executable, "-m", "stoker", "train", str(config)]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)

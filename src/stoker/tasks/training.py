@@ -126,7 +126,10 @@ def train_here(
     if progress is not None:
         record_config(folder, config)
         if not config.fast_dev_run and (found is None or changed or not folder.samples_file.exists()):
-            save_listings(folder.samples_file, listings)
+            try:
+                save_listings(folder.samples_file, listings)
+            except OSError as error:
+                say_here(f"warning: {folder.samples_file}: {error.strerror}; samples that change will not be named")
         observer = _open_observer(config, folder, run, data, found, machine, progress)
         stack.callback(observer.close)
         if changed:

@@ -237,6 +237,7 @@ class ObjectStore:
                 if down.name != UNREACHABLE or not self._reached:
                     raise
                 self._await_return(asked_s)
+                began_s = time.monotonic()  # the object has all its time again
             except ReadFailure as failure:
                 # The store responds, and this object does not.
                 if failure.reason != "unreadable" or time.monotonic() - began_s > self.patience.object_s:

@@ -128,6 +128,7 @@ def describe_storage(samples: SampleSet) -> StorageFacts:
         dataset_bytes=total,
         bytes_per_sample=None if total is None or not len(samples) else total / len(samples),
         packed=index.shard_of is not None,
+        root=index.root,
     )
     if is_url(index.root):
         return replace(known, remote=True, kind=urlsplit(index.root).scheme)

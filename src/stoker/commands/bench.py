@@ -82,7 +82,9 @@ def storage(
     Reads some of the files that are there, and writes nothing.
     """
     from stoker.console import print_json, print_result, progress_bar
+    from stoker.machine.local_disk import find_local_disk
     from stoker.machine.storage_profile import profile_storage
+    from stoker.plan.break_even import ANY_DISK
     from stoker.plan.storage_bench import appetites, storage_document, storage_text
 
     wanted = appetites(gpu)  # raises on a typo before anything is measured
@@ -91,5 +93,6 @@ def storage(
     if json:
         print_json(storage_document(profile, wanted))
     else:
-        print_result(storage_text(profile, wanted))
+        disk = find_local_disk()
+        print_result(storage_text(profile, wanted, ANY_DISK if disk is None else disk.folder))
     return 0

@@ -27,7 +27,7 @@ SMALL_READ = 114_660
 """Bytes: an image of MLPerf Storage's ResNet-50, which is ImageNet's mean."""
 LARGE_READ = 8 << 20
 LEAST_LARGE = 1 << 20
-"""Bytes of a file from which reading it tells about bandwidth rather than about latency."""
+"""Bytes of a file from which it is read in parts: a shard, or a volume."""
 AT_ONCE = (1, 4, 16, 64)
 AT_ONCE_REMOTE = (1, 4, 16, 64, 256)
 LARGE_AT_ONCE = 16
@@ -80,7 +80,7 @@ class StorageProfile:
     """That were found in the time for listing; there may be more."""
     mean_bytes: float
     small_bytes: float
-    """Of a small read: at most SMALL_READ, less where the files are smaller."""
+    """Of a small read, on average."""
     cold: tuple[Round, ...] = ()
     """Small reads, each of bytes that are not in this host's memory."""
     warm: Round | None = None
@@ -150,15 +150,15 @@ def profile_storage(source: str, seconds: float, advance: Advance = lambda _done
 
 
 def small_targets(files: Sequence[tuple[str, int]]) -> list[Target]:
-    """Whole files of up to SMALL_READ bytes, and as many bytes from many places of larger ones: a place of each file
-    in turn, so that a few shards are read all over, and of many files not one twice."""
+    """Whole files below a megabyte, as a loader of images reads them, and SMALL_READ bytes from many places of larger
+    ones: a place of each file in turn, so that a few shards are read all over, and of many files not one twice."""
     rng, found = np.random.default_rng(0), list[Target]()
-    places = {path: max(1, min(size // (4 * SMALL_READ), MOST_TARGETS)) for path, size in files}
+    places = {path: min(size // (4 * SMALL_READ), MOST_TARGETS) if size >= LEAST_LARGE else 1 for path, size in files}
     for turn in range(max(places.values())):
         some = [(path, size) for path, size in files if places[path] > turn]
         rng.shuffle(some)
         for path, size in some:
-            width = min(size, SMALL_READ)
+            width = size if size < LEAST_LARGE else SMALL_READ
             begin = size * turn // places[path]
             offset = begin + int(rng.integers(max(1, size // places[path] - width)))
             found.append(Target(path, min(offset, size - width) if turn or size > width else 0, width))

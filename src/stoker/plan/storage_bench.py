@@ -83,11 +83,11 @@ def _round(one: Round) -> dict[str, Any]:
     return asdict(one) | {"reads_per_second": one.reads_per_second, "bytes_per_second": one.bytes_per_second}
 
 
-def storage_text(profile: StorageProfile, wanted: Sequence[Appetite]) -> str:
-    """What it feeds, then the figures."""
+def storage_text(profile: StorageProfile, wanted: Sequence[Appetite], disk: str = ANY_DISK) -> str:
+    """What it feeds, then the figures; `disk` is a local one that a copy could go to."""
     sections = [
         _headline(profile, wanted), [_about(profile), "", *_table(profile)], _feeds(profile, wanted),
-        _next(profile, wanted),
+        _next(profile, wanted, disk),
         [f"not measured: {text}" for text in profile.missing],
     ]  # fmt: skip
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -118,12 +118,13 @@ def _table(profile: StorageProfile) -> list[str]:
         rows.append((f"{LARGE_READ >> 20} MB, cold", profile.large))
     if not rows:
         return []
-    most = max(one.bytes_per_second for _, one in rows)
+    # Memory would dwarf all else.
+    most = max((one.bytes_per_second for _, one in rows if one is not profile.warm), default=0.0)
     lines = [
         [
             what, f"{one.at_once:>7}", f"{one.reads_per_second:>8,.0f}", f"{one.bytes_per_second / 1e6:>8,.1f}",
             f"{one.p50_s * 1e3:>7.2f}", f"{one.p99_s * 1e3:>7.2f}",
-            "#" * max(1, round(BAR * one.bytes_per_second / most)),
+            "" if one is profile.warm else "#" * max(1, round(BAR * one.bytes_per_second / most)),
         ]
         for what, one in rows
     ]  # fmt: skip
@@ -141,11 +142,11 @@ def _feeds(profile: StorageProfile, wanted: Sequence[Appetite]) -> list[str]:
     return ["it feeds", *lines] if lines else []
 
 
-def _next(profile: StorageProfile, wanted: Sequence[Appetite]) -> list[str]:
+def _next(profile: StorageProfile, wanted: Sequence[Appetite], disk: str) -> list[str]:
     share = fed(profile, wanted[0])
     if share is None or share >= 1 or not profile.remote:
         return []
-    return [f"next: stoker stage {profile.source} {ANY_DISK}/{copy_name(profile.source)}"]
+    return [f"next: stoker stage {profile.source} {disk.rstrip('/')}/{copy_name(profile.source)}"]
 
 
 def amount_text(share: float, gpu: str) -> str:

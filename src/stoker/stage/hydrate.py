@@ -148,9 +148,9 @@ def list_files(path: str | Path) -> FileList:
         except OSError as error:
             found.unreadable[folder] = error.strerror or str(error)
     if linked:  # most of them usually lead to files that were found anyway
-        for path in linked.keys() - set(found.paths):
-            found.paths.append(path)
-            found.sizes.append(linked[path])
+        for target in linked.keys() - set(found.paths):
+            found.paths.append(target)
+            found.sizes.append(linked[target])
     if not found.paths:
         raise UserError(
             "nothing-to-hydrate", f"{path} holds no files", why="there is nothing to fetch", hint=f"ls {path}"

@@ -1,1 +1,1 @@
-"""Brings data to a local disk, or makes a lazy file system fetch it."""
+"""Brings the data to a local disk, once, whole and verified."""

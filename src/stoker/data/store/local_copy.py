@@ -1,0 +1,511 @@
+"""A local copy of a source: plain files under the source's own paths, and a record of which of them are whole.
+
+Any program can read the copy. Our records are files at its root, never folders: to torchvision's ImageFolder every
+folder is a class.
+
+- `.stage.json`: what this is a copy of.
+- `.stage.jsonl`: a line for each file that is whole and on disk: path, size, version at the source, xxh3-128 of the
+  content, and how that was verified. Lines are only appended; the last line of a path counts. What a kill leaves of a
+  line is ignored.
+- `.stage-HOST-PID-N.tmp`: a file that is being written. It gets its name when it is complete.
+
+Any number of processes may fill one copy at once: files appear by renaming, and lines by one append each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import json
+import mmap
+import os
+import re
+import socket
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from stoker.data.store.stores import Buffer, ReadFailure, is_url
+from stoker.errors import UserError
+from stoker.redact import redact_text
+
+FORMAT = 1
+ABOUT = ".stage.json"
+MANIFEST = ".stage.jsonl"
+SUBSET = "subset.json"
+"""Which classes were chosen, if the copy is a part of its source."""
+LONGEST_PART_BYTES = 255
+"""Of a path, between two slashes; the limit of the usual Linux file systems."""
+LONGEST_PATH_BYTES = 4000
+# Lines that were added since the table was sorted; looking one up takes a dictionary, which needs more memory.
+_MOST_RECENT = 50_000
+_READ_BYTES = 8 << 20
+_LINE_START, _SIZE_FIELD = b'{"path":', b',"size":'
+_numbers = itertools.count()
+# Process ids mean nothing on another host that shares the disk.
+_HOST = xxhash.xxh3_64_hexdigest(socket.gethostname().encode())[:6]
+_TEMPORARY = re.compile(rf"\.stage-{_HOST}-(\d+)-\d+\.tmp")
+
+
+class CopiedFile(NamedTuple):
+    """One line of the manifest: a file that is whole and on disk."""
+
+    path: str
+    size: int
+    version: str
+    """What distinguishes it from a later state of the source: the ETag, or the time of a file's last change."""
+    xxh3: str
+    """xxh3-128 of the content, in hexadecimal digits."""
+    verified: str
+    """The kind of checksum of the store that agreed (md5, crc32, crc64nvme …), or "" if only the length did."""
+
+    def line(self) -> bytes:
+        return json.dumps(self._asdict(), separators=(",", ":")).encode() + b"\n"
+
+
+class LocalCopy:
+    """The local copy of a source in a folder; threads may share it."""
+
+    def __init__(self, folder: str | Path, source_url: str) -> None:
+        """Opens the copy or begins one; raises UserError if the folder holds anything else or cannot be written to."""
+        self.folder = os.path.realpath(folder)
+        self.source = source_name(source_url)
+        try:
+            os.makedirs(self.folder, exist_ok=True)  # noqa: PTH103
+            self._check_or_begin()
+            self._manifest = os.open(
+                f"{self.folder}/{MANIFEST}", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
+        except OSError as error:
+            raise _unusable(self.folder, error) from None
+        self._lock = threading.Lock()
+        self._committing = threading.Lock()
+        self._written: list[CopiedFile] = []
+        self._folders: set[str] = {""}
+        self._table = _Table()
+        self._read_to = 0
+        self.refresh()
+        remove_abandoned(self.folder)
+
+    def close(self) -> None:
+        """Commits what was written, and closes the manifest."""
+        if self._manifest >= 0:
+            self.commit()
+            os.close(self._manifest)
+            self._manifest = -1
+
+    def __len__(self) -> int:
+        """Lines in the manifest; a path that was copied again counts again."""
+        return len(self._table)
+
+    def place(self, path: str) -> str:
+        """Where a file of the source is in the copy; the name must have been checked."""
+        return f"{self.folder}/{path}"
+
+    def finished(self, path: str) -> CopiedFile | None:
+        """What the manifest says about a file; None if it is not whole. The file itself is not looked at."""
+        return self._table.find(path, self._manifest)
+
+    def present(self, path: str) -> CopiedFile | None:
+        """The same, if a file of this size is there: somebody may have deleted it since."""
+        record = self.finished(path)
+        if record is None:
+            return None
+        try:
+            found = os.lstat(self.place(path))
+        except (OSError, ValueError):
+            return None
+        return record if stat.S_ISREG(found.st_mode) and found.st_size == record.size else None
+
+    def records(self) -> Iterator[CopiedFile]:
+        """Every file of the manifest once, in the order of its lines."""
+        for start, end in self._table.places():
+            record = _parse(os.pread(self._manifest, end - start, start))
+            if record is not None:
+                yield record
+
+    def put(self, path: str, data: Buffer, version: str = "", verified: str = "") -> CopiedFile:
+        """Writes a whole file under a temporary name, and gives it its own; it counts after the next `commit`.
+
+        Raises ReadFailure for a name that cannot be, OSError if it cannot be written."""
+        folder = self._folder_of(path)
+        temporary = temporary_name(self.folder)
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                written = os.write(descriptor, data)
+                while written < len(data):
+                    written += os.write(descriptor, memoryview(data)[written:])
+            finally:
+                os.close(descriptor)
+            self._rename(temporary, path, folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+            raise
+        record = CopiedFile(path, len(data), version, xxhash.xxh3_128_hexdigest(data), verified)
+        self.add(record)
+        return record
+
+    def check(self, path: str) -> None:
+        """Raises ReadFailure for a name that cannot be a file of the copy, before anything is fetched."""
+        self._folder_of(path)
+
+    def create(self, path: str, size: int) -> PartialFile:
+        """A file that is written in parts, in any order."""
+        self.check(path)
+        return PartialFile(self, path, size)
+
+    def add(self, record: CopiedFile) -> None:
+        """Notes a file that is complete under its own name; it counts after the next `commit`."""
+        with self._lock:
+            self._written.append(record)
+
+    def uncommitted(self) -> int:
+        """Files that were written and are not yet in the manifest."""
+        return len(self._written)
+
+    def commit(self) -> int:
+        """Makes what was written so far survive a power cut, and then adds it to the manifest; returns how many files.
+
+        Other threads can go on writing meanwhile."""
+        with self._committing:
+            with self._lock:
+                batch, self._written = self._written, []
+            if not batch:
+                return 0
+            try:
+                sync_file_system(self._manifest)
+                # It begins with a line break, which ends what a killed process may have left of its line.
+                write_fully(self._manifest, b"\n" + b"".join(record.line() for record in batch))
+            except BaseException:
+                with self._lock:
+                    self._written = batch + self._written
+                raise
+            self.refresh()
+            return len(batch)
+
+    def refresh(self) -> None:
+        """Reads the lines that were added since, by any process."""
+        with self._lock:
+            while part := os.pread(self._manifest, _READ_BYTES, self._read_to):
+                end = part.rfind(b"\n") + 1
+                if not end:
+                    break  # a line that is just being written, or was cut off
+                self._table.add(part[:end], self._read_to)
+                self._read_to += end
+
+    def _rename(self, temporary: str, path: str, folder: str) -> None:
+        try:
+            os.rename(temporary, f"{self.folder}/{path}")  # noqa: PTH104
+        except FileNotFoundError:
+            # Somebody removed the folder since.
+            self._folders = {""}
+            self._make_folder(folder, path)
+            os.rename(temporary, f"{self.folder}/{path}")  # noqa: PTH104
+        except (IsADirectoryError, NotADirectoryError):
+            raise ReadFailure(path, "bad name", "the copy has a folder of this name") from None
+
+    def _folder_of(self, path: str) -> str:
+        check_name(path)
+        folder = path.rpartition("/")[0]
+        if folder not in self._folders:
+            self._make_folder(folder, path)
+        return folder
+
+    def _make_folder(self, folder: str, path: str) -> None:
+        below = ""
+        for part in folder.split("/") if folder else []:
+            below = f"{below}/{part}" if below else part
+            if below in self._folders:
+                continue
+            with suppress(FileExistsError):
+                os.mkdir(f"{self.folder}/{below}", 0o777)  # noqa: PTH102
+            # A link could lead out of the copy.
+            if not stat.S_ISDIR(os.lstat(f"{self.folder}/{below}").st_mode):
+                raise ReadFailure(path, "bad name", f"{below} in the copy is not a folder")
+            self._folders.add(below)
+
+    def _check_or_begin(self) -> None:
+        about = f"{self.folder}/{ABOUT}"
+        known = _read_about(about)
+        if known is None:
+            if strangers := _strangers(self.folder):
+                raise UserError(
+                    "not-a-copy",
+                    f"{self.folder} is not empty, and is not a copy that was made by stoker",
+                    why=f"it contains {', '.join(strangers)}, which could be overwritten",
+                    hint="choose an empty or a new folder",
+                )
+            fresh = temporary_name(self.folder)
+            Path(fresh).write_text(json.dumps({"format": FORMAT, "source": self.source}) + "\n")
+            try:
+                # The link fails if another process was faster; then its record counts.
+                with suppress(FileExistsError):
+                    os.link(fresh, about)
+            except OSError:  # no hard links on this file system
+                os.rename(fresh, about)  # noqa: PTH104
+            with suppress(OSError):
+                os.unlink(fresh)  # noqa: PTH108
+            known = _read_about(about)
+        if known != {"format": FORMAT, "source": self.source}:
+            of = (known or {}).get("source")
+            raise UserError(
+                "copy-of-another-source",
+                f"{self.folder} is a copy of {of}, not of {self.source}"
+                if of != self.source
+                else f"{self.folder} was made by another version of stoker",
+                why="files of two sources in one folder could not be distinguished",
+                hint="choose another folder, or remove this one",
+            )
+
+
+def open_copy(folder: str | Path) -> LocalCopy:
+    """The copy that is in a folder, whatever it is a copy of; raises UserError if there is none."""
+    known = _read_about(f"{os.path.realpath(folder)}/{ABOUT}")
+    if known is None or not isinstance(known.get("source"), str):
+        raise UserError(
+            "not-a-copy",
+            f"{folder} is not a copy that was made by stoker",
+            why=f"it has no readable {ABOUT}",
+            hint="stoker stage SRC DST",
+        )
+    return LocalCopy(folder, known["source"])
+
+
+class PartialFile:
+    """A file of a copy that is written in parts under a temporary name."""
+
+    def __init__(self, copy: LocalCopy, path: str, size: int) -> None:
+        self._copy, self.path, self.size = copy, path, size
+        self._temporary = temporary_name(copy.folder)
+        self._descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Writes one part; any thread."""
+        rest = memoryview(data)
+        while len(rest):
+            written = os.pwrite(self._descriptor, rest, offset)
+            rest, offset = rest[written:], offset + written
+
+    def mapped(self) -> memoryview:
+        """The whole content as it is now, for checksums."""
+        if os.fstat(self._descriptor).st_size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
+
+    def finish(self, version: str = "", verified: str = "") -> CopiedFile:
+        """Gives the file its name; raises ReadFailure if its length is wrong."""
+        try:
+            found = os.fstat(self._descriptor).st_size
+            if found != self.size:
+                raise ReadFailure(self.path, "short", f"{found} of {self.size} bytes")
+            record = CopiedFile(self.path, found, version, xxhash.xxh3_128_hexdigest(self.mapped()), verified)
+            self._copy._rename(self._temporary, self.path, self.path.rpartition("/")[0])
+        except BaseException:
+            self.abandon()
+            raise
+        self._close()
+        self._copy.add(record)
+        return record
+
+    def abandon(self) -> None:
+        """Removes what was written; does nothing to a finished file."""
+        if self._descriptor >= 0:
+            self._close()
+            with suppress(OSError):
+                os.unlink(self._temporary)  # noqa: PTH108
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@dataclass
+class _Chunk:
+    keys: np.ndarray[Any, np.dtype[np.uint64]]
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+
+
+class _Table:
+    """From a path to its line in the manifest: 16 bytes a line, because ImageNet has 1.28 million.
+
+    Paths are found by a hash; the line itself then says whether it is the right one."""
+
+    def __init__(self) -> None:
+        self._sorted = _Chunk(np.empty(0, np.uint64), np.empty(0, np.int64))
+        self._recent: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._sorted.keys) + len(self._recent)
+
+    def add(self, text: bytes, at: int) -> None:
+        """Adds whole lines that are at this place of the manifest."""
+        recent = dict(self._recent)
+        start = 0
+        while start < len(text):
+            end = text.index(b"\n", start)
+            if text.startswith(_LINE_START, start) and (size := text.find(_SIZE_FIELD, start, end)) > 0:
+                recent[xxhash.xxh3_64_intdigest(text[start + len(_LINE_START) : size])] = at + start
+            start = end + 1
+        if len(recent) > _MOST_RECENT:
+            keys = np.concatenate([self._sorted.keys, np.fromiter(recent.keys(), np.uint64, len(recent))])
+            starts = np.concatenate([self._sorted.starts, np.fromiter(recent.values(), np.int64, len(recent))])
+            order = np.lexsort((starts, keys))
+            last = np.flatnonzero(np.append(keys[order][1:] != keys[order][:-1], True))
+            self._sorted = _Chunk(keys[order][last], starts[order][last])
+            recent = {}
+        # Replaced at once: threads look lines up without a lock. The sorted lines come first, so none is ever missing.
+        self._recent = recent
+
+    def find(self, path: str, manifest: int) -> CopiedFile | None:
+        key = xxhash.xxh3_64_intdigest(json.dumps(path).encode())
+        start = self._recent.get(key)
+        if start is None:
+            lines = self._sorted
+            place = int(np.searchsorted(lines.keys, np.uint64(key)))
+            if place == len(lines.keys) or lines.keys[place] != key:
+                return None
+            start = int(lines.starts[place])
+        record = _parse(_read_line(manifest, start))
+        return record if record is not None and record.path == path else None
+
+    def places(self) -> Iterable[tuple[int, int]]:
+        """Start and a sufficient end of every line, in their order."""
+        starts = np.sort(np.concatenate([self._sorted.starts, np.fromiter(self._recent.values(), np.int64)]))
+        longest = 6 * LONGEST_PATH_BYTES + 1000
+        return ((start, start + longest) for start in starts.tolist())
+
+
+def check_name(path: str) -> None:
+    """Raises ReadFailure for a name that cannot be a file inside the copy, or could be taken for one of ours."""
+    parts = path.split("/")
+    if path.startswith("/"):
+        raise ReadFailure(path, "bad name", "it begins with a slash")
+    if ".." in parts or "." in parts:
+        raise ReadFailure(path, "bad name", "it contains a part '.' or '..', which would lead elsewhere")
+    if "" in parts:
+        raise ReadFailure(path, "bad name", "it has an empty part: a file system cannot keep two slashes in a row")
+    if "\0" in path:
+        raise ReadFailure(path, "bad name", "it contains a zero byte")
+    if len(path) > LONGEST_PART_BYTES // 4:  # a character has up to four bytes
+        encoded = [len(part.encode("utf-8", "surrogateescape")) for part in parts]
+        if max(encoded) > LONGEST_PART_BYTES:
+            raise ReadFailure(path, "bad name", f"a part of it has {max(encoded)} bytes; file systems allow 255")
+        if sum(encoded) + len(parts) > LONGEST_PATH_BYTES:
+            raise ReadFailure(path, "bad name", f"it has {sum(encoded) + len(parts)} bytes; the limit is 4,000")
+    if parts[0].startswith(".stage"):
+        raise ReadFailure(path, "bad name", "names that begin with .stage are the copy's own records")
+
+
+def source_name(source: str) -> str:
+    """What a copy is known to be a copy of: a URL without secrets, or the absolute path of a folder."""
+    if is_url(source) and not source.startswith("file://"):
+        return redact_text(source).rstrip("/")
+    return os.path.realpath(os.path.expanduser(source.removeprefix("file://")))  # noqa: PTH111
+
+
+def temporary_name(folder: str) -> str:
+    """A new name for a file that is being written; of this process, so that the next one can tell who left it."""
+    return f"{folder}/.stage-{_HOST}-{os.getpid()}-{next(_numbers)}.tmp"
+
+
+def remove_abandoned(folder: str) -> int:
+    """Removes the temporary files of processes of this host that are gone; returns how many."""
+    removed = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            found = _TEMPORARY.fullmatch(entry.name)
+            if found is not None and not _is_running(int(found[1])):
+                with suppress(OSError):
+                    os.unlink(entry.path)  # noqa: PTH108
+                    removed += 1
+    return removed
+
+
+def sync_file_system(descriptor: int) -> None:
+    """Writes everything of a file system to its disk: one call for thousands of files."""
+    if _syncfs is None or _syncfs(descriptor) != 0:
+        code = ctypes.get_errno() if _syncfs is not None else errno.ENOSYS
+        if code in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise OSError(code, os.strerror(code))
+        os.sync()
+
+
+def write_fully(descriptor: int, data: bytes) -> None:
+    """Writes all of it; in one call unless the file system takes only a part."""
+    rest = memoryview(data)
+    while len(rest):
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _find_syncfs() -> Any:
+    with suppress(OSError, AttributeError):
+        function = ctypes.CDLL(None, use_errno=True).syncfs
+        function.argtypes = [ctypes.c_int]
+        return function
+    return None
+
+
+_syncfs = _find_syncfs()
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # another user's
+    return True
+
+
+def _parse(line: bytes) -> CopiedFile | None:
+    try:
+        found: Any = json.loads(line.partition(b"\n")[0])
+        record = CopiedFile(**found)
+    except (ValueError, TypeError):
+        return None
+    kinds = (str, int, str, str, str)
+    return record if all(isinstance(value, kind) for value, kind in zip(record, kinds, strict=True)) else None
+
+
+def _read_line(manifest: int, start: int) -> bytes:
+    line = os.pread(manifest, 512, start)
+    while b"\n" not in line and (more := os.pread(manifest, 1 << 15, start + len(line))):
+        line += more
+    return line
+
+
+def _read_about(path: str) -> dict[str, Any] | None:
+    try:
+        found: Any = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _strangers(folder: str) -> list[str]:
+    """What else is in a folder that should be empty; a fresh disk has a lost+found."""
+    names = sorted(name for name in os.listdir(folder) if not name.startswith(".stage") and name != "lost+found")  # noqa: PTH208
+    return names[:3]
+
+
+def _unusable(folder: str, error: OSError) -> UserError:
+    return UserError(
+        "copy-not-writable",
+        f"{folder} cannot be written to: {error.strerror or error}",
+        why="the local copy and its records belong there",
+        hint=f"choose another folder, or: ls -ld {folder}",
+    )

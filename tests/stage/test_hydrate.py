@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from stoker.cli import main
 from stoker.errors import UsageError, UserError
 from stoker.stage.hydrate import Hydrated, hydrate, list_files
 from stoker.stage.lustre import in_calls, parse_states
 from stoker.stage.read_through import Allowance, read_through
 from tests.support.lustre import FakeLustre
+from tests.support.waiting import wait_until
 
 STRANGE = ["-rf", "with space.jpg", "line\nbreak: (0x0000000d) released", "ümlaut", "a: (0x00000009) exists", "$(x)`"]
 
@@ -162,6 +168,46 @@ def test_what_cannot_be_hydrated_is_refused(tmp_path: Path) -> None:
         list_files(tmp_path)
     with pytest.raises(UsageError, match="is a URL"):
         list_files("s3://bucket/data")
+
+
+def test_the_command_fetches_reports_and_can_be_interrupted(
+    tmp_path: Path, lustre: FakeLustre, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = write_files(tmp_path / "data", numbered(50))
+    lustre.release(paths[:20])
+    lustre.release(paths[20:21], lost=True)
+    command = ["stage", "--hydrate", str(tmp_path / "data")]
+    assert main([*command, "--limit-rate", "1MB/s"]) == 1
+    said = capsys.readouterr()
+    assert "restored  20 files by lfs" in said.out
+    assert f"{paths[20]}: lost from the archive, too" in said.out
+    assert "present   29 files already there" in said.out
+    paths[20].unlink()
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["way"] == "nothing to do"
+    assert main([*command, "--verify"]) == 2
+    assert main([*command, "/elsewhere"]) == 2
+    assert main(["stage", "--hydrate", str(tmp_path / "nowhere")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+    lustre.behave(restored_per_second=5)
+    lustre.release(path for path in paths if path.exists())
+    running = subprocess.Popen(
+        [sys.executable, "-m", "stoker", *command], stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    wait_until(lambda: len(lustre.released()) < 49)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "run the same command again" in err
+    # The server forgot what it had been asked for.
+    lustre.behave(restored_per_second=1e9, queue=[])
+    left = set(lustre.released()) - {paths[20]}
+    assert left
+    capsys.readouterr()
+    assert main(command) == 0
+    assert f"restored  {len(left)} files by lfs" in capsys.readouterr().out
+    assert set(lustre.released()) == {paths[20]}
 
 
 def test_output_is_matched_by_the_names_that_were_asked_for() -> None:

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from stoker.stage.concurrency import RateLimit
+
 READERS = 32
 CHUNK = 1 << 20
 TICK_S = 0.1
@@ -18,20 +20,16 @@ class Allowance:
     """At most so many bytes a second, for all threads together; None: no limit."""
 
     def __init__(self, bytes_per_second: float | None) -> None:
-        self._rate = bytes_per_second
+        self._limit = RateLimit(bytes_per_second)
         self._lock = threading.Lock()
-        self._free_at = time.monotonic()
         self.chunk = CHUNK if not bytes_per_second else min(CHUNK, max(4096, int(bytes_per_second / READERS)))
         """Bytes of one read: the slower, the smaller, so that no thread waits for longer than a second."""
 
     def reserve(self, size: int) -> float:
         """Seconds to wait before these bytes may be used."""
-        if not self._rate:
-            return 0.0
         with self._lock:
-            now = time.monotonic()
-            wait_s = max(0.0, self._free_at - now)
-            self._free_at = max(now, self._free_at) + size / self._rate
+            wait_s = self._limit.wait_s()
+            self._limit.take(size)
         return wait_s
 
 

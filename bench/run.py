@@ -14,8 +14,8 @@ WITHOUT_DATA = (
     "stage",
 )  # fmt: skip
 WITH_DATA = (
-    "decode", "resize", "interpreter_lock", "loaders", "memory", "object_store", "paced", "priority", "loader_memory",
-    "cures",
+    "decode", "resize", "interpreter_lock", "loaders", "memory", "object_store", "stage_overlap", "paced", "priority",
+    "loader_memory", "cures",
 )  # fmt: skip
 BY_HAND = {
     "known_scripts": "checkouts of timm and torchvision: python -m bench.known_scripts --help",

@@ -51,7 +51,9 @@ def predict(argument: dict[str, Any]) -> dict[str, Any]:
     from stoker.config import load_config
     from stoker.data.volumes.labels import LabelRules
     from stoker.machine.host import fit_to_machine, read_machine
-    from stoker.tasks.volumes.folder import PredictionOptions, cases_to_predict, predict_folder
+    from stoker.tasks.volumes.folder import predict_folder
+    from stoker.tasks.volumes.inputs import cases_to_predict
+    from stoker.tasks.volumes.manifest import PredictionOptions
     from stoker.tasks.volumes.postprocess import parse_chain
     from stoker.tasks.volumes.segment import TrainedVolumeModel
 

@@ -16,6 +16,7 @@ import yaml
 from stoker import __version__
 from stoker.cli import COMMANDS, build_parser
 from tests.conftest import PROJECT, Run
+from tests.support.waiting import DEADLINE_S
 
 HEAVY = ("torch", "numpy", "pydantic", "yaml", "typer", "rich")
 
@@ -224,6 +225,43 @@ def test_ctrl_c_exits_130() -> None:
     done = run_crash(body, Path("/tmp"))
     assert done.returncode == 130
     assert "stopped by Ctrl-C" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_notice_is_heard_from_the_first_line_on(tmp_path: Path, number: signal.Signals) -> None:
+    # Where a library tries an import, it takes any exception for a part that is not installed.
+    body = (
+        "with __import__('contextlib').suppress(Exception):"
+        f" import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(60)"
+    )
+    done = run_crash(body, tmp_path)
+    assert done.returncode == 143
+    assert f"error: preempted\n  stopped by {number.name}\n\nhint: the same command" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_notice_is_heard_in_c_code_and_if_it_came_before_anybody_listened() -> None:
+    # A lock that its own thread holds: nothing but the end of the process leaves that call.
+    stuck = (
+        "import ctypes, os, threading; lock = ctypes.create_string_buffer(64); libc = ctypes.CDLL(None);"
+        " libc.pthread_mutex_lock(lock); threading.Timer(0.2, os.kill, (os.getpid(), 10)).start();"
+        " libc.pthread_mutex_lock(lock)"
+    )
+    early = "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [10]); os.kill(os.getpid(), 10)"
+    for program in (
+        f"import stoker.notices as n; n.PATIENCE_S = 0.2\n{CRASH.format(body=stuck)}",
+        f"{early}\n{CRASH.format(body='raise SystemExit(9)')}",
+    ):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == 143, done.stderr
+        assert "stopped by SIGUSR1" in done.stderr
+
+
+def test_an_end_of_file_that_nobody_expected_is_a_bug_and_no_interruption(tmp_path: Path) -> None:
+    done = run_crash("raise EOFError('a pipe broke')", tmp_path)
+    assert done.returncode == 3
+    assert "EOFError: a pipe broke" in done.stderr
+    assert "Ctrl-C" not in done.stderr
 
 
 def test_preempted_exits_143() -> None:

@@ -25,7 +25,8 @@ LAYERS = [
     {"clock"},
     {"run"},
     {"config"},
-    {"console", "child", "files"},
+    {"notices", "out_of_memory"},
+    {"console", "child", "files", "cgroups"},
     {"redact"},
     {"errors"},
 ]

@@ -56,6 +56,13 @@ def test_a_damaged_file_is_replaced(content: bytes) -> None:
     assert remember("speed.json", "cpu", not_again, is_number) == 4
 
 
+def test_a_changed_figure_is_measured_again() -> None:
+    remember("speed.json", "cpu", lambda: 4, is_number)
+    file = cache_folder() / "speed.json"
+    file.write_text(file.read_text().replace("4", "5", 1))
+    assert remember("speed.json", "cpu", lambda: 6, is_number) == 6
+
+
 def test_an_unwritable_home_is_not_an_error(home: Path) -> None:
     (home / ".cache").write_text("in the way")
     assert remember("speed.json", "cpu", lambda: 5, is_number) == 5

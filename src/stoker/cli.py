@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from stoker import __version__
 from stoker.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Interrupted, StokerError, UsageError, nearest
+from stoker.notices import Notice, listening_from_the_start
 
 if TYPE_CHECKING:
     import typer
@@ -43,6 +44,9 @@ COMMANDS = {
 """Every command, with its line of help. `lr-find` is in stoker/commands/lr_find.py; typer gets the line from here."""
 
 
+WITHOUT_TORCH = ("config", "report", "watch")
+
+
 def run() -> None:
     """The `stoker` program."""
     sys.exit(main(sys.argv[1:]))
@@ -51,7 +55,18 @@ def run() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; users never see a traceback."""
     try:
+        # Before anything is imported that takes time.
+        with listening_from_the_start():
+            return _run(arguments)
+    except Notice as notice:  # which had been waiting for somebody to listen
+        return _end_with(notice.as_error(), arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
         return _dispatch(list(arguments))
+    except Notice as notice:
+        return _end_with(notice.as_error(), arguments)
     except StokerError as error:
         return _end_with(error, arguments)
     except KeyboardInterrupt:
@@ -61,7 +76,10 @@ def main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception as error:
-        return _end_with_bug(error)
+        from stoker.out_of_memory import as_out_of_memory
+
+        no_memory = as_out_of_memory(error)
+        return _end_with_bug(error) if no_memory is None else _end_with(no_memory, arguments)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -80,6 +98,10 @@ def _dispatch(arguments: list[str]) -> int:
         similar = nearest(first, COMMANDS)
         hint = f"stoker {similar} --help" if similar else "stoker --help"
         raise UsageError(f"unknown-{what}", f"{first!r} is not {article} {what} of stoker", hint=hint)
+    if first not in WITHOUT_TORCH and "--help" not in arguments:
+        from stoker.out_of_memory import refuse_few_addresses
+
+        refuse_few_addresses()
     return _run_typer(arguments, [first])
 
 
@@ -92,7 +114,10 @@ def _run_typer(arguments: list[str], names: list[str]) -> int:
         code = command.main(args=arguments, prog_name="stoker", standalone_mode=False)
     except typer.TyperException as error:
         _raise_usage_error(error, arguments)
-    except typer.Abort:
+    except typer.Abort as abort:
+        # typer turns any EOFError into this, even one that has nothing to do with a question at the terminal.
+        if isinstance(abort.__cause__, EOFError):
+            raise abort.__cause__ from None
         raise Interrupted("interrupted", "stopped by Ctrl-C") from None
     if code == EXIT_INTERRUPTED:  # typer turns a KeyboardInterrupt into this code
         raise Interrupted("interrupted", "stopped by Ctrl-C")

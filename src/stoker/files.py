@@ -1,14 +1,24 @@
-"""Files that are never seen half-written, and the user's cache of measured figures."""
+"""Files that are never seen half-written; reading files that anybody may have damaged; the user's cache of measured
+figures."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
+
+LARGEST_JSON_BYTES = 16 << 20
+"""Our own documents have kilobytes."""
+DEEPEST_JSON = 40
+"""Levels of nesting; our own have six. Whoever walks through a deeper document may exhaust Python's stack."""
+SEAL = "seal"
+"""The key of a JSON file's checksum."""
 
 
 @contextmanager
@@ -57,6 +67,83 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a JSON file, with a checksum over all of it."""
+    return {**content, SEAL: _checksum(content)}
+
+
+def has_whole_seal(content: Any) -> bool | None:
+    """Whether content that was read is what `sealed` returned; None if it never had a seal."""
+    if not isinstance(content, dict):
+        return False
+    if SEAL not in content:
+        return None
+    return bool(content[SEAL] == _checksum({name: value for name, value in content.items() if name != SEAL}))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The open file. Raises OSError for anything else under that name: a pipe would block forever, and a device such as
+    /dev/zero never ends."""
+    # Without O_NONBLOCK, opening a pipe already waits for somebody who writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return cast("BinaryIO", os.fdopen(descriptor, "rb"))
+
+
+def open_to_append(path: Path) -> int:
+    """The descriptor of a file, which is created if there is none. Raises OSError if it is no regular file."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The bytes of a file. Raises OSError if it is no regular file, or larger than that."""
+    with open_regular(path) as stream:
+        # Its size now; it may be growing.
+        data = stream.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+    return data
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The document of this text. Raises ValueError if it is not JSON, or nested too deep to be walked through."""
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    opening = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    # Few brackets cannot nest deep, which saves most lines the second look.
+    if sum(map(text.count, opening)) > DEEPEST_JSON and _is_deep(document):  # type: ignore[arg-type]
+        raise ValueError("nested too deep")
+    return document
+
+
+def read_json(path: Path, most_bytes: int = LARGEST_JSON_BYTES) -> Any:
+    """The document in a file. Raises OSError if it cannot be read, ValueError if it is damaged."""
+    return parse_json(read_regular(path, most_bytes))
+
+
+def _is_deep(document: Any) -> bool:
+    level = [document]
+    for _ in range(DEEPEST_JSON + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def cache_folder() -> Path:
     """The user's folder for what can be measured or made again: `stoker` below XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises without a home
@@ -66,8 +153,8 @@ def cache_folder() -> Path:
 def remember(name: str, key: str, measure: Callable[[], Any], usable: Callable[[Any], bool]) -> Any:
     """The figure that the cache file `name` holds under `key`, or a new one, which is stored there if it is usable.
 
-    The key holds everything that the figure depends on. A damaged file or entry counts as absent, and a folder that
-    cannot be written to only costs the measurement at every start.
+    The key holds everything that the figure depends on. A damaged file counts as absent, and a folder that cannot be
+    written to only costs the measurement at every start.
     """
     return remember_all(name, [key], lambda _missing: [measure()], usable)[0]
 
@@ -87,16 +174,25 @@ def remember_all(
         figures[place] = figure
     if new := {keys[place]: figures[place] for place in missing if usable(figures[place])}:
         with suppress(OSError):
-            write_text(path, json.dumps(_read_object(path) | new, indent=1) + "\n")
+            write_text(path, json.dumps(sealed(_read_object(path) | new), indent=1) + "\n")
     return figures
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        if isinstance(content, dict):
-            return content
+        content = read_json(path)
+        # A changed figure would be believed: files from before there were seals are measured again, too.
+        if has_whole_seal(content):
+            del content[SEAL]
+            return cast(dict[str, Any], content)
     return {}
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    # Imported here: most commands read no such file.
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def _umask() -> int:

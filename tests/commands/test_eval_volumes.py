@@ -13,6 +13,7 @@ import tifffile
 from PIL import Image
 
 from stoker.cli import main
+from stoker.report.run_files import read_evaluation
 from stoker.scores.whole import score_volume
 from stoker.tasks.volumes import evaluation as volume_evaluation
 from stoker.tasks.volumes.evaluation import choose_cases, read_label
@@ -76,6 +77,14 @@ def test_the_validation_fold_is_scored_volume_by_volume_the_worst_first(
     assert dices == sorted(dices)
     assert found["mean"]["dice"] == pytest.approx(sum(dices) / 2)
     assert (found["split"], found["left"], found["unreadable"]) == ("fold 0 of 3", 0, [])
+    # The run keeps them for its report, with a picture of the worst.
+    shown = read_evaluation(run / "evaluation.json", run / "worst.jpg")
+    assert shown is not None
+    assert [one["id"] for one in shown["volumes"]] == [one["id"] for one in found["volumes"]]
+    assert shown["volumes"][0]["dice"] == pytest.approx(dices[0], rel=1e-3)
+    assert shown["picture"] is not None
+    with Image.open(run / "worst.jpg") as sheet:
+        assert sheet.width > 6 * 100
 
     assert main(["eval", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()

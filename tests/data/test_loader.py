@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from PIL import Image
 
 from stoker.config import Config, load_config
 from stoker.data.batch import Batch, TooManyBad
+from stoker.data.engines import deaths
+from stoker.data.engines.deaths import Casualties, WorkerDied, killed_for_memory
 from stoker.data.loader import ImageLoader
 from stoker.errors import UserError
 from stoker.tasks.image_data import (
@@ -334,3 +338,55 @@ def test_no_worker_outlives_a_killed_parent(data: Path, tmp_path: Path) -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     wait_until(lambda: not any(map(is_running, workers)))
+
+
+def test_a_worker_that_was_killed_is_named_with_its_signal(data: Path) -> None:
+    loader = loader_for(data, "batch_size=2", "loader=process", workers=2)
+    try:
+        stream = loader.epoch(0)
+        next(stream)
+        victim = loader._engine._loader._iterator._workers[1]  # type: ignore[union-attr]
+        os.kill(victim.pid, signal.SIGSTOP)  # so that it cannot have finished its work before
+        os.kill(victim.pid, signal.SIGBUS)
+        os.kill(victim.pid, signal.SIGCONT)
+        with pytest.raises(WorkerDied) as caught:
+            for _ in range(1000):
+                next(stream)
+    finally:
+        loader.close()
+    assert f"loader worker 1 (process {victim.pid}) was killed by SIGBUS, of 2" in caught.value.seen
+    assert "/dev/shm" in str(caught.value.why)
+    assert "num_workers" in str(caught.value.hint)
+    assert caught.value.exit_code == 1
+
+
+def leave_soon() -> None:
+    time.sleep(0.3)
+    os._exit(7)
+
+
+def test_a_broken_pipe_of_a_dying_worker_is_not_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The pipe breaks before the process counts as ended, so that torch passes the EOFError on.
+    worker = multiprocessing.get_context("fork").Process(target=leave_soon)
+    casualties = Casualties()
+    worker.start()
+    explained = casualties.explain(EOFError(), [worker])
+    assert isinstance(explained, WorkerDied)
+    assert "loader worker 0" in explained.seen
+    assert "exited with code 7" in explained.seen
+    monkeypatch.setattr(deaths, "SETTLE_S", 0.1)
+    living = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    living.start()
+    try:
+        other = ValueError("nobody died")
+        assert casualties.explain(other, [living]) is other
+        assert isinstance(casualties.explain(ConnectionResetError(), [living]), WorkerDied)
+    finally:
+        living.kill()
+        living.join()
+    log = tmp_path / "kmsg"
+    log.write_text(f"4,1,2,-;Out of memory: Killed process {worker.pid} (python) total-vm:1kB\n")
+    assert killed_for_memory(log) == {worker.pid}
+    assert killed_for_memory(tmp_path / "absent") == set()

@@ -73,16 +73,18 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
         *,
         checkpoint: Path | None = None,
         replan: bool = False,
+        accept_data: bool = False,
         **keys: Any,
     ) -> Ledger:
         wanted.update(ledger=[], stop_at=stop_at, number=number)
         monkeypatch.chdir(config.parent)
         overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+        options: Any = {"replan": replan, "accept_data": accept_data}
         if stop_at is None:
-            assert command.train_from_config(config, overrides, checkpoint, False, replan=replan)[0] == 0
+            assert command.train_from_config(config, overrides, checkpoint, False, **options)[0] == 0
         else:
             with pytest.raises(Interrupted if number == signal.SIGINT else Preempted, match=f"saved at step {stop_at}"):
-                command.train_from_config(config, overrides, checkpoint, False, replan=replan)
+                command.train_from_config(config, overrides, checkpoint, False, **options)
         return list(wanted["ledger"])
 
     yield train

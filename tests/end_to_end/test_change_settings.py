@@ -28,7 +28,8 @@ from tests.support.training_state import same
 Train = Callable[..., Ledger]
 # Another value for every key that applies on resume.
 OTHER_VALUES: dict[str, Any] = {
-    "max_bad_fraction": 0.5, "max_image_pixels": 10**6, "max_image_bytes": "1MB", "subset_val_per_class": 4, "seed": 3,
+    "max_bad_fraction": 0.5, "max_image_pixels": 10**6, "max_decoded_bytes": "9MB", "max_image_bytes": "1MB",
+    "subset_val_per_class": 4, "seed": 3,
     "decoder": "pillow", "decode_mode": "faithful", "img_size": 48, "val_img_size": 40, "crop_ratio": 0.9,
     "interpolation": "bicubic", "limit_val_batches": 1, "crop_scale": [0.5, 1.0], "crop_aspect": [0.9, 1.1],
     "horizontal_flip": 0.0, "auto_augment": "randaugment", "randaugment_magnitude": 5, "randaugment_magnitude_std": 0.1,

@@ -145,6 +145,24 @@ def test_all_ranks_stop_when_only_one_is_asked_to(ready: ReadyProcess, tmp_path:
     assert step == steps_done(run)
 
 
+def test_a_notice_while_two_ranks_start_ends_all_with_the_documented_code(
+    ready: ReadyProcess, tmp_path: Path, prime_images: Path
+) -> None:
+    config = write_config(tmp_path, prime_images, devices=2, batch_size=8)
+    launcher = ready.start("train", config, cwd=tmp_path)
+    # Their own processes, which begin with seconds of imports.
+    launcher.wait_for(lambda: len(ranks_of(launcher)) == 2)
+    launcher.send(signal.SIGUSR1)
+    assert launcher.wait() == 143, launcher.err
+    assert "stopped by SIGUSR1" in launcher.err
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def ranks_of(launcher: Started) -> list[int]:
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [pid for pid in processes_with("STOKER_LAUNCHED=1") if str(pid) in children]
+
+
 def test_a_rank_that_is_killed_ends_the_others(ready: ReadyProcess, tmp_path: Path, prime_images: Path) -> None:
     config = write_config(tmp_path, prime_images, batch_size=8, epochs=500)
     ranks = start_ranks(ready, config)

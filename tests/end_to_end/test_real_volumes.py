@@ -24,7 +24,10 @@ from stoker.data.volumes.patches import training_steps
 from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training
 from stoker.data.volumes.survey import survey
 from stoker.data.volumes.volume import ReadingOptions
+from stoker.scores.competition import foreground, score_surface
 from tests.conftest import Run
+from tests.support.published_scores import published_score
+from tests.support.volumes import needs_matcher
 
 PACKAGE, CLASSES = "mricron-data", 117
 
@@ -77,6 +80,21 @@ def test_patches_of_a_real_scan_are_slices_of_its_voxels(templates: Path, tmp_pa
     finally:
         loader.close()
     assert len(seen) > 30, "patches are drawn for classes of every size"
+
+
+@needs_matcher
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # surface-distance uses old names of scipy
+def test_scores_of_real_masks_are_those_of_the_packages_that_define_them(templates: Path) -> None:
+    # A part of the brain: where the atlas has regions, and where the scan is as bright as grey matter.
+    part = np.s_[70:110, 90:130, 60:100]
+    label = (voxels_of(templates / "aal.nii.gz")[part] > 0).astype(np.uint8)
+    scan = voxels_of(templates / "ch2.nii.gz")[part]
+    prediction = (scan > 60) & (scan < 110)
+    label[:6] = 2  # unlabelled, as in the competition
+    found = score_surface(prediction, label, 2)
+    ours, theirs = foreground(prediction, label, 2)
+    assert found.score == pytest.approx(published_score(ours, theirs))
+    assert 0.05 < found.score < 0.95, "neither trivially right nor trivially wrong"
 
 
 @pytest.mark.release

@@ -14,14 +14,20 @@ import pytest
 import torch
 
 from stoker.cli import main
+from stoker.config import load_config
+from stoker.data.volumes.cases import open_cases
+from stoker.data.volumes.opening import OpenVolumes
 from stoker.data.volumes.scrolls import scroll_volume
+from stoker.data.volumes.split import divide
+from stoker.data.volumes.survey import survey
 from stoker.report.document import RunReader
 from stoker.report.watch_screen import frame_lines
+from stoker.tasks.volumes.data import split_rule
 from stoker.tasks.volumes.segment import open_trained
 from tests.end_to_end.conftest import Ledger
 from tests.end_to_end.test_distributed import start_ranks
 from tests.support.ready_process import ReadyProcess
-from tests.support.tiny_training import assert_same_end, largest_difference, last_state, metrics
+from tests.support.tiny_training import assert_same_end, largest_difference, last_state, metrics, steps_done
 from tests.support.tiny_volumes import write_list, write_volume_config, write_volumes
 
 Train = Callable[..., Ledger]
@@ -31,6 +37,14 @@ SCORES = ("val/loss", "val/dice", "val/iou", "val/surface_dice")
 @pytest.fixture(scope="session")
 def scrolls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_volumes(tmp_path_factory.mktemp("scrolls"))
+
+
+def validated(folder: Path, cases: Path, **keys: Any) -> list[str]:
+    """The ids of the volumes that a config validates on."""
+    config = load_config(write_volume_config(folder, cases, **keys), []).config
+    listed, volumes = open_cases(cases), OpenVolumes()
+    surveyed = survey(listed.cases, volumes)
+    return [case.id for case in divide(surveyed.cases, surveyed.shapes, split_rule(config)).val]
 
 
 def checkpoint_names(run: Path) -> list[str]:
@@ -67,6 +81,20 @@ def test_an_interrupted_run_ends_bit_identical_whatever_makes_its_batches(
     assert "train/acc1" not in first
     names = {f"epoch={number}-val_dice={epoch['val/dice']:.4f}.ckpt" for number, epoch in enumerate((first, second))}
     assert names | {"last.ckpt", "previous.ckpt"} == set(checkpoint_names(whole.parent / "runs" / "tiny"))
+
+
+def test_a_killed_run_ends_bit_identical(ready: ReadyProcess, tmp_path: Path, scrolls: Path) -> None:
+    keys = {"ema_decay": 0.9, "checkpoint_every_steps": 1, "volume_elastic": 0.5, "num_workers": 1}
+    config = write_volume_config(tmp_path, scrolls, **keys)
+    assert ready.run("train", config, "run_name=whole", cwd=tmp_path).code == 0
+    killed = tmp_path / "runs" / "killed"
+    for after in (1, 3, 4):  # within an epoch, at its end, within the next
+        run = ready.start("train", config, "run_name=killed", cwd=tmp_path)
+        run.wait_for(lambda after=after: steps_done(killed) >= after)  # type: ignore[misc]
+        run.send(signal.SIGKILL)
+        assert run.wait() in (-signal.SIGKILL, 0)
+    assert ready.run("train", config, "run_name=killed", cwd=tmp_path).code == 0
+    assert_same_end(killed, tmp_path / "runs" / "whole")
 
 
 def test_two_ranks_equal_one_process_which_can_continue_for_them(
@@ -158,6 +186,20 @@ def test_a_bad_volume_is_quarantined_and_named(
     assert record["name"] == "case3"
     assert "NaN" in record["reason"]
     assert all(np.isfinite(line["train/loss"]) for line in metrics(run, "step"))
+
+
+def test_a_run_whose_only_validation_volume_is_bad_says_once_that_nothing_is_validated(
+    tmp_path: Path, train_until: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = np.full((20, 20, 20), np.nan, np.float32)
+    cases = write_list(tmp_path / "data", image=bad)
+    keys = {"split_by": "volume", "folds": 4, "fold": 0}
+    # Which fold a case is in is drawn.
+    fold = next(fold for fold in range(4) if validated(tmp_path, cases, **keys | {"fold": fold}) == ["case3"])
+    train_until(write_volume_config(tmp_path, cases, **keys | {"fold": fold}, epochs=2))
+    said = capsys.readouterr().err
+    assert said.count("warning: no validation metrics: no validation patch could be read") == 1
+    assert [event["event"] for event in metrics(tmp_path / "runs" / "tiny", "event")].count("nothing_validated") == 1
 
 
 def test_a_volume_that_cannot_be_opened_is_left_out_and_named(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.machine.cgroups import CGROUP_ROOT
+from stoker.cgroups import CGROUP_ROOT
 from tests.conftest import PROJECT
 from tests.support.waiting import DEADLINE_S
 

@@ -21,8 +21,8 @@ from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server, use_environment
 
 SIZE = 60_000
-QUICK = Patience(connect_s=30, stall_s=30, request_s=60, retry_s=60, max_retries=3)
-"""Few attempts, each with all the time that a busy machine may need."""
+QUICK = Patience(connect_s=30, stall_s=30, request_s=60, retry_s=1, object_s=0, max_retries=3, quick_s=60)
+"""Few attempts, each with all the time that a busy machine may need, and no waiting for what does not respond."""
 NO_STALLS = replace(QUICK, stall_s=1)
 
 

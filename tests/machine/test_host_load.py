@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from stoker.machine.cgroups import Throttling, cgroup_folders, cpu_quota, memory_limit, read_throttling, throttled_share
+from stoker.cgroups import (
+    Throttling,
+    cgroup_folders,
+    cpu_quota,
+    memory_limit,
+    oom_kills,
+    read_throttling,
+    throttled_share,
+)
 from stoker.machine.host import HostWatch
 
 
@@ -44,6 +52,18 @@ def test_a_limit_on_a_nested_cgroup_v1_counts(tmp_path: Path) -> None:
     shown = proc(tmp_path, "4:memory:/docker/task\n2:cpu,cpuacct:/docker/task\n")
     assert cpu_quota(tmp_path, shown) == 1.5
     assert [memory_limit(folder) for folder in cgroup_folders("memory", tmp_path, shown)] == [123_456, None, None]
+
+
+def test_processes_that_the_kernel_killed_for_memory_are_counted(tmp_path: Path) -> None:
+    for name, file, text in (
+        ("pod", "memory.events", "low 0\nhigh 4\nmax 9\noom 3\noom_kill 2\noom_group_kill 0\n"),
+        ("memory/job", "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n"),
+    ):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / file).write_text(text)
+    for number, (line, kills) in enumerate((("0::/pod", 2), ("4:memory:/job", 7), ("0::/other", None))):
+        (tmp_path / f"proc{number}").mkdir()
+        assert oom_kills(tmp_path, proc(tmp_path / f"proc{number}", f"{line}\n")) == kills
 
 
 def test_without_a_quota_nothing_is_reported(tmp_path: Path) -> None:

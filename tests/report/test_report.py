@@ -222,12 +222,20 @@ def test_the_samples_that_a_run_kept_are_shown_in_the_page_and_not_in_its_data(p
     Image.new("RGB", (1230, 800), "white").save(stream, "JPEG")
     (with_picture / "preview.jpg").write_bytes(stream.getvalue())
     (without / "preview.jpg").write_bytes(b"<svg onload='window.hacked=1'/>")
+    (with_picture / "worst.jpg").write_bytes(stream.getvalue())
+    volumes = [{"id": EVIL, "dice": 61.25, "iou": 44.1}, {"id": "b", "dice": "no number", "competition": []}]
+    scores = {"checkpoint": "a/last.ckpt", "volumes": volumes, "mean": {"dice": 70.5}}
+    (with_picture / "evaluation.json").write_text(json.dumps(scores))
+    (without / "evaluation.json").write_text('{"volumes": 3}')
     documents = read(with_picture), read(without)
     assert documents[0]["preview"] == {"file": str(with_picture / "preview.jpg"), "bytes": len(stream.getvalue())}
     assert documents[1]["preview"] is None, "not a picture"
     page.resize(1280)
     page.open(write_page(tmp_path / "report.html", *documents))
-    assert page.evaluate("document.images.length") == 1
+    assert page.evaluate("document.images.length") == 2
+    rows = page.evaluate("[...document.querySelectorAll('#worst tbody tr')].map((row) => row.innerText)")
+    assert [EVIL in rows[0], "61.25" in rows[0], "b" in rows[1], "70.50" in rows[2]] == [True] * 4
+    assert page.evaluate("window.hacked") is None
     assert page.evaluate("document.images[0].decode().then(() => document.images[0].naturalWidth)") == 1230
     assert page.evaluate("document.querySelector('#preview h3').textContent") == "with"
     assert page.place("#preview img")[2] <= 1152, "no wider than the page"

@@ -12,7 +12,6 @@ from typing import Any
 import cc3d
 import numpy as np
 import pytest
-import surface_distance
 from scipy import ndimage
 from skimage.metrics import variation_of_information as published_variation
 
@@ -24,6 +23,7 @@ from stoker.scores.competition import foreground, score_surface, variation_of_in
 from stoker.scores.surface_dice import areas_by_code, surface_dice
 from stoker.scores.topology import Topology, compare_topology, load_matcher, octants
 from stoker.scores.whole import score_volume
+from tests.support.published_scores import published_score, published_surface_dice, published_topology
 from tests.support.volumes import needs_matcher
 
 # surface-distance uses names of scipy that are deprecated.
@@ -38,11 +38,6 @@ def sheets(shape: tuple[int, int, int] = (40, 37, 42), seed: int = 3) -> tuple[A
     """A prediction as a weak network makes it, and the label of the same scroll."""
     image, label = scroll_volume(shape, seed)
     return ndimage.gaussian_filter(image.astype(np.float32), 1) > 105, label
-
-
-def published_surface_dice(one: Any, two: Any, tolerance: float, spacing: tuple[float, float, float]) -> float:
-    distances = surface_distance.compute_surface_distances(one, two, spacing)
-    return float(surface_distance.compute_surface_dice_at_tolerance(distances, tolerance))
 
 
 def test_areas_of_all_neighbourhoods_are_deepminds_for_any_spacing() -> None:
@@ -95,16 +90,7 @@ def test_topology_is_that_of_betti_matching_over_the_octants() -> None:
     prediction, label = sheets()
     pairs = [foreground(prediction, label, 2), (blobs((15, 16, 17), 1, 0.1), blobs((15, 16, 17), 2, 0.1))]
     for ours, theirs in pairs:
-        expected = np.zeros((3, 3), int)
-        for z, y, x in octants(ours.shape):
-            found = load_matcher().compute_matching(
-                (1 - ours[z, y, x]).astype(np.uint8), (1 - theirs[z, y, x]).astype(np.uint8)
-            )
-            for dimension in range(3):
-                matched = len(found.input1_matched_birth_coordinates[dimension])
-                expected[0, dimension] += matched
-                expected[1, dimension] += matched + len(found.input1_unmatched_birth_coordinates[dimension])
-                expected[2, dimension] += matched + len(found.input2_unmatched_birth_coordinates[dimension])
+        expected = published_topology(ours, theirs)
         found = compare_topology(ours, theirs, processes=2)
         assert [list(found.matched), list(found.predicted), list(found.labelled)] == expected.tolist()
         assert 0 < found.matched[0] < found.predicted[0]
@@ -134,14 +120,7 @@ def test_the_competitions_score_is_the_weighted_sum_of_its_parts() -> None:
     prediction, label = sheets()
     ours, theirs = foreground(prediction, label, 2)
     found = score_surface(prediction, label, 2)
-    variation = sum(published_variation(*(cc3d.connected_components(m, connectivity=26)[ours | theirs]
-                                          for m in (theirs, ours))))  # fmt: skip
-    expected = (
-        0.30 * compare_topology(ours, theirs).score
-        + 0.35 * published_surface_dice(ours, theirs, 2.0, (1.0, 1.0, 1.0))
-        + 0.35 / (1 + 0.3 * variation)
-    )
-    assert found.score == pytest.approx(expected)
+    assert found.score == pytest.approx(published_score(ours, theirs))
     # What is predicted where nothing is labelled changes nothing.
     assert score_surface(prediction | (label == 2), label, 2).as_dict() == found.as_dict()
     assert score_surface(prediction, label, None).score != pytest.approx(found.score)

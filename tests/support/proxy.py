@@ -53,6 +53,8 @@ class Proxy:
     """The 'METHOD /path range' of every request received."""
     in_flight: int = 0
     most_in_flight: int = 0
+    outage: Literal["reset", "stall"] | None = None
+    """While set, every request is reset, or not answered at all. For refused connections, stop the proxy."""
     _faults: list[Fault] = field(default_factory=list)
     _link_free_at: float = 0.0
 
@@ -116,6 +118,8 @@ class Proxy:
     ) -> bool:
         """Forwards one request and its response; returns whether the connection stays open."""
         head = await client.readuntil(b"\r\n\r\n")
+        if self.outage is not None:
+            return await self._no_answer(to_client)
         method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
         asked = _headers(head)
         line = f"{method} {target} {asked.get('range', '')}"
@@ -149,6 +153,13 @@ class Proxy:
             return "close" not in (told.get("connection", "") + asked.get("connection", "")).lower()
         finally:
             self.in_flight -= 1
+
+    async def _no_answer(self, to_client: StreamWriter) -> bool:
+        while self.outage == "stall":
+            await asyncio.sleep(0.1)
+        if self.outage == "reset":
+            await self._break(to_client, Fault(re.compile(""), "reset"))
+        return False
 
     async def _body(
         self,

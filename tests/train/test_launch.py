@@ -25,6 +25,7 @@ def leave(number, frame):
     sys.exit({signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}[number])
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, leave)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # held back until somebody listens
 folder = Path(sys.argv[1])
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 told = {name: os.environ[name] for name in names}

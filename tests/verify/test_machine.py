@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.machine import cgroups
+from stoker import cgroups
 from stoker.verify.checks import Outcome, Subject
 from stoker.verify.machine import judge_cores, judge_quota
 from stoker.verify.running import run_checks

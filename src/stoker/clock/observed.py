@@ -259,5 +259,12 @@ class Observed:
         return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else None
 
     @property
+    def unit(self) -> str:
+        """What a sample is: an image, a patch of a volume, or what a script takes for one in 3D."""
+        if not self.convolves_3d:
+            return "images"
+        return "samples" if self.source == "script" else "patches"
+
+    @property
     def images_per_second(self) -> float | None:
         return self.samples / self.elapsed_s if self.elapsed_s > 0 else None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from stoker.clock.file import FORMAT, HEADER
 from stoker.clock.observed import (
@@ -22,13 +23,16 @@ from stoker.clock.observed import (
 from stoker.clock.steps import BATCH_COLUMNS
 from stoker.errors import UserError
 from stoker.run.folder import RunFolder
-from stoker.run.json_lines import Record, finite, number, read_records
+from stoker.run.json_lines import LARGEST_NUMBER, MOST_LINES, JsonLines, Record, finite, number
 
 NEWEST = 400
 """Single steps and batches that are read back: enough to simulate the loader with, and no older than a few hours."""
 SLOWEST_SAMPLES = 16
 MOST_STAGES = 20
 """We write five; a damaged file must not make it thousands."""
+MOST = {"workers": 4096, "prefetch": 4096, "threads_per_worker": 4096, "cpus": 1 << 16, "batch_size": 1 << 24}
+"""What a machine may have of these. They are simulated one by one: a damaged file must not make it a billion."""
+LONGEST_NAME = 1000
 PARTS = ("wait", "transfer", "compute", "other")
 """The parts of a step, in the order in which they are drawn."""
 MEMORY = ("process_bytes", "device_bytes", "shm_used_bytes", "available_bytes")
@@ -55,7 +59,11 @@ def read_observed(run_folder: Path) -> Observed:
             why="the run has not started yet; it records there where the time of its steps goes",
             hint="stoker train in this folder, or stoker doctor CONFIG for a short trial",
         )
-    return observed_from(read_records(path), str(path))
+    lines = JsonLines(path, ClockSums)
+    lines.refresh()
+    if lines.problem is not None:
+        raise UserError("no-clock", f"{path}: {lines.problem}", hint="stoker doctor CONFIG    # measures again")
+    return lines.records.observed(str(path), damaged=lines.broken)
 
 
 def observed_from(records: Iterable[Record], name: str) -> Observed:
@@ -113,8 +121,9 @@ class ClockSums:
                 self._setup.add(record)
             self._add_interval(record)
 
-    def observed(self, name: str) -> Observed:
-        """The record that the checks judge; `name` is the file's, for error messages.
+    def observed(self, name: str, *, damaged: int = 0) -> Observed:
+        """The record that the checks judge; `name` is the file's, for error messages, and `damaged` the number of its
+        lines that were skipped.
 
         Raises UserError `no-clock` or `clock-format`."""
         if self._foreign_format is not None:
@@ -131,7 +140,19 @@ class ClockSums:
                 why="its first line is missing, and without it the numbers cannot be interpreted",
                 hint="stoker doctor CONFIG    # measures again",
             )
-        return self._setup.observed(self._header)
+        try:
+            observed = self._setup.observed(self._header)
+        except ValueError as error:
+            raise UserError(
+                "no-clock",
+                f"{name}: the line about the run's set-up is damaged: {error}",
+                why="without it the numbers cannot be interpreted",
+                hint="stoker doctor CONFIG    # measures again",
+            ) from None
+        if not damaged:
+            return observed
+        note = f"{damaged:,} damaged line{'s' * (damaged != 1)} of {Path(name).name}, which were skipped"
+        return replace(observed, missing=(*observed.missing, note))
 
     @property
     def besides_s(self) -> dict[str, float]:
@@ -166,18 +187,18 @@ class ClockSums:
         self._header = header
 
     def _add_interval(self, record: Record) -> None:
-        steps, step, elapsed_s = number(record, "steps"), number(record, "step"), number(record, "elapsed_s")
-        parts = {part: seconds for part in PARTS if (seconds := number(record, f"{part}_s")) is not None}
-        if not steps or step is None or "wait" not in parts:
+        steps, step, elapsed_s = _amount(record, "steps"), _amount(record, "step"), _amount(record, "elapsed_s")
+        parts = {part: seconds for part in PARTS if (seconds := _amount(record, f"{part}_s")) is not None}
+        if steps is None or steps < 1 or step is None or "wait" not in parts or len(self.intervals) >= MOST_LINES:
             return
         if elapsed_s is not None and "compute" in parts:
             # Time in which the device computes while the loop waits counts once, as waiting: that can be fixed.
             hidden_s = max(0.0, sum(parts.values()) - elapsed_s)
             parts["compute"] = max(0.0, parts["compute"] - hidden_s)
-        samples, epoch, memory = number(record, "samples"), number(record, "epoch"), record.get("memory")
+        samples, epoch, memory = _amount(record, "samples"), _amount(record, "epoch"), record.get("memory")
         # The throughput includes the stall at the start of an epoch: on a timeline it has to be visible.
         seconds = sum(parts.values()) + sum(_finite_in(record.get("epoch_starts_s")))
-        world = number(self._header or {}, "world") or 1.0
+        world = _amount(self._header or {}, "world") or 1.0
         self.intervals.append(
             StepTimes(
                 step=int(step),
@@ -185,8 +206,8 @@ class ClockSums:
                 steps=int(steps),
                 parts_s=parts,
                 images_per_second=world * samples / seconds if samples and seconds else None,
-                longest_s=number(record, "longest_s"),
-                memory_bytes={name: value for name in MEMORY if (value := number(memory, name)) is not None}
+                longest_s=_amount(record, "longest_s"),
+                memory_bytes={name: value for name in MEMORY if (value := _amount(memory, name)) is not None}
                 if isinstance(memory, dict)
                 else {},
             )
@@ -212,12 +233,13 @@ class _Sums:
     def add(self, record: Record) -> None:
         self.is_empty = False
         # Sums belong together: where one of these is damaged, the line's steps are not counted.
-        whole = all(number(record, name) is not None for name in ("steps", "elapsed_s", "wait_s"))
+        whole = all(_amount(record, name) is not None for name in ("steps", "elapsed_s", "wait_s"))
         for name in (*(_STEP_SUMS if whole else ()), "validation_s", "saving_s"):
-            value = number(record, name)
+            # Of the host's own CPU time a little too much may have been subtracted.
+            value = number(record, name) if name == "consumer_cpu_s" else _amount(record, name)
             if value is not None:
                 self.totals[name] = self.totals.get(name, 0.0) + value
-        self.epoch_starts_s += _finite_in(record.get("epoch_starts_s"))
+        self.epoch_starts_s += _finite_in(record.get("epoch_starts_s"))[: MOST_LINES - len(self.epoch_starts_s)]
         self._add_stages(record.get("stages"))
         self._add_newest(record)
         self._add_slowest(record)
@@ -230,7 +252,7 @@ class _Sums:
             sums = self._stages.setdefault(name, {})
             for part in _STAGE_SUMS:
                 if part in stage:
-                    known, value = sums.get(part, 0.0), number(stage, part)
+                    known, value = sums.get(part, 0.0), _amount(stage, part)
                     # A part that was not measured once is not known in the sum either.
                     sums[part] = None if value is None or known is None else known + value
 
@@ -246,14 +268,14 @@ class _Sums:
                 self._newest_batches.append(batch)
 
     def _add_slowest(self, record: Record) -> None:
-        samples, typical_s = record.get("slowest"), number(record, "typical_sample_s")
+        samples, typical_s = record.get("slowest"), _amount(record, "typical_sample_s")
         if not isinstance(samples, list) or typical_s is None:
             return
         known = {sample.name: sample for sample in self.slowest}
         for sample in samples:
-            seconds = number(sample, "seconds") if isinstance(sample, dict) else None
+            seconds = _amount(sample, "seconds") if isinstance(sample, dict) else None
             if seconds is not None:
-                name = str(sample.get("name", "?"))[:1000]
+                name = str(sample.get("name", "?"))[:LONGEST_NAME]
                 if name not in known or known[name].seconds < seconds:
                     known[name] = SlowSample(name, seconds, typical_s)
         self.slowest = sorted(known.values(), key=lambda sample: -sample.seconds)[:SLOWEST_SAMPLES]
@@ -262,11 +284,11 @@ class _Sums:
         if not isinstance(host, dict):
             return
         self._host = host
-        used = number(host, "shm_used_bytes")
+        used = _amount(host, "shm_used_bytes")
         if used is not None:
             self._shm_used_bytes = max(used, self._shm_used_bytes or 0.0)
         for name, sums in self._shares.items():
-            share = number(host, name)
+            share = _amount(host, name)
             if share is not None:
                 sums[0] += 1
                 sums[1] += share
@@ -287,7 +309,7 @@ class _Sums:
 
     def observed(self, header: Record) -> Observed:
         totals, stages = self._between_starts(), self.stage_times()
-        loader = known_facts(LoaderShape, header["loader"])
+        loader = known_facts(LoaderShape, header.get("loader"))
         return Observed(
             source="run",
             steps=int(totals.get("steps", 0)),
@@ -309,8 +331,8 @@ class _Sums:
             host=self._host_facts(header),
             storage=self._storage_facts(header, loader, stages.get("fetch")),
             accelerator=self._accelerator_facts(header),
-            torch_version=header.get("torch"),
-            convolves_3d=header.get("convolves_3d"),
+            torch_version=_of_kind(header.get("torch"), str),
+            convolves_3d=_of_kind(header.get("convolves_3d"), bool),
             missing=_missing(header, stages),
         )
 
@@ -332,26 +354,28 @@ class _Sums:
     def _host_facts(self, header: Record) -> HostFacts:
         """The newest facts, with the peak of shared memory and the mean of each share."""
         if not self._host:
-            return HostFacts(cpus=header["cpus"])
-        facts = dict(self._host)
+            return known_facts(HostFacts, {"cpus": header.get("cpus")})
+        facts = {"cpus": header.get("cpus")} | self._host
         if self._shm_used_bytes is not None:
             facts["shm_used_bytes"] = int(self._shm_used_bytes)
         facts |= {name: total / count for name, (count, total) in self._shares.items() if count}
         return known_facts(HostFacts, facts)
 
     def _storage_facts(self, header: Record, loader: LoaderShape, fetch: StageTime | None) -> StorageFacts | None:
-        facts = dict(header.get("storage", {}))
+        facts = dict(_of_kind(header.get("storage"), dict) or {})
         made, read = self.totals.get("made_samples", 0), None if fetch is None else fetch.read_bytes
         if made and read:
             facts["bytes_per_sample"] = read / made
             if loader.samples is not None:
-                facts.setdefault("dataset_bytes", int(read / made * loader.samples * header.get("world", 1)))
+                world = _amount(header, "world") or 1.0
+                facts.setdefault("dataset_bytes", int(min(LARGEST_NUMBER, read / made * loader.samples * world)))
         return known_facts(StorageFacts, facts) if facts else None
 
     def _accelerator_facts(self, header: Record) -> AcceleratorFacts | None:
-        if "accelerator" not in header:
+        facts = _of_kind(header.get("accelerator"), dict)
+        if facts is None:
             return None
-        facts = dict(header["accelerator"])
+        facts = dict(facts)
         if self.totals.get("transfer_s") and self.totals.get("batch_bytes"):
             facts["transfer_bytes_per_second"] = self.totals["batch_bytes"] / self.totals["transfer_s"]
         return known_facts(AcceleratorFacts, facts)
@@ -368,26 +392,59 @@ def _missing(header: Record, stages: dict[str, StageTime]) -> tuple[str, ...]:
     ]
     if any(stage.cpu_s is None for stage in stages.values()):
         found.append("CPU, run-queue and blocked time of the workers: this kernel has no /proc/thread-self/schedstat")
-    if header.get("world", 1) > 1:
-        found.append(f"ranks 1 to {header['world'] - 1}: only rank 0 records its times")
+    world = int(_amount(header, "world") or 1)
+    if world > 1:
+        found.append(f"ranks 1 to {world - 1}: only rank 0 records its times")
     return tuple(found)
+
+
+def _amount(record: Record, name: str) -> float | None:
+    """The number under this name; None if it is absent, negative or anything else."""
+    value = number(record, name)
+    return value if value is not None and value >= 0 else None
+
+
+def _of_kind(value: Any, kind: type[Facts]) -> Facts | None:
+    return value if isinstance(value, kind) and len(str(value)) <= LONGEST_NAME * 10 else None
 
 
 def _finite_in(values: Any) -> list[float]:
     known = map(finite, values) if isinstance(values, list) else ()
-    return [value for value in known if value is not None]
+    return [value for value in known if value is not None and value >= 0]
 
 
 def _batch_time(row: Any) -> BatchTime | None:
     if not isinstance(row, list) or len(row) != len(BATCH_COLUMNS):
         return None
-    if any(value is not None and finite(value) is None for value in row):
+    known = [None if value is None else finite(value) for value in row]
+    if any(value is not None and (number is None or number < 0) for value, number in zip(row, known, strict=True)):
         return None
     batch = BatchTime(**dict(zip(BATCH_COLUMNS, row, strict=True)))
-    return None if batch.wall_s is None or batch.samples is None else batch
+    return batch if batch.wall_s and batch.samples else None  # neither is ever missing or zero
 
 
-def known_facts(kind: type[Facts], values: Record) -> Facts:
-    """A record of facts from a line; names that this version does not know are dropped."""
-    names = {part.name for part in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in names})
+def known_facts(kind: type[Facts], values: Any) -> Facts:
+    """A record of facts from a line. Names that this version does not know are dropped, and so are values of the wrong
+    type. Raises ValueError if one of those is missing that every record has."""
+    types = _types_of(kind)  # type: ignore[arg-type]
+    given = values if isinstance(values, dict) else {}
+    good = {name: value for name, value in given.items() if name in types and _is_a(value, types[name], name)}
+    for part in fields(kind):  # type: ignore[arg-type]
+        if part.name not in good and part.default is MISSING and part.default_factory is MISSING:
+            raise ValueError(f"{part.name} is {str(given.get(part.name, 'missing'))[:100]}")
+    return kind(**good)
+
+
+@cache
+def _types_of(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
+    """For each field the types that its value may have."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not tuple}
+    return {name: (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,) for name, hint in hints.items()}
+
+
+def _is_a(value: Any, types: tuple[Any, ...], name: str) -> bool:
+    if value is None or isinstance(value, (bool, str)):
+        literal = any(get_origin(kind) is Literal and value in get_args(kind) for kind in types)
+        return literal or (type(value) in types and len(str(value)) <= LONGEST_NAME)
+    whole, real = type(value) is int and int in types, float in types
+    return (whole or real) and finite(value) is not None and 0 <= value <= MOST.get(name, LARGEST_NUMBER)

@@ -13,11 +13,14 @@ from stoker.commands.options import JsonOption, OverridesArgument, RawOption
 from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError, UserError
 
 if TYPE_CHECKING:
+    from stoker.run.folder import RunFolder
     from stoker.tasks.volumes.evaluation import Scoring
     from stoker.tasks.volumes.results import Judged, VolumeEvaluation
 
 _KEY_VALUE = re.compile(r"[A-Za-z_]\w*=")
 SCORES_FILE, SHEET_FILE = "scores.json", "worst.png"
+# Of the sheet that a run's report shows: four volumes in six pictures each fit into its width and into a megabyte.
+REPORTED, REPORTED_SIDE, REPORTED_BYTES = 4, 180, 1_000_000
 LARGEST_SIDE = 320
 """Of a picture on the sheet: a volume of the competition is drawn voxel by voxel."""
 
@@ -132,7 +135,7 @@ def evaluate(
             metavar="DIR", help=f"Volumes: write {SCORES_FILE} and pictures of the worst volumes ({SHEET_FILE}) here."
         ),
     ] = None,
-    pictures: Annotated[int, typer.Option(metavar="N", min=0, help="Volumes: how many are drawn with --out.")] = 8,
+    pictures: Annotated[int, typer.Option(metavar="N", min=0, help="Volumes: how many of the worst are drawn.")] = 8,
     raw: RawOption = False,
     json: JsonOption = False,
 ) -> int:
@@ -142,7 +145,8 @@ def evaluate(
     Class folders are matched by name with the checkpoint's classes; folders named 0 to 999 (ImageNet-V2) are read as
     positions in the sorted list of ImageNet classes.
 
-    Volumes: Dice, IoU and surface Dice of whole volumes, the worst first; unlabelled voxels do not count. Masks that
+    Volumes: Dice, IoU and surface Dice of whole volumes, the worst first; unlabelled voxels do not count. Those of the
+    validation fold are kept in the run's folder, with pictures of the worst: `stoker report` shows them. Masks that
     another program made are scored with --predictions and --labels.
     """
     settings = [*(overrides or ())]
@@ -171,7 +175,7 @@ def evaluate(
         spacing,
         threshold,
         parse_chain(post),
-        pictures if out is not None else 0,
+        pictures,
     )
     if predictions is not None and labels is not None:
         _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
@@ -182,9 +186,10 @@ def evaluate(
     if task_of(checkpoint) == "segment3d":
         _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
         which = split or ("val" if data_root is None else "all")
+        is_own = which == "val" and not settings
         return _evaluate_volumes(
             [checkpoint, *(more or ())], settings, which, scoring, overlap, flips, out,
-            tolerance=tolerance, raw=raw, json=json,
+            is_own=is_own, tolerance=tolerance, raw=raw, json=json,
         )  # fmt: skip
     of_volumes = {
         "--split all": split == "all", "--out": out, "--score": score != "segmentation",
@@ -248,6 +253,7 @@ def _evaluate_volumes(
     flips: str,
     out: Path | None,
     *,
+    is_own: bool,
     tolerance: float | None,
     raw: bool,
     json: bool,
@@ -255,6 +261,7 @@ def _evaluate_volumes(
     from dataclasses import replace
 
     from stoker.console import count, progress_bar, say
+    from stoker.run.folder import run_of
     from stoker.tasks.volumes.evaluation import choose_cases, evaluate_volumes
     from stoker.tasks.volumes.segment import open_trained
     from stoker.tasks.volumes.windows import SlidingWindow
@@ -269,7 +276,8 @@ def _evaluate_volumes(
     others = f" and {count(len(trained) - 1, 'other network')}" if len(trained) > 1 else ""
     title = f"{first.config.model} after {steps}, {weights}{others}, {chosen.what}"
     scoring = replace(scoring, tolerance=first.config.surface_tolerance if tolerance is None else tolerance)
-    keep = _Keeper(out, title)
+    # What the report of a run shows is of its own validation fold, and of its own checkpoint alone.
+    keep = _Keeper(out, title, run_of(first.path) if is_own and len(trained) == 1 else None)
     found, judged = evaluate_volumes(
         trained, chosen, scoring, sliding=sliding, bar=progress_bar, keep=keep.scores, say=say
     )
@@ -279,9 +287,12 @@ def _evaluate_volumes(
 def _score_masks(
     predictions: Path, labels: Path, scoring: Scoring, ignore: int | None, out: Path | None, *, json: bool
 ) -> int:
+    from dataclasses import replace
+
     from stoker.console import progress_bar, say
     from stoker.tasks.volumes.evaluation import score_masks
 
+    scoring = scoring if out is not None else replace(scoring, pictures=0)
     keep = _Keeper(out, str(predictions))
     found, judged = score_masks(
         predictions, labels, scoring, ignore=ignore, bar=progress_bar, keep=keep.scores, say=say
@@ -292,8 +303,8 @@ def _score_masks(
 class _Keeper:
     """Writes what has been scored after every volume: an evaluation can take a night, and Ctrl-C must not lose it."""
 
-    def __init__(self, out: Path | None, title: str) -> None:
-        self._out, self._title = out, title
+    def __init__(self, out: Path | None, title: str, run: RunFolder | None = None) -> None:
+        self._out, self._title, self._run = out, title, run
         if out is not None:
             try:
                 out.mkdir(parents=True, exist_ok=True)
@@ -311,21 +322,27 @@ class _Keeper:
     def finish(self, found: VolumeEvaluation, judged: list[Judged], *, json: bool) -> int:
         """Draws and prints everything; the exit code."""
         from stoker.console import print_json, print_result, say
-        from stoker.files import write_bytes
+        from stoker.files import write_bytes, write_text
         from stoker.tasks.contact_sheet import draw_sheet
         from stoker.tasks.volumes.results import evaluation_text, sheet_of
 
-        code = EXIT_OK
-        if self._out is not None:
-            try:
+        code, place = EXIT_OK, self._out
+        try:
+            if place is not None:
                 self.scores(found, judged)
                 sheet = draw_sheet(sheet_of(found, self._title, judged), LARGEST_SIDE)
-                write_bytes(self._out / SHEET_FILE, sheet.as_png())
-                say(f"{self._out}: {SCORES_FILE}, {SHEET_FILE}")
-            except OSError as error:
-                # The scores may have taken an hour: print them anyway.
-                say(f"warning: {self._out} could not be written: {error.strerror or error}")
-                code = EXIT_FINDING
+                write_bytes(place / SHEET_FILE, sheet.as_png())
+                say(f"{place}: {SCORES_FILE}, {SHEET_FILE}")
+            if self._run is not None:
+                place = self._run.root
+                sheet = draw_sheet(sheet_of(found, self._title, judged[:REPORTED]), REPORTED_SIDE)
+                write_bytes(self._run.worst_file, sheet.as_jpeg(REPORTED_BYTES))
+                write_text(self._run.evaluation_file, dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
+                say(f"`stoker report {place}` shows the worst volumes")
+        except OSError as error:
+            # The scores may have taken an hour: print them anyway.
+            say(f"warning: {place} could not be written: {error.strerror or error}")
+            code = EXIT_FINDING
         if json:
             print_json(found.as_dict())
         else:

@@ -12,7 +12,7 @@ from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, S
 from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from stoker.tasks.volumes.folder import PredictionOptions
+    from stoker.tasks.volumes.manifest import PredictionOptions
 
 VOLUMES = "For volumes: "
 
@@ -113,7 +113,7 @@ def predict(
     if out is None:
         raise UsageError("no-out", "no folder for the predictions given", hint="--out predictions/")
 
-    from stoker.tasks.volumes.folder import PredictionOptions
+    from stoker.tasks.volumes.manifest import PredictionOptions
     from stoker.tasks.volumes.postprocess import parse_chain
     from stoker.tasks.volumes.windows import DEFAULT_OVERLAP, SlidingWindow
 
@@ -174,7 +174,8 @@ def _predict_volumes(
 ) -> int:
     from stoker.console import print_json, print_result, progress_bar, say
     from stoker.tasks.results import volumes_text
-    from stoker.tasks.volumes.folder import cases_to_predict, predict_folder
+    from stoker.tasks.volumes.folder import predict_folder
+    from stoker.tasks.volumes.inputs import cases_to_predict
     from stoker.tasks.volumes.segment import open_trained
 
     cases = cases_to_predict(data, say)

@@ -54,6 +54,12 @@ def train(
             help="Resume with another schedule (epochs, lr, warmup, …), which applies from this step on.",
         ),
     ] = False,
+    accept_changed_data: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changed-data", help="Resume although samples were added, removed, renamed or relabelled."
+        ),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start even if the plan says that memory or disk will run out.")
     ] = False,
@@ -67,7 +73,9 @@ def train(
     path, settings = config_and_overrides(config, overrides)
     settings = [*settings, *(set_ or ())]
     start = start_from(from_, ema=ema, keep_optimizer=keep_optimizer)
-    code, summary = train_from_config(path, settings, resume, fresh, force=force, replan=replan, start=start)
+    code, summary = train_from_config(
+        path, settings, resume, fresh, force=force, replan=replan, accept_data=accept_changed_data, start=start
+    )
     if json and summary is not None:
         print_json(summary)
     return code
@@ -81,12 +89,14 @@ def train_from_config(
     *,
     force: bool = False,
     replan: bool = False,
+    accept_data: bool = False,
     start: Start | None = None,
 ) -> tuple[int, dict[str, Any] | None]:
     """Trains, or starts the processes that do; returns the exit code and, on the first rank, the run's summary."""
     let_threads_sleep()
     from stoker.config import config_values
     from stoker.config.reading import load_for_command
+    from stoker.data.store import outage
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
@@ -133,15 +143,17 @@ def train_from_config(
                 if checkpoint is not None and checkpoint.resolve().parent == folder.checkpoints.resolve():
                     checkpoint = opened.set_aside / folder.checkpoints.name / checkpoint.name  # moved with the rest
                 start = start and start.moved(folder.root, opened.set_aside)
-            progress = TrainProgress(TrainLog(folder.logs), metric=metric_of(config_values(config)).key)
+            metric = metric_of(config_values(config)).key
+            progress = TrainProgress(TrainLog(folder.logs), metric=metric, waiting=outage.text)
             stack.callback(progress.close)
 
         def look(data: Any) -> list[str]:
             return warnings_before_training(config, path, overrides, machine, data)
 
         summary = train_here(
-            config, folder, ranks, machine, checkpoint, progress, stack, start, replan=replan, look=look
-        )
+            config, folder, ranks, machine, checkpoint, progress, stack, start,
+            replan=replan, accept_data=accept_data, look=look,
+        )  # fmt: skip
         return EXIT_OK, summary
 
 

@@ -60,6 +60,11 @@ class DataKeys(KeyGroup):
     """Size limit of `cache_dir`; what does not fit is read from the source every time.
     Default: up to 90 % of the free disk space."""
 
+    stage_to: str | None = key(None, min_length=1)
+    """Local folder that `stoker train` fills with a copy of the data while it trains from `data_root`: each file is
+    fetched only once, and what is there is read from there. A complete copy can be used as `data_root`; the same as
+    that of `stoker stage`."""
+
     lookahead: Bytes = key(256_000_000, unit="bytes", ge=1_000_000)
     """How many bytes of upcoming samples each rank may fetch ahead of time."""
 
@@ -69,6 +74,9 @@ class DataKeys(KeyGroup):
 
     max_image_pixels: int = key(178_956_970, unit="pixels", ge=1)
     """Largest image to decode; anything larger counts as unreadable (a decompression bomb)."""
+
+    max_decoded_bytes: Bytes = key(1_000_000_000, unit="bytes", ge=1)
+    """Memory that decoding one image may take, as far as its headers tell; anything larger counts as unreadable."""
 
     max_image_bytes: Bytes = key(256_000_000, unit="bytes", ge=1)
     """Largest image file to read; anything larger counts as unreadable."""
@@ -105,7 +113,8 @@ class LoaderKeys(KeyGroup):
     """Training images: `fast` decodes only what the crop needs, and resizes it with antialiasing, within
     0.1 grey levels of torchvision; `faithful` gives exactly torchvision's pixels; `draft` decodes large images at
     reduced size and does not antialias below that: about a tenth faster, but aliased, with 1.5 times the
-    high-frequency energy. Validation is always faithful."""
+    high-frequency energy. Validation is always resized faithfully. With `faithful`, images are taken as they are
+    stored, as torchvision does; otherwise they are turned as their EXIF orientation says, for validation, too."""
 
     seed: int = key(0, ge=0, lt=2**63)
     """Seed of the sample order, the augmentation and the initial weights."""

@@ -226,6 +226,24 @@ def _cache_size_needs_cache(c: Config) -> str | None:
     return None
 
 
+@pair_rule("stage_to", "cache_dir")
+def _one_local_copy(c: Config) -> str | None:
+    if c.stage_to is not None and c.cache_dir is not None:
+        return f"stage_to: {c.stage_to} and cache_dir: {c.cache_dir} would both keep the data; use one of them"
+    return None
+
+
+@pair_rule("stage_to", "data_root")
+def _staged_from_elsewhere(c: Config) -> str | None:
+    if c.stage_to is None:
+        return None
+    if c.data_root is None:
+        return "stage_to has no effect without data_root"
+    if "://" in c.stage_to:
+        return f"stage_to: {c.stage_to} is a URL; it has to be a local folder"
+    return None
+
+
 @pair_rule("samples_csv", "train_csv", "val_csv")
 def _one_way_to_list(c: Config) -> str | None:
     if c.samples_csv is not None and (c.train_csv is not None or c.val_csv is not None):

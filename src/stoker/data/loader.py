@@ -16,8 +16,12 @@ from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
 from stoker.data.images.parquet_files import open_sample_store
 from stoker.data.store.reader import Reader
+from stoker.data.store.staged import StagePlace
 
 Engine = Literal["auto", "process", "thread"]
+Follow = Callable[[int, int, bool | None, bool], None]
+"""Is told with each batch: the epoch, the position after it, whether the consumer had to wait for it (None if that is
+not known), and whether it is the last of its epoch."""
 DEFAULT_PREFETCH = 2
 # A thread holds Python's lock for a tenth of an image's time (results/interpreter_lock), more if the rest is fast: from
 # about seven threads on they would wait for it. With two workers neither engine was ahead of the other by more than the
@@ -40,6 +44,8 @@ class LoaderOptions:
     lookahead: int = 256_000_000
     cache_dir: Path | None = None
     cache_size: int | None = None
+    stage: StagePlace | None = None
+    """The local copy that is filled while the data is read."""
     max_image_bytes: int = 256_000_000
     max_bad_fraction: float = 0.01
     quarantine_file: Path | None = None
@@ -55,7 +61,9 @@ class BatchLoader(Generic[Made]):
         quarantine: Quarantine,
         options: LoaderOptions,
         say: Say = lambda _line: None,
+        follow: Follow | None = None,
     ) -> None:
+        self._follow = follow
         self.engine = choose_engine(options.engine, options.workers)
         self.quarantine = quarantine
         self.workers = options.workers
@@ -92,8 +100,12 @@ class BatchLoader(Generic[Made]):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Made]:
         """The batches of an epoch in order, starting at a position; raises TooManyBad if too many samples are bad."""
-        for batch in self._engine.batches(epoch, start):
+        last, total = self.steps(start) - 1, self._steps.total_batch
+        for number, batch in enumerate(self._engine.batches(epoch, start)):
             self.quarantine.admit(batch.bad, len(batch))
+            if self._follow is not None:
+                waited = self.ready() == 0 if self.workers else None
+                self._follow(epoch, start + (number + 1) * total, waited, number == last)
             yield batch
 
     @property
@@ -123,10 +135,16 @@ class BatchLoader(Generic[Made]):
 class ImageLoader(BatchLoader[Batch]):
     """The loader of a split of images."""
 
-    def __init__(self, plan: BatchPlan, options: LoaderOptions, say: Say = lambda _line: None) -> None:
+    def __init__(
+        self,
+        plan: BatchPlan,
+        options: LoaderOptions,
+        say: Say = lambda _line: None,
+        follow: Follow | None = None,
+    ) -> None:
         self.plan = plan
         quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
-        super().__init__(plan, partial(_open_maker, plan, options), quarantine, options, say)
+        super().__init__(plan, partial(_open_maker, plan, options), quarantine, options, say, follow)
 
     @property
     def batch_bytes(self) -> int:
@@ -150,6 +168,7 @@ def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:
         index,
         cache_dir=options.cache_dir,
         cache_size=options.cache_size,
+        stage=options.stage,
         max_object_bytes=options.max_image_bytes,
     )
     workers = max(1, options.workers) if choose_engine(options.engine, options.workers) == "process" else 1

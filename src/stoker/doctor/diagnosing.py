@@ -283,6 +283,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
+    from stoker.files import open_to_append
     from stoker.run.folder import RunFolder
 
     if not lines:
@@ -291,7 +292,7 @@ def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
     text = "".join(json.dumps(line | {"time": time.time()}) + "\n" for line in lines)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         # A read-only run can still be diagnosed.

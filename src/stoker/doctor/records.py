@@ -59,7 +59,7 @@ class Need:
 
     what: str
     unit: str
-    """images/s or bytes/s."""
+    """images/s, patches/s, samples/s or bytes/s."""
     wants: float
     has: float
     how: str

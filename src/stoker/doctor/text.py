@@ -29,7 +29,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
         _need_lines(diagnosis.needs),
         _fix_lines(diagnosis),
         _what_if_lines(diagnosis),
-        _confirmation_lines(diagnosis.confirmation),
+        _confirmation_lines(diagnosis.confirmation, diagnosis.observed.unit),
         [f"not measured: {text}" for text in diagnosis.observed.missing],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -56,7 +56,8 @@ def _step_lines(observed: Observed) -> list[str]:
         parts = [parts[0], ("everything else", "█", elapsed - observed.wait_s)]
     known = [(label, sign, seconds / elapsed) for label, sign, seconds in parts if seconds]
     bar = "".join(sign * width for (_, sign, _), width in zip(known, _widths([s for *_, s in known]), strict=True))
-    rate = f", {rate_text(observed.images_per_second)}" if observed.samples and observed.images_per_second else ""
+    per_second = observed.images_per_second if observed.samples else None
+    rate = f", {rate_text(per_second, observed.unit)}" if per_second else ""
     shown = [f"{sign} {label} {share:.0%}" for label, sign, share in known if share >= SMALLEST]
     lines = [f"a step takes {time_text(elapsed / observed.steps)}{rate} ({observed.steps} steps measured)", f"  {bar}"]
     lines.append("  " + "   ".join(shown))
@@ -128,15 +129,15 @@ def _what_if_lines(diagnosis: Diagnosis) -> list[str]:
     return ["predicted speed-ups, with 80 % intervals:", *lines] if lines else []
 
 
-def _confirmation_lines(confirmation: Confirmation | None) -> list[str]:
+def _confirmation_lines(confirmation: Confirmation | None, unit: str) -> list[str]:
     if confirmation is None:
         return []
     prediction, measured = confirmation.prediction, confirmation.measured_images_per_second
     expected = prediction.images_per_second
     inside = "within" if expected.low <= measured <= expected.high else "outside"
     return [
-        f"tried {prediction.label}: {confirmation.measured_speedup:.2f}x, {rate_text(measured)} "
-        f"({rate_text(expected.expected)} predicted: {confirmation.error:+.0%}, {inside} the 80 % interval)"
+        f"tried {prediction.label}: {confirmation.measured_speedup:.2f}x, {rate_text(measured, unit)} "
+        f"({rate_text(expected.expected, unit)} predicted: {confirmation.error:+.0%}, {inside} the 80 % interval)"
     ]
 
 
@@ -152,4 +153,4 @@ def _widths(shares: Sequence[float]) -> list[int]:
 def _rate(value: float, unit: str) -> str:
     if unit == "bytes/s":
         return f"{value / 1e6:,.0f} MB/s" if value >= 1e6 else f"{value / 1e3:,.1f} kB/s"
-    return rate_text(value) if unit == "images/s" else f"{value:,.0f} {unit}"
+    return rate_text(value, unit.removesuffix("/s"))

@@ -11,9 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.clock.observed import HostFacts
-from stoker.config.schema import Config
-from stoker.machine.cgroups import (
+from stoker.cgroups import (
     CGROUP_ROOT,
     PROC,
     cgroup_folders,
@@ -22,6 +20,8 @@ from stoker.machine.cgroups import (
     read_throttling,
     throttled_share,
 )
+from stoker.clock.observed import HostFacts
+from stoker.config.schema import Config
 from stoker.machine.memory import read_host_memory, read_memory
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its size is read

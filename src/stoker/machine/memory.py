@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.machine.cgroups import CGROUP_ROOT, PROC, CgroupFolder, cgroup_folders, memory_limit
+from stoker.cgroups import CGROUP_ROOT, PROC, CgroupFolder, cgroup_folders, memory_limit
 
 # What the kernel reclaims before it kills a process, by cgroup version. Shared memory is not in these: it counts as
 # anonymous.

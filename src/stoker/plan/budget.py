@@ -11,7 +11,7 @@ from stoker.machine.datasheets import Datasheet
 from stoker.machine.host import workers_for
 from stoker.machine.loader_memory import STATED, LoaderMemory
 from stoker.plan.break_even import Room
-from stoker.plan.findings import batch_finding, budget_findings, ram_findings, vram_findings
+from stoker.plan.findings import LOCAL_COPY, batch_finding, budget_findings, ram_findings, vram_findings
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
 from stoker.plan.records import Budget, Finding, Plan, RamBudget, Rate, ScalingRow, VramBudget
 from stoker.plan.roofline import step_seconds
@@ -277,7 +277,7 @@ def _open_files(job: Job, shape: HostShape) -> Budget:
 
 
 def _disk(job: Job, needs: StepNeeds | None) -> Budget | None:
-    """Checkpoints and cache; None if the size of the model is unknown."""
+    """Checkpoints, cache and local copy; None if the size of the model is unknown."""
     if needs is None:
         return None
     parts = needs.vram.parts
@@ -287,6 +287,8 @@ def _disk(job: Job, needs: StepNeeds | None) -> Budget | None:
     if job.config.cache_dir is not None:
         everything = job.data.dataset_bytes or 0.0
         wanted["cache"] = int(min(everything, job.config.cache_size or everything))
+    if job.config.stage_to is not None:
+        wanted[LOCAL_COPY] = int(job.data.dataset_bytes or 0.0)
     return Budget(sum(wanted.values()), job.hardware.disk_bytes, wanted)
 
 

@@ -8,6 +8,8 @@ from stoker.plan.records import Budget, Finding, RamBudget, VramBudget
 
 # Above this share of a limit, the error of the plan itself decides whether it fits.
 TIGHT = 0.9
+LOCAL_COPY = "local copy"
+"""The part of the disk that `stage_to` takes."""
 
 
 def vram_findings(
@@ -82,8 +84,9 @@ def budget_findings(shm: Budget, disk: Budget | None, open_files: Budget) -> lis
             Finding(
                 "disk-exceeded",
                 f"the run needs {_gb(disk.needed)} of disk ({parts}), {_gb(disk.limit or 0)} are free",
-                "a lower save_top_k= or cache_size=, or runs_dir= on a larger disk",
-                refuses=True,
+                "a lower save_top_k= or cache_size=, or runs_dir= or stage_to= on a larger disk",
+                # A local copy that does not fit is left incomplete, and the rest is read from the source.
+                refuses=disk.needed - disk.parts.get(LOCAL_COPY, 0) > (disk.limit or 0),
             )
         )
     if open_files.fits is False:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from stoker.config.fields import parse_bytes
 from stoker.config.reading import load_for_command
 from stoker.config.reference import write_scalar
 from stoker.console import Advance, progress_bar, say_notes
+from stoker.data.store.staged import copied_bytes
 from stoker.errors import StokerError, UsageError
 from stoker.files import write_text
 from stoker.machine.accelerators import measure_cpu
@@ -274,13 +276,29 @@ def _room(disk_bytes: int | None, *, here: bool) -> Room | None:
 
 
 def _free_disk(config: Config, path: Path | None) -> int | None:
-    """Disk space for this run: what is free, plus what its own checkpoints already take."""
+    """Disk space for this run: what is free, plus what its own checkpoints and its local copy already take."""
     own = run_folder_for(config, path).checkpoints
     taken = sum(file.stat().st_size for file in own.glob("*.ckpt")) if own.is_dir() else 0
-    folder = Path(config.runs_dir).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    if config.stage_to is not None:
+        taken += _for_local_copy(Path(config.stage_to).expanduser(), Path(config.runs_dir))
     try:
-        return shutil.disk_usage(folder).free + taken
+        return shutil.disk_usage(_existing(Path(config.runs_dir))).free + taken
     except OSError:
         return None
+
+
+def _for_local_copy(folder: Path, runs_dir: Path) -> int:
+    """Bytes that a local copy already has, and what is free for the rest if it is on a disk of its own."""
+    with suppress(OSError):
+        disk = _existing(folder)
+        apart = disk.stat().st_dev != _existing(runs_dir).stat().st_dev
+        return copied_bytes(folder) + (shutil.disk_usage(disk).free if apart else 0)
+    return 0
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder

@@ -43,6 +43,7 @@ def diagnosis_document(diagnosis: Diagnosis, name: str) -> Document:
         "needs": [need_row(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
         "predictions": describe_predictions([*predicted, *confirmed]),
         "preview": None,
+        "evaluation": None,
         "quarantine": {"count": 0, "samples": []},
         "config": None,
         "environment": {"facts": _facts(observed)},

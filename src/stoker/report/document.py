@@ -34,9 +34,10 @@ from stoker.report.run_files import (
     preview_of,
     read_config,
     read_environment,
+    read_evaluation,
 )
 from stoker.run.folder import RunFolder, find_run
-from stoker.run.json_lines import JsonLines, Record, number
+from stoker.run.json_lines import JsonLines, Kept, Record, number
 from stoker.run.lease import is_held
 from stoker.run.metrics import ABOUT
 
@@ -62,8 +63,8 @@ class RunReader:
         self._unjudged = True
         self._metrics = JsonLines(self.folder.metrics_file, _MetricsLines)
         self._clock = JsonLines(self.folder.clock_file, ClockSums)
-        self._predictions: JsonLines[list[Record]] = JsonLines(self.folder.predictions_file, list)
-        self._quarantine: JsonLines[list[Record]] = JsonLines(self.folder.quarantine_file, list)
+        self._predictions = JsonLines(self.folder.predictions_file, Kept)
+        self._quarantine = JsonLines(self.folder.quarantine_file, Kept)
         self._document: Document | None = None
         self._seen: tuple[object, ...] = ()
 
@@ -74,10 +75,11 @@ class RunReader:
         if self._unjudged and time.monotonic() >= self._judge_due_s:
             self._judge()
             changed.append(True)
-        seen = (is_held(self.folder.lease_file), _changed_ns(self.folder.config_file))
+        held = is_held(self.folder.lease_file)
+        seen = (held, *map(_changed_ns, (self.folder.config_file, self.folder.evaluation_file)))
         if self._document is None or any(changed) or seen != self._seen:
             self._seen = seen
-            self._document = self._build(held=seen[0])
+            self._document = self._build(held=held)
         return self._document
 
     def _judge(self) -> None:
@@ -131,16 +133,21 @@ class RunReader:
             "needs": [] if diagnosis is None else [need_row(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
             "predictions": describe_predictions([*predicted, *self._predictions.records]),
             "preview": preview_of(folder.preview_file),
+            "evaluation": read_evaluation(folder.evaluation_file, folder.worst_file),
             "quarantine": describe_quarantine(self._quarantine.records),
             "config": {"changed": changed_from_defaults(config), "all": config},
             "environment": read_environment(folder.environment_file),
             "checkpoints": list_checkpoints(folder.checkpoints),
             "events": _describe_events(events),
-            "missing": self._missing(steps),
+            "missing": self._missing(steps, config),
         }
 
-    def _missing(self, steps: Sequence[Record]) -> list[str]:
+    def _missing(self, steps: Sequence[Record], config: dict[str, Any]) -> list[str]:
         found = []
+        if config.get("task") == "segment3d" and not self.folder.evaluation_file.exists():
+            found.append(
+                clip(f"scores of whole volumes and pictures of the worst: stoker eval {self.folder.root} adds them.")
+            )
         if not self._metrics.exists:
             found.append("metrics.jsonl does not exist: the run has not written anything.")
         elif not steps:
@@ -154,14 +161,19 @@ class RunReader:
         for file in (self._metrics, self._clock, self._predictions, self._quarantine):
             if file.broken:
                 found.append(f"{file.path.name}: {file.broken:,} lines are not JSON and were skipped.")
+            if file.problem is not None:
+                found.append(f"{file.path.name} was not read: {file.problem}.")
+        for kept in (self._metrics, self._predictions, self._quarantine):
+            if kept.records.left_out:
+                found.append(f"{kept.path.name}: {kept.records.left_out:,} lines are too many, and were left out.")
         observed = () if self._diagnosis is None else self._diagnosis.observed.missing
         return [*found, *(clip(text) for text in observed)]
 
 
-class _MetricsLines(list[Record]):
+class _MetricsLines(Kept):
     """Lines of metrics.jsonl without the costs of batches, which the page has from clock.jsonl."""
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Record, /) -> None:
         super().append({name: value for name, value in record.items() if not name.startswith("batch/")})
 
 

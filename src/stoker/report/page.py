@@ -53,7 +53,15 @@ def report_page(document: Document, *, live: bool = False) -> str:
         "script": script,
         "data": embedded_json(document),
         # Not in the document, which --json prints and a live page fetches every second.
-        "pictures": embedded_json([picture_url(run["preview"]) for run in document["runs"]]),
+        "pictures": embedded_json(
+            [
+                {
+                    "preview": picture_url(run["preview"]),
+                    "worst": picture_url((run.get("evaluation") or {}).get("picture")),
+                }
+                for run in document["runs"]
+            ]
+        ),
     }
     page = _part("report.html")
     # In one pass: placeholders in the data are not expanded.

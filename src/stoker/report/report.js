@@ -139,7 +139,7 @@ const sections = {
   },
 
   preview: (doc) => perRun(doc, "preview", "What the network gets", (run) => {
-    const source = pictures[doc.runs.indexOf(run)];
+    const source = pictures[doc.runs.indexOf(run)]?.preview;
     return source && el("img", { class: "sheet", src: source, alt: "Training samples of the first steps and validation samples, each with its class" });
   }),
 
@@ -153,6 +153,15 @@ const sections = {
     ].filter((options) => options.series.length);
     return charts.length ? [...heading("learning", "Training curves"), el("div", { class: "pair" }, charts.map((options) => card(chart(options))))] : null;
   },
+
+  worst: (doc) => perRun(doc, "worst", "The worst validation volumes", (run) => {
+    if (!run.evaluation) return null;
+    const { volumes, mean, count, checkpoint } = run.evaluation, hasScore = known(mean.score), source = pictures[doc.runs.indexOf(run)]?.worst;
+    const share = (amount) => known(amount) ? `${amount.toFixed(2)}\u00a0%` : "–", cells = (one) => [...(hasScore ? [known(one.score) ? one.score.toFixed(3) : "–"] : []), share(one.dice), share(one.iou), share(one.surface_dice)];
+    return [el("p", null, `${plain(count)} ${count === 1 ? "volume" : "volumes"} scored whole with ${checkpoint} by stoker eval; the worst come first.`),
+      table(["volume", ...(hasScore ? ["score"] : []), "Dice", "IoU", "surface Dice"], [...volumes.map((one) => [el("code", null, one.id), ...cells(one)]), ["mean of all", ...cells(mean)]], [1, 2, 3, 4]),
+      source && el("img", { class: "sheet", src: source, alt: "The worst volumes: image, label, prediction and errors" })];
+  }),
 
   memory: (doc) => {
     const used = curves(doc, "memory", "step", Object.entries(MEMORY_NAMES)), free = curves(doc, "memory", "step", [["available_bytes", "available"]]);

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from stoker.config import Config, config_values
 from stoker.config.schema import SECTION_NAMES, key_names
 from stoker.config.yaml_file import read_yaml_file
 from stoker.errors import ConfigError
+from stoker.files import open_regular, read_json, read_regular
 from stoker.redact import redact_text
 from stoker.report.figures import rounded
-from stoker.run.json_lines import Record, number
+from stoker.run.json_lines import Record, finite, number
 from stoker.run.metric import read_checkpoint_name
 
 LONGEST_TEXT = 400
@@ -23,6 +24,7 @@ LONGEST_TEXT = 400
 SHOWN_SAMPLES = 200
 SHOWN_PREDICTIONS = 100
 SHOWN_CHECKPOINTS = 100
+SHOWN_VOLUMES = 12
 LARGEST_ENVIRONMENT_BYTES = 4 << 20
 LARGEST_PREVIEW_BYTES = 1 << 20
 JPEG = b"\xff\xd8\xff"
@@ -37,6 +39,7 @@ def clip(value: Any, longest: int = LONGEST_TEXT) -> str:
 def read_config(path: Path) -> dict[str, Any]:
     """The keys of a run's config.yaml with their values, including unknown keys; empty if it cannot be read."""
     try:
+        open_regular(path).close()  # a pipe may be a config that somebody names, but never a run's
         found = read_yaml_file(path, frozenset(key_names()), SECTION_NAMES)
     except (ConfigError, OSError, ValueError):
         return {}
@@ -56,10 +59,8 @@ def changed_from_defaults(values: dict[str, Any]) -> list[dict[str, Any]]:
 def read_environment(path: Path) -> dict[str, Any]:
     """The facts about machine and versions that a reader wants first, and all packages; empty if unreadable."""
     try:
-        if path.stat().st_size > LARGEST_ENVIRONMENT_BYTES:
-            return {}
-        record = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        record = read_json(path, LARGEST_ENVIRONMENT_BYTES)
+    except (OSError, ValueError):
         return {}
     if not isinstance(record, dict):
         return {}
@@ -92,8 +93,8 @@ def read_environment(path: Path) -> dict[str, Any]:
 def preview_of(path: Path) -> dict[str, Any] | None:
     """Where the run's picture of its samples is, and its size; None without one that a page can hold."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
             is_jpeg = stream.read(len(JPEG)) == JPEG
         file = str(path).encode().decode()  # JSON is UTF-8; a folder's name need not be
     except (OSError, ValueError):
@@ -101,10 +102,35 @@ def preview_of(path: Path) -> dict[str, Any] | None:
     return {"file": file, "bytes": size} if is_jpeg and size <= LARGEST_PREVIEW_BYTES else None
 
 
+def read_evaluation(file: Path, picture: Path) -> dict[str, Any] | None:
+    """The scores of a run's validation volumes, the worst first, with their picture; None if none were made."""
+    try:
+        record = read_json(file)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("volumes"), list):
+        return None
+    volumes = [one for one in record["volumes"] if isinstance(one, dict)]
+    return {
+        "checkpoint": clip(Path(str(record.get("checkpoint"))).name),
+        "count": len(volumes),
+        "mean": _scores_of(_mapping(record.get("mean"))),
+        "volumes": [{"id": clip(one.get("id")), **_scores_of(one)} for one in volumes[:SHOWN_VOLUMES]],
+        "picture": preview_of(picture),
+    }
+
+
+def _scores_of(record: dict[str, Any]) -> dict[str, float | None]:
+    competition = _mapping(record.get("competition"))
+    scores = {name: rounded(number(record, name)) for name in ("dice", "iou", "surface_dice")}
+    score = number(competition or record, "score")
+    return scores if score is None else scores | {"score": rounded(score)}
+
+
 def picture_url(preview: dict[str, Any] | None) -> str | None:
     """The picture itself, as text that a page can hold; None if it is gone."""
     try:
-        data = b"" if preview is None else Path(preview["file"]).read_bytes()
+        data = b"" if preview is None else read_regular(Path(preview["file"]), LARGEST_PREVIEW_BYTES)
     except OSError:
         return None
     return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}" if data.startswith(JPEG) else None
@@ -188,4 +214,5 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _gigabytes(value: Any) -> str | None:
-    return f"{value / 1e9:.1f} GB" if isinstance(value, (int, float)) else None
+    known = finite(value)
+    return None if known is None else f"{known / 1e9:.1f} GB"

@@ -6,8 +6,11 @@ runs/<run_name>/
     metrics.jsonl       one line for each interval, epoch and event: what everything else is derived from
     clock.jsonl         one line for each interval: where the time of its steps and batches went
     subset.json         the chosen classes, if not all of them are used
+    samples.npz         the names of all samples, to say what changed when the run resumes
     preview.jpg         what the network gets: training samples of the first steps, and validation samples
     quarantine.jsonl    samples that could not be read
+    evaluation.json     scores of the validation volumes by `stoker eval`, the worst first
+    worst.jpg           pictures of the worst of them: label, prediction and errors
     logs/train_*.log    what was printed on the terminal
     checkpoints/        last.ckpt and the best ones
     metrics.csv         the epochs of metrics.jsonl, for spreadsheets (csv: true)
@@ -24,6 +27,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import stat
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -32,6 +36,7 @@ from types import TracebackType
 from stoker.config import Config, config_as_yaml
 from stoker.errors import ConfigError, StokerError, UserError
 from stoker.files import write_text
+from stoker.notices import Notice
 from stoker.redact import redact_text
 from stoker.run.environment import describe_environment
 from stoker.run.lease import Lease
@@ -67,12 +72,24 @@ class RunFolder:
         return self.root / "subset.json"
 
     @property
+    def samples_file(self) -> Path:
+        return self.root / "samples.npz"
+
+    @property
     def preview_file(self) -> Path:
         return self.root / "preview.jpg"
 
     @property
     def quarantine_file(self) -> Path:
         return self.root / "quarantine.jsonl"
+
+    @property
+    def evaluation_file(self) -> Path:
+        return self.root / "evaluation.json"
+
+    @property
+    def worst_file(self) -> Path:
+        return self.root / "worst.jpg"
 
     @property
     def logs(self) -> Path:
@@ -115,14 +132,16 @@ class RunFolder:
         """Everything that a run leaves behind and that a new run in the same folder must not continue."""
         return (
             self.config_file, self.environment_file, self.metrics_file, self.clock_file, self.subset_file,
-            self.preview_file, self.quarantine_file, self.logs, self.checkpoints, self.metrics_csv_file,
-            self.tensorboard, self.wandb, self.wandb_id_file, self.predictions_file, self.report_file,
+            self.samples_file, self.preview_file, self.quarantine_file, self.evaluation_file, self.worst_file,
+            self.logs, self.checkpoints,
+            self.metrics_csv_file, self.tensorboard, self.wandb, self.wandb_id_file, self.predictions_file,
+            self.report_file,
         )  # fmt: skip
 
 
 class OpenRun:
     """A run folder that this process holds; leaving the `with` block releases it. A new folder whose run never began,
-    because of an error that the user can fix, is removed: there is nothing in it to look at or to resume."""
+    because of a signal or an error that the user can fix, is removed: nothing in it is worth a look."""
 
     def __init__(self, folder: RunFolder, lease: Lease, set_aside: Path | None, *, is_new: bool) -> None:
         self._is_new = is_new
@@ -137,7 +156,8 @@ class OpenRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        unused = self._is_new and isinstance(error, StokerError) and not self.folder.metrics_file.exists()
+        stopped = isinstance(error, StokerError | Notice | KeyboardInterrupt)
+        unused = self._is_new and stopped and not self.folder.metrics_file.exists()
         if unused and not self.folder.checkpoints.exists():
             # While the lease is held: nobody else can have begun a run here.
             shutil.rmtree(self.folder.root, ignore_errors=True)
@@ -166,6 +186,7 @@ def open_run(config: Config, config_path: Path | None, *, fresh: bool = False) -
     """
     folder = run_folder_for(config, config_path)
     is_new = not folder.root.exists()
+    _check_kinds(folder)
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
         lease = Lease(folder.lease_file).acquire()
@@ -183,6 +204,29 @@ def open_run(config: Config, config_path: Path | None, *, fresh: bool = False) -
         lease.release()
         raise
     return OpenRun(folder, lease, aside, is_new=is_new)
+
+
+def _check_kinds(folder: RunFolder) -> None:
+    """Refuses a run folder in which something else has the name of a file or a folder of the run: training would hang
+    on a pipe, or fail in the middle."""
+    files = (
+        folder.lease_file, folder.config_file, folder.metrics_file, folder.clock_file, folder.quarantine_file,
+        folder.metrics_csv_file,
+    )  # fmt: skip
+    for path in (*files, folder.logs, folder.checkpoints, folder.tensorboard, folder.wandb):
+        try:
+            mode = path.stat().st_mode
+        except OSError:
+            continue  # absent; what cannot be written is told by whoever writes it
+        wanted = "file" if path in files else "folder"
+        if not (stat.S_ISREG(mode) if wanted == "file" else stat.S_ISDIR(mode)):
+            kinds = {stat.S_IFIFO: "named pipe", stat.S_IFDIR: "folder", stat.S_IFREG: "file", stat.S_IFSOCK: "socket"}
+            raise UserError(
+                "run-folder-odd",
+                f"{path} is a {kinds.get(stat.S_IFMT(mode), 'device')}, where a run has a {wanted}",
+                why="the run could not write there",
+                hint=f"mv {path} {path}.old    # or run_name=ANOTHER_NAME",
+            )
 
 
 def record_config(folder: RunFolder, config: Config) -> None:
@@ -233,6 +277,12 @@ def find_run(path: Path) -> Path:
         why="a run folder contains config.yaml or metrics.jsonl; `stoker train` creates it under runs/",
         hint="  ".join(map(str, runs[-SHOWN_RUNS:])) if runs else "stoker demo    # creates one in a minute",
     )
+
+
+def run_of(checkpoint: Path) -> RunFolder | None:
+    """The run that a checkpoint belongs to; None for one that lies elsewhere."""
+    folder = RunFolder(checkpoint.absolute().parent.parent)
+    return folder if checkpoint.absolute().parent == folder.checkpoints and _is_run(folder.root) else None
 
 
 def _is_run(folder: Path) -> bool:

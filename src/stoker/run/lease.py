@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import UserError
+from stoker.run.json_lines import number, parse_line
 
 HEARTBEAT_S = 15.0
 # Four missed heartbeats: longer than a stalled shared file system, shorter than a person waits.
@@ -47,7 +48,7 @@ class Lease:
 
     def acquire(self) -> Lease:
         """Takes the lease, or raises LeaseHeld naming the holder."""
-        name = str(self.path.resolve())
+        name = os.path.realpath(self.path)
         if name in _held:
             raise self._refusal({"host": socket.gethostname(), "pid": os.getpid()})
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -74,7 +75,7 @@ class Lease:
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
         os.close(descriptor)  # drops the lock
-        _held.discard(str(self.path.resolve()))
+        _held.discard(os.path.realpath(self.path))
 
     def _lock(self, descriptor: int) -> None:
         try:
@@ -107,15 +108,14 @@ def _alive_elsewhere(holder: dict[str, Any]) -> bool:
     """Whether a lease that is not locked here is being renewed by another host."""
     if holder.get("host") in (None, socket.gethostname()):
         return False  # on this host the lock has already decided
-    return time.time() - float(holder.get("renewed", 0)) < STALE_AFTER_S
+    return time.time() - (number(holder, "renewed") or 0.0) < STALE_AFTER_S
 
 
 def _read(descriptor: int) -> dict[str, Any]:
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
+        return parse_line(os.pread(descriptor, 4096, 0)) or {}
+    except OSError:
+        return {}  # no file, but a pipe or a device
 
 
 def _write(descriptor: int) -> None:
@@ -129,7 +129,7 @@ def is_held(lease_file: Path) -> bool:
     """Whether a process works in the folder now. Asks the kernel who holds the lock without taking it: a run that
     starts at that moment must not be refused."""
     try:
-        descriptor = os.open(lease_file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(lease_file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
@@ -142,8 +142,8 @@ def is_held(lease_file: Path) -> bool:
     finally:
         os.close(descriptor)
     # Another host's lock may not reach us, but its heartbeat does.
-    renewed = holder.get("renewed")
-    return isinstance(renewed, (int, float)) and abs(time.time() - renewed) < STALE_AFTER_S
+    renewed = number(holder, "renewed")
+    return renewed is not None and abs(time.time() - renewed) < STALE_AFTER_S
 
 
 def _is_locked(descriptor: int) -> bool:

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from stoker.console import Say
 from stoker.console import say as say_on_stderr
-from stoker.files import atomic_file
-from stoker.run.json_lines import Record, parse_line, read_records
+from stoker.files import atomic_file, open_regular, open_to_append
+from stoker.run.json_lines import Record, finite, parse_line, read_records, whole_lines
 
 ABOUT = ("kind", "time", "step", "epoch", "event")
 """The keys of a line that are not metrics."""
@@ -42,7 +42,7 @@ class MetricsFile:
         self._say = say
         self._waiting: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._complained = False
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._descriptor = open_to_append(path)
 
     def step(self, step: int, epoch: int, metrics: Mapping[str, Any]) -> Record:
         """A line about the steps since the previous one."""
@@ -135,20 +135,26 @@ def read_metrics(path: Path, kind: str | None = None) -> Iterator[Record]:
             yield record
 
 
-def truncate_after(path: Path, step: int, epochs_done: int | None = None) -> int:
-    """Drops every line after `step` and returns how many; the file is then that of an uninterrupted run.
+def truncate_after(path: Path, step: int, epochs_done: int | None = None, *, say: Say = lambda _text: None) -> int:
+    """Drops every line after `step` and returns how many; the file is then that of an uninterrupted run. Damaged lines
+    are dropped, too, and `say` is told.
 
     Call it before the file is opened, with the checkpoint's values. `epochs_done` says whether the epoch that ends at
     `step` had been validated when the checkpoint was written; without it, the epoch's line stays.
     """
     if not path.exists():
         return 0
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _stays(line, step, epochs_done)]
-    if len(kept) < len(lines):
-        with atomic_file(path, "wb") as stream:
-            stream.writelines(kept)
-    return len(lines) - len(kept)
+    dropped = damaged = 0
+    with open_regular(path) as stream:
+        fates = [_fate(line, step, epochs_done) for line in whole_lines(stream)]
+        damaged, dropped = fates.count("damaged"), len(fates) - fates.count("stays")
+        if dropped:
+            stream.seek(0)
+            with atomic_file(path, "wb") as new:
+                new.writelines(line for line, fate in zip(whole_lines(stream), fates, strict=True) if fate == "stays")
+    if damaged:
+        say(f"warning: {path}: {damaged:,} damaged lines were dropped")
+    return dropped
 
 
 def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -160,14 +166,15 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _stays(line: bytes, step: int, epochs_done: int | None) -> bool:
+def _fate(line: bytes, step: int, epochs_done: int | None) -> Literal["stays", "later", "damaged"]:
     record = parse_line(line)
-    if record is None or "kind" not in record or not line.endswith(b"\n"):
-        return False
-    if record["kind"] == "epoch" and epochs_done is not None and record.get("epoch", 0) >= epochs_done:
-        return False
-    at = record.get("step")
-    return at is None or at <= step
+    at, epoch = (None, None) if record is None else (record.get("step"), record.get("epoch"))
+    numbers = all(value is None or finite(value) is not None for value in (at, epoch))
+    if record is None or not isinstance(record.get("kind"), str) or not numbers:
+        return "damaged"
+    if record["kind"] == "epoch" and epochs_done is not None and (epoch or 0) >= epochs_done:
+        return "later"
+    return "stays" if at is None or at <= step else "later"
 
 
 def _plain(value: Any) -> tuple[Any, str | None]:

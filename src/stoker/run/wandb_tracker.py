@@ -18,7 +18,7 @@ from typing import Any
 from stoker.child import Child, ChildDied, ChildFailed
 from stoker.config import Config, config_values
 from stoker.errors import StokerError
-from stoker.files import write_text
+from stoker.files import read_regular, write_text
 from stoker.redact import redact
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import metrics_of
@@ -87,8 +87,8 @@ class WandbTracker:
 
 def run_id(file: Path) -> str:
     """The run's id at W&B, which a resumed run keeps."""
-    with suppress(FileNotFoundError):
-        known = file.read_text(encoding="utf-8").strip()
+    with suppress(OSError, ValueError):
+        known = read_regular(file, 1000).decode().strip()
         if known:
             return known
     letters = string.ascii_lowercase + string.digits

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stoker.config import Config
 from stoker.console import Say, count
 from stoker.data.loader import LoaderOptions
+from stoker.data.store.staged import StagePlace
 from stoker.run.metric import Metric
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
@@ -123,9 +124,15 @@ def input_dtype(config: Config, device: torch.device) -> torch.dtype:
     return compute_dtype(config.precision) if device.type == "cuda" else torch.float32
 
 
-def loader_options(config: Config, workers: int, held: int = 1, quarantine_file: Path | None = None) -> LoaderOptions:
+def loader_options(
+    config: Config,
+    workers: int,
+    held: int = 1,
+    quarantine_file: Path | None = None,
+    stage: StagePlace | None = None,
+) -> LoaderOptions:
     """The config's settings for how batches are made; for a consumer that holds `held` batches when it asks for the
-    next."""
+    next. `stage` is the local copy that training fills."""
     return LoaderOptions(
         engine=config.loader,
         workers=workers,
@@ -137,6 +144,7 @@ def loader_options(config: Config, workers: int, held: int = 1, quarantine_file:
         lookahead=config.lookahead,
         cache_dir=Path(config.cache_dir) if config.cache_dir else None,
         cache_size=config.cache_size,
+        stage=stage,
         max_image_bytes=config.max_image_bytes,
         max_bad_fraction=config.max_bad_fraction,
         quarantine_file=quarantine_file,

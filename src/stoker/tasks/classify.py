@@ -32,7 +32,7 @@ from stoker.data.images.decoders import available_decoders
 from stoker.data.images.decoding import Decoding
 from stoker.data.images.opening import check_same_classes
 from stoker.data.images.sample_index import SampleSet
-from stoker.data.loader import ImageLoader
+from stoker.data.loader import Follow, ImageLoader
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig
 from stoker.machine.storage import describe_storage
@@ -52,6 +52,7 @@ from stoker.tasks.building import (
     train_step,
 )
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
+from stoker.tasks.staging import Staging, stage_images
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.checkpoint.sources import open_source
 from stoker.train.compute import (
@@ -130,17 +131,18 @@ def build_run(
     device: torch.device,
     *,
     quarantine_file: Path | None = None,
+    staging: Staging | None = None,
     say: Say = lambda _text: None,
 ) -> Run:
     """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
-    rank. `resume` moves it to where a checkpoint was saved."""
+    rank. `resume` moves it to where a checkpoint was saved. `staging` is the local copy that it fills."""
     ready_device(config, device)
     num_classes = config.num_classes or len(data.train.classes)
     model = build_network(config, num_classes, device, ranks, say)
     metric = metric_of(config_values(config))
     step = train_step(config, model, build_loss(config), ranks, device, say)
     uploader = Uploader(queue_of(device))
-    loaders = _Loaders(config, data, ranks, quarantine_file, say, on_gpu=uploader.queue is not None)
+    loaders = _Loaders(config, data, ranks, quarantine_file, staging, say, on_gpu=uploader.queue is not None)
     horizon = horizon_for(config, loaders.of_epoch(0).steps())
     val_loader = loaders.validation()
     colours = colours_of(model)
@@ -164,6 +166,16 @@ def build_run(
         name_samples=data.names,
         guard_memory=PrefetchGuard(say).check,
     )  # fmt: skip
+
+
+def open_staging(config: HostConfig, data: TrainingData, ranks: Ranks, say: Say) -> Staging | None:
+    """The local copy that training fills, if the config names one."""
+    if config.stage_to is None:
+        return None
+    val = None
+    if data.val is not None and config.limit_val_batches != 0:
+        val = validation_plan(config, data.val, data.decoding, ranks)
+    return stage_images(config, checked_training_plan(config, data, ranks), val, ranks, say)
 
 
 def describe_run(config: Config, run: Run, data: TrainingData) -> str:
@@ -205,10 +217,12 @@ class _Loaders:
         data: TrainingData,
         ranks: Ranks,
         quarantine_file: Path | None,
+        staging: Staging | None,
         say: Say,
         *,
         on_gpu: bool,
     ) -> None:
+        self._staging = staging
         self._on_gpu = on_gpu
         self._config = config
         self._data = data
@@ -227,7 +241,8 @@ class _Loaders:
             if self._open is not None:
                 self._open.close()
             plan = checked_training_plan(sized, self._data, self._ranks)
-            self._open = self._loader(sized, plan, config.gradient_accumulation)
+            follow = None if self._staging is None else self._staging.follow
+            self._open = self._loader(sized, plan, config.gradient_accumulation, follow)
             self._size = sized.img_size
         return self._open
 
@@ -236,7 +251,7 @@ class _Loaders:
             return None
         config = self._config
         plan = validation_plan(config, self._data.val, self._data.decoding, self._ranks)
-        self._val = self._loader(config, plan, 1)
+        self._val = self._loader(config, plan, 1, None if self._staging is None else self._staging.make_way)
         return self._val
 
     def close(self) -> None:
@@ -244,11 +259,12 @@ class _Loaders:
             if loader is not None:
                 loader.close()
 
-    def _loader(self, config: HostConfig, plan: BatchPlan, accumulation: int) -> ImageLoader:
+    def _loader(self, config: HostConfig, plan: BatchPlan, accumulation: int, follow: Follow | None) -> ImageLoader:
         held = batches_in_hand(accumulation, on_gpu=self._on_gpu)
         return open_loader(
-            config, plan, workers=config.num_workers, held=held, quarantine_file=self._quarantine_file, say=self._once
-        )
+            config, plan, workers=config.num_workers, held=held, quarantine_file=self._quarantine_file,
+            stage=None if self._staging is None else self._staging.place, follow=follow, say=self._once,
+        )  # fmt: skip
 
     def _once(self, line: str) -> None:
         """Progressive resizing opens many loaders: what is true of all of them is said once."""

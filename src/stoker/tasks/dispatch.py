@@ -20,12 +20,15 @@ from stoker.tasks import classify, image_data
 from stoker.tasks.classify import TrainingData
 from stoker.tasks.image_data import chosen_record
 from stoker.tasks.preview_sheet import keep_with_run
+from stoker.tasks.staging import Staging
 from stoker.tasks.volumes import data as volume_data
 from stoker.tasks.volumes import preview as volume_preview
 from stoker.tasks.volumes import segment
 from stoker.tasks.volumes.data import VolumeData
+from stoker.train.checkpoint.data_changes import Listings
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.loop import Run
+from stoker.train.ranks import Ranks
 
 
 class RunData(Protocol):
@@ -50,8 +53,12 @@ class Task:
     """(config, say, progress) -> data; raises UserError if it cannot be trained on."""
     chosen: Callable[[HostConfig, Any, RunFolder, Say], None]
     """Says and records which part of the data a config has chosen."""
+    listings: Callable[[Any], Listings]
+    """Which samples the data has, in order."""
     as_it_began: Callable[[FoundCheckpoint, HostConfig, Any, Say], Any]
     """The data as a resumed run read it before."""
+    open_staging: Callable[[HostConfig, Any, Ranks, Say], Staging | None]
+    """The local copy that training fills, if the config names one."""
     build_run: Callable[..., Run]
     describe_run: Callable[[Config, Run, Any], str]
     keep_preview: Callable[[RunFolder, HostConfig, Any, int, Say], None]
@@ -84,6 +91,16 @@ def _keep_patches(folder: RunFolder, config: HostConfig, data: VolumeData, world
     volume_preview.keep_with_run(folder.preview_file, config, data, world, say)
 
 
+def _images_of(data: TrainingData) -> Listings:
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else image_data.listing_of_samples(one) for part, one in parts.items()}
+
+
+def _cases_of(data: VolumeData) -> Listings:
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else volume_data.listing_of_cases(one) for part, one in parts.items()}
+
+
 def _image_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
     plan = image_data.training_plan(config, data.train, data.decoding)
     return image_data.open_loader(config, plan, workers=config.num_workers)
@@ -109,11 +126,11 @@ def _same_volumes(_found: FoundCheckpoint, _config: HostConfig, data: VolumeData
 
 TASKS = {
     "classify": Task(
-        classify.open_data, _record_subset, classify.with_decoder_of, classify.build_run, classify.describe_run,
-        _keep_sheet, _image_loader, _image_speed, "images",
+        classify.open_data, _record_subset, _images_of, classify.with_decoder_of, classify.open_staging,
+        classify.build_run, classify.describe_run, _keep_sheet, _image_loader, _image_speed, "images",
     ),
     "segment3d": Task(
-        volume_data.open_data, _nothing, _same_volumes, segment.build_run, segment.describe_run, _keep_patches,
-        _patch_loader, volume_data.measure_speed, "patches",
+        volume_data.open_data, _nothing, _cases_of, _same_volumes, segment.open_staging, segment.build_run,
+        segment.describe_run, _keep_patches, _patch_loader, volume_data.measure_speed, "patches",
     ),
 }  # fmt: skip

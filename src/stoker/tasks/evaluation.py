@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from stoker.data.images.subset import choose_subset
 from stoker.data.loader import ImageLoader
 from stoker.data.store.stores import is_url
 from stoker.errors import ConfigError, UserError, did_you_mean
+from stoker.files import read_json
 from stoker.tasks.image_data import Split, choose_decoding, open_loader, open_split, validation_plan
 from stoker.tasks.prediction import classifier_of
 from stoker.tasks.results import Evaluation, RealScore, finite_or_none, percent
@@ -29,6 +29,8 @@ from stoker.train.checkpoint.restore import Restored
 from stoker.train.step import TOP
 
 CLASSES = 1000
+LARGEST_LABELS_BYTES = 64 << 20
+"""real.json has 0.5 MB."""
 _WORDNET_ID = re.compile(r"n\d{8}")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
@@ -54,10 +56,10 @@ def read_real_labels(path: Path, classes: Sequence[str]) -> list[list[int]]:
             why="the results would be attributed to the wrong classes",
         )
     try:
-        labels = json.loads(path.read_text())
+        labels = read_json(path, LARGEST_LABELS_BYTES)
     except OSError as error:
         raise UserError("real-labels-unreadable", f"{path}: {error.strerror}", hint="--real-labels real.json") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise _not_real(path, "it is not JSON") from None
     if not isinstance(labels, list) or not labels:
         raise _not_real(path, "it is not a list")

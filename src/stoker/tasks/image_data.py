@@ -23,13 +23,15 @@ from stoker.data.images.resizing import Interpolation
 from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
 from stoker.data.images.splits import find_split
 from stoker.data.images.subset import Subset, choose_subset, split_samples, subset_record
-from stoker.data.loader import ImageLoader
+from stoker.data.loader import Follow, ImageLoader
 from stoker.data.order import Order, Steps
+from stoker.data.store.staged import StagePlace
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.errors import ConfigError, StokerError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
 from stoker.redact import redact_text
 from stoker.tasks.building import loader_options
+from stoker.train.checkpoint.data_changes import Listing
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
@@ -126,7 +128,7 @@ def _check_nothing_writes_into(config: Config, index: SampleIndex) -> None:
     if is_url(index.root) or index.shards or "layout" in index.facts:
         return
     place = Path(index.root).resolve()
-    for key in ("index_dir", "cache_dir", "runs_dir"):
+    for key in ("index_dir", "cache_dir", "stage_to", "runs_dir"):
         folder = getattr(config, key)
         if folder is None or is_url(folder):
             continue
@@ -150,6 +152,18 @@ def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> di
     )
 
 
+def listing_of_samples(samples: SampleSet) -> Listing:
+    """Names and classes of the samples, in the order of their members."""
+    index = samples.index
+    if samples.chosen is None:
+        return Listing(index.name_bytes, index.name_ends, index.labels.astype(np.int64))
+    members = np.arange(len(samples), dtype=np.int64)
+    lengths, kept = np.diff(index.name_ends, prepend=0), np.zeros(len(index), bool)
+    kept[samples.chosen] = True  # ascending, as in the index
+    name_bytes = np.asarray(index.name_bytes)[np.repeat(kept, lengths)]
+    return Listing(name_bytes, np.cumsum(lengths[kept]), samples.labels(members))
+
+
 def _as_subset(samples: SampleSet, seed: int) -> Subset:
     members = np.arange(len(samples), dtype=np.int64)
     return Subset(samples.indices(members), samples.labels(members).astype(np.int32), samples.classes, seed)
@@ -157,12 +171,20 @@ def _as_subset(samples: SampleSet, seed: int) -> Subset:
 
 def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:
     """The decoder named in the config, or the fastest one on the data's own files, with its measurements."""
-    return choose_decoder(
+    decoding, measured = choose_decoder(
         config.decoder,
         lambda: files_for_measuring(config, index),
         config.img_size,
         max_pixels=config.max_image_pixels,
         mode=config.decode_mode,
+    )
+    return decoding_with(config, decoding.decoder), measured
+
+
+def decoding_with(config: Config, decoder: str = "pillow") -> Decoding:
+    """How a config's images are decoded by this decoder; at full size every one gives Pillow's pixels."""
+    return Decoding(
+        decoder, config.max_image_pixels, config.max_decoded_bytes, upright=config.decode_mode != "faithful"
     )
 
 
@@ -247,11 +269,13 @@ def open_loader(
     workers: int,
     held: int = 1,
     quarantine_file: Path | None = None,
+    stage: StagePlace | None = None,
+    follow: Follow | None = None,
     say: Say = lambda _line: None,
 ) -> ImageLoader:
     """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
     batches when it asks for the next."""
-    return ImageLoader(plan, loader_options(config, workers, held, quarantine_file), say)
+    return ImageLoader(plan, loader_options(config, workers, held, quarantine_file, stage), say, follow)
 
 
 def measure_speed(

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from stoker.augment.pipeline import EvalPrepare
 from stoker.config import Config
 from stoker.console import Advance, shown
-from stoker.data.images.decoding import Decoding
 from stoker.data.images.headers import BadImage
 from stoker.data.images.listing import IMAGE_SUFFIXES
 from stoker.tasks.classify import colours_of, eval_prepare
-from stoker.tasks.image_data import validation_view
+from stoker.tasks.image_data import decoding_with, validation_view
 from stoker.tasks.results import Guess, ImagePrediction
 from stoker.train.checkpoint.restore import Restored
 from stoker.train.compute import Precision, set_matmul_precision
@@ -108,7 +107,7 @@ def load_image(path: Path, config: Config) -> NDArray[np.uint8]:
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from None
     # At full scale every decoder gives Pillow's pixels, and Pillow reads every format.
-    view = validation_view(config, Decoding("pillow", config.max_image_pixels))
+    view = validation_view(config, decoding_with(config))
     out = np.empty((view.size, view.size, 3), np.uint8)
     view.decode(data, None, 0, out)
     return out

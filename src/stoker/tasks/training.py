@@ -14,7 +14,7 @@ import torch
 
 from stoker.clock.file import ClockFile
 from stoker.config import Config, config_values
-from stoker.console import progress_bar
+from stoker.console import Say, progress_bar
 from stoker.errors import Interrupted, Preempted, StokerError, UserError
 from stoker.machine.host import HostConfig, HostWatch, Machine, usable_cpus
 from stoker.machine.numa import bind_rank
@@ -24,6 +24,16 @@ from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
 from stoker.tasks.dispatch import RunData, task_for
 from stoker.train.checkpoint.branching import Start, begin, own_checkpoint
+from stoker.train.checkpoint.changes import changes_since
+from stoker.train.checkpoint.data_changes import (
+    Difference,
+    Listings,
+    data_changed,
+    differences_since,
+    fingerprint,
+    meaning,
+    save_listings,
+)
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
@@ -51,13 +61,15 @@ def train_here(
     start: Start | None = None,
     *,
     replan: bool = False,
+    accept_data: bool = False,
     look: Callable[[Any], Sequence[str]] = lambda _data: (),
 ) -> Summary | None:
     """Trains on this rank, from the last checkpoint if there is one, else from `start`; returns the run's summary on
     the first rank.
 
     `progress` is that of the first rank, which writes and speaks for all. With `replan`, a config with another schedule
-    than the checkpoint's is not refused. `look` says what is wrong with a new run, a line each.
+    than the checkpoint's is not refused; with `accept_data`, other data. `look` says what is wrong with a new run, a
+    line each.
     """
     task, device = task_for(config), _device(ranks)
     say_here = _say_nothing if progress is None else progress.say
@@ -80,17 +92,27 @@ def train_here(
     found = from_first(
         lambda: load_for_resume(checkpoints, checkpoint) if start is None else own_checkpoint(checkpoints, start), ranks
     )
+    listings = task.listings(data)
     if found is not None:
         data = task.as_it_began(found, config, data, say_here)
-    run = task.build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, say=say_here)
+    staging = task.open_staging(config, data, ranks, say_here)
+    if staging is not None:
+        stack.callback(staging.close)
+    run = task.build_run(
+        config, data, ranks, device, quarantine_file=folder.quarantine_file, staging=staging, say=say_here
+    )
+    run = replace(run, data={**run.data, "samples": fingerprint(listings)})
     stack.callback(run.close)
     events: tuple[tuple[str, dict[str, Any]], ...] = ()
+    changed: list[Difference] = []
     if found is None and replan:
         say_here("--replan: a new run, which begins with its own schedule")
     if found is not None:
         for note in found.notes:
             say_here(f"warning: {note}")
         run, events = resume(run, found, say_here, replan=replan)
+        if not run.progress.finished:
+            changed = _data_changes(found, listings, folder, config, accept=accept_data, say=say_here)
         if run.progress.finished:
             best = "none" if run.progress.best is None else metric.text(run.progress.best)
             early = None if run.stopping is None else run.stopping.reason(run.progress)
@@ -103,8 +125,13 @@ def train_here(
     observer: RunObserver | Silence = Silence()
     if progress is not None:
         record_config(folder, config)
+        if not config.fast_dev_run and (found is None or changed or not folder.samples_file.exists()):
+            save_listings(folder.samples_file, listings)
         observer = _open_observer(config, folder, run, data, found, machine, progress)
         stack.callback(observer.close)
+        if changed:
+            details = {"changed": {one.part: one.as_event() for one in changed}}
+            observer.event("data_changed", run.progress.step, details)
         for name, details in events:
             observer.event(name, run.progress.step, details)
         say_here(task.describe_run(config, run, data))
@@ -124,6 +151,8 @@ def train_here(
     with run.stop.listening(), stack:
         try:
             train(run, observer, saver)
+            if staging is not None:
+                staging.settle()
         except StokerError as error:
             observer.event("left", run.progress.step, {"ending": error.name, "why": error.seen})
             if config.fast_dev_run and isinstance(error, Interrupted | Preempted):
@@ -135,6 +164,22 @@ def train_here(
         steps = "1 training step" if run.progress.step == 1 else f"{run.progress.step} training steps"
         say_here(f"fast_dev_run: {steps}{' and validation' if run.val_loader else ''} ran; nothing was kept")
     return _summary(run, folder) if ranks.is_first else None
+
+
+def _data_changes(
+    found: FoundCheckpoint, listings: Listings, folder: RunFolder, config: Config, *, accept: bool, say: Say
+) -> list[Difference]:
+    """How the data differs from the checkpoint's; raises UserError unless that is accepted."""
+    # Of keys that say themselves that they change the data, every change is said in its own line.
+    asked = {change.key for change in changes_since(found.state, config_values(config))}
+    meant = {"train": {"samples_csv", "train_csv"}, "val": {"samples_csv", "val_csv", "subset_val_per_class"}}
+    changed = differences_since(found.state, listings, folder.samples_file)
+    unmeant = [one for one in changed if not meant[one.part] & asked]
+    if unmeant and not accept:
+        raise data_changed(found.path, unmeant)
+    for one in unmeant:
+        say(f"warning: the data changed, and is accepted: {one}; {meaning([one])}")
+    return changed
 
 
 def trial_run(config: Config) -> Config:
@@ -149,7 +194,7 @@ def trial_run(config: Config) -> Config:
             "epochs": 1, "steps_per_epoch": None, "limit_train_batches": number * config.gradient_accumulation,
             "limit_val_batches": 0 if config.limit_val_batches == 0 else number, "early_stopping": None,
             "lr": config.lr * first, "warmup_epochs": 0, "lr_scheduler": "constant", "resize_epochs": None,
-            "log_every": 1, "save_top_k": 0, "checkpoint_every": None, "checkpoint_every_steps": None,
+            "log_every": 1, "stage_to": None, "save_top_k": 0, "checkpoint_every": None, "checkpoint_every_steps": None,
             "wandb": False, "wandb_project": None, "wandb_name": None, "tensorboard": False, "csv": False,
         }
     )  # fmt: skip
@@ -167,8 +212,8 @@ def _open_observer(
     """Opens the run's files where its checkpoint left them: lines of later steps, from before a kill, are removed."""
     # In the checkpoint's own count of steps; without a checkpoint, all lines of a killed start go.
     saved = {"step": 0, "epoch": 0} if found is None else found.state["progress"]
-    left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"])
-    truncate_after(folder.clock_file, saved["step"], saved["epoch"])
+    left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"], say=progress.say)
+    truncate_after(folder.clock_file, saved["step"], saved["epoch"], say=progress.say)
     resumed = found is not None or left > 0
     header = run_header(config, run, data.samples, data.storage(), cpus=machine.cpus)
     observer = RunObserver(

@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from stoker.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, Interrupted, Preempted, StokerError, UserError
+from stoker.notices import PREEMPTING, blocked_until_heard, handling, heard
 
-PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-"""A scheduler's notice, or a terminal that was closed."""
 SIGNALS = (*PREEMPTING, signal.SIGINT)
 GRACE_S = 120.0
 """How long the others may take to save after one process ended: the notice that a spot machine gets."""
+TOLD_S = 5.0
+"""A rank that leaves while it trains tells the others itself, within a step; one that leaves before could not."""
 POLL_S = 0.1
 LAUNCHED = "STOKER_LAUNCHED"
 _PR_SET_PDEATHSIG = 1
@@ -69,23 +69,9 @@ class StopRequest:
                 raise KeyboardInterrupt
             self.signal = signal.Signals(number)
 
-        with _handling(note):
+        with handling(note, SIGNALS):
+            self.signal = self.signal or heard()
             yield
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handles SIGNALS with this function inside the block."""
-    before: dict[int, Any] = {}
-    for number in SIGNALS:
-        # Under nohup SIGHUP is ignored, and must stay so.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for taken, earlier in before.items():
-            signal.signal(taken, earlier)
 
 
 def launch(command: Sequence[str], devices: int, nodes: int, environment: Mapping[str, str] = os.environ) -> int:
@@ -114,9 +100,7 @@ def launch(command: Sequence[str], devices: int, nodes: int, environment: Mappin
             }
             # In their own process group, so that Ctrl-C reaches them once, through us: twice means 'at once'.
             processes.append(
-                subprocess.Popen(
-                    [sys.executable, *command], env=own, process_group=0, preexec_fn=_die_with(os.getpid())
-                )
+                subprocess.Popen([sys.executable, *command], env=own, process_group=0, preexec_fn=_prepare(os.getpid()))
             )
         return _attend(processes)
     finally:
@@ -134,28 +118,41 @@ def launched_here() -> bool:
 def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
     """Forwards signals and waits for all; if one fails, asks the others to leave, and kills them after GRACE_S."""
 
+    noticed = False
+
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal noticed
+        noticed = noticed or number in PREEMPTING
+        tell(number)
+
+    def tell(number: int) -> None:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     failed_at: float | None = None
+    told = False
     first_code = EXIT_OK
-    with _handling(pass_on):
+    with handling(pass_on, SIGNALS):
         # Polls all of them each time: a living first one must not hide another that died.
         while None in (states := [process.poll() for process in processes]):
             codes = [code for code in states if code not in (None, EXIT_OK)]
             if codes and failed_at is None:
                 first_code, failed_at = codes[0] or EXIT_OK, time.monotonic()
+            if failed_at is not None and not told:
                 # A rank that left to save has told the others itself; a dead one could not.
-                if first_code not in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
-                    pass_on(signal.SIGTERM, None)
+                left = first_code in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
+                if not left or time.monotonic() - failed_at > TOLD_S:
+                    tell(signal.SIGTERM)
+                    told = True
             if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
                 for process in processes:
                     process.kill()
             time.sleep(POLL_S)
         codes = [process.returncode for process in processes if process.returncode != EXIT_OK]
         first_code = first_code or (codes[0] if codes else EXIT_OK)
+    if noticed and EXIT_PREEMPTED in codes:
+        return EXIT_PREEMPTED  # whichever rank was first: others may have lost their connection to one that left
     # A process ended by a signal has a negative code; shells report 128 + its number.
     return first_code if first_code >= 0 else 128 - first_code
 
@@ -179,10 +176,11 @@ def _free_port() -> int:
         return port
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    """For a new process: makes the kernel kill it when its launcher dies."""
+def _prepare(parent: int) -> Callable[[], None]:
+    """For a new process: makes the kernel kill it when its launcher dies, and hold back notices until it listens."""
 
     def ask_the_kernel() -> None:
+        blocked_until_heard()
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)  # the launcher died before we could ask

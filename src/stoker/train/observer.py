@@ -175,6 +175,8 @@ class RunObserver:
             self._progress.say(f"stopped after epoch {details['epoch']}: {details['why']}")
         elif name == "labels?":
             self._progress.say(alarm_text(details))
+        elif name == "nothing_validated":
+            self._progress.say(f"warning: no validation metrics: {details['why']}\nhint: {details['hint']}")
 
     def sync(self) -> None:
         self._metrics.sync()

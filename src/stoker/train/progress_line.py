@@ -17,6 +17,7 @@ from stoker.run.metric import ACC1
 
 SHOW_EVERY_S = 0.1
 LINE_EVERY_S = 10.0
+WATCH_EVERY_S = 1.0
 RATE_OVER_S = 60.0
 """The rate is that of the last minute: a first step that compiled for five minutes would distort it for hours."""
 
@@ -65,7 +66,7 @@ class TrainProgress:
 
     `metric` is shown beside the loss, as the last validation gave it. `loss` and `extra` may be functions; they are
     called only when a line is made, ten times a second on a terminal. Pass the loss that was last fetched: reading a
-    tensor on the device would wait for it.
+    tensor on the device would wait for it. `waiting` says in words what does not respond, if anything.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class TrainProgress:
         metric: str = ACC1.key,
         show_every_s: float = SHOW_EVERY_S,
         line_every_s: float = LINE_EVERY_S,
+        waiting: Callable[[], str | None] | None = None,
     ) -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._in_place = self._stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -91,6 +93,10 @@ class TrainProgress:
         self._last_value: float | None = None
         self._epoch = 0
         self._begin("Epoch", 0, 0)
+        self._closed = threading.Event()
+        if waiting is not None:
+            # Not the loop: it is the one that waits.
+            threading.Thread(target=self._watch, args=(waiting,), name="stoker-waiting", daemon=True).start()
 
     def epoch_begins(self, epoch: int, steps: int, done: int = 0) -> None:
         """An epoch of that many steps begins; a resumed run has already done some."""
@@ -143,6 +149,7 @@ class TrainProgress:
 
     def close(self) -> None:
         """Ends the progress line, and closes the log."""
+        self._closed.set()
         self._finish_line()
         if self._log is not None:
             self._log.close()
@@ -171,6 +178,29 @@ class TrainProgress:
             if self._log is not None and (last or now_s >= self._line_due_s):
                 self._line_due_s = now_s + self._line_every_s
                 self._log.write(f"{log_words}{text}")
+
+    def _watch(self, waiting: Callable[[], str | None]) -> None:
+        """Shows what is being waited for: in place on a terminal, and as a line when it begins, every few seconds, and
+        when it is over."""
+        said, due_s = "", 0.0
+        while not self._closed.wait(WATCH_EVERY_S):
+            text, now_s = waiting(), time.monotonic()
+            if text is None:
+                if said:
+                    self.say(f"{said}: it responds again")
+                said, due_s = "", 0.0
+                continue
+            if now_s >= due_s:
+                due_s = now_s + self._line_every_s
+                if self._in_place and self._log is not None:
+                    self._log.write(text)
+                elif not self._in_place:
+                    self.say(text)
+            said = text
+            with self._lock:
+                if self._in_place and not self._closed.is_set():
+                    self._shown = f"{self._label}: {self._done}/{self._total}, {text}"[: self._columns()]
+                    self._put(f"\r{self._shown}\x1b[K")
 
     def _rate(self, now_s: float, whole: bool) -> float | None:
         if whole:

@@ -17,7 +17,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.console import count, shown
-from stoker.data.images.decoding import Decoding
 from stoker.data.images.headers import BadImage
 from stoker.data.images.sample_index import SampleIndex, SampleSet
 from stoker.data.store.stores import ReadFailure, Store, is_url, open_store
@@ -65,10 +64,10 @@ def in_turns(samples: SampleSet, per_class: int) -> NDArray[np.int64]:
 
 def check_decoding(subject: Subject) -> Outcome:
     """A few images of every class can be read and decoded."""
-    from stoker.tasks.image_data import validation_view
+    from stoker.tasks.image_data import decoding_with, validation_view
 
     config = subject.config
-    view = validation_view(config, Decoding("pillow", config.max_image_pixels))
+    view = validation_view(config, decoding_with(config))
     per_class, seconds = (DEEP_DECODED_PER_CLASS, DEEP_DECODING_S) if subject.deep else (DECODED_PER_CLASS, DECODING_S)
     done, wanted, bad = 0, 0, list[str]()
     splits = [samples for samples in subject.samples if samples is not None]

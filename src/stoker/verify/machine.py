@@ -106,7 +106,7 @@ def judge_cores(allowed: int, present: int, ranks: int) -> Outcome:
 
 def check_cpu_quota(subject: Subject) -> Outcome | None:
     """A container's CPU quota is not smaller than the number of workers: each of them would be stopped in turn."""
-    from stoker.machine.cgroups import cpu_quota
+    from stoker.cgroups import cpu_quota
 
     quota = cpu_quota()
     ranks = subject.machine.ranks or subject.config.devices

@@ -480,7 +480,7 @@ def test_a_tar_that_was_replaced_is_indexed_again(folders: Path, tmp_path: Path)
     assert len(opened(tmp_path, "train")) == 20
 
 
-@pytest.mark.parametrize("key", ["runs_dir", "cache_dir", "index_dir"])
+@pytest.mark.parametrize("key", ["runs_dir", "cache_dir", "index_dir", "stage_to"])
 def test_a_folder_of_ours_among_the_classes_is_refused(folders: Path, tmp_path: Path, key: str) -> None:
     shutil.copytree(folders, tmp_path / "data")
     error = refusal(tmp_path / "data", "train", f"{key}={tmp_path}/data/train/ours")

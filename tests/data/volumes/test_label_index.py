@@ -109,6 +109,19 @@ def test_an_index_is_built_once_and_again_if_the_file_changes(
     assert np.array_equal(build_label_index(cases[:1], OpenVolumes(), RULES).counts, first.counts[:1])
     assert built == ["b", "a"]
     assert not list(own_cache.rglob("*.tmp"))
+    # One place of one class was changed: the file looks whole, and would draw patches without that class.
+    kept = first[0].places[1].copy()
+    assert kept.size
+    for file in own_cache.rglob("*.npy"):
+        if (array := np.load(file, mmap_mode="r+"))[-1] == kept[-1]:
+            array[-1] -= 1
+            array.flush()
+    said: list[str] = []
+    mended = build_label_index(cases[:1], OpenVolumes(), RULES, say=said.append)
+    assert np.array_equal(mended[0].places[1], kept)
+    assert built == ["b", "a", "a"]
+    assert len(said) == 1
+    assert "the label index of a " in said[0]
 
 
 def test_a_cache_that_cannot_be_written_costs_only_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

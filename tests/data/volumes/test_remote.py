@@ -14,6 +14,7 @@ import tifffile
 import zarr
 
 from stoker.data.loader import LoaderOptions
+from stoker.data.store import outage
 from stoker.data.store.stores import ReadFailure, StoreDown
 from stoker.data.volumes import sources, zarr_volume
 from stoker.data.volumes.ahead import ReadAhead
@@ -137,10 +138,17 @@ def test_a_store_that_goes_away_for_a_while_is_waited_for(
     volume = open_volume(there, ReadingOptions(cache_bytes=0))
     volume.read(Region((0, 0, 0), (5, 5, 5)))
     s3_proxy.stop()
-    back = threading.Timer(2.5, s3_proxy.start)
+    said: list[str | None] = []
+    look, back = threading.Timer(3.2, lambda: said.append(outage.text())), threading.Timer(3.5, s3_proxy.start)
+    look.start()
     back.start()
+    # Another opening of it, too: volumes to validate on are opened when their turn comes.
+    later = threading.Thread(target=lambda: check_reads(open_volume(there, ReadingOptions(cache_bytes=0)), array))
+    later.start()
     assert np.array_equal(volume.read(whole(SHAPE)), array)
+    later.join()
     back.join()
+    assert "waiting for s3://" in str(said[0])
 
 
 def test_a_store_that_stays_away_is_named(

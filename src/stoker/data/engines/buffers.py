@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.console import Say
+from stoker.errors import UserError
 
 # What getrefcount returns for an array that only the pool holds: the list, the loop variable, the argument.
 _FREE = 3
@@ -181,7 +182,10 @@ class SharedSlots:
 
     def __init__(self, count: int, shape: tuple[int, ...], *, page_lock: PageLock | None = None) -> None:
         self._size = int(np.prod(shape))
-        self.tensors = [_shared(self._size).view(shape) for _ in range(count)]
+        try:
+            self.tensors = [_shared(self._size).view(shape) for _ in range(count)]
+        except (RuntimeError, OSError) as error:
+            raise no_shared_memory(count * self._size, error) from error
         self._arrays: list[NDArray[np.uint8]] = [tensor.numpy() for tensor in self.tensors]
         self._filling: set[int] = set()
         self._kept = count
@@ -253,6 +257,16 @@ class SharedSlots:
 
     def _address(self, slot: int) -> int:
         return self.tensors[slot].data_ptr()
+
+
+def no_shared_memory(size: int, error: Exception) -> UserError:
+    """The error of a loader for whose batches /dev/shm has no room."""
+    return UserError(
+        "shm-full",
+        f"/dev/shm has no room for {size / 1e6:,.1f} MB of batches: {str(error).splitlines()[0]}",  # noqa: S108 - words
+        why="worker processes hand their batches over in shared memory",
+        hint="loader=thread, or a lower prefetch_factor=; a container gets more by --shm-size",
+    )
 
 
 def _shared(size: int) -> torch.Tensor:

@@ -6,6 +6,8 @@ slot of shared memory: no sample is pickled, collated or copied.
 
 from __future__ import annotations
 
+import errno
+import math
 import multiprocessing
 import os
 import signal
@@ -14,16 +16,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from typing import Any, Generic
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-from stoker.data.engines.buffers import PageLock, SharedSlots, shared_array
+from stoker.data.engines.buffers import PageLock, SharedSlots, no_shared_memory, shared_array
+from stoker.data.engines.deaths import Casualties
 from stoker.data.engines.making import Announcer, Made, Maker, Plan, batches_held, beyond_flight
 from stoker.data.priority import step_back
-from stoker.errors import StokerError, UserError
+from stoker.data.store import outage
+from stoker.errors import StokerError
 
 Request = tuple[int, int, int, int | None]
 """Epoch, step, start, and the slot to fill; None if none was free."""
@@ -152,12 +157,14 @@ class ProcessEngine(Generic[Made]):
         self.most_in_flight = max(1, workers * prefetch)
         self._in_flight = InFlight(self.most_in_flight)
         self._beyond_flight = beyond_flight(held)
+        self._batch_bytes = math.prod(plan.batch_shape)
         self._slots = None
         if workers:
             count = batches_held("process", workers, prefetch, held)
             self._slots = SharedSlots(count, plan.batch_shape, page_lock=page_lock)
         self._steps = _Steps(plan, self._slots)
         self._iterator: LimitedIterator | None = None
+        self._casualties = Casualties()
         if start_method == "forkserver" and workers:
             _preload_forkserver()
         self._loader = LimitedLoader(
@@ -170,7 +177,7 @@ class ProcessEngine(Generic[Made]):
             multiprocessing_context=start_method if workers else None,
             collate_fn=_unchanged,
             # A fork server keeps the environment it was started with; credentials may have been set later.
-            worker_init_fn=partial(_prepare_worker, dict(os.environ)),
+            worker_init_fn=partial(_prepare_worker, dict(os.environ), outage.shared() if workers else None),
             in_flight=self._in_flight,
         )
 
@@ -204,8 +211,17 @@ class ProcessEngine(Generic[Made]):
                     assert self._slots is not None
                     batch.images = self._slots.look_at(batch.images, len(batch))
                 yield batch
-        except RuntimeError as error:
-            raise _worker_error(error) from error
+        except StokerError:
+            raise
+        except (RuntimeError, EOFError, OSError) as error:
+            if "shared memory" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+                raise no_shared_memory(self.most_in_flight * self._batch_bytes, error) from error
+            # torch names a dead worker only if it has been collected by the time the pipe breaks.
+            raise self._casualties.explain(error, self._workers()) from error
+
+    def _workers(self) -> list[BaseProcess]:
+        iterator = self._iterator or getattr(self._loader, "_iterator", None)
+        return list(getattr(iterator, "_workers", ()))
 
     def close(self) -> None:
         """Ends the workers, and lets go of the slots: memory that the consumer still holds stays until it is done."""
@@ -222,12 +238,13 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _prepare_worker(environment: dict[str, str], _worker: int) -> None:
+def _prepare_worker(environment: dict[str, str], outages: Any, _worker: int) -> None:
     """Sets up a worker for one core: threads of its own would only delay the other workers."""
     import cv2
 
     os.environ.clear()
     os.environ.update(environment)
+    outage.adopt(outages)
     step_back()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
@@ -253,15 +270,3 @@ def _preload_forkserver() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["stoker.data.engines.processes", "stoker.data.images.decoding"]
     )
-
-
-def _worker_error(error: RuntimeError) -> Exception:
-    text = str(error)
-    if "DataLoader worker" in text and ("killed" in text or "exited unexpectedly" in text):
-        return UserError(
-            "worker-died",
-            text.splitlines()[0],
-            why="usually the kernel killed it because memory, or /dev/shm, ran out",
-            hint="check with dmesg | grep -i oom; lower num_workers, prefetch_factor or batch_size",
-        )
-    return error

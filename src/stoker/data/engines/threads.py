@@ -17,6 +17,7 @@ from stoker.console import Say
 from stoker.data.engines.buffers import BufferPool
 from stoker.data.engines.making import Announcer, Made, Maker, beyond_flight
 from stoker.data.priority import step_back
+from stoker.data.store import outage
 
 
 class ThreadEngine(Generic[Made]):
@@ -84,11 +85,13 @@ class ThreadEngine(Generic[Made]):
             self._maker.reader.forget()
 
     def close(self) -> None:
-        """Ends the threads, after the batches they are making."""
+        """Ends the threads, after the batches they are making; waits no longer for a store that does not respond."""
+        outage.leave()
+        # First: a batch may be waiting for it.
+        self._maker.reader.close()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
-        self._maker.reader.close()
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from stoker.data.images.decoders import PILLOW, Refused, load_decoder
-from stoker.data.images.headers import Box, Bytes, ImageHeader, read_header
+from stoker.data.images.headers import MAX_DECODED_BYTES, Box, Bytes, ImageHeader, read_header
 from stoker.data.images.resizing import (
     Interpolation,
     Slot,
@@ -39,10 +39,17 @@ class Decoding:
     """The library that decodes JPEGs; Pillow decodes what it refuses, and every other kind."""
     max_pixels: int = MAX_PIXELS
     """An image with more pixels is refused as a decompression bomb."""
+    max_bytes: int = MAX_DECODED_BYTES
+    """An image that takes more memory to decode is refused, too."""
+    upright: bool = True
+    """Whether images are seen as their EXIF orientation says; torchvision takes them as they are stored."""
 
     def read_header(self, data: Bytes) -> ImageHeader:
         """Kind, size and orientation; raises BadImage."""
-        return read_header(data, self.max_pixels)
+        header = read_header(data, self.max_pixels, self.max_bytes)
+        if self.upright or header.orientation == 1:
+            return header
+        return replace(header, width=header.stored_width, height=header.stored_height, orientation=1)
 
     def crop_into(
         self,

@@ -34,6 +34,15 @@ PILLOW_CLASSES: dict[str, type[ImageFile]] = {
     "bmp": BmpImageFile,
     "tiff": TiffImageFile,
 }
+MAX_DECODED_BYTES = 1_000_000_000
+"""The default of the config key `max_decoded_bytes`."""
+# What Pillow holds at once for a pixel: as it is stored, as RGB (four bytes), and as an array; WebP's library has two
+# canvases besides, and a TIFF may be turned.
+_BYTES_PER_PIXEL = {"png": 8, "gif": 8, "bmp": 8, "webp": 16, "tiff": 12}
+# A progressive JPEG has about ten scans. Each costs a pass over the whole image, even if it is empty.
+USUAL_SCANS, MOST_SCANS = 20, 100
+# For more scans than usual: some seconds of one core.
+MOST_SCANNED_PIXELS = 200_000_000
 _ORIENTATION_TAG = 0x0112
 _SUBSAMPLING = {(1, 1): "444", (2, 1): "422", (2, 2): "420", (1, 2): "440", (4, 1): "411"}
 # Start-of-frame markers: Huffman-coded baseline, extended and progressive; the other kinds hardly exist.
@@ -78,6 +87,8 @@ class JpegLayout:
     """False for arithmetic-coded and lossless files, which hardly exist."""
     blocks: int
     """8x8 blocks, each of which takes at least one bit in a Huffman-coded file; 0 for other files."""
+    scans: int = 1
+    """Passes over the image; a few bytes are enough for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +104,41 @@ class ImageHeader:
     jpeg: JpegLayout | None = None
 
 
-def read_header(data: Bytes, max_pixels: int) -> ImageHeader:
-    """Kind, size and orientation of an image; raises BadImage, also above `max_pixels`."""
+def read_header(data: Bytes, max_pixels: int, max_bytes: int = MAX_DECODED_BYTES) -> ImageHeader:
+    """Kind, size and orientation of an image; raises BadImage, also if decoding it would take too much memory or time.
+
+    Both are bounded here, by what the headers say: once a library decodes, nothing can stop it."""
     kind, width, height, orientation, jpeg = _sniff(data)
     if width <= 0 or height <= 0:
         raise BadImage(f"{kind} with no pixels ({width}x{height})")
     if width * height > max_pixels:
         raise BadImage(f"decompression bomb: {kind} of {width}x{height} pixels; the limit is {max_pixels}")
+    if jpeg is not None and not _is_bearable(jpeg.scans, width * height):
+        raise BadImage(f"decompression bomb: {jpeg.scans} scans of {width}x{height} pixels; usual are 10")
+    if (needed := bytes_to_decode(kind, width, height, jpeg)) > max_bytes:
+        raise BadImage(
+            f"decompression bomb: {kind} of {width}x{height} pixels takes about {needed / 1e9:.1f} GB to decode; "
+            f"the limit is {max_bytes / 1e9:.1f} GB"
+        )
     if jpeg is not None and len(data) * 8 < jpeg.blocks:
         # A few bytes that claim millions of pixels would cost seconds and come out grey.
         raise BadImage(f"truncated: {len(data)} bytes cannot hold {width}x{height} pixels")
     if orientation >= 5:
         return ImageHeader(kind, height, width, orientation, width, height, jpeg)
     return ImageHeader(kind, width, height, orientation, width, height, jpeg)
+
+
+def bytes_to_decode(kind: str, width: int, height: int, jpeg: JpegLayout | None) -> int:
+    """About the memory that decoding the whole image takes."""
+    if jpeg is None:
+        return width * height * _BYTES_PER_PIXEL[kind]
+    # RGB; with several scans the coefficients of all blocks are kept as well, two bytes each.
+    coefficients = 0 if jpeg.scans == 1 and not jpeg.progressive else 128 * jpeg.blocks or 6 * width * height
+    return 3 * width * height + coefficients
+
+
+def _is_bearable(scans: int, pixels: int) -> bool:
+    return scans <= MOST_SCANS and (scans <= USUAL_SCANS or scans * pixels <= MOST_SCANNED_PIXELS)
 
 
 _Found = tuple[str, int, int, int, JpegLayout | None]
@@ -169,6 +202,10 @@ def _read_jpeg(data: Bytes) -> _Found:
     if frame is None:
         raise BadImage("damaged JPEG: no frame header before its first scan")
     marker, offset = frame
+    # Within a scan 0xFF is followed by 0 or a restart marker, so this counts the scans; the first one ends a file whose
+    # first scan has all components and all their bits.
+    several = marker not in _BASELINE or data[position + 4] != data[offset + 9]
+    scans = bytes(data[position:]).count(b"\xff\xda") if several else 1
     precision, height, width, count = struct.unpack_from(">BHHB", data, offset + 4)
     subsampling, ids, factors = _read_components(bytes(data[offset + 10 : offset + 10 + 3 * count]))
     huffman = marker in _BASELINE or marker == _PROGRESSIVE
@@ -181,6 +218,7 @@ def _read_jpeg(data: Bytes) -> _Found:
         frame_offset=offset,
         huffman=huffman,
         blocks=_blocks(width, height, factors) if huffman else 0,
+        scans=scans,
     )
     return "jpeg", width, height, orientation, layout
 

@@ -33,15 +33,20 @@ from stoker.data.images.listing import THREADS, ClassListing, Seen, class_names
 from stoker.data.images.sample_index import IndexUnreadable, SampleIndex, digest_of, load_index, save_index
 from stoker.data.store.stores import is_url
 from stoker.errors import UserError
-from stoker.files import cache_folder, write_text
+from stoker.files import cache_folder, has_whole_seal, sealed, write_text
 from stoker.redact import redact_text
 
 FORMAT = 1
+LISTING = "listing.json"
 # Where earlier versions kept it, inside the data.
 LEFT_IN_DATA = ".stoker-index"
 _ABANDONED_AFTER_S = 24 * 3600
 # Record locks never conflict within one process, so its threads take turns here.
 _one_thread = threading.RLock()
+
+
+class _OtherFormat(ValueError):
+    """A listing of another version: not damaged."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +103,47 @@ def cannot_be_saved(error: OSError) -> str:
     return f"the index cannot be saved ({error}), so the next start lists all files again; set index_dir=FOLDER"
 
 
-def read_kept(keep: Path, place: str | None) -> KeptIndex | None:
-    """The index in a folder; None if there is none, none of this place, or none that this version can use."""
+def read_kept(keep: Path, place: str | None, damage: list[str] | None = None) -> KeptIndex | None:
+    """The index in a folder; None if there is none, none of this place, or none that this version can use. `damage`
+    gets a note if it is not what was saved."""
     try:
-        document = json.loads((keep / "listing.json").read_text())
-        if document["format"] != FORMAT or not re.fullmatch("[0-9a-f]+", document["index"]):
+        document = _read_listing(keep)
+        if not re.fullmatch("[0-9a-f]+", document["index"]):
             return None
         if place is not None and document["place"] != redact_text(place):
             return None
-        index = load_index(keep / document["index"])
+        index = _load(keep, document["index"])
         index = index if place is None else replace(index, root=place)
         seen = [Seen(record["folders"], record["left_out"]) for record in document["seen"]]
         return KeptIndex(index, dict(zip(index.classes, seen, strict=True)), int(document["made_ns"]))
-    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable):
+    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable) as error:
+        _note_damage(keep, error, damage)
         return None
+
+
+def _read_listing(keep: Path) -> dict[str, Any]:
+    """The content of listing.json; raises ValueError if it is not of this version, or not what was written."""
+    document: dict[str, Any] = json.loads((keep / LISTING).read_text())
+    if document["format"] != FORMAT:
+        raise _OtherFormat
+    if has_whole_seal(document) is False:
+        raise ValueError(f"{LISTING} changed after it was written")
+    return document
+
+
+def _load(keep: Path, name: str) -> SampleIndex:
+    index = load_index(keep / name)
+    if index.digest != name:
+        raise IndexUnreadable(keep / name, "it is the index of other samples", damaged=True)
+    return index
+
+
+def _note_damage(keep: Path, error: Exception, damage: list[str] | None) -> None:
+    missing = isinstance(error, FileNotFoundError | NotADirectoryError | _OtherFormat)
+    if damage is None or missing or (isinstance(error, IndexUnreadable) and not error.damaged):
+        return
+    reason = error.reason if isinstance(error, IndexUnreadable) else str(error)
+    damage.append(f"the index kept in {keep} is damaged ({reason}): it is not used, and made anew from the data")
 
 
 def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing]) -> KeptIndex:
@@ -134,7 +166,8 @@ def keep_or_make(
 
     The state of a file is None if it cannot be told from the next one: then the index is made again."""
     keep = keeping_folder(place, index_dir, kind)
-    if not rebuild and (kept := _made_from(keep, place, kind, state)) is not None:
+    damage: list[str] = []
+    if not rebuild and (kept := _made_from(keep, place, kind, state, damage)) is not None:
         return kept
     index: SampleIndex | None = None
     try:
@@ -143,24 +176,28 @@ def keep_or_make(
             if not rebuild and (kept := _made_from(keep, place, kind, state)) is not None:
                 return kept
             index = make()
-            return _save(keep, index, {"kind": kind, "state": dict(state)}, place)
+            saved = _save(keep, index, {"kind": kind, "state": dict(state)}, place)
+            return replace(saved, facts={**saved.facts, "notes": [*saved.facts.get("notes", []), *damage]})
     except OSError as error:
         if index_dir is not None:
             raise not_keepable(place, index_dir, error) from None
         trouble = error
     index = index or make()
-    notes = [*index.facts.get("notes", []), cannot_be_saved(trouble)]
+    notes = [*index.facts.get("notes", []), *damage, cannot_be_saved(trouble)]
     return replace(index, digest=digest_of(index), facts={**index.facts, "notes": notes})
 
 
-def _made_from(keep: Path, place: str, kind: str, state: Mapping[str, Any]) -> SampleIndex | None:
+def _made_from(
+    keep: Path, place: str, kind: str, state: Mapping[str, Any], damage: list[str] | None = None
+) -> SampleIndex | None:
     try:
-        document = json.loads((keep / "listing.json").read_text())
-        known = [document[name] for name in ("format", "place", "kind", "state")]
-        if known != [FORMAT, redact_text(place), kind, dict(state)] or None in state.values():
+        document = _read_listing(keep)
+        known = [document[name] for name in ("place", "kind", "state")]
+        if known != [redact_text(place), kind, dict(state)] or None in state.values():
             return None
-        return replace(load_index(keep / Path(document["index"]).name), root=place)
-    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable):
+        return replace(_load(keep, Path(document["index"]).name), root=place)
+    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable) as error:
+        _note_damage(keep, error, damage)
         return None
 
 
@@ -168,7 +205,7 @@ def _save(keep: Path, index: SampleIndex, about: dict[str, Any], place: str | No
     before = _current_name(keep)
     final = keep / digest_of(index)
     try:
-        load_index(final)
+        _load(keep, final.name)
     except IndexUnreadable:
         with whole_folder(final) as folder:
             save_index(replace(index, root=redact_text(index.root)), folder)
@@ -179,7 +216,7 @@ def _save(keep: Path, index: SampleIndex, about: dict[str, Any], place: str | No
         "index": final.name,
         **about,
     }
-    write_text(keep / "listing.json", json.dumps(document) + "\n")
+    write_text(keep / LISTING, json.dumps(sealed(document)) + "\n")
     _remove_old(keep, {final.name, before})
     return replace(load_index(final), root=index.root)
 
@@ -244,7 +281,7 @@ def _unchanged(place: str, seen: Seen) -> bool:
 
 def _current_name(keep: Path) -> str | None:
     try:
-        return str(json.loads((keep / "listing.json").read_text())["index"])
+        return str(json.loads((keep / LISTING).read_text())["index"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

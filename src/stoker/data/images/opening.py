@@ -42,6 +42,7 @@ from stoker.data.images.listing import (
     list_objects,
     split_place,
 )
+from stoker.data.images.pack.tar_shards import KEY_DIGITS
 from stoker.data.images.sample_index import META, IndexUnreadable, SampleIndex, digest_of, encode_name, load_index
 from stoker.data.images.splits import FoundSplit, find_split, no_split
 from stoker.data.store.stores import ReadFailure, Store, is_url
@@ -64,11 +65,24 @@ def open_packed(place: str, index_dir: Path | None) -> SampleIndex | None:
         return None
     try:
         index = load_index(folder)
-    except IndexUnreadable:
+    except IndexUnreadable as error:
         if files_directly_in(place)[1] == 0:
             return None  # an unrelated file among class folders
-        raise
-    return replace(index, root=place) if index.shards else None
+        raise _pack_damaged(place, error.reason) if error.damaged else error from None
+    if not index.shards:
+        return None
+    if reason := differing_shard(folder, index):
+        raise _pack_damaged(place, reason)
+    return replace(index, root=place)
+
+
+def _pack_damaged(place: str, reason: str) -> UserError:
+    return UserError(
+        "pack-damaged",
+        f"the pack {shown(place)} is not what stoker pack wrote: {reason}",
+        why="images would be read from wrong places, or get wrong labels, without any other sign of it",
+        hint="copy the pack again; or run the same stoker pack again, which keeps the shards that are whole",
+    )
 
 
 def _refuse_unfinished_pack(place: str) -> None:
@@ -83,6 +97,27 @@ def _refuse_unfinished_pack(place: str) -> None:
         why="some of the images are missing",
         hint="run the same stoker pack again: it continues where it stopped",
     )
+
+
+def differing_shard(folder: Path, index: SampleIndex) -> str | None:
+    """What is wrong with the shards of a pack, as far as their sizes and first members tell; reads a block of each."""
+    facts = {str(fact["name"]): int(fact["bytes"]) for fact in index.facts.get("shards", [])}
+    last_key = -1
+    for name, known_bytes in facts.items():
+        try:
+            with (folder / name).open("rb", buffering=0) as stream:
+                found_bytes = os.fstat(stream.fileno()).st_size
+                first = stream.read(KEY_DIGITS)  # the name of its first member begins with the sample's key
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found_bytes != known_bytes:
+            return f"{name} has {found_bytes:,} bytes; its index says {known_bytes:,}"
+        # Keys ascend from shard to shard: two that were exchanged would give every image another's label.
+        if first.isdigit():
+            if int(first) <= last_key:
+                return f"{name} begins with sample {int(first)}, which belongs before the shards above it"
+            last_key = int(first)
+    return None
 
 
 def files_directly_in(place: str) -> tuple[int, int]:
@@ -109,14 +144,15 @@ def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
         return None
     keep = keeping_folder(place, index_dir)
     final = keep / f"packed-{hashlib.blake2b(raw, digest_size=8).hexdigest()}"
-    if (index := _load_if_whole(final)) is None:
+    damage: list[str] = []
+    if (index := _load_if_whole(final, damage)) is None:
         try:
             with building(keep):
                 # Another process may have fetched it while we waited for the lock.
                 index = _load_if_whole(final) or _fetch(store, place, arrays, raw, final)
         except OSError as error:
             raise not_keepable(place, keep, error) from None
-    return replace(index, root=place)
+    return replace(index, root=place, facts={**index.facts, "notes": damage})
 
 
 def _fetch(store: Store, place: str, arrays: list[str], raw: bytes, final: Path) -> SampleIndex:
@@ -126,25 +162,27 @@ def _fetch(store: Store, place: str, arrays: list[str], raw: bytes, final: Path)
                 # Only the last part of the name: nothing is written outside the folder.
                 write_bytes(folder / f"{Path(name).name}.npy", bytes(store.read(f"{name}.npy")))
             write_bytes(folder / META, raw)
-            index = load_index(folder)
-            if digest_of(index) != index.digest:
-                raise _changing(place)
-    except (ReadFailure, IndexUnreadable):
-        raise _changing(place) from None
+            load_index(folder)
+    except IndexUnreadable as error:
+        raise _changing(place, error.reason) from None
+    except ReadFailure as failure:
+        raise _changing(place, str(failure)) from None
     return load_index(final)
 
 
-def _load_if_whole(folder: Path) -> SampleIndex | None:
+def _load_if_whole(folder: Path, damage: list[str] | None = None) -> SampleIndex | None:
     try:
         return load_index(folder)
-    except IndexUnreadable:
+    except IndexUnreadable as error:
+        if error.damaged and damage is not None:
+            damage.append(f"the copy of the index in {folder} is damaged ({error.reason}): it is fetched again")
         return None
 
 
-def _changing(place: str) -> UserError:
+def _changing(place: str, reason: str) -> UserError:
     return UserError(
         "packed-data-incomplete",
-        f"the index at {place} does not match its arrays",
+        f"the index at {place} does not match its arrays: {reason}",
         why="it was read while it was being written, or only a part of it was copied",
         hint="copy the packed folder again, index.json last",
     )
@@ -175,7 +213,7 @@ def open_index(
     place, notes = split_place(root, folder), [] if found.note is None else [found.note]
     if not found.files:
         if (packed := open_packed(place, index_dir)) is not None:
-            return told(packed, notes, say)
+            return told(packed, [*notes, *packed.facts.get("notes", [])], say)
         _refuse_unfinished_pack(place)
     options: Any = {"index_dir": index_dir, "progress": progress, "rebuild": rebuild, "say": say}
     if (index := open_labelled_place(place, found.files, **options)) is not None:
@@ -202,7 +240,8 @@ def _open_kept_or_list(
     if not is_url(place) and not class_names(place):
         raise _no_class_folders(place)
     keep = keeping_folder(place, index_dir)
-    before = read_kept(keep, place)
+    damage: list[str] = []
+    before = read_kept(keep, place, damage)
     if before is not None and not rebuild and _still_holds(place, before):
         return before, _about_left_index(place, keep)
     # An earlier version's spares the listing of what has not changed since.
@@ -217,7 +256,7 @@ def _open_kept_or_list(
                 return kept, _about_left_index(place, keep)
             listed, news = _list(place, None if rebuild else kept or known, progress)
             kept = write_kept(keep, _index_of(place, listed), listed)
-            return kept, [*news, *_about_left_index(place, keep)]
+            return kept, [*damage, *news, *_about_left_index(place, keep)]
     except OSError as error:
         if index_dir is not None:
             raise not_keepable(place, index_dir, error) from None
@@ -226,7 +265,7 @@ def _open_kept_or_list(
         listed, news = _list(place, known, progress)
     index = _index_of(place, listed)
     kept = KeptIndex(replace(index, digest=digest_of(index)), {one.name: one.seen for one in listed}, 0)
-    return kept, [*news, cannot_be_saved(trouble), *_about_left_index(place, keep)]
+    return kept, [*damage, *news, cannot_be_saved(trouble), *_about_left_index(place, keep)]
 
 
 def _about_left_index(place: str, keep: Path) -> list[str]:

@@ -22,7 +22,8 @@ from stoker.data.images.foreign_tars import open_range
 from stoker.data.images.imagenet_labels import LabelFileWrong
 from stoker.data.images.sample_index import SampleIndex, encode_name, pack_names
 from stoker.data.images.sample_lists import LABEL_COLUMNS, class_order
-from stoker.data.store.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, Store, open_store
+from stoker.data.store.staged import StagedStore, StagePlace
+from stoker.data.store.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, Store, open_source, open_store
 from stoker.errors import UserError
 from stoker.redact import redact_text
 
@@ -39,9 +40,15 @@ def open_sample_store(
     *,
     cache_dir: Path | None = None,
     cache_size: int | None = None,
+    stage: StagePlace | None = None,
     max_object_bytes: int = MAX_OBJECT_BYTES,
 ) -> Store:
-    """The store from which an index's samples are read, with a local cache in front of it if `cache_dir` is given."""
+    """The store from which an index's samples are read, with a local cache in front of it if `cache_dir` is given, or a
+    local copy that fills if `stage` is."""
+    if stage is not None:
+        below = stage.below(index.root)
+        assert below is not None, "the samples are below the root of the data"
+        return StagedStore(open_source(index.root, max_object_bytes), stage, below, max_object_bytes)
     if index.facts.get("layout") != LAYOUT:
         return open_store(index.root, cache_dir=cache_dir, cache_size=cache_size, max_object_bytes=max_object_bytes)
     store = ParquetStore(open_store(index.root), index.facts["version"], max_object_bytes)

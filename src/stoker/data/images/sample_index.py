@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import UserError
-from stoker.files import atomic_file, write_text
+from stoker.files import atomic_file, has_whole_seal, sealed, write_text
 
 FORMAT = 1
 META = "index.json"
@@ -100,18 +101,21 @@ def save_index(index: SampleIndex, folder: Path) -> SampleIndex:
         "classes": list(index.classes),
         "shards": list(index.shards),
         "arrays": sorted(present),
+        "xxh3": {name: checksum(array) for name, array in present.items()},
         "facts": index.facts,
     }
-    write_text(folder / META, json.dumps(meta, indent=1, ensure_ascii=True) + "\n")
+    write_text(folder / META, json.dumps(sealed(meta), indent=1, ensure_ascii=True) + "\n")
     return load_index(folder)
 
 
 def load_index(folder: Path) -> SampleIndex:
-    """The index in a folder, mapped rather than read; raises IndexUnreadable if it is not complete."""
+    """The index in a folder, mapped rather than read; raises IndexUnreadable if it is not what was saved."""
     try:
         meta = json.loads((folder / META).read_text())
         if meta["format"] != FORMAT:
             raise IndexUnreadable(folder, f"it has format {meta['format']}; this version reads format {FORMAT}")
+        if has_whole_seal(meta) is False:
+            raise ValueError(f"{META} changed after it was written")
         arrays = {
             name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             for name in meta["arrays"]
@@ -128,10 +132,12 @@ def load_index(folder: Path) -> SampleIndex:
             digest=meta["digest"],
             **arrays,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise IndexUnreadable(folder, str(error)) from None
-    if reason := _inconsistency(index, meta["samples"]):
-        raise IndexUnreadable(folder, reason)
+        if reason := _inconsistency(index, meta["samples"]) or _difference(index, meta.get("xxh3")):
+            raise IndexUnreadable(folder, reason, damaged=True)
+    except FileNotFoundError as error:
+        raise IndexUnreadable(folder, str(error), damaged=Path(error.filename or META).name != META) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IndexUnreadable(folder, str(error), damaged=True) from None
     return index
 
 
@@ -198,6 +204,20 @@ def _load_same(folder: Path, root: str, digest: str) -> SampleIndex:
     return replace(index, root=root)
 
 
+def _difference(index: SampleIndex, known: Any) -> str | None:
+    """What differs from what was saved: a flipped label or a swapped offset would train on wrong labels, silently."""
+    if known is None:  # saved by an earlier version, which hashed everything at once, ten times as slowly
+        return None if digest_of(index) == index.digest else "its arrays or classes changed after it was written"
+    changed = [name for name, array in present_arrays(index).items() if checksum(array) != known.get(name)]
+    return f"{', '.join(f'{name}.npy' for name in changed)} changed after it was written" if changed else None
+
+
+def checksum(array: NDArray[Any]) -> str:
+    """Of an array of an index, to notice that its file changed."""
+    # xxh3 reads a mapped file at the speed of memory (results/index).
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).data)
+
+
 def _inconsistency(index: SampleIndex, samples: int) -> str | None:
     arrays = present_arrays(index)
     lengths = {len(array) for name, array in arrays.items() if name != "name_bytes"}
@@ -216,13 +236,16 @@ def _inconsistency(index: SampleIndex, samples: int) -> str | None:
 class IndexUnreadable(UserError):
     """An index that is missing, damaged or of another version."""
 
-    def __init__(self, folder: Path, reason: str) -> None:
+    def __init__(self, folder: Path, reason: str, *, damaged: bool = False) -> None:
         super().__init__(
             "index-unreadable",
             f"the index in {folder} cannot be used: {reason}",
-            why="it lists the samples and where their bytes are",
+            why="it lists the samples, their classes and where their bytes are",
             hint="run stoker pack again for shards; the index of class folders is rebuilt by the next start",
         )
+        self.reason = reason
+        self.damaged = damaged
+        """Whether it is there, and of this version, but not as it was saved."""
 
 
 @dataclass(frozen=True)

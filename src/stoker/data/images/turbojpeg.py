@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.images.decoders import NARROWEST, PILLOW, Refused, cut, is_plain, scaled_box, scratch
-from stoker.data.images.headers import Box, Bytes, ImageHeader, read_header
+from stoker.data.images.headers import MOST_SCANS, Box, Bytes, ImageHeader, read_header
 
 VARIABLE = "STOKER_LIBTURBOJPEG"
 
@@ -95,8 +95,6 @@ _DECOMPRESS, _RGB = 1, 0
 _UNITS = {"444": (0, 8, 8), "422": (1, 16, 8), "420": (2, 16, 16), "grey": (3, 8, 8), "440": (4, 8, 16)}
 _SCALES = {scale: Scale(1, scale) for scale in (1, 2, 4, 8)}
 _WHOLE = Region(0, 0, 0, 0)
-# A progressive file can ask for thousands of passes over the whole image; real ones have about ten.
-_MOST_SCANS = 500
 
 
 class TurboJpeg:
@@ -162,7 +160,7 @@ class _Handle:
             raise Refused
         # Fast upsampling and the fast DCT stay off, the default: the first crashes on crops of 4:2:0 that do not begin
         # with a unit, the second costs a grey level for 3 % of the time.
-        library.keeps_lock.tj3Set(self.address, _SCAN_LIMIT, _MOST_SCANS)
+        library.keeps_lock.tj3Set(self.address, _SCAN_LIMIT, MOST_SCANS)
 
     def __del__(self) -> None:
         if getattr(self, "address", None):

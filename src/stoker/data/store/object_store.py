@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
+from stoker.data.store import outage
 from stoker.data.store.aws_profile import profile_settings
 from stoker.data.store.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, StoreDown
 from stoker.errors import UserError
@@ -41,13 +43,16 @@ class Patience:
     request_s: float = 60
     """For one complete response; at 4 MB/s the largest sample (256 MB) arrives in time."""
     retry_s: float = 120
-    """From the first try to the last: survives a gateway's restart and 'slow down' responses, and stays below the five
-    minutes for which a signature is valid."""
-    max_retries: int = 20
-    """Enough that `retry_s` is the limit. Waits double from 0.1 s to 10 s, with jitter."""
+    """How long a store that does not respond is waited for: survives a gateway's restart and 'slow down' responses."""
+    object_s: float = 30
+    """The same for one object that fails while its store responds otherwise: a part of the store may restart."""
+    max_retries: int = 3
+    """Of a request, by the client itself, within `quick_s`. Then we wait, and say so: the client's waits grow so slowly
+    that 20 retries of refused connections are over after some 5 s, and nobody is told about them."""
+    quick_s: float = 5
 
-    def options(self, allow_http: bool) -> dict[str, Any]:
-        """The same as obstore's options."""
+    def options(self, allow_http: bool, *, alone: bool = False) -> dict[str, Any]:
+        """The same as obstore's options; `alone` for a client that nobody waits with, and which retries for as long."""
         return {
             # With client options obstore ignores AWS_ALLOW_HTTP, so it is passed on here.
             "client_options": {
@@ -57,8 +62,8 @@ class Patience:
                 "timeout": timedelta(seconds=self.request_s),
             },
             "retry_config": {
-                "max_retries": self.max_retries,
-                "retry_timeout": timedelta(seconds=self.retry_s),
+                "max_retries": MANY_RETRIES if alone else self.max_retries,
+                "retry_timeout": timedelta(seconds=self.retry_s if alone else self.quick_s),
                 "backoff": {
                     "init_backoff": timedelta(seconds=0.1),
                     "max_backoff": timedelta(seconds=10),
@@ -69,7 +74,12 @@ class Patience:
 
 
 # For the first contact, and to tell after a failure whether the object or the store is at fault.
-BRIEF = Patience(connect_s=5, stall_s=5, request_s=10, retry_s=10, max_retries=2)
+BRIEF = Patience(connect_s=5, stall_s=5, request_s=10, retry_s=10, max_retries=2, quick_s=10)
+# So many that the time is the limit.
+MANY_RETRIES = 100_000
+# Between two attempts while a store does not respond.
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 3.0
+UNREACHABLE = "store-unreachable"
 
 
 class ObjectStore:
@@ -96,7 +106,9 @@ class ObjectStore:
         self._client: Any = None
         self._reached = False
         self._fault: StoreDown | None = None
-        self._first_contact = threading.Lock()
+        self._contact = threading.Lock()
+        self._back_s = 0.0
+        """When it was last found to respond again."""
         self._allowed = False
         self._tags: dict[str, str] = {}
 
@@ -108,10 +120,20 @@ class ObjectStore:
         self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False, version: str | None = None
     ) -> Buffer:
         """The bytes, of this version if one is given; blocks the calling thread without holding Python's lock."""
+        return self._get(path, offset, size, whole, version)[0]
+
+    def fetch(self, path: str, size: int | None = None) -> tuple[Buffer, str]:
+        """A whole object, of this size if one is given, and its version (ETag); the version is empty if it has none."""
+        return self._get(path, 0, size, True, None)
+
+    def _get(self, path: str, offset: int, size: int | None, whole: bool, version: str | None) -> tuple[Buffer, str]:
         if size is not None and size > self.max_object_bytes:
             raise ReadFailure(path, "too large", f"{size} bytes; the limit is {self.max_object_bytes}")
         if size == 0 and not whole:
-            return b""
+            return b"", ""
+        return cast(tuple[Buffer, str], self._patiently(path, lambda: self._read(path, offset, size, whole, version)))
+
+    def _read(self, path: str, offset: int, size: int | None, whole: bool, version: str | None) -> tuple[Buffer, str]:
         client, meta = self._connected(path), None
         self.fetches += 1
         try:
@@ -133,11 +155,12 @@ class ObjectStore:
         if len(data) != wanted:
             raise ReadFailure(path, "short", f"{len(data)} of {wanted} bytes")
         self._allowed = True
-        return data
+        return data, meta["e_tag"] or ""
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Every object below the prefix, in the server's order: its path relative to the URL, and its size."""
-        client = self._connected(None)
+        self._connected(None)
+        client = self._connect(self.patience, alone=True)
         try:
             for chunk in obstore.list(client, prefix or None, chunk_size=1000):
                 for entry in chunk:
@@ -147,7 +170,8 @@ class ObjectStore:
 
     def versions(self, prefix: str = "", *, directly: bool = False) -> Iterator[tuple[str, int, str]]:
         """The same with each object's version (its ETag, or ""); with `directly`, without the folders below."""
-        client = self._connected(None)
+        self._connected(None)
+        client = self._connect(self.patience, alone=True)
         try:
             if directly:
                 chunks: Any = [obstore.list_with_delimiter(client, prefix or None)["objects"]]
@@ -162,9 +186,9 @@ class ObjectStore:
     def entries(self) -> tuple[Sequence[str], dict[str, Sequence[Any]]]:
         """What is directly below the URL: names of folders, and of objects with their size and version; both sorted and
         without hidden ones."""
-        client = self._connected(None)
+        self._connected(None)
         try:
-            found = obstore.list_with_delimiter(client)
+            found = obstore.list_with_delimiter(self._connect(self.patience, alone=True))
         except (BaseError, OSError) as error:
             raise self._down(error) from None
         folders = sorted(str(prefix).strip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
@@ -180,22 +204,72 @@ class ObjectStore:
 
     def about(self, path: str) -> tuple[int, str]:
         """Size and version (ETag) of an object; the version is empty if the store has none."""
-        try:
-            found = obstore.head(self._connected(path), path)
-        except (BaseError, OSError, ValueError) as error:
-            raise self._failure(path, error, None) from None
-        return int(found["size"]), found["e_tag"] or ""
+
+        def ask() -> tuple[int, str]:
+            client = self._connected(path)
+            try:
+                found = obstore.head(client, path)
+            except (BaseError, OSError, ValueError) as error:
+                raise self._failure(path, error, None) from None
+            return int(found["size"]), found["e_tag"] or ""
+
+        return cast(tuple[int, str], self._patiently(path, ask))
 
     @property
     def failed(self) -> bool:
-        """Whether the first contact failed; every further use fails the same way."""
+        """Whether it could not be reached, or was waited for in vain; every further use fails the same way."""
         return self._fault is not None
 
     def check(self) -> None:
         """Raises StoreDown if the store as a whole cannot be read: asked after a failure, it is not one object's."""
-        self._connected(None)
+        _refuse_after_fork()
         if (fault := self._fault_of_store(None)) is not None:
             raise fault
+
+    def _patiently(self, path: str, attempt: Callable[[], Any]) -> Any:
+        """The result of a request. A store that stops responding is waited for, and then asked again."""
+        began_s, delay_s = time.monotonic(), FIRST_DELAY_S
+        while True:
+            asked_s = time.monotonic()
+            try:
+                return attempt()
+            except StoreDown as down:
+                if down.name != UNREACHABLE or not self._reached:
+                    raise
+                self._await_return(asked_s)
+            except ReadFailure as failure:
+                # The store responds, and this object does not.
+                if failure.reason != "unreadable" or time.monotonic() - began_s > self.patience.object_s:
+                    raise
+                with outage.waiting(f"{self.url}/{path}", began_s):
+                    if not outage.pause(delay_s):
+                        raise
+                delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+    def _await_return(self, since_s: float) -> None:
+        """Returns when the store responds again; raises StoreDown, in all threads alike, if it does not in time."""
+        with self._contact:
+            # One thread asks; what it found since holds for all.
+            if self._fault is None and self._back_s < since_s:
+                self._fault = self._fault_after_waiting(since_s)
+            if self._fault is not None:
+                raise self._fault
+
+    def _fault_after_waiting(self, since_s: float) -> StoreDown | None:
+        delay_s = FIRST_DELAY_S
+        with outage.waiting(self.url, since_s):
+            while True:
+                is_leaving = not outage.pause(delay_s)
+                fault = self._fault_of_store(None)
+                if fault is None:
+                    self._back_s = time.monotonic()
+                    return None
+                waited_s = time.monotonic() - since_s
+                if fault.name != UNREACHABLE or is_leaving or waited_s > self.patience.retry_s:
+                    return StoreDown(
+                        fault.name, f"{fault.seen}; waited for {waited_s:.0f} s", why=fault.why, hint=fault.hint
+                    )
+                delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
     def _check_unchanged(self, path: str, meta: Any, size: int | None, part: bool, version: str | None) -> None:
         if size is not None and meta["size"] != size:
@@ -210,25 +284,39 @@ class ObjectStore:
     def _connected(self, path: str | None) -> Any:
         _refuse_after_fork()
         if not self._reached:
-            with self._first_contact:
-                # A wrong endpoint should fail in seconds; a read would retry for two minutes.
+            with self._contact:
                 # Dozens of threads get here at once: one connects, and its result holds for all.
                 if not self._reached and self._fault is None:
+                    since_s = time.monotonic()
                     self._client = self._connect(self.patience)
-                    self._fault = self._fault_of_store(path)
-                    self._reached = self._fault is None
+                    fault = self._fault_of_store(path)
+                    # A wrong endpoint should fail in seconds. One that the run has reached before is waited for: the
+                    # first contact may be that of a new worker, or of the first validation.
+                    if fault is not None and fault.name == UNREACHABLE and outage.was_reached(self._endpoint()):
+                        fault = self._fault_after_waiting(since_s)
+                    self._fault = fault
+                    self._reached = fault is None
+                    if self._reached:
+                        outage.note_reached(self._endpoint())
             if self._fault is not None:
                 raise self._fault
         return self._client
 
-    def _connect(self, patience: Patience) -> Any:
+    def _endpoint(self) -> str:
+        """What outages are of: the server, or the bucket of a provider without a named one."""
+        parts = urlsplit(self.url)
+        named: str = profile_settings().get("endpoint", "") if parts.scheme.startswith("s3") else ""
+        named = named or next((os.environ[name] for name in _ENDPOINTS if name in os.environ), "")
+        return named or f"{parts.scheme}://{parts.netloc}"
+
+    def _connect(self, patience: Patience, *, alone: bool = False) -> Any:
         scheme = urlsplit(self.url).scheme
         settings: dict[str, Any] = profile_settings() if scheme.startswith("s3") else {}
         endpoint = settings.get("endpoint") or next((os.environ[name] for name in _ENDPOINTS if name in os.environ), "")
         allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1")
         allow_http = allowed or endpoint.startswith("http://") or scheme == "http"
         try:
-            return from_url(self.url, **settings, **patience.options(allow_http))
+            return from_url(self.url, **settings, **patience.options(allow_http, alone=alone))
         except (BaseError, ValueError) as error:
             raise StoreDown(
                 "store-not-opened",
@@ -300,7 +388,7 @@ class ObjectStore:
                 "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; temporary keys may have expired"
             )
         else:
-            name, seen = "store-unreachable", f"{self.url} does not respond ({summary})"
+            name, seen = UNREACHABLE, f"{self.url} does not respond ({summary})"
             hint = "check the network, and the endpoint in AWS_ENDPOINT_URL"
         return StoreDown(name, seen, why="no sample can be read until this is fixed", hint=hint)
 

@@ -87,6 +87,7 @@ class Reader:
         self._threads: list[threading.Thread] = []
         self._announced = Announced()
         self._urgent: deque[_Read] = deque()
+        self._in_flight: set[_Read] = set()
         self._ahead: dict[int, _Read] = {}
         self._held = 0
         self._failure: BaseException | None = None
@@ -229,6 +230,7 @@ class Reader:
             while self._failure is None:
                 read = self._urgent.popleft() if self._urgent else self._next_ahead()
                 if read is not None:
+                    self._in_flight.add(read)
                     self._wake_a_thread()
                     return read
                 self._idle += 1
@@ -270,6 +272,7 @@ class Reader:
             thread.start()
 
     def _hand_over(self, read: _Read, result: Found | BaseException) -> None:
+        self._in_flight.discard(read)
         if isinstance(result, StoreDown):
             # No other read will succeed either: fail at once, not sample after sample.
             self._give_up(result)
@@ -279,18 +282,16 @@ class Reader:
             size = 0 if isinstance(result, BaseException) else len(result)
             self._held += (size if read.wanted else 0) - read.held
             read.held = size if read.wanted else 0
-        read.found = result
-        for waiter in read.waiters:
-            waiter.left -= 1
-            if waiter.left == 0:
-                waiter.done.set()
-        read.waiters.clear()
+        _answer(read, result)
 
     def _give_up(self, failure: BaseException) -> None:
         if self._failure is None:
             self._failure = failure
             while self._urgent:
                 self._hand_over(self._urgent.popleft(), failure)
+            # A read in flight may be waiting for its store, for minutes; whoever wants it must not.
+            for read in self._in_flight:
+                _answer(read, failure)
             self._work_to_do.notify_all()
 
     def _read(self, place: _Place) -> Found:
@@ -320,6 +321,15 @@ class Reader:
         starts = np.where(indices > 0, samples.name_ends[indices - 1], 0).tolist()
         for start, end, size in zip(starts, ends, sizes, strict=True):
             yield _Place(decode_name(bytes(self._names[start:end])), 0, size)
+
+
+def _answer(read: _Read, result: Found | BaseException) -> None:
+    read.found = result
+    for waiter in read.waiters:
+        waiter.left -= 1
+        if waiter.left == 0:
+            waiter.done.set()
+    read.waiters.clear()
 
 
 class Announced:

@@ -67,6 +67,18 @@ class Store(Protocol):
         ...
 
 
+class SourceStore(Store, Protocol):
+    """A store whose objects can be copied: each has a version, which changes with its content."""
+
+    def fetch(self, path: str, size: int | None = None) -> tuple[Buffer, str]:
+        """A whole object, of this size if one is given, and its version; raises like `read`."""
+        ...
+
+    def about(self, path: str) -> tuple[int, str]:
+        """Size and version of an object; raises like `read`."""
+        ...
+
+
 class LocalStore:
     """A folder. Files read in part (shards) stay open; files read whole are opened for each read."""
 
@@ -103,12 +115,25 @@ class LocalStore:
             raise ReadFailure(path, "short", f"it ends before byte {offset + size}")
         return data
 
+    def fetch(self, path: str, size: int | None = None) -> tuple[Buffer, str]:
+        """A whole file, and the time of its last change."""
+        version = self.about(path)[1]
+        data = self.read(path, 0, size, whole=True)
+        if self.about(path)[1] != version:
+            raise ReadFailure(path, "changed", "it was written to while it was being read")
+        return data, version
+
     def size_of(self, path: str) -> int:
         """Bytes of a file."""
+        return self.about(path)[0]
+
+    def about(self, path: str) -> tuple[int, str]:
+        """Bytes of a file, and the time of its last change in nanoseconds."""
         try:
-            return os.stat(f"{self.root}/{path}").st_size  # noqa: PTH116
+            now = os.stat(f"{self.root}/{path}")  # noqa: PTH116
         except OSError as error:
             raise self._failure(path, error) from None
+        return now.st_size, str(now.st_mtime_ns)
 
     def _read_whole(self, file: _OpenFile, path: str, offset: int, size: int | None) -> bytes:
         now = os.fstat(file.descriptor)
@@ -208,7 +233,7 @@ def open_store(
     max_object_bytes: int = MAX_OBJECT_BYTES,
 ) -> Store:
     """The store of a folder or URL, with a local cache in front of it if `cache_dir` is given."""
-    store = _open_source(root, max_object_bytes)
+    store = open_source(root, max_object_bytes)
     if cache_dir is None:
         return store
     from stoker.data.store.cache import CachedStore
@@ -222,7 +247,8 @@ def is_url(root: str) -> bool:
     return bool(separator) and "/" not in scheme
 
 
-def _open_source(root: str, max_object_bytes: int) -> Store:
+def open_source(root: str, max_object_bytes: int = MAX_OBJECT_BYTES) -> SourceStore:
+    """The store of a folder or URL."""
     if not is_url(root):
         return LocalStore(root, max_object_bytes=max_object_bytes)
     parts = urlsplit(root)

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from stoker.console import Advance
+from stoker.console import Advance, Say
 from stoker.data.draws import mix, mix_numbers
 from stoker.data.order import permute
 from stoker.data.store.stores import ReadFailure, is_url
@@ -34,6 +35,8 @@ from stoker.errors import UserError
 from stoker.files import atomic_file, cache_folder
 
 FORMAT = 1
+"""Of the sample: another one gives other places."""
+FILE_FORMAT = 2
 Places = NDArray[np.int64]
 # Memory of the pass: a slab, and up to eight bytes a voxel for the places of one class.
 SLAB_VOXELS = 1 << 22
@@ -43,7 +46,7 @@ _MOST_PLACES_OF_ALL_CLASSES = 1 << 20
 # Comparing bytes is vectorised; a histogram first turns every voxel into eight bytes.
 _COUNTED_ONE_BY_ONE = 8
 _REMOTE_THREADS = 8
-_HEADER = 5
+_HEADER = 6
 _LOADED_AT_ONCE = 4096
 
 
@@ -90,7 +93,7 @@ class LabelIndex:
         if loaded is None:
             raise UserError(
                 "label-index-gone",
-                f"{kept} was removed while a run was using it",
+                f"{kept} was removed or changed while a run was using it",
                 why="it says where the labels of a volume are",
                 hint="start again: it is built anew",
             )
@@ -110,7 +113,12 @@ class LabelIndex:
 
 
 def build_label_index(
-    cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, *, progress: Advance | None = None
+    cases: Sequence[Case],
+    volumes: OpenVolumes,
+    rules: LabelRules,
+    *,
+    progress: Advance | None = None,
+    say: Say | None = None,
 ) -> LabelIndex:
     """The index of these labelled cases, from the cache where it is there. A case that cannot be read has no voxel of
     any class and is in `bad`; wrong labels raise BadLabels."""
@@ -123,6 +131,8 @@ def build_label_index(
         file = folder / f"{_key(case, volumes, rules)}.npy"
         if (kept := _load(file)) is not None and len(kept.counts) == rules.classes:
             return file, kept
+        if say is not None and file.exists():
+            say(f"the label index of {case.id} in {file} is damaged: it is built anew")
         assert case.label is not None, "a case without a label cannot be indexed"
         try:
             label = volumes.get(case.label, case.box)
@@ -220,24 +230,33 @@ def _counts(slab: Voxels, classes: int) -> list[int]:
 
 
 def _key(case: Case, volumes: OpenVolumes, rules: LabelRules) -> str:
-    parts = [FORMAT, case_identity(case, volumes)[-1], case.box, rules.classes, rules.ignore]
+    parts = [FORMAT, FILE_FORMAT, case_identity(case, volumes)[-1], case.box, rules.classes, rules.ignore]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def _packed(labels: LabelMap) -> Places:
-    """The map as one array: format, shape, classes, counts, numbers of places, places."""
+    """The map as one array: format, checksum of what follows, shape, classes, counts, numbers of places, places."""
     sizes = [len(places) for places in labels.places]
-    header = [FORMAT, *labels.shape, len(labels.counts), *labels.counts.tolist(), *sizes]
-    return np.concatenate([np.array(header, np.int64), *labels.places])
+    header = [FILE_FORMAT, 0, *labels.shape, len(labels.counts), *labels.counts.tolist(), *sizes]
+    packed = np.concatenate([np.array(header, np.int64), *labels.places])
+    packed[1] = _checksum(packed)
+    return packed
+
+
+def _checksum(packed: Places) -> np.int64:
+    return np.uint64(xxhash.xxh3_64_intdigest(np.ascontiguousarray(packed[2:]).data)).astype(np.int64)
 
 
 def _load(file: Path) -> LabelMap | None:
     """The map in a file, mapped; None if there is none, or a damaged one, which is then built anew."""
     with suppress(OSError, ValueError, EOFError):
         array = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
-        if array.dtype != np.int64 or array.ndim != 1 or len(array) < _HEADER or array[0] != FORMAT:
+        if array.dtype != np.int64 or array.ndim != 1 or len(array) < _HEADER or array[0] != FILE_FORMAT:
             return None
-        z, y, x, classes = (int(value) for value in array[1:_HEADER])
+        # A changed place would draw patches that a class is not in, and a changed count other cases.
+        if array[1] != _checksum(array):
+            return None
+        z, y, x, classes = (int(value) for value in array[2:_HEADER])
         counts, sizes = array[_HEADER : _HEADER + classes], array[_HEADER + classes : _HEADER + 2 * classes]
         ends = _HEADER + 2 * classes + np.cumsum(sizes)
         if classes < 1 or len(sizes) != classes or int(ends[-1]) != len(array) or ((sizes == 0) != (counts == 0)).any():

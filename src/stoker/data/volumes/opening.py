@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.arrays import open_npy
 from stoker.data.volumes.packed import PackedFacts, open_packed
-from stoker.data.volumes.sources import open_source
+from stoker.data.volumes.sources import open_source, staged_file
 from stoker.data.volumes.volume import CroppedVolume, ReadingOptions, Region, Volume
 from stoker.errors import UserError
 
@@ -42,8 +42,8 @@ def open_volume(ref: VolumeRef, options: ReadingOptions | None = None) -> Volume
     options = options or ReadingOptions()
     location = local_path(ref.location)
     if ref.packed is not None and not is_url(location):
-        facts = ref.packed
-        return _with_libraries(lambda: open_packed(location, facts, options))
+        facts, file = ref.packed, staged_file(location, options) or location
+        return _with_libraries(lambda: open_packed(file, facts, options))
     suffix = suffix_of(location)
     if suffix in ("", ".zarr") and (is_url(location) or suffix or Path(location).is_dir()):
         from stoker.data.volumes.zarr_volume import open_zarr
@@ -84,12 +84,14 @@ class OpenVolumes:
         self._most = most
         self._open: OrderedDict[VolumeRef, Volume] = OrderedDict()
         self._opening: dict[VolumeRef, threading.Lock] = {}
+        self._not_staged: set[VolumeRef] = set()
+        """Opened at the source while the local copy did not have them."""
         self._lock = threading.Lock()
 
     def get(self, ref: VolumeRef, box: Region | None = None) -> Volume:
         """The volume, or only this box of it; raises as `open_volume` does."""
         with self._lock:
-            volume = self._open.get(ref)
+            volume = None if self._is_staged_now(ref) else self._open.get(ref)
             if volume is not None:
                 self._open.move_to_end(ref)
             opening = self._opening.setdefault(ref, threading.Lock()) if volume is None else None
@@ -109,10 +111,21 @@ class OpenVolumes:
         with self._lock:
             return self._open.get(ref)
 
+    def _is_staged_now(self, ref: VolumeRef) -> bool:
+        """Whether the local copy got a volume since it was opened at the source; then it is opened again."""
+        if ref not in self._not_staged or staged_file(ref.location, self.options) is None:
+            return False
+        self._not_staged.discard(ref)
+        self._open.pop(ref, None)
+        return True
+
     def _opened_now(self, ref: VolumeRef) -> Volume:
         try:
+            is_staged = self.options.stage is None or staged_file(ref.location, self.options) is not None
             volume = open_volume(ref, self.options)
             with self._lock:
+                if not is_staged:
+                    self._not_staged.add(ref)
                 self._open[ref] = volume
                 while len(self._open) > self._most:
                     self._open.popitem(last=False)

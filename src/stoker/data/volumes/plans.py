@@ -20,7 +20,7 @@ import numpy as np
 
 from stoker.console import Advance, Say, count, some
 from stoker.data.batch import Quarantine
-from stoker.data.loader import BatchLoader, LoaderOptions, choose_engine
+from stoker.data.loader import BatchLoader, Follow, LoaderOptions, choose_engine
 from stoker.data.order import Steps
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.label_index import build_label_index
@@ -77,7 +77,7 @@ def plan_training(
             why="there is nothing to learn from an image alone",
             hint="add the labels, or leave these cases out",
         )
-    labels = build_label_index(cases, volumes, rules, progress=progress)
+    labels = build_label_index(cases, volumes, rules, progress=progress, say=say)
     used = check_labelled(labels, [case.id for case in cases])
     unread = {one.id for one in labels.bad}
     for one in labels.bad:
@@ -139,7 +139,12 @@ class PatchLoader(BatchLoader[PatchBatch]):
     """The loader of a split of volumes."""
 
     def __init__(
-        self, plan: PatchPlan, reading: ReadingOptions, options: LoaderOptions, say: Say = lambda _line: None
+        self,
+        plan: PatchPlan,
+        reading: ReadingOptions,
+        options: LoaderOptions,
+        say: Say = lambda _line: None,
+        follow: Follow | None = None,
     ) -> None:
         self.plan = plan
         options = replace(options, engine=choose_engine(options.engine, options.workers, volumes=True))
@@ -149,7 +154,7 @@ class PatchLoader(BatchLoader[PatchBatch]):
         # Each worker process reads its own steps ahead.
         processes = max(1, options.workers) if options.engine == "process" else 1
         opens = partial(_open_maker, plan, reading, options.lookahead // processes)
-        super().__init__(plan, opens, quarantine, options, say)
+        super().__init__(plan, opens, quarantine, options, say, follow)
 
     @property
     def batch_bytes(self) -> int:

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from stoker.data.priority import step_back
 from stoker.data.store.cache import CachedStore
 from stoker.data.store.stores import Buffer, ReadFailure, is_url, open_store
-from stoker.data.volumes.volume import ReadingOptions, map_file
+from stoker.data.volumes.volume import ReadingOptions, failure_of, identity_of, map_file
 from stoker.redact import redact_text
 
 Range = tuple[int, int]
@@ -190,8 +190,14 @@ class SourceStream(io.RawIOBase):
 def open_source(location: str, version: str, options: ReadingOptions) -> MappedSource | ObjectSource:
     """The bytes at a location; `version` is what a listing said of an object, and may be empty. Raises ReadFailure, or
     StoreDown if the store cannot be read."""
+    local = staged_file(location, options)
     if not is_url(location):
-        memory, identity = map_file(location)
+        memory, identity = map_file(local or location)
+        if local is not None:
+            try:
+                identity = identity_of(location)
+            except OSError as error:
+                raise failure_of(location, error) from None
         return MappedSource(location, identity, memory)
     store, path = object_at(location)
     name = redact_text(location)
@@ -202,12 +208,20 @@ def open_source(location: str, version: str, options: ReadingOptions) -> MappedS
     if size == 0:
         raise ReadFailure(name, "short", "it is empty")
     source = ObjectSource(name, f"{name} {size} {tag}", size, tag, store, path)
+    if local is not None:
+        return MappedSource(name, source.identity, map_file(local)[0])
     if options.object_dir is not None:
         kept = _keeping(store, options.object_dir, options.object_bytes)
         mapped = kept.mapped(path, size, tag, lambda start, stop: source.parts([(start, stop)])[0])
         if mapped is not None:
             return MappedSource(name, source.identity, mapped)
     return source
+
+
+def staged_file(location: str, options: ReadingOptions) -> str | None:
+    """Where a file is in the local copy that is being filled; None if it is not there, or there is no such copy."""
+    path = None if options.stage is None else options.stage.below(location)
+    return None if path is None or options.stage is None else options.stage.local(path)
 
 
 def for_headers(source: Source) -> Source:

@@ -24,9 +24,9 @@ from stoker.data.volumes.opening import OpenVolumes, VolumeRef
 from stoker.data.volumes.packed import packed_identity
 from stoker.data.volumes.volume import Shape, failure_of, identity_of
 from stoker.errors import UserError
-from stoker.files import cache_folder, write_text
+from stoker.files import cache_folder, has_whole_seal, sealed, write_text
 
-FORMAT = 1
+FORMAT = 2
 # Requests in flight to a network file system or an object store; most of opening a volume is waiting there.
 THREADS = 16
 
@@ -89,7 +89,7 @@ def survey(
         if not bad:
             document = {name: [list(one.shape), one.dtype, one.label_dtype] for name, one in facts.items()}
             with suppress(OSError):  # the next start opens them again
-                write_text(file, json.dumps(document) + "\n")
+                write_text(file, json.dumps(sealed(document)) + "\n")
     if len(bad) > max(1, max_bad_fraction * len(cases)) or not facts:
         raise UserError(
             "too-many-bad-volumes",
@@ -144,6 +144,8 @@ def _look(case: Case, volumes: OpenVolumes) -> CaseFacts | ReadFailure:
 def _read(file: Path, cases: Sequence[Case]) -> dict[str, CaseFacts] | None:
     with suppress(OSError, ValueError, TypeError, KeyError):
         document = json.loads(file.read_text())
+        if not has_whole_seal(document):
+            return None
         facts = {}
         for case in cases:
             (z, y, x), dtype, label_dtype = document[case.id]

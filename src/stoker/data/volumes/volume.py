@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.data.store.staged import StagePlace
 from stoker.data.store.stores import ReadFailure
 
 Shape = tuple[int, int, int]
@@ -97,6 +98,8 @@ class ReadingOptions:
     """Folder that keeps the files fetched from an object store, each whole; None to fetch only what is read."""
     object_bytes: int | None = None
     """Size limit of that folder."""
+    stage: StagePlace | None = None
+    """The local copy that is filled while the data is read."""
 
 
 class Volume(Protocol):

@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import tensorstore
 
+from stoker.data.store import outage
 from stoker.data.store.aws_profile import profile_settings
 from stoker.data.store.object_store import Patience
 from stoker.data.store.stores import ReadFailure, Store, StoreDown, is_url, open_store
@@ -259,15 +260,17 @@ def _context(cache_bytes: int) -> Any:
 def _patiently(name: str, place: str, attempt: Callable[[], Any]) -> Any:
     """The result of a call of tensorstore, tried again for as long as our object store would: restarts of a gateway and
     'slow down' responses pass. Raises ReadFailure, or StoreDown."""
-    deadline_s, delay_s = time.monotonic() + PATIENCE.retry_s, _FIRST_DELAY_S
+    began_s, delay_s = time.monotonic(), _FIRST_DELAY_S
     while True:
         try:
             return attempt()
         except (ValueError, NotImplementedError) as error:
             text = redact_text(str(error)).split(" [source locations", 1)[0].strip()
-        if text.partition(":")[0] not in _PASSING or time.monotonic() + delay_s > deadline_s:
+        if text.partition(":")[0] not in _PASSING or time.monotonic() + delay_s > began_s + PATIENCE.retry_s:
             raise _failure(name, place, text)
-        time.sleep(delay_s)
+        with outage.waiting(place, began_s):
+            if not outage.pause(delay_s):
+                raise _failure(name, place, text)
         delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import struct
@@ -20,7 +19,9 @@ from stoker.doctor.attach.inside.stages import STAGE_COUNT
 from stoker.doctor.attach.preparing import preparation_of, shown_path
 from stoker.doctor.attach.timeline import About, FetchFile, StepFile
 from stoker.errors import UserError
+from stoker.files import open_regular
 from stoker.machine.storage import mount_of
+from stoker.run.json_lines import parse_line, whole_lines
 
 ABOUT_FILES = "about-*.jsonl"
 MOST_STEPS = 512
@@ -250,9 +251,12 @@ def read_about(folder: Path) -> dict[int, About]:
     found: dict[int, About] = {}
     for path in sorted(folder.glob(ABOUT_FILES)):
         about = About(int(path.stem.split("-")[1]))
-        for line in path.read_text(errors="replace").splitlines():
-            with suppress(ValueError):
-                _take_in(about, json.loads(line))
+        with suppress(OSError), open_regular(path) as stream:
+            for line in whole_lines(stream):
+                said = parse_line(line)
+                if said is not None:
+                    with suppress(KeyError, TypeError):  # hand-made
+                        _take_in(about, said)
         found[about.pid] = about
     return found
 

@@ -57,12 +57,13 @@ def needs_against_has(case: Case) -> tuple[Need, ...]:
         how = "the loader alone"
         if observed.loader is not None:
             how += ", 1 worker" if observed.loader.workers == 1 else f", {observed.loader.workers} workers"
-        found.append(Need("loader", "images/s", wanted, observed.loader_images_per_second, how))
+        found.append(Need("loader", f"{observed.unit}/s", wanted, observed.loader_images_per_second, how))
     split, host = case.split, observed.host
     if split is not None and host is not None and observed.steps and split.cpu_s > 0:
         each = split.cpu_s * observed.steps / observed.samples
-        how = f"{host.cpus} cores, {time_text(each)} of CPU per {'sample' if each >= 0.1 else 'image'}"
-        found.append(Need("CPU", "images/s", wanted, host.cpus / each, how))
+        one = {"images": "image", "patches": "patch"}.get(observed.unit, "sample")
+        how = f"{host.cpus} cores, {time_text(each)} of CPU per {'sample' if each >= 0.1 else one}"
+        found.append(Need("CPU", f"{observed.unit}/s", wanted, host.cpus / each, how))
     return (*found, *_storage_needs(observed, wanted))
 
 

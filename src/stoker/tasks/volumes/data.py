@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -9,18 +10,20 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
+import xxhash
 
 from stoker.augment.volumes import transform_range
 from stoker.clock.observed import StorageFacts
 from stoker.config import Config
 from stoker.console import Advance, Say, count, some
+from stoker.data.loader import Follow
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.cases import Case, CaseList, open_cases
 from stoker.data.volumes.label_index import build_label_index
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.making import PatchPlan
 from stoker.data.volumes.opening import OpenVolumes
-from stoker.data.volumes.patches import SomeOf, training_steps
+from stoker.data.volumes.patches import RandomPatches, SomeOf, training_steps
 from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training, plan_validation
 from stoker.data.volumes.split import SplitRule, divide
 from stoker.data.volumes.statistics import Normalization, Statistics, statistics_of
@@ -31,6 +34,7 @@ from stoker.machine.loader_speed import LoaderSpeed, measure_loader
 from stoker.machine.storage import mount_of
 from stoker.tasks.building import loader_options
 from stoker.tasks.volumes.reading import reading_options
+from stoker.train.checkpoint.data_changes import Listing, listing_of
 from stoker.train.ranks import Ranks
 
 DEFAULT_STEPS_PER_EPOCH = 250
@@ -122,11 +126,21 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     return data
 
 
+def listing_of_cases(plan: PatchPlan) -> Listing:
+    """The ids of the cases, and of each its channels, its box, and the number of voxels of each class, if known."""
+    labels = (
+        plan.patches.labels.counts.tolist() if isinstance(plan.patches, RandomPatches) else [None] * len(plan.cases)
+    )
+    about = [[len(case.images), case.box, counts] for case, counts in zip(plan.cases, labels, strict=True)]
+    marks = [xxhash.xxh3_64_intdigest(json.dumps(one).encode()) >> 1 for one in about]
+    return listing_of([case.id for case in plan.cases], marks)
+
+
 def check_labels(
     cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, say: Say, progress: Advance | None = None
 ) -> None:
     """Reads the labels of validation cases once, as training's are: wrong ones are refused now, not after an epoch."""
-    labels = build_label_index(cases, volumes, rules, progress=progress)
+    labels = build_label_index(cases, volumes, rules, progress=progress, say=say)
     unread = {one.id: one.reason for one in labels.bad}
     for name, reason in unread.items():
         say(f"warning: the labels of {name}, which is validated on, cannot be read: {reason}")
@@ -233,11 +247,12 @@ def open_loader(
     workers: int,
     held: int = 1,
     quarantine_file: Path | None = None,
+    follow: Follow | None = None,
     say: Say = lambda _line: None,
 ) -> PatchLoader:
     """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
     batches when it asks for the next."""
-    return PatchLoader(plan, reading, loader_options(config, workers, held, quarantine_file), say)
+    return PatchLoader(plan, reading, loader_options(config, workers, held, quarantine_file), say, follow)
 
 
 def measure_speed(config: Config, data: VolumeData, *, workers: int, seconds: float) -> LoaderSpeed:

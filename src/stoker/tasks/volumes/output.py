@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from stoker.data.volumes.opening import library_missing
 from stoker.data.volumes.volume import Region, Shape
 from stoker.errors import UserError
-from stoker.files import atomic_file, sync_folder, write_text
+from stoker.files import atomic_file, read_json, sync_folder, write_text
 from stoker.tasks.volumes.windows import WindowGrid
 
 FileFormat = Literal["tiff", "zarr"]
@@ -157,7 +157,7 @@ def is_begun(folder: Path, key: str) -> bool:
 
 def _finished_layers(folder: Path, key: str) -> int | None:
     with suppress(OSError, ValueError, TypeError, KeyError):
-        state = json.loads((folder / "state.json").read_text())
+        state = read_json(folder / "state.json")
         if state["key"] == key:
             return int(state["layers"])
     return None

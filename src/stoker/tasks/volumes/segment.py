@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from stoker.augment.volumes import VolumeEvalPrepare, build_volume_augment, buil
 from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
 from stoker.console import Say, count
+from stoker.data.loader import Follow
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.making import PatchBatch, PatchPlan
 from stoker.data.volumes.plans import PatchLoader
@@ -39,6 +40,7 @@ from stoker.tasks.building import (
     total_batch_of,
     train_step,
 )
+from stoker.tasks.staging import Staging, stage_volumes
 from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan, validation_plan
 from stoker.train.checkpoint.restore import open_state
 from stoker.train.checkpoint.sources import open_source
@@ -60,10 +62,11 @@ def build_run(
     device: torch.device,
     *,
     quarantine_file: Path | None = None,
+    staging: Staging | None = None,
     say: Say = lambda _text: None,
 ) -> Run:
     """The run that the config describes, at its beginning: network, optimizer, loaders, augmentation; alike on every
-    rank. `resume` moves it to where a checkpoint was saved."""
+    rank. `resume` moves it to where a checkpoint was saved. `staging` is the local copy that it fills."""
     ready_device(config, device)
     loss = build_volume_loss(config.volume_loss, data.rules.classes, data.rules.outside)
     model = build_network(config, data, device, ranks, say)
@@ -72,17 +75,20 @@ def build_run(
     held = batches_in_hand(config.gradient_accumulation, on_gpu=uploader.queue is not None)
     opened: list[PatchLoader] = []
 
-    def load(plan: PatchPlan, held: int) -> PatchLoader:
+    reading = data.reading if staging is None else replace(data.reading, stage=staging.place)
+    follow, make_way = (None, None) if staging is None else (staging.follow, staging.make_way)
+
+    def load(plan: PatchPlan, held: int, follow: Follow | None) -> PatchLoader:
         opened.append(
             open_loader(
-                config, plan, data.reading,
-                workers=config.num_workers, held=held, quarantine_file=quarantine_file, say=say,
+                config, plan, reading,
+                workers=config.num_workers, held=held, quarantine_file=quarantine_file, follow=follow, say=say,
             )
         )  # fmt: skip
         return opened[-1]
 
     train, val = training_plan(config, data, ranks), validation_plan(config, data, ranks)
-    train_loader = load(train, held)
+    train_loader = load(train, held, follow)
     metric, dtype = metric_of(config_values(config)), input_dtype(config, device)
     horizon = horizon_for(config, train_loader.steps())
     augment = build_volume_augment(config, *data.statistics(data.train), dtype)
@@ -91,7 +97,8 @@ def build_run(
         model=model, ema=average_of(config, model, horizon), step=step, total_batch=total_batch_of(config, ranks),
         uploader=uploader, prepare=partial(prepare_batch, augment, uploader.copy),
         prepare_val=partial(prepare_val_batch, evaluated, uploader.copy, data.rules.outside),
-        train_loader=lambda _epoch: train_loader, val_loader=None if val is None else load(val, 1), val_loss=loss,
+        train_loader=lambda _epoch: train_loader,
+        val_loader=None if val is None else load(val, 1, make_way), val_loss=loss,
         scoring=VolumeScoring(data.val, data.rules, device, config.surface_tolerance), metric=metric, horizon=horizon,
         peak_lr=peak_lr_of(config, ranks), stopping=early_stopping(config, metric),
         accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
@@ -101,6 +108,11 @@ def build_run(
         name_samples=data.names, guard_memory=PrefetchGuard(say).check,
         data={"classes": data.rules.classes, "ignore": data.rules.ignore, "channels": data.channels},
     )  # fmt: skip
+
+
+def open_staging(config: HostConfig, data: VolumeData, ranks: Ranks, say: Say) -> Staging | None:
+    """The local copy that training fills, if the config names one."""
+    return stage_volumes(config, training_plan(config, data, ranks), validation_plan(config, data, ranks), ranks, say)
 
 
 def build_network(config: Config, data: VolumeData, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
@@ -174,6 +186,7 @@ class VolumeScoring:
         self._outside = rules.outside
         # The sum of the losses, and how many patches it is over.
         self._loss = torch.zeros(2, dtype=self._counts.tensor.dtype, device=device)
+        self._told = False
 
     def reset(self) -> None:
         self._counts.tensor.zero_()
@@ -192,8 +205,15 @@ class VolumeScoring:
         total, patches = self._loss.tolist()
         return ({"loss": total / patches} if patches else {}) | self._counts.result()
 
-    def look(self, metrics: Mapping[str, Any]) -> None:
-        """Nothing about volumes gives reason for an event."""
+    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """Says once that no validation patch could be scored: an epoch without metrics must not go unnoticed."""
+        if "val/loss" in metrics or self._told:
+            return None
+        self._told = True
+        return "nothing_validated", {
+            "why": "no validation patch could be read, or none has a labelled voxel",
+            "hint": "quarantine.jsonl names volumes that could not be read; fold: N validates on others",
+        }
 
 
 def _close(loaders: Sequence[PatchLoader]) -> None:

@@ -19,10 +19,10 @@ _REST_OF_EPOCH = "the rest of this epoch takes other samples: some come twice, s
 
 FREE = (
     # Where and how fast, but not what: the same bits, apart from the order in which ranks add up.
-    "index_dir", "cache_dir", "cache_size", "lookahead", "loader", "num_workers", "prefetch_factor", "pin_memory",
-    "persistent_workers", "worker_start", "run_name", "runs_dir", "devices", "num_nodes", "strategy", "accelerator",
-    "numa_binding", "rank_timeout", "log_every", "checkpoint_every_steps", "checkpoint_every", "save_top_k", "wandb",
-    "wandb_project", "wandb_name", "tensorboard", "csv", "val_batch_size", "volume_cache",
+    "index_dir", "cache_dir", "cache_size", "stage_to", "lookahead", "loader", "num_workers", "prefetch_factor",
+    "pin_memory", "persistent_workers", "worker_start", "run_name", "runs_dir", "devices", "num_nodes", "strategy",
+    "accelerator", "numa_binding", "rank_timeout", "log_every", "checkpoint_every_steps", "checkpoint_every",
+    "save_top_k", "wandb", "wandb_project", "wandb_name", "tensorboard", "csv", "val_batch_size", "volume_cache",
     # A trial run keeps no checkpoint, so it is never the one that resumes.
     "fast_dev_run",
 )  # fmt: skip
@@ -31,7 +31,8 @@ FREE = (
 APPLIED = {
     # Data: the classes have to be the same, and are compared by name.
     "data_root": "", "samples_csv": "", "train_csv": "", "val_csv": _NOT_COMPARABLE, "max_bad_fraction": "",
-    "max_image_pixels": "", "max_image_bytes": "", "subset_val_per_class": _NOT_COMPARABLE, "seed": _REST_OF_EPOCH,
+    "max_image_pixels": "", "max_decoded_bytes": "", "max_image_bytes": "", "subset_val_per_class": _NOT_COMPARABLE,
+    "seed": _REST_OF_EPOCH,
     # Pixels. Every decoder gives the same ones at full size; only `draft` reduces while it decodes.
     "decoder": "the same pixels, unless decode_mode is draft", "decode_mode": "", "img_size": "", "val_img_size":
     _NOT_COMPARABLE, "crop_ratio": _NOT_COMPARABLE, "interpolation": "", "patch_size": "",

@@ -27,7 +27,7 @@ import torch
 import xxhash
 
 from stoker.errors import UserError
-from stoker.files import atomic_file
+from stoker.files import atomic_file, open_regular
 from stoker.train.checkpoint.flat_state import FlatState, decode, flatten, rebuild
 
 DTYPES = {
@@ -138,7 +138,7 @@ def peek(path: Path, *parts: str) -> dict[str, Any]:
 def is_ours(path: Path) -> bool:
     """Whether a file is a checkpoint of stoker, whole or damaged; a file that cannot be read is not."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             start = stream.read(8 + len(OPENING))
             return _what_else(start, os.fstat(stream.fileno()).st_size) is None
     except OSError:
@@ -212,7 +212,7 @@ def _memory_for(size: int, path: Path) -> torch.Tensor:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """The open file; what goes wrong with the disk is raised as an error for users."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             yield stream
     except OSError as error:
         if error.errno == errno.EIO:

@@ -27,7 +27,6 @@ from stoker.data.images.pack.tar_shards import (
     ShardRecord,
     ShardWriter,
     read_record,
-    shard_is_whole,
     verify_shard,
     write_record,
 )
@@ -223,11 +222,18 @@ def _write(source: Source, task: ShardTask, report: Report) -> ShardRecord:
 def _kept(source: Source, task: ShardTask) -> ShardRecord | None:
     """The record of an earlier run's shard, if it is complete and none of its skipped samples can be read now."""
     record = read_record(source.pack.record(task.number))
-    if record is None or not shard_is_whole(source.pack.shard(task.number), record):
+    if record is None:
         return None
-    left_out = np.array([bad["sample"] for bad in record.skipped], np.int64)
-    if sorted([*record.samples, *left_out.tolist()]) != sorted(task.samples.tolist()):
-        return None  # planned by another version
+    try:
+        skipped = {int(bad["sample"]) for bad in record.skipped}
+        # In this order: the index takes each sample's class from the source, and its place from the record.
+        if record.samples != [sample for sample in task.samples.tolist() if sample not in skipped]:
+            return None  # planned by another version, or damaged
+        # Every entry of the record against the shard, not only its checksum: the index is made from the record.
+        verify_shard(source.pack.shard(task.number), record)
+    except (OSError, ValueError, TypeError, KeyError, ShardDamaged):
+        return None
+    left_out = np.array(sorted(skipped), np.int64)
     for _, _, data in _read_ahead(source.index, left_out, np.zeros_like(left_out)):
         try:
             prepare(_checked(data), source.reencoding)

@@ -174,20 +174,6 @@ def verify_shard(path: Path, record: ShardRecord) -> None:
             raise ShardDamaged("the file differs from what was written")
 
 
-def shard_is_whole(path: Path, record: ShardRecord) -> bool:
-    """Whether the file still has the size and the hash of its record."""
-    try:
-        with path.open("rb") as stream:
-            if os.fstat(stream.fileno()).st_size != record.bytes:
-                return False
-            whole = xxhash.xxh3_128()
-            while chunk := stream.read(1 << 20):
-                whole.update(chunk)
-    except OSError:
-        return False
-    return whole.hexdigest() == record.xxh3
-
-
 def write_record(path: Path, record: ShardRecord) -> None:
     """Writes the record; it comes after its shard, so a shard without one is unfinished."""
     write_text(path, json.dumps({"format": RECORD_FORMAT} | asdict(record), ensure_ascii=True) + "\n")

@@ -23,7 +23,7 @@ from stoker.data.store.stores import ReadFailure
 from stoker.data.volumes.packed import KINDS, PackedFacts
 from stoker.data.volumes.places import Place, bytes_of
 from stoker.errors import UserError
-from stoker.files import write_text
+from stoker.files import has_whole_seal, sealed, write_text
 
 INDEX = "volumes.json"
 FORMAT = 1
@@ -154,6 +154,8 @@ def read_case(path: Path) -> tuple[PackedCase, str] | None:
     """A finished case, and the fingerprint of its source; None if there is no such record."""
     try:
         record = json.loads(path.read_text("utf-8"))
+        if has_whole_seal(record) is False:
+            return None  # changed after it was written: its files are made anew
         return case_of(record["case"]), str(record["source"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -161,7 +163,7 @@ def read_case(path: Path) -> tuple[PackedCase, str] | None:
 
 def write_case(path: Path, case: PackedCase, source: str) -> None:
     """Records that a case is finished."""
-    write_text(path, json.dumps({"source": source, "case": case.as_dict()}) + "\n")
+    write_text(path, json.dumps(sealed({"source": source, "case": case.as_dict()})) + "\n")
 
 
 def file_names(ids: Sequence[str]) -> dict[str, str]:

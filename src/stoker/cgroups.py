@@ -106,3 +106,17 @@ def _stopped_s(file: Path) -> float | None:
         return int(values["throttled_time"]) / 1e9  # version 1
     except (OSError, ValueError, KeyError):
         return None
+
+
+def oom_kills(root: Path = CGROUP_ROOT, proc: Path = PROC) -> int | None:
+    """How many processes the kernel has killed in this process's cgroups because memory ran out; None where it does not
+    count them."""
+    counts = []
+    for folder in cgroup_folders("memory", root, proc):
+        name = "memory.events" if folder.version == 2 else "memory.oom_control"
+        with suppress(OSError, ValueError):
+            values = dict(line.split() for line in (folder.path / name).read_text().splitlines())
+            if "oom_kill" in values:
+                counts.append(int(values["oom_kill"]))
+    # Version 2 counts a group's kills in its ancestors as well, version 1 does not.
+    return max(counts) if counts else None

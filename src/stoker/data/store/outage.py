@@ -1,0 +1,125 @@
+"""Which store is being waited for, as all processes of a run see it: workers wait, and the main process says so."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import RawValue
+from typing import Any, NamedTuple
+
+import xxhash
+
+SLOTS = 128
+"""One for each process that may wait; two that share one only say less."""
+SAID_AFTER_S = 2.0
+_URL_BYTES = 248
+_ENDPOINTS = 16
+
+
+class _Slot(ctypes.Structure):
+    _fields_ = (("since_s", ctypes.c_double), ("url", ctypes.c_char * _URL_BYTES))
+
+
+class _State(ctypes.Structure):
+    _fields_ = (("slots", _Slot * SLOTS), ("reached", ctypes.c_uint64 * _ENDPOINTS))
+
+
+class Wait(NamedTuple):
+    """A store that does not respond."""
+
+    url: str
+    since_s: float
+    """Seconds since the first request that failed."""
+
+
+_lock = threading.Lock()
+_waits: list[tuple[float, str]] = []
+_leaving = threading.Event()
+_state: Any = _State()
+_is_shared = False
+
+
+def shared() -> Any:
+    """The state, for `adopt` in a process that this one starts."""
+    global _state, _is_shared
+    with _lock:
+        if not _is_shared:
+            kept, _state = _state, RawValue(_State)
+            ctypes.memmove(ctypes.addressof(_state), ctypes.addressof(kept), ctypes.sizeof(_State))
+            _is_shared = True
+    return _state
+
+
+def adopt(state: Any) -> None:
+    """Makes this process say and see what the one that started it does."""
+    global _state, _is_shared
+    _state, _is_shared = state, True
+
+
+@contextmanager
+def waiting(url: str, since_s: float) -> Iterator[None]:
+    """Says that a store is waited for, since a moment of `time.monotonic`, which is the same in all processes."""
+    mark = since_s, url
+    _change(mark, begins=True)
+    try:
+        yield
+    finally:
+        _change(mark, begins=False)
+
+
+def pause(seconds: float) -> bool:
+    """Waits before the next attempt; False if the process is about to end and there should be none."""
+    return not _leaving.wait(seconds)
+
+
+def leave() -> None:
+    """Ends all waiting of this process, whose loader is being closed."""
+    if _waits:
+        _leaving.set()
+
+
+def current() -> Wait | None:
+    """The store that has been waited for the longest, by any process of the run."""
+    found = [(slot.since_s, slot.url) for slot in _state.slots if slot.since_s]
+    if not found:
+        return None
+    since_s, url = min(found)
+    return Wait(url.decode("utf-8", "replace"), time.monotonic() - since_s)
+
+
+def text() -> str | None:
+    """The same in words, once it has lasted long enough to be worth saying."""
+    wait = current()
+    return None if wait is None or wait.since_s < SAID_AFTER_S else f"waiting for {wait.url} since {wait.since_s:.0f} s"
+
+
+def note_reached(endpoint: str) -> None:
+    """A process of this run has reached this endpoint: if it does not respond later, no setting is wrong."""
+    if not was_reached(endpoint):
+        mark = _mark(endpoint)
+        with _lock:
+            free = next((place for place, known in enumerate(_state.reached) if not known), 0)
+            _state.reached[free] = mark
+
+
+def was_reached(endpoint: str) -> bool:
+    """Whether any process of this run has reached it."""
+    return _mark(endpoint) in list(_state.reached)
+
+
+def _mark(endpoint: str) -> int:
+    return xxhash.xxh3_64_intdigest(endpoint.encode()) or 1
+
+
+def _change(mark: tuple[float, str], *, begins: bool) -> None:
+    slot = _state.slots[os.getpid() % SLOTS]
+    with _lock:
+        (_waits.append if begins else _waits.remove)(mark)
+        since_s, url = min(_waits) if _waits else (0.0, "")
+        if url:
+            slot.url = url.encode()[: _URL_BYTES - 1]
+        slot.since_s = since_s

@@ -1,0 +1,214 @@
+"""A store that does not respond for a while is waited for, with a word about it, and training continues to the same
+bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stoker.data.store import outage
+from stoker.data.store.object_store import ObjectStore, Patience
+from stoker.data.store.stores import StoreDown
+from tests.data.test_loader import SAMPLES, ledger, loader_for, make_images
+from tests.support.proxy import Proxy
+from tests.support.s3_server import BUCKET, S3Server, running_s3_server
+from tests.support.tiny_training import assert_same_end, steps_done, write_config, write_images
+from tests.support.waiting import DEADLINE_S, wait_until
+
+# The client's own retries are over after some 5 s.
+OUTAGE_S = 7.0
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("local")
+    make_images(root, "train", SAMPLES)
+    return root
+
+
+@pytest.fixture
+def url(s3_server: S3Server, s3_proxy: Proxy, local: Path, request: pytest.FixtureRequest) -> str:
+    return s3_server.put_folder(local, f"outage-{os.getpid()}-{abs(hash(request.node.name))}")
+
+
+def break_down(proxy: Proxy, seconds: float) -> None:
+    """An outage of every kind: connections are reset, then not answered, then refused."""
+    proxy.outage = "reset"
+    time.sleep(seconds / 4)
+    proxy.outage = "stall"
+    time.sleep(seconds / 4)
+    proxy.stop()
+    proxy.outage = None
+    time.sleep(seconds / 2)
+    proxy.start()
+
+
+class During:
+    """Runs an outage beside the test, and notes what is said about it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.said: list[str] = []
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(work,)), threading.Thread(target=self._listen)]
+
+    def __enter__(self) -> During:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+
+    def _work(self, work: Callable[[], None]) -> None:
+        work()
+        self._over.set()
+
+    def _listen(self) -> None:
+        while not self._over.wait(0.1):
+            if (text := outage.text()) is not None:
+                self.said.append(text)
+
+
+def test_an_outage_longer_than_the_clients_retries_is_waited_for(
+    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path
+) -> None:
+    expected = ledger(loader_for(local, "batch_size=4"), epoch=1)
+    loader = loader_for(url, "batch_size=4", f"index_dir={tmp_path}", "loader=thread", "lookahead=1MB", workers=2)  # type: ignore[arg-type]
+    next(batches := loader.epoch(0))  # connected
+    batches.close()  # type: ignore[attr-defined]
+    with During(lambda: break_down(s3_proxy, OUTAGE_S)) as during:
+        time.sleep(0.2)
+        assert ledger(loader, epoch=1) == expected
+    assert any(text.startswith(f"waiting for {url}/train") and " since 4 s" in text for text in during.said)
+    assert outage.current() is None
+
+
+def test_workers_that_first_reach_out_in_an_outage_wait_for_its_end(
+    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path
+) -> None:
+    """As at the first validation: its loader's workers start when it begins."""
+    expected = ledger(loader_for(local, "batch_size=8"))
+    options = ["batch_size=8", f"index_dir={tmp_path}", "loader=process"]
+    assert ledger(loader_for(url, *options, workers=1)) == expected  # type: ignore[arg-type]
+    later = loader_for(url, *options, workers=1)  # type: ignore[arg-type]
+
+    def refuse() -> None:
+        s3_proxy.stop()
+        wait_until(lambda: (now := outage.current()) is not None and now.since_s > 3)
+        s3_proxy.start()
+
+    with During(refuse) as during:
+        time.sleep(0.2)
+        assert ledger(later) == expected
+    assert [text for text in during.said if text.startswith(f"waiting for {url}/train since")], during.said
+
+
+def test_a_loader_that_is_closed_in_an_outage_does_not_wait_for_its_end(
+    url: str, s3_proxy: Proxy, tmp_path: Path
+) -> None:
+    loader = loader_for(url, "batch_size=4", f"index_dir={tmp_path}", "loader=thread", workers=2)  # type: ignore[arg-type]
+    next(batches := loader.epoch(0))
+    batches.close()  # type: ignore[attr-defined]
+    s3_proxy.stop()
+    began = time.monotonic()
+    try:
+
+        def take() -> None:
+            with pytest.raises(RuntimeError, match="the reader was closed"):
+                next(loader.epoch(1))
+
+        taking = threading.Thread(target=take)
+        taking.start()
+        wait_until(lambda: outage.current() is not None)
+        loader.close()
+        taking.join(DEADLINE_S)
+        assert time.monotonic() - began < Patience().retry_s / 4
+    finally:
+        outage._leaving.clear()
+
+
+def test_an_outage_that_does_not_end_is_an_error_for_every_reader(url: str, s3_proxy: Proxy, local: Path) -> None:
+    store = ObjectStore(f"{url}/train", patience=Patience(retry_s=1.5))
+    names = [str(path.relative_to(local / "train")) for path in sorted((local / "train").rglob("*.jpg"))]
+    store.read(names[0])
+    s3_proxy.stop()
+    seen: list[StoreDown] = []
+
+    def read(name: str) -> None:
+        with pytest.raises(StoreDown) as caught:
+            store.read(name)
+        seen.append(caught.value)
+
+    threads = [threading.Thread(target=read, args=(name,)) for name in names[:8]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert {down.name for down in seen} == {"store-unreachable"}
+    assert len(seen) == 8
+    assert "waited for" in seen[0].seen
+
+
+@pytest.fixture
+def own_server() -> Iterator[S3Server]:
+    with running_s3_server() as server:
+        yield server
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("engine", ["thread", "process"])
+@pytest.mark.parametrize("moment", ["training", "validation"])
+def test_training_survives_20_s_without_its_store_and_ends_with_the_same_bits(
+    own_server: S3Server, tmp_path: Path, engine: str, moment: str
+) -> None:
+    """The server is killed, and started again 20 s later."""
+    data = write_images(tmp_path / "data")
+    url = own_server.put_folder(data, "tiny")
+    proxy = Proxy(own_server.port, latency=0.05).start()
+    environment = os.environ | own_server.environment(proxy.endpoint) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    keys = {"loader": engine, "num_workers": 1, "lookahead": "10kB", "prefetch_factor": 1}
+    ended = []
+    for name in ("reference", "outage"):
+        config = write_config(tmp_path, Path(url.replace("s3://", "s3:/")), **keys, run_name=name)
+        config.write_text(config.read_text().replace("s3:/b", "s3://b"))
+        command = [sys.executable, "-m", "stoker", "train", str(config)]
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        if name == "outage":
+            wait_until(lambda: steps_done(tmp_path / "runs" / "outage") >= (2 if moment == "training" else 6))
+            own_server.stop()
+            time.sleep(20)
+            own_server._start()
+            proxy.upstream_port = own_server.port
+        _, said = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, said
+        ended.append(said)
+    proxy.stop()
+    assert f"waiting for s3://{BUCKET}/tiny" in ended[1]
+    assert_same_end(tmp_path / "runs" / "outage", tmp_path / "runs" / "reference")
+
+
+@pytest.mark.release
+def test_ctrl_c_in_an_outage_ends_the_run_at_once(own_server: S3Server, tmp_path: Path) -> None:
+    url = own_server.put_folder(write_images(tmp_path / "data"), "tiny")
+    environment = os.environ | own_server.environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    config = write_config(tmp_path, tmp_path, loader="thread", num_workers=1, lookahead="10kB", epochs=50)
+    config.write_text(config.read_text().replace(f'"{tmp_path}"', f'"{url}"'))
+    command = [sys.executable, "-m", "stoker", "train", str(config)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: steps_done(tmp_path / "runs" / "tiny") >= 2)
+    own_server.stop()
+    time.sleep(5)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=DEADLINE_S)
+    assert time.monotonic() - began < 30
+    assert process.returncode == 130

@@ -260,15 +260,18 @@ def _stage(
 
 
 def _hydrate(path: str, options: StageOptions, *, json: bool) -> int:
-    from stoker.console import print_json, print_result, say, transfer_bar
-    from stoker.stage.hydrate import hydrate
+    from stoker.console import print_json, print_result, progress_bar, say, transfer_bar
+    from stoker.stage.hydrate import hydrate, list_files
     from stoker.stage.read_through import READERS
     from stoker.stage.text import hydrated_text
 
+    with progress_bar("listing", unit="files") as advance:
+        files = list_files(path, advance)
     with transfer_bar("fetching") as transfer:
         try:
             done = hydrate(
                 path,
+                files,
                 limit_bytes_per_second=options.limit_rate,
                 readers=options.concurrency or READERS,
                 progress=transfer,

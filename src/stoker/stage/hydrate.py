@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from stoker.console import Say, count
+from stoker.console import Advance, Say, count
 from stoker.data.store.stores import is_url
 from stoker.errors import UsageError, UserError
 from stoker.machine.storage import mount_of
@@ -86,6 +86,7 @@ class Hydrated:
 
 def hydrate(
     path: str | Path,
+    files: FileList | None = None,
     *,
     limit_bytes_per_second: float | None = None,
     batch: int = BATCH,
@@ -95,9 +96,12 @@ def hydrate(
     progress: Progress = lambda _files, _of_files, _bytes, _of_bytes: None,
     say: Say = lambda _text: None,
 ) -> Hydrated:
-    """Fetches the content of every file below a path; files that are there already stay as they are."""
+    """Fetches the content of every file below a path; files that are there already stay as they are.
+
+    `files` is what `list_files` found, if it was called before.
+    """
     began = time.monotonic()
-    files = list_files(path)
+    files = files or list_files(path)
     mount = mount_of(path)
     work = _Work(files, Allowance(limit_bytes_per_second), batch, readers, stall_s, progress, say)
     kind = None if mount is None else mount.kind
@@ -120,7 +124,7 @@ def hydrate(
     return replace(done, failed=named, seconds=time.monotonic() - began)
 
 
-def list_files(path: str | Path) -> FileList:
+def list_files(path: str | Path, advance: Advance = lambda _done, _total: None) -> FileList:
     """Every regular file below a folder, or the one file, links followed once."""
     if is_url(str(path)):
         raise UsageError(
@@ -141,6 +145,7 @@ def list_files(path: str | Path) -> FileList:
     linked: dict[bytes, int] = {}
     while folders:
         folder = folders.pop()
+        advance(len(found.paths), None)
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -221,6 +226,7 @@ def _restore_all(work: _Work, lfs: Lfs, done: Hydrated) -> Hydrated:
     """Restores what is released; reads it where that stalls. Raises LfsFailed if `lfs` is of no use from the start."""
     paths = work.files.paths
     lfs.states(paths[:1])  # one file tells whether this is Lustre, before we ask about a million
+    work.say(f"asking lfs about {count(len(paths), 'file')}")
     states = lfs.states(paths)
     released = [number for number, state in enumerate(states) if state.released and not state.lost]
     for path, state in zip(paths, states, strict=True):

@@ -38,7 +38,7 @@ class LfsFailed(Exception):
     """`lfs` is of no use here; the text says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileState:
     """What `lfs hsm_state` says about one file."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.errors import UsageError
+from stoker.plan.break_even import Room
 from stoker.plan.budget import check_counts
 from stoker.plan.records import Rate, TimeBudget
 from stoker.plan.timing import loader_rate, read_storage, time_budget, time_findings
@@ -56,6 +57,27 @@ def test_slow_storage_says_when_a_copy_pays_off() -> None:
     assert "83 min and pays off after 1.2 epochs" in found["storage-bound"]
     assert "20 MB/s" in found["storage-bound"]
     assert "100 MB/s" in found["storage-bound"]
+
+
+@pytest.mark.parametrize(
+    ("free", "fix", "most"),
+    [
+        (None, "stoker stage x.yaml --to /local/disk/imagenet", 5.0),
+        (200 * 10**9, "stoker stage x.yaml --to /nvme/imagenet", 5.0),
+        (50 * 10**9, "cache_dir=/nvme/stoker-cache cache_size=45.0GB: keeps 45% of the data nearby", 1 / 0.55),
+        (10**9, "a local disk with room for 100 GB, or a smaller, packed copy", None),
+    ],
+)
+def test_slow_storage_is_fixed_by_staging_where_there_is_room(free: int | None, fix: str, most: float | None) -> None:
+    room = None if free is None else Room("/nvme", free)
+    (found,) = time_findings(
+        budget(accelerator=1000.0, loader=2000.0, storage=200.0), cpus=8, nodes=1, sample_bytes=100_000,
+        dataset_bytes=1e11, config="x.yaml", data_root="s3://bucket/imagenet", room=room,
+    )  # fmt: skip
+    assert found.fix == fix
+    assert (None if found.speedup is None else found.speedup.high) == (None if most is None else pytest.approx(most))
+    assert ("/nvme has" in found.message) == (room is not None)
+    assert ("pays off" in found.message) == fix.startswith("stoker stage")
 
 
 def test_workers_beyond_the_cores_gain_nothing() -> None:

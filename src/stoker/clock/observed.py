@@ -110,6 +110,12 @@ class StorageFacts:
     bytes_per_sample: float | None = None
     packed: bool | None = None
     """Shards of many samples, rather than a file per sample."""
+    root: str | None = None
+    """The folder or URL that all samples are below, as far as it is known."""
+    local_folder: str | None = None
+    """Where on this host's own disk a copy could go, if the samples are elsewhere."""
+    local_free_bytes: int | None = None
+    """There."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +250,8 @@ class Observed:
     convolves_3d: bool | None = None
     missing: tuple[str, ...] = ()
     """What could not be measured, and why, in words."""
+    config: str | None = None
+    """The config file, with KEY=VALUE if some were given, as one would type it; None for scripts."""
 
     @property
     def wait_share(self) -> float | None:

@@ -1,4 +1,4 @@
-"""`stoker bench data`: how fast this host makes batches, and what limits it."""
+"""`stoker bench`: how fast this host makes batches (`data`), and how fast storage is (`storage`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from stoker.commands.options import JsonOption, OverridesArgument, SetOption
 
-group = typer.Typer(help="Measure this host: the loader alone.", no_args_is_help=True)
+group = typer.Typer(help="Measure this host: the loader alone, or storage alone.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 @group.callback()
 def bench() -> None:
-    """Measure this host: the loader alone."""
+    """Measure this host: the loader alone, or storage alone."""
 
 
 @group.command(epilog="Example: stoker bench data /data/imagenet --workers 8 --gpu a100-80")
@@ -57,4 +57,42 @@ def data(
         print_json(report.as_dict())
     else:
         print_result(bench_data_text(report))
+    return 0
+
+
+@group.command(epilog="Example: stoker bench storage s3://bucket/imagenet --gpu a100-80")
+def storage(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH_OR_URL",
+            help="A folder of any files, one file, or a URL such as s3://bucket/folder.",
+            show_default=False,
+        ),
+    ],
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long all measurements together may take.")] = 20.0,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Say how much of this accelerator it feeds; a100-80 and h100 when not given."),
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Measure storage: latency, small reads by how many at once, and large reads, cold and warm.
+
+    Reads some of the files that are there, and writes nothing.
+    """
+    from stoker.console import print_json, print_result, progress_bar
+    from stoker.machine.local_disk import find_local_disk
+    from stoker.machine.storage_profile import profile_storage
+    from stoker.plan.break_even import ANY_DISK
+    from stoker.plan.storage_bench import appetites, storage_document, storage_text
+
+    wanted = appetites(gpu)  # raises on a typo before anything is measured
+    with progress_bar("measuring", None) as advance:
+        profile = profile_storage(source, seconds, advance)
+    if json:
+        print_json(storage_document(profile, wanted))
+    else:
+        disk = find_local_disk()
+        print_result(storage_text(profile, wanted, ANY_DISK if disk is None else disk.folder))
     return 0

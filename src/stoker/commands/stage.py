@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stoker.config import Config
     from stoker.stage.checking import Verification
     from stoker.stage.copying import StageOptions, Summary
+    from stoker.stage.payback import Payback
     from stoker.stage.selection import Selection
 
 SUBSET = "Part of a data set of images"
@@ -33,7 +34,7 @@ def stage(
         typer.Argument(
             metavar="SRC DST",
             help="Folder, mount or URL (s3:// gs:// az://), and the folder for its copy. With --to: a config and "
-            "KEY=VALUE. With --verify alone: the copy.",
+            "KEY=VALUE. With --verify alone: the copy. With --hydrate: a path.",
             show_default=False,
         ),
     ],
@@ -87,6 +88,16 @@ def stage(
             min=1, max=4096, metavar="N", help="Requests in flight. [default: found while running]", show_default=False
         ),
     ] = None,
+    hydrate: Annotated[
+        bool,
+        typer.Option(
+            "--hydrate",
+            help="Copy nothing: make the file system that PATH is on fetch every file, as FSx for Lustre does lazily.",
+        ),
+    ] = False,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Start at once, without measuring whether the copy pays off.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read the whole copy again and compare every file with its hash.")
     ] = False,
@@ -98,6 +109,12 @@ def stage(
     Running it again copies only what is missing or has changed at the source."""
     from stoker.console import print_json, print_result
 
+    if hydrate:
+        if to is not None or verify or classes is not None or class_list is not None or len(words) != 1:
+            raise UsageError(
+                "usage", "--hydrate takes one path, and copies nothing", hint="stoker stage --hydrate PATH"
+            )
+        return _hydrate(words[0], _options(limit_rate, concurrency), json=json)
     if verify and to is None and len(words) == 1:
         result = _verify(Path(words[0]))
         print_json(result.as_dict()) if json else print_result(_words_of(result))
@@ -130,8 +147,8 @@ def stage(
         elif set_:
             raise UsageError("usage", "--set is about a config", hint="stoker stage CONFIG --to DIR --set KEY=VALUE")
     root, selection = _select(source if config is None else config, names)
-    summary = _stage(root, target, selection, options)
-    document: dict[str, Any] = summary.as_dict()
+    summary, payback = _stage(root, target, selection, options, measure=not no_measure)
+    document: dict[str, Any] = summary.as_dict() | {"break_even": None if payback is None else payback.as_dict()}
     lines = [_words_of(summary)]
     code = EXIT_OK if summary.complete else EXIT_FINDING
     if file is not None and config is not None and summary.complete:
@@ -203,11 +220,14 @@ def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, S
         return select_for(source, names, advance, lambda line: say(f"note: {line}"))
 
 
-def _stage(root: str, target: Path, selection: Selection, options: StageOptions) -> Summary:
+def _stage(
+    root: str, target: Path, selection: Selection, options: StageOptions, *, measure: bool
+) -> tuple[Summary, Payback | None]:
     from stoker.console import count, megabytes, progress_bar, say, transfer_bar
     from stoker.data.store.local_copy import LocalCopy
     from stoker.data.store.stores import is_url
     from stoker.stage.copying import check_apart, check_room, copy_all, find_work
+    from stoker.stage.payback import LEAST_BYTES, measure_payback, payback_text
     from stoker.stage.sources import open_source
     from stoker.stage.subset_file import keep_subset
 
@@ -224,13 +244,15 @@ def _stage(root: str, target: Path, selection: Selection, options: StageOptions)
             f"staging {count(len(work.files), 'file')}, {megabytes(work.bytes)} from {source.url} to {copy.folder} "
             f"({count(work.present_files, 'file')} already there)"
         )
-        # Here, before the first byte, is the place for what the copy will pay back.
+        payback = measure_payback(source, work.files, copy.folder) if measure and work.bytes >= LEAST_BYTES else None
+        if payback is not None:
+            say(payback_text(payback))
         with transfer_bar("staging") as transfer:
 
             def show(summary: Summary, of_bytes: int) -> None:
                 transfer(summary.copied_files, len(work.files), summary.copied_bytes, of_bytes)
 
-            return copy_all(source, copy, selection, work, options, show)
+            return copy_all(source, copy, selection, work, options, show), payback
     except KeyboardInterrupt:
         raise Interrupted(
             "interrupted",
@@ -240,6 +262,35 @@ def _stage(root: str, target: Path, selection: Selection, options: StageOptions)
         ) from None
     finally:
         copy.close()
+
+
+def _hydrate(path: str, options: StageOptions, *, json: bool) -> int:
+    from stoker.console import print_json, print_result, progress_bar, say, transfer_bar
+    from stoker.stage.hydrate import hydrate, list_files
+    from stoker.stage.read_through import READERS
+    from stoker.stage.text import hydrated_text
+
+    with progress_bar("listing", unit="files") as advance:
+        files = list_files(path, advance)
+    with transfer_bar("fetching") as transfer:
+        try:
+            done = hydrate(
+                path,
+                files,
+                limit_bytes_per_second=options.limit_rate,
+                readers=options.concurrency or READERS,
+                progress=transfer,
+                say=say,
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "interrupted",
+                "stopped by Ctrl-C",
+                why="what was fetched is there, and restores that were asked for go on",
+                hint="run the same command again: it continues",
+            ) from None
+    print_json(done.as_dict()) if json else print_result(hydrated_text(done))
+    return EXIT_FINDING if done.failed else EXIT_OK
 
 
 def _verify(folder: Path) -> Verification:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -92,14 +93,26 @@ def _of_script(
 
 
 def _with_local_disk(observed: Observed) -> Observed:
-    """Adds the speed of this host's own disk, where the samples came from elsewhere."""
+    """Adds this host's own disk, its speed and its free space, where the samples came from elsewhere."""
     from stoker.machine.storage import measure_local_disk
 
+    observed = _with_room(observed)
     storage = observed.storage
     if storage is None or not storage.remote or not storage.bytes_per_sample:
         return observed
-    local = measure_local_disk(None, storage.bytes_per_sample)
+    folder = None if storage.local_folder is None else Path(storage.local_folder)
+    local = measure_local_disk(folder, storage.bytes_per_sample)
     return replace(observed, storage=replace(storage, local_bytes_per_second=local))
+
+
+def _with_room(observed: Observed) -> Observed:
+    """Adds where a copy could go, where the samples came from elsewhere."""
+    from stoker.machine.local_disk import find_local_disk
+
+    storage = observed.storage
+    if storage is None or not storage.remote or (disk := find_local_disk()) is None:
+        return observed
+    return replace(observed, storage=replace(storage, local_folder=disk.folder, local_free_bytes=disk.free_bytes))
 
 
 @contextlib.contextmanager
@@ -118,12 +131,12 @@ def _stdout_to_stderr() -> Iterator[None]:
 def _of_folder(path: Path) -> Diagnosis:
     from stoker.clock.reading import read_observed
     from stoker.doctor.attach.reading import has_records
-    from stoker.run.folder import find_run
+    from stoker.run.folder import RunFolder, find_run
 
     if has_records(path):
         return diagnosis_of_watched(path)
     folder = find_run(path)
-    observed = read_observed(folder)
+    observed = _with_room(replace(read_observed(folder), config=shlex.quote(str(RunFolder(folder).config_file))))
     settled = settle_predictions(folder, observed)
     diagnosis = diagnosis_of(observed)
     keep_predictions(folder, diagnosis)
@@ -152,7 +165,7 @@ def _of_config(
             pace_s = fitted.batch_size / taken.images_per_second
             say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
     length = seconds or DEFAULT_SECONDS
-    observed = _tried(fitted, length, pace_s)
+    observed = replace(_tried(fitted, length, pace_s), config=shlex.join([str(path), *overrides]))
     settled = settle_predictions(folder, observed)
     diagnosis = diagnosis_of(observed)
     keep_predictions(folder, diagnosis)

@@ -24,6 +24,7 @@ from stoker.machine.loader_speed import (
     batches_to_replay,
     consume_at_pace,
 )
+from stoker.machine.local_disk import find_local_disk
 from stoker.machine.storage import measure_local_disk, measure_storage
 from stoker.tasks.dispatch import task_for
 from stoker.tasks.image_data import open_samples
@@ -112,9 +113,17 @@ def storage_trial(config: HostConfig, job: TrialJob, tell: ReportSeconds) -> Tri
     store = open_sample_store(samples.index, max_object_bytes=config.max_image_bytes)
     facts = measure_storage(store, samples, (1 - LOCAL_SHARE) * job["seconds"], missing.append)
     if facts.remote and facts.bytes_per_sample:
-        folder = None if config.cache_dir is None else Path(config.cache_dir)
+        disk = find_local_disk()
+        folder = config.cache_dir if disk is None else config.cache_dir or disk.folder
         seconds = LOCAL_SHARE * job["seconds"] / 2
-        facts = replace(facts, local_bytes_per_second=measure_local_disk(folder, facts.bytes_per_sample, seconds))
+        facts = replace(
+            facts,
+            local_bytes_per_second=measure_local_disk(
+                None if folder is None else Path(folder), facts.bytes_per_sample, seconds
+            ),
+            local_folder=None if disk is None else disk.folder,
+            local_free_bytes=None if disk is None else disk.free_bytes,
+        )
     return {"storage": asdict(facts), "missing": missing}
 
 

@@ -24,6 +24,7 @@ from stoker.clock.observed import StorageFacts
 from stoker.console import Say
 from stoker.data.images.sample_index import Location, SampleIndex, SampleSet
 from stoker.data.store.stores import ReadFailure, Store, is_url
+from stoker.redact import redact_text
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 # As the kernel and the usual clients name them.
@@ -128,6 +129,7 @@ def describe_storage(samples: SampleSet) -> StorageFacts:
         dataset_bytes=total,
         bytes_per_sample=None if total is None or not len(samples) else total / len(samples),
         packed=index.shard_of is not None,
+        root=redact_text(index.root),
     )
     if is_url(index.root):
         return replace(known, remote=True, kind=urlsplit(index.root).scheme)

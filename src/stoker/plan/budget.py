@@ -10,6 +10,7 @@ from stoker.errors import UsageError
 from stoker.machine.datasheets import Datasheet
 from stoker.machine.host import workers_for
 from stoker.machine.loader_memory import STATED, LoaderMemory
+from stoker.plan.break_even import Room
 from stoker.plan.findings import LOCAL_COPY, batch_finding, budget_findings, ram_findings, vram_findings
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
 from stoker.plan.records import Budget, Finding, Plan, RamBudget, Rate, ScalingRow, VramBudget
@@ -45,6 +46,8 @@ class Hardware:
     ram_bytes: int | None = None
     shm_bytes: int | None = None
     disk_bytes: int | None = None
+    room: Room | None = None
+    """The local disk that a copy of the data could go to."""
     storage: Storage | None = None
     price_per_hour: float | None = None
     """Of one node."""
@@ -195,7 +198,8 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
         *budget_findings(shm, disk, files),
         *time_findings(
             time, cpus=hardware.cpus, nodes=hardware.nodes, sample_bytes=data.sample_bytes,
-            dataset_bytes=data.dataset_bytes, config=name, unit=job.unit,
+            dataset_bytes=data.dataset_bytes, config=name, data_root=config.data_root, room=hardware.room,
+            unit=job.unit,
         ),
     ]  # fmt: skip
     if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:

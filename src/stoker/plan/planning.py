@@ -21,7 +21,9 @@ from stoker.machine.accelerators import measure_cpu
 from stoker.machine.datasheets import Datasheet, datasheet_for_device, load_datasheet
 from stoker.machine.host import Machine, fit_to_machine, read_machine, usable_cpus
 from stoker.machine.loader_memory import STATED, measure_loader_memory
+from stoker.machine.local_disk import find_local_disk
 from stoker.machine.memory import used_by_others_bytes
+from stoker.plan.break_even import ANY_DISK, Room
 from stoker.plan.budget import Hardware, Job, Measured, StepNeeds, check_counts, make_plan, trace_needs
 from stoker.plan.records import Plan
 from stoker.plan.tiers import TierSetting, choose_tiers
@@ -176,7 +178,8 @@ def hardware_for(
         gpus=max(1, gpus), nodes=wanted.nodes or config.num_nodes, cpus=wanted.cpus or machine.cpus,
         sheet=accelerator.sheet, vram_bytes=accelerator.vram_bytes, on_cpu=accelerator.on_cpu, ram_bytes=ram,
         shm_bytes=shm, disk_bytes=disk, storage=None if wanted.storage is None else read_storage(wanted.storage),
-        price_per_hour=wanted.price, is_here=not described, stated=tuple(stated),
+        room=None if for_start else _room(disk, here=not described), price_per_hour=wanted.price,
+        is_here=not described, stated=tuple(stated),
     )  # fmt: skip
 
 
@@ -262,6 +265,14 @@ def _bytes(option: str, text: str | None) -> int | None:
         return parse_bytes(text)
     except ValueError as error:
         raise UsageError("size-without-unit", f"{option} {text}: {error}", hint=f"{option} {text}GB") from None
+
+
+def _room(disk_bytes: int | None, *, here: bool) -> Room | None:
+    """Where a copy of the data could go: on this machine, or on the one that the user described."""
+    if not here:
+        return None if disk_bytes is None else Room(ANY_DISK, disk_bytes)
+    disk = find_local_disk()
+    return None if disk is None else Room(disk.folder, disk.free_bytes)
 
 
 def _free_disk(config: Config, path: Path | None) -> int | None:

@@ -12,6 +12,7 @@ import yaml
 from stoker.config.fields import parse_bytes
 from stoker.data.images.pack.packing import PACKING_SPEEDUP
 from stoker.errors import UsageError, did_you_mean
+from stoker.plan.break_even import Room, break_even, break_even_text, staging_fix
 from stoker.plan.records import Estimate, Finding, Rate, TimeBudget
 
 # How many images per second storage delivers: measured, by name, or given as bytes per second.
@@ -123,9 +124,14 @@ def time_findings(
     sample_bytes: float | None,
     dataset_bytes: float | None,
     config: str,
+    data_root: str | None = None,
+    room: Room | None = None,
     unit: str = "images",
 ) -> list[Finding]:
-    """What would have to change for the accelerator to be the slowest part, and the speed-up from it."""
+    """What would have to change for the accelerator to be the slowest part, and the speed-up from it.
+
+    `room` is the local disk that a copy of the data could go to, if one is known.
+    """
     accelerator = time.rates.get("accelerator")
     if accelerator is None or time.images_per_second is None:
         return []
@@ -168,26 +174,25 @@ def time_findings(
             f"the accelerators can take {needed / 1e6:,.0f} MB/s"
         )
         rest = min(rate.images_per_second for name, rate in time.rates.items() if name != "storage")
+        nearer = staging_fix(config, is_config=True, root=data_root, size_bytes=dataset_bytes, room=room)
+        now = storage.images_per_second
+        pays = None if dataset_bytes is None else break_even(
+            dataset_bytes, now * sample_bytes, needed=rest * sample_bytes
+        )  # fmt: skip
+        if pays is not None and pays.epochs is not None and nearer.share == 1:
+            message += f"; {break_even_text(pays)}"
+        if nearer.about:
+            message += f" ({nearer.about})"
+        faster = rest if nearer.share == 1 else min(rest, now / (1 - nearer.share))
         found.append(
             Finding(
                 "storage-bound",
-                message + _pays_off(storage.images_per_second, rest, dataset_bytes, sample_bytes),
-                fix=f"cache_dir=/local/disk in {config}: the first epoch fills the cache, later ones read from it",
-                speedup=_at_most(rest / time.images_per_second),
+                message,
+                fix=nearer.fix,
+                speedup=_at_most(faster / time.images_per_second) if nearer.share else None,
             )
         )
     return found
-
-
-def _pays_off(storage: float, rest: float, dataset_bytes: float | None, sample_bytes: float) -> str:
-    """After how many epochs a copy to local disk, made at the storage's own rate, has paid for itself."""
-    if dataset_bytes is None or rest <= storage:
-        return ""
-    samples = dataset_bytes / sample_bytes
-    copying_s, saved_s = samples / storage, samples / storage - samples / rest
-    return (
-        f"; copying the data first takes {copying_s / 60:,.0f} min and pays off after {copying_s / saved_s:.1f} epochs"
-    )
 
 
 def _at_most(speedup: float) -> Estimate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from stoker.console import count, megabytes, shown
 from stoker.stage.checking import Verification
 from stoker.stage.copying import FAILURES_NAMED, Summary
+from stoker.stage.hydrate import Hydrated
 
 CHECKSUMS = {"md5": "MD5", "sha1": "SHA-1", "sha256": "SHA-256"}
 
@@ -47,4 +48,27 @@ def verification_text(result: Verification) -> str:
         lines.append(f"note: {count(len(result.unknown), 'file')} not in the manifest: {shown(result.unknown[0])} …")
     verdict = "all as copied" if result.whole else f"{count(len(result.wrong), 'file')} wrong or missing"
     lines.append(f"verified {count(result.files, 'file')}, {megabytes(result.bytes)} of {result.folder}: {verdict}")
+    return "\n".join(lines)
+
+
+def hydrated_text(done: Hydrated) -> str:
+    """What `--hydrate` did, failures last."""
+    lines = []
+    if done.released is not None:
+        there = done.files - done.released
+        lines.append(f"present   {count(there, 'file')} already there")
+    if done.restored:
+        lines.append(f"restored  {count(done.restored, 'file')} by lfs")
+    if done.read:
+        lines.append(f"read      {count(done.read, 'file')} from beginning to end")
+    if done.failed:
+        lines.append(f"failed    {count(len(done.failed), 'file')}:")
+        lines += [f"  {shown(path)}: {reason}" for path, reason in done.failed[:FAILURES_NAMED]]
+        if len(done.failed) > FAILURES_NAMED:
+            lines.append(f"  and {len(done.failed) - FAILURES_NAMED:,} more; --json lists them all")
+    state = "not all there; run the same command again" if done.failed else "all there"
+    lines.append(
+        f"{done.path} ({done.kind or 'unknown file system'}): {state}: {count(done.files, 'file')}, "
+        f"{megabytes(done.bytes)} in {done.seconds:.1f} s"
+    )
     return "\n".join(lines)

@@ -33,5 +33,6 @@ def test_images_pass_through_every_stage(attached: Attached, pictures: Path, sty
     assert seen.storage is not None
     assert seen.storage.bytes_per_sample == pytest.approx(size, rel=0.2)
     assert seen.storage.kind is not None
+    assert pictures.is_relative_to(seen.storage.root or "/nowhere")
     assert seen.samples == 10 * 4
     assert all(batch.fetch_s is not None and batch.fetch_s < batch.wall_s for batch in seen.batches)

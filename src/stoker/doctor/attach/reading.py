@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import struct
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ MOST_STEPS = 512
 """Steps that are kept one by one in an Observed: the newest few hundred."""
 
 LEAST_READ_BYTES = 512
+SPLIT_FOLDERS = frozenset({"train", "training", "val", "valid", "validation", "test"})
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,23 @@ def _storage(made: Sequence[FetchFile]) -> StorageFacts | None:
     kind, remote = (None, None) if mount is None else (mount.kind, mount.remote)
     if from_sockets * 2 > (read or 0):
         kind, remote = "network", True
-    return StorageFacts(remote=remote, kind=kind, bytes_per_sample=read / samples if read and samples else None)
+    # Read from sockets: the file that was opened is not where the data is.
+    root = None if kind == "network" else data_root([file.path for file in made if file.path])
+    return StorageFacts(
+        remote=remote, kind=kind, bytes_per_sample=read / samples if read and samples else None, root=root
+    )
+
+
+def data_root(paths: Sequence[str]) -> str | None:
+    """The folder that a data set is probably in, from some of its files: above `train`, or what they have in common."""
+    folders = [Path(path).parent for path in paths if Path(path).is_absolute()]
+    if not folders:
+        return None
+    common = Path(os.path.commonpath(folders))
+    for part in (common, *common.parents):
+        if part.name.lower() in SPLIT_FOLDERS:
+            return str(part.parent)
+    return str(common)
 
 
 def _accelerator(facts: dict[str, Any]) -> AcceleratorFacts | None:

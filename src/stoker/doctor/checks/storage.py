@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stoker.doctor.checks.case import Case, Hit, check, waiting_for_data
 from stoker.doctor.preparing import WORTH_NAMING, named
+from stoker.plan.break_even import ANY_CONFIG, BreakEven, Room, StagingFix, break_even_text, staging_fix
 from stoker.plan.records import Estimate
 
 BANDWIDTH_USED = 0.7
@@ -105,7 +106,9 @@ def _hit(case: Case, details: str) -> Hit:
     assert case.split is not None
     gains = [gain for name in ("staging", "workers") if (gain := case.gain(name)) is not None]
     best: Estimate | None = max(gains, key=lambda gain: gain.expected, default=None)
-    return Hit(f"workers spend {case.split.blocked:.0%} of their time waiting for reads{details}", _fix(case), best)
+    fix, about = _fix(case)
+    seen = f"workers spend {case.split.blocked:.0%} of their time waiting for reads{details}"
+    return Hit("; ".join([seen, *about]), fix, best)
 
 
 def _kind(case: Case) -> str:
@@ -130,12 +133,55 @@ def _bandwidth_is_used(case: Case) -> bool | None:
     return storage.latency_s < LATENCY_SHARE * blocked_per_sample
 
 
-def _fix(case: Case) -> str:
-    nearer = "cache_dir=/local/disk/cache" if case.config_line else "copy the data to a local disk first"
+def _fix(case: Case) -> tuple[str, list[str]]:
+    """What to type, and what is to be said about it: the time of copying, and the disk."""
+    more_workers = _workers_fix(case)
+    storage = case.observed.storage
+    if storage is not None and storage.remote is False:
+        packing = "stoker pack DATA_ROOT PACKED --longest 500 --quality 90"
+        return more_workers or (packing if case.config_line and storage.packed is False else "a faster disk"), []
     staging, workers = case.gain("staging"), case.gain("workers")
-    if staging is not None and (workers is None or staging.expected >= workers.expected):
-        return nearer
-    return _workers_fix(case) or nearer
+    if more_workers and (staging is None or (workers is not None and workers.expected > staging.expected)):
+        return more_workers, []
+    nearer = _staging(case)
+    if nearer is None:
+        return "copy the data to a local disk first", []
+    pays = _break_even(case, staging) if nearer.share == 1 else None
+    told = [] if pays is None or pays.epochs is None else [break_even_text(pays)]
+    return nearer.fix, [*told, *([nearer.about] if nearer.about else [])]
+
+
+def _staging(case: Case) -> StagingFix | None:
+    """The command that brings the data nearer; None for a script whose files were not seen."""
+    storage = case.observed.storage
+    root = None if storage is None else storage.root
+    source = case.observed.config or ANY_CONFIG if case.config_line else root
+    if source is None:
+        return None
+    room = None
+    if storage is not None and storage.local_folder is not None:
+        room = Room(storage.local_folder, storage.local_free_bytes)
+    return staging_fix(source, is_config=case.config_line, root=root, size_bytes=_dataset_bytes(case), room=room)
+
+
+def _dataset_bytes(case: Case) -> float | None:
+    storage, loader = case.observed.storage, case.observed.loader
+    if storage is None or storage.dataset_bytes is not None:
+        return None if storage is None else storage.dataset_bytes
+    if loader is None or loader.samples is None or storage.bytes_per_sample is None:
+        return None
+    return loader.samples * storage.bytes_per_sample
+
+
+def _break_even(case: Case, gain: Estimate | None) -> BreakEven | None:
+    """From the measured rates: copying at what many readers reached, or else at what this loop read."""
+    storage, pace = case.observed.storage, case.observed.images_per_second
+    size = _dataset_bytes(case)
+    if storage is None or not storage.bytes_per_sample or not size or not pace or gain is None:
+        return None
+    epoch_s = size / storage.bytes_per_sample / pace
+    copying = max(storage.parallel_bytes_per_second or 0.0, pace * storage.bytes_per_sample)
+    return BreakEven(size, size / copying, epoch_s, epoch_s / gain.expected)
 
 
 def _workers_fix(case: Case) -> str | None:

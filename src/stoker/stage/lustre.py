@@ -1,0 +1,187 @@
+"""Lustre's own tool, `lfs`: which files are released to the archive behind the file system, and restoring them.
+
+A released file has a name and a size, and its content is elsewhere (S3 behind FSx) until somebody restores or reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from types import TracebackType
+from typing import Self
+
+RELEASED, LOST = 0x04, 0x40
+"""Flags of a file's state, as lustre_user.h numbers them."""
+CALLS_AT_ONCE = 8
+STATES_PER_CALL = 500
+RESTORES_PER_CALL = 50
+"""Older clients refuse a request above a third of 5 KB, and a file takes 32 bytes of it."""
+ARGUMENT_BYTES = 100_000
+"""Far below what the kernel passes to a program, whatever the environment takes of it."""
+CALL_S = 60.0
+"""For one call: it only asks the metadata server."""
+MOST_FAILURES = 20
+"""Single files that fail one after the other: then `lfs` is at fault and not the files."""
+_STATE = re.compile(rb": \(0x([0-9a-fA-F]+)\)[^\n]*\n")
+_REFUSED = re.compile(r"request.*(not permitted|Permission denied)", re.IGNORECASE)
+
+
+class LfsFailed(Exception):
+    """`lfs` is of no use here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What `lfs hsm_state` says about one file."""
+
+    released: bool
+    lost: bool = False
+    """Its content is gone from the archive, too."""
+    problem: str | None = None
+    """Why its state is not known."""
+
+
+class Lfs:
+    """The program, with some calls at once; none outlives the `with` block."""
+
+    def __init__(self, program: str, *, call_s: float = CALL_S) -> None:
+        self._program = program
+        self._call_s = call_s
+        self._closed = threading.Event()
+        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="lfs")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def states(self, paths: Sequence[bytes]) -> list[FileState]:
+        """The state of each file, in order. Raises LfsFailed if it cannot be asked at all."""
+        return list(chain.from_iterable(self._pool.map(self._states_of, in_calls(paths, STATES_PER_CALL))))
+
+    def restore(self, paths: Sequence[bytes]) -> dict[bytes, str]:
+        """Asks for the content of these files, which arrives later; returns those that were refused, with the reason.
+
+        Raises LfsFailed if nothing may be restored.
+        """
+        refused: dict[bytes, str] = {}
+        for found in self._pool.map(self._restore, in_calls(paths, RESTORES_PER_CALL)):
+            refused |= found
+        return refused
+
+    def _states_of(self, paths: Sequence[bytes]) -> list[FileState]:
+        found: list[FileState] = []
+        in_a_row = 0
+        while len(found) < len(paths):
+            asked = paths[len(found) :]
+            code, out, said = self._call("hsm_state", asked)
+            known = parse_states(out, asked)
+            found += known
+            if len(known) == len(asked):
+                break
+            # It stops at the first file that it cannot ask about.
+            in_a_row = 1 if known else in_a_row + 1
+            if code == 0:
+                raise LfsFailed(f"the output of lfs hsm_state was not understood: {out[:80]!r}")
+            if "ioctl" in said or in_a_row >= MOST_FAILURES:
+                raise LfsFailed(f"lfs hsm_state: {said}")
+            found.append(FileState(released=False, problem=said))
+        return found
+
+    def _restore(self, paths: Sequence[bytes]) -> dict[bytes, str]:
+        """One file that is gone makes the whole call fail: halves find it, and the others are restored."""
+        refused: dict[bytes, str] = {}
+        waiting, in_a_row = [paths], 0
+        while waiting:
+            some = waiting.pop()
+            code, _, said = self._call("hsm_restore", some)
+            if code == 0:
+                in_a_row = 0
+            elif _REFUSED.search(said):
+                raise LfsFailed(f"lfs hsm_restore: {said}")
+            elif len(some) > 1:
+                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+            else:
+                refused[some[0]] = said
+                in_a_row += 1
+                if in_a_row >= MOST_FAILURES:
+                    raise LfsFailed(f"lfs hsm_restore: {said}")
+        return refused
+
+    def _call(self, action: str, paths: Sequence[bytes]) -> tuple[int, bytes, str]:
+        """Exit code, output, and the last line of what it complained about."""
+        try:
+            process = subprocess.Popen(
+                [self._program, action, *paths], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, env=os.environ | {"LC_ALL": "C"},
+                # Ctrl-C is ours to handle: a call that it ended would count as a failure of `lfs`.
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise LfsFailed(f"{self._program} cannot be run: {error.strerror or error}") from None
+        waited = 0.0
+        while True:
+            try:
+                out, complaints = process.communicate(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                waited += 0.5
+            if waited >= self._call_s or self._closed.is_set():
+                process.kill()
+                # A process that hangs in the kernel does not even end when killed: leave it.
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(1.0)
+                for stream in (process.stdout, process.stderr):
+                    if stream is not None:
+                        stream.close()
+                raise LfsFailed(f"lfs {action} did not answer in {self._call_s:.0f} s")
+        lines = complaints.decode(errors="backslashreplace").strip().splitlines()
+        return process.returncode, out, lines[-1] if lines else f"exit code {process.returncode}"
+
+
+def find_lfs() -> str | None:
+    """Where `lfs` is installed; None where it is not."""
+    return shutil.which("lfs")
+
+
+def parse_states(output: bytes, asked: Sequence[bytes]) -> list[FileState]:
+    """The states in the output of `lfs hsm_state` for these files, as far as it goes.
+
+    Names are matched in the order in which they were asked for, so a name may contain anything, even a line break.
+    """
+    found: list[FileState] = []
+    at = 0
+    for path in asked:
+        if not output.startswith(path, at):
+            break
+        match = _STATE.match(output, at + len(path))
+        if match is None:
+            break
+        flags = int(match[1], 16)
+        found.append(FileState(released=bool(flags & RELEASED), lost=bool(flags & LOST)))
+        at = match.end()
+    return found
+
+
+def in_calls(paths: Sequence[bytes], most: int) -> Iterator[Sequence[bytes]]:
+    """The files in groups that fit on a command line."""
+    begin = size = 0
+    for end, path in enumerate(paths):
+        if end > begin and (end - begin == most or size + len(path) > ARGUMENT_BYTES):
+            yield paths[begin:end]
+            begin, size = end, 0
+        size += len(path) + 1
+    if begin < len(paths):
+        yield paths[begin:]

@@ -20,7 +20,7 @@ from stoker.doctor.checks.case import Case, waiting_for_data
 from stoker.doctor.checks.verdict import CHECKS, judge
 from stoker.doctor.records import Prediction
 from stoker.plan.records import Estimate
-from tests.doctor.checks.observations import BATCH, batches, healthy, stages, starved
+from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy, stages, starved
 
 FULL = HostFacts(cpus=2, cpu_busy_share=1.0)
 
@@ -323,3 +323,22 @@ def test_a_script_that_waits_for_a_network_is_told_to_copy_if_that_helps_most() 
     assert judge(away, (copy, more)).findings[0].fix == "copy the data to a local disk first"
     best = replace(more, speedup=Estimate(3.8, 4.0, 4.2))
     assert judge(away, (copy, best)).findings[0].fix == "DataLoader(..., num_workers=4)"
+
+
+def test_a_model_on_the_cpu_that_loses_its_cores_to_the_loader_is_not_compute_bound() -> None:
+    # Batches in memory would give twice the rate, and the loop does not wait: the workers have its cores.
+    busy = {"batches": batches(cpu=0.09, runq=0.08), "host": HostFacts(cpus=2), "consumer_cpu_s": 10.0}
+    slowed = healthy(ceiling_images_per_second=2 * STEPS * BATCH / 10.0, **busy)
+    found = judge(slowed)
+    assert found.verdict == "shared-cores"
+    assert "loader and model share the cores" in found.line
+    assert "2.0 times as long" in found.line
+    assert "compute-bound" not in [finding.id for finding in found.findings]
+    # The same from a run, which knows no ceiling: its own thread waits for a core, or all cores are full.
+    assert judge(healthy(consumer_runq_s=3.0, **busy)).verdict == "shared-cores"
+    assert judge(healthy(**busy)).verdict == "shared-cores"
+    # With a device of its own, with a loader that takes little, or as fast as the ceiling, it is not that.
+    device = AcceleratorFacts(name="GPU", device_busy_share=0.99)
+    assert judge(healthy(consumer_runq_s=3.0, accelerator=device, **busy)).verdict == "compute-bound"
+    assert judge(healthy(consumer_runq_s=3.0, batches=batches(cpu=0.0005))).verdict == "compute-bound"
+    assert judge(healthy(ceiling_images_per_second=1.1 * STEPS * BATCH / 10.0, **busy)).verdict == "compute-bound"

@@ -9,7 +9,7 @@ UV     ?= $(BIN)/uv
 JOBS   ?= 2
 CHROMIUM ?= yes
 
-.PHONY: help setup check test browser demo bench picture lock clean
+.PHONY: help setup check test attack browser demo bench picture lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -36,6 +36,9 @@ check: setup  ## lint, formatting, types, import direction
 
 test: setup browser  ## run the test suite; CHROMIUM=no skips installing Chromium
 	@$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+attack: setup  ## kill, pre-empt and damage runs, and print what survived; ARGS='--kills 500 --only kills'
+	@$(BIN)/python tools/attack.py $(ARGS)
 
 browser:  ## install Chromium for the browser tests, if possible
 	@CHROMIUM=$(CHROMIUM) tools/browser.sh

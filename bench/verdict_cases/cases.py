@@ -89,6 +89,9 @@ def _foreign(script: Script) -> list[Case]:
         case("workers start anew", "epoch-start-stalls", start_ms=500, epoch_batches=40, step_ms=20, workers=2),
         case("slow consumer", "compute-bound", step_ms=40, spin_ms=0.5, workers=2),
     ]
+    if script == "torch":
+        computing = {"step_products": 40, "step_ms": 0.0}
+        common.append(case("model and workers on the same cores", "shared-cores", **computing, spin_ms=8, workers=2))
     if script == "lightning":
         return common
     return [

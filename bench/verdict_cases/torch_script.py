@@ -9,7 +9,7 @@ import torch
 from bench.verdict_cases.work import make_loader, read_faults
 
 faults = read_faults()
-model = torch.nn.Linear(16, 2)
+model, matrix = torch.nn.Linear(16, 2), torch.ones(500, 500)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = make_loader(faults)
 end = time.monotonic() + faults.seconds
@@ -19,6 +19,8 @@ while time.monotonic() < end:
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        for _ in range(faults.step_products):  # a model on the CPU, with all its cores
+            matrix @ matrix
         time.sleep(faults.step_ms / 1e3)  # an accelerator at work: takes time but no core
         if time.monotonic() > end:
             break

@@ -88,8 +88,8 @@ def _dispatch(arguments: list[str]) -> int:
     if not completing and first in ("--help", "-h", "help") and len(arguments) <= 1:
         _print(_help_text())
         return EXIT_OK
-    if not completing and first == "--version":
-        _print(f"stoker {__version__}")
+    if not completing and "--version" in arguments[:2] and set(arguments) <= {"--version", "--json"}:
+        _print_version(json="--json" in arguments)
         return EXIT_OK
     if completing or first in ("--install-completion", "--show-completion"):
         return _run_typer(arguments, list(COMMANDS))
@@ -193,6 +193,15 @@ Options:
   --help                Show this text; `stoker COMMAND --help` describes a command.
 
 Example: stoker doctor -- python train.py"""
+
+
+def _print_version(*, json: bool) -> None:
+    from stoker.console import print_json
+
+    if json:
+        print_json({"version": __version__})
+    else:
+        _print(f"stoker {__version__}")
 
 
 def _print(text: str) -> None:

@@ -119,16 +119,17 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(_nearest_words(word, known)), None)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+def did_you_mean(word: str, known: Iterable[str], *, most_edits: int | None = None) -> str | None:
     """The same as a question, with every equally close word (`atch_size`: batch or patch?)."""
-    words = _nearest_words(word, known)
+    words = _nearest_words(word, known, most_edits)
     return f"did you mean {' or '.join(words)}?" if words else None
 
 
-def _nearest_words(word: str, known: Iterable[str]) -> list[str]:
+def _nearest_words(word: str, known: Iterable[str], most_edits: int | None = None) -> list[str]:
     # Fewest edits win: difflib's ratio prefers long common runs and guesses wrong among keys that share
     # a prefix. A third of the letters may be wrong; and at least one (two from four letters on).
     allowed = max(1 if len(word) < 4 else 2, len(word) // 3)
+    allowed = allowed if most_edits is None else min(allowed, most_edits)
     # Each letter that only one word has costs an edit: this rules out most words cheaply.
     letters = Counter(word.lower())
     near = [

@@ -35,14 +35,19 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[Any]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp makes files that only the owner can read; a run folder is often shared by a team.
-        temporary.chmod(0o666 & ~_umask())
+        use_umask(temporary)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+def use_umask(path: Path) -> None:
+    """Gives a file the mode that any new file has: mkstemp, and some libraries, make files that only their owner can
+    read, but runs and models are often shared by a team."""
+    path.chmod(0o666 & ~_umask())
 
 
 def write_text(path: Path, text: str) -> None:

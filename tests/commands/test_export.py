@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -154,3 +155,13 @@ def test_text_names_every_difference(checkpoint: Path, tmp_path: Path, capsys: p
     text = capsys.readouterr().out
     assert text.count("largest difference") == 3
     assert "real.jpg" in text
+
+
+def test_an_exported_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with export_formats._appearing(tmp_path / "model.safetensors") as draft:
+            draft.touch(mode=0o600)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640

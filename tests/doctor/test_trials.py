@@ -6,17 +6,25 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stoker.clock.observed import Observed
 from stoker.clock.reading import observed_from
 from stoker.config import Config, config_values, load_config
+from stoker.doctor import trials
+from stoker.doctor.checks.verdict import judge
+from stoker.doctor.diagnosing import to_confirm
+from stoker.doctor.records import Prediction
 from stoker.doctor.trial_process import ceiling_trial, together_trial
 from stoker.doctor.trials import run_trials, try_in_child
 from stoker.errors import UserError
 from stoker.machine.host import fit_to_machine, read_machine
+from stoker.plan.records import Estimate
 from tests.support.tiny_training import write_config, write_images
 from tests.support.waiting import DEADLINE_S, wait_until
 
@@ -142,3 +150,33 @@ def test_ctrl_c_and_even_a_kill_leave_nothing_behind(config_file: Path, ending: 
     process.send_signal(ending)
     process.wait(DEADLINE_S)
     wait_until(lambda: children_of(mark) == [], lambda: str(children_of(mark)))
+
+
+def test_a_time_for_all_trials_includes_their_starts(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, float]] = []
+
+    def slow_start(job: dict[str, Any], _tell: object) -> dict[str, Any]:
+        tried.append((job["trial"], job["seconds"]))
+        time.sleep(0.7 + 0.1 * job["seconds"])
+        raise UserError("trial-died", "for this test")
+
+    monkeypatch.setattr(trials, "try_in_child", slow_start)
+    monkeypatch.setattr(trials, "LEAST_TRIAL_S", 0.5)
+    seen = run_trials(load(config_file), 2.0, within_s=2.0)
+    assert tried[0][0] == "together"
+    assert 1 <= len(tried) < 4
+    assert all(seconds <= 2.0 for _, seconds in tried)
+    assert any("no time for it in 2 s; --seconds 8 has some" in line for line in seen.missing)
+    tried.clear()
+    run_trials(load(config_file), 0.1)
+    assert [name for name, _ in tried] == ["storage", "loader", "ceiling", "together"]
+
+
+def test_what_cannot_be_confirmed_is_said() -> None:
+    row = Prediction("accelerator", "half the model's time", Estimate(1.8, 1.9, 2.0), Estimate(1.0, 1.0, 1.0))
+    setting = replace(row, id="workers", label="num_workers 2 -> 1", settings=(("num_workers", 1),))
+    seen = Observed(source="trial", steps=10, samples=80, elapsed_s=1.0, wait_s=0.0)
+    assert to_confirm(judge(seen, (row, setting))) == (setting, "")
+    assert "(half the model's time)" in to_confirm(judge(seen, (row,)))[1]
+    assert "higher --seconds" in to_confirm(judge(seen))[1]
+    assert "no step" in to_confirm(judge(replace(seen, samples=0, steps=0, elapsed_s=0.0)))[1]

@@ -126,13 +126,13 @@ class BatchClock:
         self.cost = BatchCost(worker=threading.get_native_id(), process=os.getpid())
         self._stage = "other"
         self._began_s = self._since_s = time.perf_counter()
-        self._cpu_s, self._runq_s = time.thread_time(), _run_queue_s()
+        self._cpu_s, self._runq_s = time.thread_time(), run_queue_s()
 
     def begins(self, stage: str) -> None:
         """Ends the current stage; the time from now on counts for this one."""
         # For a running thread schedstat is up to a tick (4 ms) old, the CPU clock never is. So running time is from the
         # CPU clock, and only run-queue time, which ended when the thread got its core back, from schedstat.
-        now_s, cpu_s, runq_s = time.perf_counter(), time.thread_time(), _run_queue_s()
+        now_s, cpu_s, runq_s = time.perf_counter(), time.thread_time(), run_queue_s()
         sums = self.cost.stages.get(self._stage)
         if sums is None:
             sums = self.cost.stages[self._stage] = StageCost(calls=1)
@@ -184,7 +184,8 @@ def read_schedule() -> tuple[int, int] | None:
     return int(running), int(waiting)
 
 
-def _run_queue_s() -> float | None:
+def run_queue_s() -> float | None:
+    """Seconds that this thread has waited for a core; None if the kernel does not say."""
     schedule = read_schedule()
     return None if schedule is None else schedule[1] / 1e9
 

@@ -216,6 +216,8 @@ class Observed:
     other_s: float | None = None
     consumer_cpu_s: float | None = None
     """CPU time of the loop's own process in those steps, all its threads except those that prepare batches."""
+    consumer_runq_s: float | None = None
+    """In those steps, how long the loop's own thread could have run and waited for a core."""
     validation_s: float | None = None
     epoch_starts_s: tuple[float, ...] = ()
     """Waits for the first batch of each epoch; not included in the sums above."""
@@ -252,6 +254,11 @@ class Observed:
     """What could not be measured, and why, in words."""
     config: str | None = None
     """The config file, with KEY=VALUE if some were given, as one would type it; None for scripts."""
+
+    @property
+    def faster_model(self) -> str:
+        """What to call a step of half the time: without an accelerator nobody can buy a faster one."""
+        return "half the model's time" if self.accelerator is None else "a 2x faster accelerator"
 
     @property
     def wait_share(self) -> float | None:

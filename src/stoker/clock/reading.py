@@ -38,8 +38,8 @@ PARTS = ("wait", "transfer", "compute", "other")
 MEMORY = ("process_bytes", "device_bytes", "shm_used_bytes", "available_bytes")
 
 _STEP_SUMS = (
-    "steps", "samples", "elapsed_s", "wait_s", "transfer_s", "compute_s", "other_s", "consumer_cpu_s", "made_samples",
-    "batch_bytes",
+    "steps", "samples", "elapsed_s", "wait_s", "transfer_s", "compute_s", "other_s", "consumer_cpu_s",
+    "consumer_runq_s", "made_samples", "batch_bytes",
 )  # fmt: skip
 _STAGE_SUMS = ("wall_s", "cpu_s", "runq_s", "blocked_s", "read_bytes", "calls")
 
@@ -320,6 +320,7 @@ class _Sums:
             compute_s=totals.get("compute_s"),
             other_s=totals.get("other_s"),
             consumer_cpu_s=max(0.0, totals["consumer_cpu_s"]) if "consumer_cpu_s" in totals else None,
+            consumer_runq_s=totals.get("consumer_runq_s"),
             validation_s=totals.get("validation_s"),
             epoch_starts_s=tuple(self.epoch_starts_s),
             waits_s=tuple(wait_s for wait_s, _ in self._newest_steps),
@@ -344,7 +345,7 @@ class _Sums:
         if not 0 < firsts < steps:
             return totals
         others = 1 - firsts / steps
-        for name in ("samples", "transfer_s", "compute_s", "other_s", "consumer_cpu_s"):
+        for name in ("samples", "transfer_s", "compute_s", "other_s", "consumer_cpu_s", "consumer_runq_s"):
             if name in totals:
                 totals[name] *= others
         totals["steps"] = steps - firsts

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stoker.clock.costs import BatchCost
+from stoker.clock.costs import BatchCost, run_queue_s
 from stoker.clock.observed import BatchTime
 from stoker.run.json_lines import Record
 
@@ -25,7 +25,8 @@ MOST_SLOW_SAMPLES = 16
 # Microseconds: anything below is measurement noise.
 _DIGITS = 6
 _SUMS = (
-    "elapsed_s", "wait_s", "transfer_s", "compute_s", "other_s", "consumer_cpu_s", "longest_s", "validation_s",
+    "elapsed_s", "wait_s", "transfer_s", "compute_s", "other_s", "consumer_cpu_s", "consumer_runq_s", "longest_s",
+    "validation_s",
 )  # fmt: skip
 BATCH_COLUMNS = ("wall_s", "cpu_s", "runq_s", "blocked_s", "samples", "worker", "fetch_s", "bytes")
 """A batch in a line is a list in this order: names would take two thirds of the file."""
@@ -128,6 +129,8 @@ class Interval:
     compute_s: float = 0.0
     consumer_cpu_s: float = 0.0
     """CPU time of this process in these steps, all threads, without making batches."""
+    consumer_runq_s: float | None = None
+    """In these steps, the loop's own thread waited so long for a core; None if the kernel does not say."""
     longest_s: float = 0.0
     """The longest of the steps."""
     validation_s: float | None = None
@@ -235,6 +238,7 @@ class StepClock:
         self._waited_s = 0.0
         self._mark_s = time.perf_counter()
         self._cpu_mark_s = time.process_time()
+        self._runq_mark_s = run_queue_s()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -349,6 +353,10 @@ class StepClock:
         # Threads make batches ahead of the steps that take them: the two only match over many steps.
         made = sum(batch.cost.on_cpu_s or 0.0 for batch in batches if batch.cost.process == here)
         self._interval.consumer_cpu_s += used - made
+        queued_s, before_s = run_queue_s(), self._runq_mark_s
+        self._runq_mark_s = queued_s
+        if queued_s is not None and before_s is not None:
+            self._interval.consumer_runq_s = (self._interval.consumer_runq_s or 0.0) + queued_s - before_s
 
     def _add_step(self, wait_s: float, rest_s: float) -> None:
         """A step other than an epoch's first: what of it was waiting for data, and the rest."""

@@ -93,7 +93,7 @@ def import_(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
+            metavar="KEY=VALUE",
             help="Settings of stoker that the file does not say, such as devices=8.",
             show_default=False,
         ),

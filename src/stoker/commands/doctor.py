@@ -34,14 +34,14 @@ def doctor(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CONFIG|RUN_FOLDER]",
+            metavar="CONFIG|RUN_FOLDER",
             help="A config to try for a minute, or the folder of a run.",
             show_default=False,
         ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set on top of the config.", show_default=False),
+        typer.Argument(metavar="KEY=VALUE", help="Keys to set on top of the config.", show_default=False),
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(min=1.0, help="How long to try a config, or to record a script.")
@@ -122,6 +122,10 @@ def _refuse_combinations(
     ways = "stoker doctor CONFIG | stoker doctor RUN_FOLDER | stoker doctor -- python train.py"
     if script is None and target is None:
         raise UsageError("usage", "nothing to diagnose: no config, run folder or script given", hint=ways)
+    if target is not None and target.endswith((".py", ".sh", ".ipynb")):
+        program = {".py": "python", ".sh": "bash"}.get(Path(target).suffix)
+        hint = f"stoker doctor -- {program} {target}" if program else "stoker doctor -- python train.py"
+        raise UsageError("usage", f"{target} is a script, neither a config nor a run folder", hint=hint)
     if script is not None and target is not None:
         raise UsageError("usage", f"both {target!r} and a script after `--` given; expected one of them", hint=ways)
     if script == []:

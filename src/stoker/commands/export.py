@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOption
+from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOfCheckpointOption
 
 if TYPE_CHECKING:
     from stoker.tasks.exporting import Exportable
@@ -34,7 +34,7 @@ def export(
             show_default=False,
         ),
     ] = None,
-    set_: SetOption = None,
+    set_: SetOfCheckpointOption = None,
     raw: RawOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     json: JsonOption = False,

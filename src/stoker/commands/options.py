@@ -19,11 +19,22 @@ ConfigArgument = Annotated[
 ]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Override keys of the file: lr=0.1 epochs=2.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Override keys of the file: lr=0.1 epochs=2.", show_default=False),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="The same as an option; can be repeated.", show_default=False),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="The same as KEY=VALUE without --set; can be repeated.", show_default=False
+    ),
+]
+SetOfCheckpointOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the checkpoint's config; can be repeated.",
+        show_default=False,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else.")]
 CheckpointArgument = Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOption
+from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOfCheckpointOption
 from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def predict(
             show_default=False,
         ),
     ],
-    set_: SetOption = None,
+    set_: SetOfCheckpointOption = None,
     top: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="For images: classes to print. [default: 5]", show_default=False),

@@ -68,10 +68,15 @@ def train(
     """Train a model. The same command resumes a run that was stopped; a finished run is left alone."""
     let_threads_sleep()
     from stoker.console import print_json
-    from stoker.train.checkpoint.branching import start_from
 
     path, settings = config_and_overrides(config, overrides)
     settings = [*settings, *(set_ or ())]
+    if not (resume or from_ or fresh or replan) and (done := _finished(path, settings)) is not None:
+        if json:
+            print_json(done)
+        return EXIT_OK
+    from stoker.train.checkpoint.branching import start_from
+
     start = start_from(from_, ema=ema, keep_optimizer=keep_optimizer)
     code, summary = train_from_config(
         path, settings, resume, fresh, force=force, replan=replan, accept_data=accept_changed_data, start=start
@@ -101,6 +106,7 @@ def train_from_config(
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.run.folder import open_run, run_folder_for
     from stoker.run.metric import metric_of
+    from stoker.tasks.building import no_data
     from stoker.tasks.training import check_devices, train_here, trial_run
     from stoker.train.checkpoint.branching import check_start
     from stoker.train.compute import accelerator_of
@@ -113,6 +119,8 @@ def train_from_config(
     loaded = trial_run(load_for_command(path, overrides, None).config)
     if loaded.fast_dev_run and checkpoint is not None:
         raise UsageError("usage", "fast_dev_run begins with a new model", hint="leave out --resume")
+    if loaded.data_root is None:
+        raise no_data(loaded)  # before the plan speaks of memory for data that nobody named
     accelerator_of(loaded)  # refuses an unknown name before anything starts, on every rank
     machine = read_machine()
     config, notes = fit_to_machine(loaded, machine)
@@ -155,6 +163,31 @@ def train_from_config(
             replan=replan, accept_data=accept_data, look=look,
         )  # fmt: skip
         return EXIT_OK, summary
+
+
+def _finished(path: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
+    """The summary of a run that is finished with this config; None if it is not, or if other processes belong to it.
+    Answered before torch is imported."""
+    from stoker.config.reading import load_for_command
+    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.run.finished import finished_lines, finished_progress, finished_summary
+    from stoker.run.folder import run_folder_for
+    from stoker.train.ranks import ranks_from_environment
+
+    if ranks_from_environment() is not None:
+        return None
+    loaded = load_for_command(path, overrides, None).config
+    if loaded.fast_dev_run:
+        return None
+    config, notes = fit_to_machine(loaded, read_machine())
+    folder = run_folder_for(config, path)
+    progress = finished_progress(folder, config)
+    if progress is None:
+        return None
+    say_notes(notes)
+    for line in finished_lines(folder, config, progress):
+        say(line)
+    return finished_summary(folder, config, progress)
 
 
 def _is_program() -> bool:

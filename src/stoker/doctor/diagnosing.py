@@ -165,18 +165,20 @@ def _of_config(
             pace_s = fitted.batch_size / taken.images_per_second
             say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
     length = seconds or DEFAULT_SECONDS
-    observed = replace(_tried(fitted, length, pace_s), config=shlex.join([str(path), *overrides]))
+    tried = _tried(fitted, length, pace_s, within_s=seconds)
+    observed = replace(tried, config=shlex.join([str(path), *overrides]))
     settled = settle_predictions(folder, observed)
     diagnosis = diagnosis_of(observed)
     keep_predictions(folder, diagnosis)
     if not confirm:
         return replace(diagnosis, confirmation=settled)
-    best = next((p for p in diagnosis.predictions if p.settings and p.speedup.expected >= WORTH_SAYING), None)
+    best, why_not = to_confirm(diagnosis)
     before = observed.images_per_second
     if best is None or not before:
-        say("note: no setting is predicted to help, so there is nothing to confirm")
+        say(f"note: --confirm tried nothing: {why_not}")
         return diagnosis
-    say(f"trying {best.label}")
+    helps = best.speedup.expected >= WORTH_SAYING
+    say(f"trying {best.label}" + ("" if helps else ", the best setting there is, though nothing is expected of it"))
     changed = fitted.model_copy(update=dict(best.settings))
     # As long as before, and only the trial that is compared.
     as_long = trial_seconds(length, pace_s)["together"]
@@ -188,7 +190,27 @@ def _of_config(
     return replace(diagnosis, confirmation=confirmation)
 
 
-def _tried(config: HostConfig, seconds: float, pace_s: float | None, only: Sequence[str] | None = None) -> Observed:
+def to_confirm(diagnosis: Diagnosis) -> tuple[Prediction | None, str]:
+    """The best of the predictions that are a setting of the config, or why there is none."""
+    best = next((prediction for prediction in diagnosis.predictions if prediction.settings), None)
+    if best is not None:
+        return best, ""
+    if not diagnosis.observed.images_per_second:
+        return None, "no step was measured"
+    if not diagnosis.predictions:
+        return None, "too few batches were measured to predict anything; try a higher --seconds"
+    others = ", ".join(prediction.label for prediction in diagnosis.predictions)
+    return None, f"none of the predictions is a setting that a trial can change ({others})"
+
+
+def _tried(
+    config: HostConfig,
+    seconds: float,
+    pace_s: float | None,
+    only: Sequence[str] | None = None,
+    *,
+    within_s: float | None = None,
+) -> Observed:
     from stoker.console import progress_bar
     from stoker.doctor.trials import SHARES, run_trials
 
@@ -202,10 +224,10 @@ def _tried(config: HostConfig, seconds: float, pace_s: float | None, only: Seque
         shown = what
 
     if not sys.stderr.isatty():
-        return run_trials(config, seconds, pace_s=pace_s, only=trials, progress=tell, say=say)
+        return run_trials(config, seconds, pace_s=pace_s, within_s=within_s, only=trials, progress=tell, say=say)
     with progress_bar("trials", round(seconds)) as advance:
         return run_trials(
-            config, seconds, pace_s=pace_s, only=trials, say=say,
+            config, seconds, pace_s=pace_s, within_s=within_s, only=trials, say=say,
             progress=lambda _what, done, total: advance(round(done), round(total)),
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from stoker.clock.observed import BatchTime, LoaderShape, Observed
 from stoker.doctor.preparing import oversized_work, workers_that_fit
 from stoker.doctor.records import Prediction
 from stoker.doctor.simulation import Setup, Work, simulate
-from stoker.plan.records import Estimate
+from stoker.plan.records import PACKED_BYTES, Estimate
 
 DRAWN = 160
 """Batches of one simulation, plus a few for each worker: 3 ms, and steady from the fiftieth on."""
@@ -124,7 +124,7 @@ def what_if(observed: Observed, *, takes_turns: bool = False) -> tuple[Predictio
         _preprocessing(model, observed),
         _staging(model, observed),
         _packing(model, observed),
-        _prediction(model, "accelerator", "a 2x faster accelerator", _faster_accelerator),
+        _prediction(model, "accelerator", observed.faster_model, _faster_accelerator),
     ]
     known = [prediction for prediction in found if prediction is not None]
     return tuple(sorted(known, key=lambda prediction: -prediction.speedup.expected))
@@ -209,6 +209,8 @@ def _packing(model: LoaderModel, observed: Observed) -> Prediction | None:
         return None
     from stoker.data.images.pack.packing import PACKING_SPEEDUP  # a script does not need our decoders
 
+    if storage.bytes_per_sample is not None and storage.bytes_per_sample < PACKED_BYTES:
+        return None
     factor = 1 - decode.wall_s / whole * (1 - 1 / PACKING_SPEEDUP)
     batches = tuple(Work(work.cpu_s * factor, work.blocked_s) for work in model.batches)
     return _prediction(

@@ -199,7 +199,7 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
         *time_findings(
             time, cpus=hardware.cpus, nodes=hardware.nodes, sample_bytes=data.sample_bytes,
             dataset_bytes=data.dataset_bytes, config=name, data_root=config.data_root, room=hardware.room,
-            unit=job.unit,
+            unit=job.unit, on_cpu=hardware.on_cpu,
         ),
     ]  # fmt: skip
     if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:
@@ -209,6 +209,7 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
         steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, vram=vram, ram=ram, shm=shm, disk=disk,
         open_files=files, time=time, scaling=_scaling(job, needs) if scaling else (),
         findings=tuple(found), assumptions=_assumptions(job, ram), unit=job.unit,
+        on_cpu=hardware.on_cpu,
     )  # fmt: skip
 
 

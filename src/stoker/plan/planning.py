@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -70,6 +71,8 @@ def samples_per_core_second(config: Config) -> float | None:
 
 # The default size limit of a tmpfs is half of the memory (Linux, Documentation/filesystems/tmpfs).
 SHM_SHARE_OF_RAM = 0.5
+BUSY_LOAD = 0.5
+"""Processes that want a core, of those there are: from here on, measurements share them."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,8 @@ def hardware_for(
             if ram is None
             else f"RAM: {ram / 1e9:.0f} GB, as on this machine; --ram for another size"
         )
+    if accelerator.on_cpu and not for_start:
+        stated += cpu_caveats(machine.cpus)
     disk = _bytes("--disk", wanted.disk) or (None if described else _free_disk(config, path))
     return Hardware(
         gpus=max(1, gpus), nodes=wanted.nodes or config.num_nodes, cpus=wanted.cpus or machine.cpus,
@@ -181,6 +186,16 @@ def hardware_for(
         room=None if for_start else _room(disk, here=not described), price_per_hour=wanted.price,
         is_here=not described, stated=tuple(stated),
     )  # fmt: skip
+
+
+def cpu_caveats(cpus: int) -> list[str]:
+    """How much figures that were measured on these cores are worth."""
+    load = os.getloadavg()[0]
+    # 430 to 558 images/s for one config on one machine, which was not idle.
+    said = ["the model's time: measured on these cores just now; another measurement may differ by 15 %"]
+    if load > BUSY_LOAD * cpus:
+        said.append(f"this machine is busy (load {load:.1f} on {cpus} cores): idle, it would be faster")
+    return said
 
 
 def write_tier_configs(planned: Planned, folder: Path) -> list[Path]:

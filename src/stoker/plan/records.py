@@ -8,6 +8,11 @@ from typing import Any, Literal
 # What a check or a plan found: what is wrong, what to do, and the speed-up from it.
 
 
+PACKED_BYTES = 54_000
+"""The mean of 400 of ImageNet's images, packed at 500 px and quality 90; their files have 113,000 on average. Smaller
+files would not shrink, and packing is not offered for them."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A predicted figure: the expected value, and the range that contains the true one with 80 % probability."""
@@ -250,6 +255,8 @@ class Plan:
     unit: str = "images"
     """What a sample is called."""
     volumes: VolumePlan | None = None
+    on_cpu: bool = False
+    """Whether the model computes on the host's cores."""
 
     @property
     def refused(self) -> tuple[Finding, ...]:

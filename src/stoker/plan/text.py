@@ -69,13 +69,16 @@ def _time_lines(plan: Plan) -> list[str]:
     lines = [f"total batch {plan.total_batch}, {steps}{plan.epochs} epochs, learning rate {plan.lr:g}"]
     if time.images_per_second is None:
         return [*lines, "time: unknown, as no rate of the accelerator, the loader or the storage is known"]
-    fed = "loader" in time.rates or time.bound_by != "accelerator"
+    # The CPU accelerates nothing: there it is the model that takes the time.
+    rates = {"model" if plan.on_cpu and name == "accelerator" else name: rate for name, rate in time.rates.items()}
+    slowest = "model" if plan.on_cpu and time.bound_by == "accelerator" else time.bound_by
+    fed = "loader" in rates or slowest not in ("accelerator", "model")
     lines.append(
         f"{_rate(time.images_per_second)} {plan.unit}/s, "
-        + (f"bound by the {time.bound_by}" if fed else "if reading keeps up, which is not known")
+        + (f"bound by the {slowest}" if fed else "if reading keeps up, which is not known")
     )
-    width = max(len(name) for name in time.rates)
-    for name, rate in sorted(time.rates.items(), key=lambda item: item[1].images_per_second):
+    width = max(len(name) for name in rates)
+    for name, rate in sorted(rates.items(), key=lambda item: item[1].images_per_second):
         lines.append(f"  {name:<{width}}  {_rate(rate.images_per_second):>9} {plan.unit}/s  {rate.source}")
     if time.step_s is not None:
         lines.append("  " + ", ".join(filter(None, [f"{time.step_s * 1e3:,.0f} ms per step", _duration_line(time)])))

@@ -13,7 +13,7 @@ from stoker.config.fields import parse_bytes
 from stoker.data.images.pack.packing import PACKING_SPEEDUP
 from stoker.errors import UsageError, did_you_mean
 from stoker.plan.break_even import Room, break_even, break_even_text, staging_fix
-from stoker.plan.records import Estimate, Finding, Rate, TimeBudget
+from stoker.plan.records import PACKED_BYTES, Estimate, Finding, Rate, TimeBudget
 
 # How many images per second storage delivers: measured, by name, or given as bytes per second.
 
@@ -127,6 +127,7 @@ def time_findings(
     data_root: str | None = None,
     room: Room | None = None,
     unit: str = "images",
+    on_cpu: bool = False,
 ) -> list[Finding]:
     """What would have to change for the accelerator to be the slowest part, and the speed-up from it.
 
@@ -136,11 +137,14 @@ def time_findings(
     if accelerator is None or time.images_per_second is None:
         return []
     wanted = accelerator.images_per_second
+    device, devices = ("model", "model") if on_cpu else ("accelerator", "accelerators")
     if time.images_per_second >= FED * wanted:
         if "loader" not in time.rates:
             return []  # nobody knows what else would be slower
         return [
-            Finding("accelerator-bound", "the accelerator is the slowest part: more cores or storage would not help")
+            Finding("accelerator-bound", f"the {device} is the slowest part: more cores or storage would not help")
+            if not on_cpu
+            else Finding("model-bound", "the model is the slowest part: faster storage would not help")
         ]
     found = []
     loader, storage = time.rates.get("loader"), time.rates.get("storage")
@@ -151,14 +155,15 @@ def time_findings(
         found.append(
             Finding(
                 "loader-bound",
-                f"{cpus * nodes} cores prepare {slow:,.0f} {unit}/s, the accelerators can take {wanted:,.0f}: "
+                f"{cpus * nodes} cores prepare {slow:,.0f} {unit}/s, the {devices} can take {wanted:,.0f}: "
                 f"that would need {cores * nodes:.0f} cores",
                 fix=f"more cores, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} if it is lower",
                 speedup=_at_most(others / time.images_per_second),
             )
         )
         packed = min(slow * PACKING_SPEEDUP, others)  # of images
-        if unit == "images" and packed > 1.02 * time.images_per_second:
+        large = sample_bytes is None or sample_bytes >= PACKED_BYTES
+        if unit == "images" and large and packed > 1.02 * time.images_per_second:
             found.append(
                 Finding(
                     "packing-helps",
@@ -171,7 +176,7 @@ def time_findings(
         needed = wanted * sample_bytes
         message = (
             f"storage delivers {storage.images_per_second * sample_bytes / 1e6:,.0f} MB/s, "
-            f"the accelerators can take {needed / 1e6:,.0f} MB/s"
+            f"the {devices} can take {needed / 1e6:,.0f} MB/s"
         )
         rest = min(rate.images_per_second for name, rate in time.rates.items() if name != "storage")
         nearer = staging_fix(config, is_config=True, root=data_root, size_bytes=dataset_bytes, room=room)

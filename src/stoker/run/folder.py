@@ -231,8 +231,13 @@ def _check_kinds(folder: RunFolder) -> None:
 
 def record_config(folder: RunFolder, config: Config) -> None:
     """Writes the config that the run uses from now on."""
+    write_text(folder.config_file, config_text(folder, config))
+
+
+def config_text(folder: RunFolder, config: Config) -> str:
+    """The config as config.yaml holds it."""
     header = f"The config of run {folder.root.name}, every key as it was used."
-    write_text(folder.config_file, redact_text(config_as_yaml(config, header)))
+    return redact_text(config_as_yaml(config, header))
 
 
 def _set_aside(folder: RunFolder) -> Path | None:

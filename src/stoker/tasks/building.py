@@ -15,6 +15,7 @@ from stoker.config import Config
 from stoker.console import Say, count
 from stoker.data.loader import LoaderOptions
 from stoker.data.store.staged import StagePlace
+from stoker.errors import ConfigError
 from stoker.run.metric import Metric
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
@@ -22,6 +23,13 @@ from stoker.train.optimization import build_optimizer
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import EarlyStopping, Horizon, scaled_lr
 from stoker.train.step import TrainStep
+
+
+def no_data(config: Config) -> ConfigError:
+    """The error about a config that names no data."""
+    volumes = "/folder/with/train.csv, or a YAML list of volumes"
+    where = "/folder/with/train/and/val" if config.task == "classify" else volumes
+    return ConfigError("data_root is not set", name="no-data", hint=f"data_root={where}")
 
 
 def ready_device(config: Config, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stoker import __version__
 from stoker.data.images.headers import BadImage
 from stoker.errors import UserError
-from stoker.files import sync_folder
+from stoker.files import sync_folder, use_umask
 from stoker.models.weights import load_weights
 from stoker.tasks.classify import colours_of
 from stoker.tasks.image_data import validation_interpolation
@@ -314,6 +314,7 @@ def _appearing(out: Path) -> Iterator[Path]:
             # torch insists on a suffix.
             unchecked = Path(folder) / f"model{out.suffix if out.suffix else '.bin'}"
             yield unchecked
+            use_umask(unchecked)
             unchecked.replace(out)
         sync_folder(out.parent)
     except OSError as error:

@@ -27,10 +27,10 @@ from stoker.data.loader import Follow, ImageLoader
 from stoker.data.order import Order, Steps
 from stoker.data.store.staged import StagePlace
 from stoker.data.store.stores import ReadFailure, is_url
-from stoker.errors import ConfigError, StokerError, UserError
+from stoker.errors import StokerError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
 from stoker.redact import redact_text
-from stoker.tasks.building import loader_options
+from stoker.tasks.building import loader_options, no_data
 from stoker.train.checkpoint.data_changes import Listing
 from stoker.train.ranks import Ranks
 
@@ -78,7 +78,7 @@ def open_split(
     `index_dir` takes precedence over the config's."""
     root = config.data_root
     if root is None:
-        raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
+        raise no_data(config)
     options: Any = {"index_dir": index_dir or (Path(config.index_dir) if config.index_dir else None), "say": say}
     fraction = None if split == "" else config.val_fraction
     csv = config.train_csv if fraction else {"train": config.train_csv, "val": config.val_csv}.get(split)

@@ -18,6 +18,7 @@ from stoker.console import Say, progress_bar
 from stoker.errors import Interrupted, Preempted, StokerError, UserError
 from stoker.machine.host import HostConfig, HostWatch, Machine, usable_cpus
 from stoker.machine.numa import bind_rank
+from stoker.run.finished import best_checkpoint, next_lines
 from stoker.run.folder import RunFolder, record_config
 from stoker.run.metric import metric_of
 from stoker.run.metrics import MetricsFile, truncate_after
@@ -118,6 +119,8 @@ def train_here(
             early = None if run.stopping is None else run.stopping.reason(run.progress)
             why = "" if early is None else f"; {early}"
             say_here(f"{folder.root} is finished: {run.progress.step:,} steps, best {metric.key} {best}{why}")
+            for line in next_lines(folder, metric):
+                say_here(line)
             return _summary(run, folder) if ranks.is_first else None
         say_here(f"resuming from {found.path.name}: epoch {run.progress.epoch}, step {run.progress.step:,}")
     elif start is not None:
@@ -166,6 +169,9 @@ def train_here(
     if config.fast_dev_run:
         steps = "1 training step" if run.progress.step == 1 else f"{run.progress.step} training steps"
         say_here(f"fast_dev_run: {steps}{' and validation' if run.val_loader else ''} ran; nothing was kept")
+    elif ranks.is_first:
+        for line in next_lines(folder, metric):
+            say_here(line)
     return _summary(run, folder) if ranks.is_first else None
 
 
@@ -241,6 +247,7 @@ def _open_observer(
 def _summary(run: Run, folder: RunFolder) -> Summary:
     progress = run.progress
     kept = not run.config["fast_dev_run"]
+    best = best_checkpoint(folder, run.metric) if kept else None
     return {
         "run_folder": str(folder.root) if kept else None,
         "finished": progress.finished,
@@ -248,6 +255,7 @@ def _summary(run: Run, folder: RunFolder) -> Summary:
         "steps": progress.step,
         "best_by": run.metric.name,
         f"best_val_{run.metric.name}": progress.best,
+        "best_checkpoint": None if best is None else str(best),
         "checkpoints": str(folder.checkpoints) if kept else None,
     }
 

@@ -146,7 +146,8 @@ class RunObserver:
             self._trackers.log(self._metrics.step(step, epoch, measured))
             if self._clock_file is not None:
                 self._clock_file.step(step, epoch, clock.take_interval())
-        self._progress.step(step, self._loss, lambda: {"wait": clock.wait_share})
+        # The host has read the outcome of every step it reports: showing the newest costs nothing.
+        self._progress.step(step, metrics["train/loss"], lambda: {"wait": clock.wait_share})
 
     def validation_begins(self, steps: int) -> None:
         self._progress.validation_begins(steps)

@@ -20,7 +20,7 @@ from stoker.doctor.checks.case import Case, waiting_for_data
 from stoker.doctor.checks.verdict import CHECKS, judge
 from stoker.doctor.records import Prediction
 from stoker.plan.records import Estimate
-from tests.doctor.checks.observations import BATCH, batches, healthy, stages, starved
+from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy, stages, starved
 
 FULL = HostFacts(cpus=2, cpu_busy_share=1.0)
 
@@ -347,3 +347,22 @@ def test_slow_remote_storage_is_fixed_by_the_exact_command_where_a_disk_has_room
     assert judge(unknown, (copy,)).findings[0].fix == "stoker stage CONFIG --to /local/disk/data"
     here = replace(trial, storage=replace(facts, remote=False, packed=False))
     assert judge(here).findings[0].fix == "stoker pack DATA_ROOT PACKED --longest 500 --quality 90"
+
+
+def test_a_model_on_the_cpu_that_loses_its_cores_to_the_loader_is_not_compute_bound() -> None:
+    # Batches in memory would give twice the rate, and the loop does not wait: the workers have its cores.
+    busy = {"batches": batches(cpu=0.09, runq=0.08), "host": HostFacts(cpus=2), "consumer_cpu_s": 10.0}
+    slowed = healthy(ceiling_images_per_second=2 * STEPS * BATCH / 10.0, **busy)
+    found = judge(slowed)
+    assert found.verdict == "shared-cores"
+    assert "loader and model share the cores" in found.line
+    assert "2.0 times as long" in found.line
+    assert "compute-bound" not in [finding.id for finding in found.findings]
+    # The same from a run, which knows no ceiling: its own thread waits for a core, or all cores are full.
+    assert judge(healthy(consumer_runq_s=3.0, **busy)).verdict == "shared-cores"
+    assert judge(healthy(**busy)).verdict == "shared-cores"
+    # With a device of its own, with a loader that takes little, or as fast as the ceiling, it is not that.
+    device = AcceleratorFacts(name="GPU", device_busy_share=0.99)
+    assert judge(healthy(consumer_runq_s=3.0, accelerator=device, **busy)).verdict == "compute-bound"
+    assert judge(healthy(consumer_runq_s=3.0, batches=batches(cpu=0.0005))).verdict == "compute-bound"
+    assert judge(healthy(ceiling_images_per_second=1.1 * STEPS * BATCH / 10.0, **busy)).verdict == "compute-bound"

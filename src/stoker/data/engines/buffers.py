@@ -263,7 +263,7 @@ def no_shared_memory(size: int, error: Exception) -> UserError:
     """The error of a loader for whose batches /dev/shm has no room."""
     return UserError(
         "shm-full",
-        f"/dev/shm has no room for {size / 1e6:,.1f} MB of batches: {str(error).splitlines()[0]}",  # noqa: S108 - words
+        f"/dev/shm has no room for {size / 1e6:,.1f} MB of batches: {str(error).splitlines()[0]}",  # noqa: S108 - a name
         why="worker processes hand their batches over in shared memory",
         hint="loader=thread, or a lower prefetch_factor=; a container gets more by --shm-size",
     )

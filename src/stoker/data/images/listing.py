@@ -75,7 +75,8 @@ def check_folder(root: str, split: str) -> None:
         "data-not-found",
         f"{shown(str(base))} does not exist",
         why=f"{existing} exists and contains {some(there)}" if there else f"{existing} exists and is empty",
-        hint=did_you_mean(missing, there) or "data_root=FOLDER",
+        # Of the names in a folder, which are not made to differ, two letters make another word: /nope is not /home.
+        hint=did_you_mean(missing, there, most_edits=1) or "data_root=FOLDER",
     )
 
 

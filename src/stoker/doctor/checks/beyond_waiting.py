@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from stoker.doctor.checks.case import STARVED, Case, Hit, check, speedup_without
+from stoker.doctor.checks.case import PACK, STARVED, Case, Hit, check, speedup_without
 from stoker.doctor.checks.samples import COSTLY_S
 from stoker.doctor.preparing import sample_cpu_s
 from stoker.doctor.words import time_text
@@ -17,6 +17,15 @@ BUSY_DEVICE = 0.75
 of large networks are above 0.95."""
 HIDDEN = 0.1
 """Of a step on the CPU: an accelerator takes less, so a batch that a worker needs longer for would keep it waiting."""
+SHARED = 0.2
+"""Share of a step that a model on the CPU loses to the loader, from which that is the thing to look at: twice the line
+for waiting, because some of it cannot be avoided where both need the same cores."""
+FEW_CORES = 0.1
+"""Cores: a loader that takes less is not what slows a model down."""
+OTHERS = 0.5
+"""Cores in use by other programs from which they are worth mentioning."""
+FULL = 0.85
+"""Of all cores: the system takes some of the rest."""
 TIGHT = 0.8
 """Of /dev/shm: one more batch per worker, or a larger image, and a worker dies of SIGBUS."""
 
@@ -38,6 +47,23 @@ def _idle_device(case: Case) -> float:
     if accelerator is None or accelerator.device_busy_share is None or observed.elapsed_s <= 0:
         return 0.0
     return (1 - accelerator.device_busy_share) * (observed.compute_s or 0.0) / observed.elapsed_s
+
+
+def _shared_cores(case: Case) -> float:
+    """Share of the time that a model on the CPU loses because batches are prepared on the same cores; 0 if it has a
+    device of its own, or if nothing was measured that would say."""
+    observed, host, used = case.observed, case.observed.host, case.cores_used
+    rate, ceiling = observed.images_per_second, observed.ceiling_images_per_second
+    if observed.accelerator is not None or observed.elapsed_s <= 0 or observed.pace_images_per_second is not None:
+        return 0.0
+    if host is None or used is None or used < FEW_CORES or not observed.compute_s:
+        return 0.0
+    if rate is not None and ceiling:  # the same steps with batches that were there before
+        return max(0.0, 1 - rate / ceiling - (observed.wait_share or 0.0))
+    queued = (observed.consumer_runq_s or 0.0) / observed.elapsed_s
+    # Where all cores are busy, what one of the two takes, the other goes without.
+    full = observed.consumer_cpu_s is not None and case.own_cores >= FULL * host.cpus
+    return max(queued, used / case.own_cores * (1 - (observed.wait_share or 0.0)) if full else 0.0)
 
 
 def _nothing(_case: Case) -> float:
@@ -129,6 +155,29 @@ def slow_conv3d_of_torch_2_9(case: Case) -> Hit | None:
     )
 
 
+@check("shared-cores", "loader and model share the cores", loss=_shared_cores)
+def shared_cores(case: Case) -> Hit | None:
+    """What: the model computes on the CPU, and the workers take the cores that it needs. The loop hardly waits for
+    data, because its own computing is late instead.
+
+    Why: what a sample costs is added to every step, though no wait shows it. More workers make it worse.
+
+    Example: 2 cores, a small network, 1.5 ms of decoding per image: a step takes twice as long as the network alone.
+    """
+    lost, host = _shared_cores(case), case.observed.host
+    if lost < SHARED or host is None:
+        return None
+    others = 0.0 if host.cpu_busy_share is None else host.cpu_busy_share * host.cpus - case.own_cores
+    beside = f", and other programs {others:.1f}" if others >= OTHERS else ""
+    fix = f"make samples cheaper: {PACK}" if case.config_line and case.has_large_files else "make samples cheaper"
+    return Hit(
+        f"preparing batches takes {case.cores_used or 0.0:.1f} of {host.cpus} cores{beside}; a step takes "
+        f"{1 / max(0.01, 1 - lost):.1f} times as long as with all of them",
+        f"{fix}, or more cores",
+        speedup_without(lost),
+    )
+
+
 @check("compute-bound", "the model takes the time, the data keeps up", loss=_nothing)
 def compute_bound(case: Case) -> Hit | None:
     """What: data is there when the loop asks for it.
@@ -138,7 +187,7 @@ def compute_bound(case: Case) -> Hit | None:
     Example: wait 1 %: with num_workers 8 or 32, the step takes as long as the network does.
     """
     share = case.observed.wait_share
-    if share is None or share >= STARVED or not case.observed.steps:
+    if share is None or share >= STARVED or not case.observed.steps or _shared_cores(case) >= SHARED:
         return None
     if _hides_the_data(case):
         cost = sample_cpu_s(case.observed)
@@ -149,7 +198,7 @@ def compute_bound(case: Case) -> Hit | None:
             "make samples cheaper first; `stoker doctor --pace 400ms -- ...` simulates steps of 400 ms",
         )
     gain = case.gain("accelerator")
-    faster = "" if gain is None else f"; a 2x faster accelerator would give {gain.expected:.1f}x"
+    faster = "" if gain is None else f"; {case.observed.faster_model} would give {gain.expected:.1f}x"
     return Hit(f"the loop waits for data only {share:.1%} of the time{faster}", "stop tuning the data pipeline")
 
 
@@ -182,7 +231,7 @@ def page_cache_too_small(case: Case) -> Hit | None:
     return Hit(
         f"{storage.dataset_bytes / 1e9:.1f} GB of files, and {host.page_cache_bytes / 1e9:.1f} GB of memory to cache "
         "them: every epoch reads from disk",
-        "stoker pack DATA FOLDER --longest 500 --quality 90" if case.config_line else "smaller files, or more memory",
+        PACK if case.config_line and case.has_large_files else "smaller files, or more memory",
         case.gain("packing"),
     )
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from stoker.clock.observed import Observed
 from stoker.doctor.records import Prediction
-from stoker.plan.records import Estimate, Finding
+from stoker.plan.records import PACKED_BYTES, Estimate, Finding
 
 STARVED = 0.10
 """Share of the time from which waiting is worth a fix: below it no change of the data path could give more than
@@ -30,6 +30,8 @@ ONE_CORE = 0.15
 """How far from exactly one core the sum of all workers may be, to say that one blocks the others."""
 SPEED_UP_SURE = 0.9
 """The part of a possible speed-up that a fix is expected to reach: some of it is always lost elsewhere."""
+PACK = "stoker pack DATA FOLDER --longest 500 --quality 90"
+"""What to type."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,12 @@ class Case:
         """The predicted speed-up of a change; None where it was not predicted."""
         found = self.prediction(prediction_id)
         return None if found is None else found.speedup
+
+    @property
+    def has_large_files(self) -> bool:
+        """Whether files would become smaller by packing, as far as anybody knows."""
+        storage = self.observed.storage
+        return storage is None or storage.bytes_per_sample is None or storage.bytes_per_sample >= PACKED_BYTES
 
     @property
     def config_line(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.doctor.checks.case import BLOCKED, Case, Hit, check, waiting_for_data
+from stoker.doctor.checks.case import BLOCKED, PACK, Case, Hit, check, waiting_for_data
 from stoker.doctor.checks.contention import cores_of_others
 from stoker.doctor.preparing import named, workers_that_fit
 from stoker.doctor.words import time_text
@@ -54,7 +54,7 @@ def decode_bound(case: Case) -> Hit | None:
     """
     fix = "smaller images on disk (stoker pack), or a faster decoder (torchvision.io, simplejpeg)"
     if case.config_line:
-        fix = "stoker pack DATA FOLDER --longest 500 --quality 90"
+        fix = PACK if case.has_large_files else "a faster decoder, or more cores"
     return _full_cores(case, "decode", "decoding", fix, "packing")
 
 

@@ -32,7 +32,7 @@ from stoker.data.volumes.volume import ReadingOptions
 from stoker.errors import ConfigError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader
 from stoker.machine.storage import mount_of
-from stoker.tasks.building import loader_options
+from stoker.tasks.building import loader_options, no_data
 from stoker.tasks.volumes.reading import reading_options
 from stoker.train.checkpoint.data_changes import Listing, listing_of
 from stoker.train.ranks import Ranks
@@ -152,9 +152,7 @@ def check_labels(
 def list_cases(config: Config, say: Say) -> CaseList:
     """The cases of `data_root` that are for training; what was noticed is said."""
     if config.data_root is None:
-        raise ConfigError(
-            "data_root is not set", name="no-data", hint="data_root=/folder/with/train.csv, or a YAML list of volumes"
-        )
+        raise no_data(config)
     listed = open_cases(config.data_root)
     for note in listed.notes:
         say(f"note: {note}")

@@ -12,15 +12,9 @@ import pytest
 
 from stoker.cli import main
 from stoker.out_of_memory import LEAST_ADDRESS_BYTES, as_out_of_memory
-from tests.support.ready_process import ReadyProcess, ready_process
+from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import last_state, write_config, write_images
 from tests.support.waiting import DEADLINE_S
-
-
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    with ready_process(tmp_path_factory.mktemp("ready")) as process:
-        yield process
 
 
 @pytest.mark.parametrize("gigabytes", [1, 3])

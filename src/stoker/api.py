@@ -1,0 +1,27 @@
+"""What `import stoker` offers for checkpoints: the contents of a `.ckpt` without stoker's config, data or commands."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+
+def load(path: str | PathLike[str]) -> dict[str, Any]:
+    """The contents of a checkpoint, checked against its hashes: `model` (name -> tensor on the CPU), `ema`,
+    `optimizer`, `config`, `classes`, `progress` and the rest. A run folder means its best checkpoint, or its last.
+
+    Raises stoker.errors.UserError if there is none, or if it is damaged. No code in the file is ever run.
+    """
+    from stoker.run.finished import best_checkpoint
+    from stoker.run.folder import RunFolder
+    from stoker.run.metric import metric_of
+    from stoker.train.checkpoint.format import peek, read_checkpoint
+
+    file = Path(path)
+    if file.is_dir():
+        folder = RunFolder(file)
+        last = folder.checkpoints / "last.ckpt"
+        config = peek(last, "config")["config"] if last.exists() else None
+        file = best_checkpoint(folder, metric_of(config or {})) or last
+    return read_checkpoint(file)

@@ -1,0 +1,16 @@
+"""A short version of `make attack`: the same code, a few of each kind."""
+
+from __future__ import annotations
+
+import time
+
+from tools import attack
+
+
+def test_a_short_attack_loses_nothing() -> None:
+    seed = time.time_ns() % 1_000_000
+    found = attack.run({"kills": 7, "files": 12}, seed)
+    lost = [what for outcome in found.values() for what in outcome.lost]
+    assert lost == [], f"seed {seed}: {lost}"
+    assert found["kills"].tried >= 7
+    assert attack.table(found).splitlines()[0].split() == ["attack", "tried", "survived", "lost"]

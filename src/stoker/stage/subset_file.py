@@ -17,8 +17,11 @@ def keep_subset(copy: LocalCopy, record: dict[str, Any] | None) -> None:
     known = _read(path)
     if known == record:
         return
-    if known is None and not len(copy):
-        write_text(path, json.dumps(record, indent=1) + "\n")
+    if not len(copy):
+        if record is None:
+            path.unlink()
+        else:
+            write_text(path, json.dumps(record, indent=1) + "\n")
         return
     raise UserError(
         "copy-of-another-subset",

@@ -112,7 +112,10 @@ def test_a_link_in_the_copy_does_not_lead_writes_out_of_it(tmp_path: Path) -> No
 
 
 def test_a_folder_with_other_things_or_another_source_is_refused(tmp_path: Path) -> None:
-    LocalCopy(tmp_path / "copy", SOURCE)
+    LocalCopy(tmp_path / "copy", "s3://bucket/misspelt")
+    copy = LocalCopy(tmp_path / "copy", SOURCE)  # nothing was copied yet
+    copy.put("a", b"1")
+    copy.close()
     with pytest.raises(UserError, match="is a copy of s3://bucket/data, not of s3://bucket/other"):
         LocalCopy(tmp_path / "copy", "s3://bucket/other")
     (tmp_path / "mine").mkdir()

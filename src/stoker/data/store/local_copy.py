@@ -33,6 +33,7 @@ import xxhash
 
 from stoker.data.store.stores import Buffer, ReadFailure, is_url
 from stoker.errors import UserError
+from stoker.files import write_text
 from stoker.redact import redact_text
 
 FORMAT = 1
@@ -243,6 +244,10 @@ class LocalCopy:
                 raise ReadFailure(path, "bad name", f"{below} in the copy is not a folder")
             self._folders.add(below)
 
+    def _is_empty(self) -> bool:
+        manifest = Path(self.folder) / MANIFEST
+        return not _strangers(self.folder) and (not manifest.exists() or manifest.stat().st_size == 0)
+
     def _check_or_begin(self) -> None:
         about = f"{self.folder}/{ABOUT}"
         known = _read_about(about)
@@ -265,7 +270,12 @@ class LocalCopy:
             with suppress(OSError):
                 os.unlink(fresh)  # noqa: PTH108
             known = _read_about(about)
-        if known != {"format": FORMAT, "source": self.source}:
+        wanted = {"format": FORMAT, "source": self.source}
+        if known != wanted and not self.read_only and self._is_empty():
+            # Begun with a misspelt source, which had nothing to copy.
+            write_text(Path(about), json.dumps(wanted) + "\n")
+            known = wanted
+        if known != wanted:
             of = (known or {}).get("source")
             raise UserError(
                 "copy-of-another-source",

@@ -154,7 +154,7 @@ class Filler:
                 "everything else is there"
             )
             return
-        self.is_complete = True
+        self.is_complete = self._copy.is_complete = True
         files, size = self._copy.totals()
         say(
             f"the local copy is complete: {count(files, 'file')}, {size / 1e6:,.0f} MB; "

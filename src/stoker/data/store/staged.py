@@ -94,6 +94,8 @@ class StagedCopy:
         self.folder = copy.folder
         self.stopped: str | None = None
         """Why nothing more is kept; None while it is. Reading continues either way."""
+        self.is_complete = False
+        """Whether every file was found here, so that the manifest need not be asked again."""
         self._waiting: deque[tuple[str, Buffer, str]] = deque()
         self._waiting_bytes = 0
         self._lock = threading.Lock()
@@ -113,8 +115,8 @@ class StagedCopy:
 
     def has(self, path: str, size: int | None = None, version: str | None = None) -> bool:
         """Whether the copy has a file: whole, and of this size and version if they are given."""
-        if path in self._doubted:
-            return False
+        if path in self._doubted or self.is_complete:
+            return self.is_complete and path not in self._doubted
         found: Any = self._fresh.get(path) or self._copy.finished(path)
         if found is None:
             self._copy.refresh()

@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 TELLING_PACKAGES = (
     "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "opencv-python-headless",
     "nvidia-nvimgcodec-cu13", "obstore", "webdataset", "litdata", "ffcv", "nvidia-dali-cuda130", "typer", "pydantic",
-    "zarr", "tensorstore", "tifffile", "scipy",
+    "awscrt", "zarr", "tensorstore", "tifffile", "scipy",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"commands"},
-    {"report", "verify"},
+    {"report", "verify", "stage"},
     {"doctor"},
     {"plan"},
     {"tasks"},

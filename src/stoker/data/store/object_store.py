@@ -152,6 +152,20 @@ class ObjectStore:
         except (BaseError, OSError) as error:
             raise self._down(error) from None
 
+    def versions(self, prefix: str = "", *, directly: bool = False) -> Iterator[tuple[str, int, str]]:
+        """The same with each object's version (its ETag, or ""); with `directly`, without the folders below."""
+        client = self._connected(None)
+        try:
+            if directly:
+                chunks: Any = [obstore.list_with_delimiter(client, prefix or None)["objects"]]
+            else:
+                chunks = obstore.list(client, prefix or None, chunk_size=1000)
+            for chunk in chunks:
+                for entry in chunk:
+                    yield str(entry["path"]), int(entry["size"]), entry["e_tag"] or ""
+        except (BaseError, OSError) as error:
+            raise self._down(error) from None
+
     def entries(self) -> tuple[Sequence[str], dict[str, Sequence[Any]]]:
         """What is directly below the URL: names of folders, and of objects with their size and version; both sorted and
         without hidden ones."""

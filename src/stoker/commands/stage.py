@@ -1,0 +1,258 @@
+"""`stoker stage`: brings the data, or the part that a config needs, to a local disk."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.commands.options import JsonOption, SetOption, config_and_overrides
+from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError, UserError
+
+if TYPE_CHECKING:
+    from stoker.config import Config
+    from stoker.stage.checking import Verification
+    from stoker.stage.copying import StageOptions, Summary
+    from stoker.stage.selection import Selection
+
+SUBSET = "Part of a data set of images"
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog="Example: stoker stage s3://bucket/imagenet /nvme/imagenet --classes 100 --train-per-class 500")(
+        stage
+    )
+
+
+def stage(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC DST",
+            help="Folder, mount or URL (s3:// gs:// az://), and the folder for its copy. With --to: a config and "
+            "KEY=VALUE. With --verify alone: the copy.",
+            show_default=False,
+        ),
+    ],
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="Stage what a config needs into this folder.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.yaml",
+            help="With --to: the config that uses the copy. [default: in DIR]",
+            show_default=False,
+        ),
+    ] = None,
+    classes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="This many classes, chosen by --seed.", show_default=False, rich_help_panel=SUBSET
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of the choice. [default: 42]", show_default=False, rich_help_panel=SUBSET),
+    ] = None,
+    train_per_class: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="At most N training images a class.", show_default=False, rich_help_panel=SUBSET
+        ),
+    ] = None,
+    val_per_class: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="At most N validation images a class.", show_default=False, rich_help_panel=SUBSET
+        ),
+    ] = None,
+    class_list: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Classes by name, one a line.", show_default=False, rich_help_panel=SUBSET),
+    ] = None,
+    limit_rate: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Bytes per second, such as 50MB/s.", show_default=False),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=4096, metavar="N", help="Requests in flight. [default: found while running]", show_default=False
+        ),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the whole copy again and compare every file with its hash.")
+    ] = False,
+    set_: SetOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Copy a data set, or the part of it that a config needs, to a local disk.
+
+    Running it again copies only what is missing or has changed at the source."""
+    from stoker.console import print_json, print_result
+
+    if verify and to is None and len(words) == 1:
+        result = _verify(Path(words[0]))
+        print_json(result.as_dict()) if json else print_result(_words_of(result))
+        return EXIT_OK if result.whole else EXIT_FINDING
+    choice = {
+        "subset_classes": classes,
+        "subset_seed": seed,
+        "subset_train_per_class": train_per_class,
+        "subset_val_per_class": val_per_class,
+    }
+    chosen = [f"{key}={value}" for key, value in choice.items() if value is not None]
+    names = None if class_list is None else _names_in(class_list)
+    if names is not None and classes is not None:
+        raise UsageError("usage", "--classes and --class-list both choose the classes", hint="give one of them")
+    options = _options(limit_rate, concurrency)
+    file: Path | None = None
+    config: Config | None = None
+    if to is not None:
+        from stoker.config.reading import load_for_command
+
+        file, overrides = config_and_overrides(Path(words[0]), words[1:])
+        config = load_for_command(file, [*overrides, *chosen], set_).config
+        target = to
+    else:
+        source, target = _two(words)
+        if chosen or names is not None:
+            from stoker.config import load_config
+
+            config = load_config(None, [f"data_root={source}", *chosen, *(set_ or ())]).config
+        elif set_:
+            raise UsageError("usage", "--set is about a config", hint="stoker stage CONFIG --to DIR --set KEY=VALUE")
+    root, selection = _select(source if config is None else config, names)
+    summary = _stage(root, target, selection, options)
+    document: dict[str, Any] = summary.as_dict()
+    lines = [_words_of(summary)]
+    code = EXIT_OK if summary.complete else EXIT_FINDING
+    if file is not None and config is not None and summary.complete:
+        from stoker.stage.config_of_copy import write_config_of_copy
+
+        written = write_config_of_copy(file, config, [*words[1:], *chosen, *(set_ or ())], summary.target, output)
+        document["config"] = str(written)
+        lines.append(f"the config that uses it: {written}\nnext: stoker train {written}")
+    if verify:
+        result = _verify(Path(summary.target))
+        document["verification"] = result.as_dict()
+        lines.append(_words_of(result))
+        code = code if result.whole else EXIT_FINDING
+    print_json(document) if json else print_result("\n".join(lines))
+    return code
+
+
+def _two(words: list[str]) -> tuple[str, Path]:
+    if len(words) != 2:
+        raise UsageError(
+            "usage",
+            f"expected a source and a target, got {len(words)}: {' '.join(words)}",
+            hint="stoker stage SRC DST, or stoker stage CONFIG --to DIR",
+        )
+    source, target = words
+    if "://" in target:
+        raise UsageError("usage", f"the target {target} is a URL", hint="DST is a folder of this machine")
+    if source.endswith((".yaml", ".yml")) and os.path.isfile(source):  # noqa: PTH113
+        raise UsageError("usage", f"{source} is a config", hint=f"stoker stage {source} --to {target}")
+    return source, Path(target)
+
+
+def _options(limit_rate: str | None, concurrency: int | None) -> StageOptions:
+    from stoker.stage.copying import StageOptions
+
+    if limit_rate is None:
+        return StageOptions(None, concurrency)
+    from stoker.config.fields import parse_bytes
+
+    try:
+        rate = parse_bytes(limit_rate.strip().removesuffix("/s"))
+    except ValueError as error:
+        raise UsageError("usage", f"--limit-rate: {error}", hint="--limit-rate 50MB/s") from None
+    if rate <= 0:
+        raise UsageError("usage", f"--limit-rate {limit_rate} would copy nothing", hint="--limit-rate 50MB/s")
+    return StageOptions(rate, concurrency)
+
+
+def _names_in(path: Path) -> tuple[str, ...]:
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("list-not-readable", f"{path}: {error}", hint="a text file with a class on each line") from None
+    names = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not names:
+        raise UserError("list-empty", f"{path} names no class", hint="a text file with a class on each line")
+    return names
+
+
+def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, Selection]:
+    from stoker.console import progress_bar, say
+    from stoker.stage.selection import everything
+
+    if isinstance(source, str):
+        return source, everything()
+    from stoker.stage.needs import select_for  # imports torch, which copying does not need
+
+    with progress_bar("listing", unit="folders") as advance:
+        return select_for(source, names, advance, lambda line: say(f"note: {line}"))
+
+
+def _stage(root: str, target: Path, selection: Selection, options: StageOptions) -> Summary:
+    from stoker.console import count, megabytes, progress_bar, say, transfer_bar
+    from stoker.data.store.local_copy import LocalCopy
+    from stoker.data.store.stores import is_url
+    from stoker.stage.copying import check_apart, check_room, copy_all, find_work
+    from stoker.stage.sources import open_source
+    from stoker.stage.subset_file import keep_subset
+
+    source = open_source(root)
+    if not is_url(source.url):
+        check_apart(source.url, str(target))
+    copy = LocalCopy(target, source.url)
+    try:
+        with progress_bar("listing", unit="files") as advance:
+            work = find_work(source, copy, selection, advance)
+        check_room(work, copy.folder)
+        keep_subset(copy, selection.record)
+        say(
+            f"staging {count(len(work.files), 'file')}, {megabytes(work.bytes)} from {source.url} to {copy.folder} "
+            f"({count(work.present_files, 'file')} already there)"
+        )
+        # Here, before the first byte, is the place for what the copy will pay back.
+        with transfer_bar("staging") as transfer:
+
+            def show(summary: Summary, of_bytes: int) -> None:
+                transfer(summary.copied_files, len(work.files), summary.copied_bytes, of_bytes)
+
+            return copy_all(source, copy, selection, work, options, show)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "interrupted",
+            "stopped by Ctrl-C",
+            why="what was copied so far is whole and stays",
+            hint="run the same command again: it continues",
+        ) from None
+    finally:
+        copy.close()
+
+
+def _verify(folder: Path) -> Verification:
+    from stoker.console import progress_bar
+    from stoker.data.store.local_copy import open_copy
+    from stoker.stage.checking import verify_copy
+
+    with closing(open_copy(folder)) as copy, progress_bar("verifying", unit="files") as advance:
+        return verify_copy(copy, advance)
+
+
+def _words_of(result: Summary | Verification) -> str:
+    from stoker.stage.copying import Summary
+    from stoker.stage.text import summary_text, verification_text
+
+    return summary_text(result) if isinstance(result, Summary) else verification_text(result)

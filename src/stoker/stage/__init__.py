@@ -1,0 +1,1 @@
+"""Brings the data to a local disk, once, whole and verified."""

@@ -1,0 +1,100 @@
+"""How many requests are in flight: found while running, because nobody knows it beforehand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+FEWEST = 4
+START = 16
+MOST = 512
+# A step up has to bring this much, or it is taken back: less is noise.
+WORTH_IT = 1.06
+# Each level is measured for at least this long, and until so many requests have ended for each that is in flight.
+LEAST_S = 0.4
+ROUNDS = 3
+LONGEST_S = 4.0
+# Then the next level is tried again: networks change, and the first answer may have been noise.
+AGAIN_AFTER_S = 8.0
+# After 'slow down' the store gets this long before more is tried.
+QUIET_S = 3.0
+# What a request costs in addition to its bytes, in bytes: at 32 KB both take about as long on a local network.
+REQUEST_BYTES = 32_000
+
+
+class Concurrency:
+    """Climbs by half as much again while that makes it faster, steps back when it does not, and halves when the store
+    asks to slow down."""
+
+    def __init__(self, fixed: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = START if fixed is None else fixed
+        self.slowdowns = 0
+        self._fixed, self._clock = fixed is not None, clock
+        self._best: tuple[int, float] | None = None
+        """The level that is known to be good, and its rate."""
+        self._hold_until = 0.0
+        self._up = True
+        self._begin()
+
+    def done(self, size: int) -> None:
+        """A request has ended well."""
+        self._work += size + REQUEST_BYTES
+        self._ended += 1
+        if self._fixed or self._clock() < self._since + LEAST_S:
+            return
+        elapsed = self._clock() - self._since
+        if self._ended >= ROUNDS * self.limit or elapsed > LONGEST_S:
+            self._judge(self._work / elapsed)
+
+    def slow_down(self) -> None:
+        """The store has asked for fewer requests (503, 429)."""
+        self.slowdowns += 1
+        now = self._clock()
+        if self._fixed or now < self._hold_until:
+            return  # the requests that were in flight together complain together
+        self.limit = max(FEWEST, self.limit // 2)
+        self._hold_until = now + QUIET_S
+        self._best = None
+        self._begin()
+
+    def _judge(self, rate: float) -> None:
+        now = self._clock()
+        if now < self._hold_until:
+            if self._best is not None:
+                self._best = (self.limit, rate)
+        elif self._best is None or rate > self._best[1] * WORTH_IT:
+            self._best = (self.limit, rate)
+            self.limit = self._next()
+        elif self.limit != self._best[0]:
+            # Not worth it: back, and later the other way.
+            self.limit, self._up = self._best[0], not self._up
+            self._hold_until = now + AGAIN_AFTER_S
+        else:
+            self._best = (self.limit, rate)
+            self.limit = self._next()
+        self._begin()
+
+    def _next(self) -> int:
+        assert self._best is not None
+        level = self._best[0]
+        return min(MOST, level + max(2, level // 2)) if self._up else max(FEWEST, level - max(1, level // 3))
+
+    def _begin(self) -> None:
+        self._since, self._work, self._ended = self._clock(), 0, 0
+
+
+class RateLimit:
+    """Lets so many bytes a second begin; None for no limit."""
+
+    def __init__(self, bytes_per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._clock = bytes_per_second, clock
+        self._free_at = clock()
+
+    def wait_s(self) -> float:
+        """How long the next request has to wait; 0 if it can begin."""
+        return 0.0 if self._rate is None else max(0.0, self._free_at - self._clock())
+
+    def take(self, size: int) -> None:
+        """A request for so many bytes begins."""
+        if self._rate is not None:
+            self._free_at = max(self._free_at, self._clock()) + size / self._rate

@@ -1,0 +1,50 @@
+"""What staging did, in words."""
+
+from __future__ import annotations
+
+from stoker.console import count, megabytes, shown
+from stoker.stage.checking import Verification
+from stoker.stage.copying import FAILURES_NAMED, Summary
+
+CHECKSUMS = {"md5": "MD5", "sha1": "SHA-1", "sha256": "SHA-256"}
+
+
+def summary_text(summary: Summary) -> str:
+    """The summary of a run, failures last."""
+    rate = megabytes(summary.copied_bytes / summary.seconds) if summary.seconds else "0 MB"
+    lines = [
+        f"copied   {count(summary.copied_files, 'file')}, {megabytes(summary.copied_bytes)} in {summary.seconds:.1f} s "
+        f"({rate}/s)",
+        f"present  {count(summary.present_files, 'file')} already there and unchanged",
+    ]
+    if summary.copied_files:
+        by_checksum = [
+            f"{number:,} {CHECKSUMS.get(kind, kind.upper())}" for kind, number in summary.verified.most_common() if kind
+        ]
+        agreed = sum(number for kind, number in summary.verified.items() if kind)
+        how = f" ({', '.join(by_checksum)})" if by_checksum else ""
+        lines.append(f"checked  {agreed:,} against the store's checksum{how}, {summary.verified['']:,} by length only")
+    if summary.subset is not None:
+        lines.append(f"subset   {count(len(summary.subset['classes']), 'class', 'classes')}, see subset.json")
+    if summary.retries:
+        lines.append(f"retried  {count(summary.retries.total(), 'request')}: {', '.join(summary.retries)}")
+    if summary.failures:
+        lines.append(f"failed   {count(len(summary.failures), 'file')}:")
+        lines += [f"  {shown(path)}: {reason}" for path, reason in summary.failures[:FAILURES_NAMED]]
+        if len(summary.failures) > FAILURES_NAMED:
+            lines.append(f"  and {len(summary.failures) - FAILURES_NAMED:,} more; --json lists them all")
+    state = "complete" if summary.complete else "incomplete"
+    lines.append(f"{summary.target} is {state}: {count(summary.files, 'file')}, {megabytes(summary.bytes)}")
+    return "\n".join(lines)
+
+
+def verification_text(result: Verification) -> str:
+    """What `--verify` found."""
+    lines = [f"{shown(path)}: {reason}" for path, reason in result.wrong[:FAILURES_NAMED]]
+    if len(result.wrong) > FAILURES_NAMED:
+        lines.append(f"and {len(result.wrong) - FAILURES_NAMED:,} more; --json lists them all")
+    if result.unknown:
+        lines.append(f"note: {count(len(result.unknown), 'file')} not in the manifest: {shown(result.unknown[0])} …")
+    verdict = "all as copied" if result.whole else f"{count(len(result.wrong), 'file')} wrong or missing"
+    lines.append(f"verified {count(result.files, 'file')}, {megabytes(result.bytes)} of {result.folder}: {verdict}")
+    return "\n".join(lines)

@@ -1,0 +1,190 @@
+"""Staging from a real S3 server, through a proxy that breaks responses."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import obstore
+import pytest
+
+from stoker.cli import main
+from stoker.data.store.local_copy import LocalCopy
+from stoker.data.store.object_store import Patience
+from stoker.stage.checking import verify_copy
+from stoker.stage.copying import StageOptions, Summary, copy_all, find_work
+from stoker.stage.selection import everything
+from stoker.stage.sources import open_source
+from tests.support.proxy import Proxy
+from tests.support.s3_server import BUCKET, S3Server
+from tests.support.staging import files_of
+
+HASTE = Patience(connect_s=2, stall_s=0.5, request_s=10, retry_s=20, max_retries=30)
+
+
+def content(number: int) -> bytes:
+    sizes = [0, 1, 1000, 20_000, 110_000, 300_000]
+    return np.random.default_rng(number).bytes(sizes[number % len(sizes)])
+
+
+def upload(server: S3Server, prefix: str, files: int) -> dict[str, bytes]:
+    """Objects of many sizes, one of them large enough to be fetched in parts."""
+    objects = {f"train/c{number % 4}/i {number:03}+ü.jpg": content(number) for number in range(files)}
+    objects["shards/large.tar"] = np.random.default_rng(99).bytes(20_000_000)
+    objects["medium.bin"] = np.random.default_rng(98).bytes(3_000_000)
+    for name, data in objects.items():
+        # In one piece, so that the ETag is a checksum, also of the large one.
+        obstore.put(server.client(), f"{prefix}/{name}", data, use_multipart=False)
+    return objects
+
+
+def stage(url: str, target: Path, options: StageOptions | None = None) -> Summary:
+    source = open_source(url)
+    copy = LocalCopy(target, source.url)
+    work = find_work(source, copy, everything())
+    options = options or StageOptions(patience=HASTE)
+    try:
+        return copy_all(source, copy, everything(), work, options, lambda _summary, _total: None)
+    finally:
+        copy.close()
+
+
+@pytest.fixture(scope="module")
+def objects(s3_server: S3Server) -> dict[str, bytes]:
+    return upload(s3_server, "stage", 40)
+
+
+def test_a_bucket_is_copied_verified_and_copied_again_only_where_it_changed(
+    s3: S3Server, objects: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, target = f"s3://{BUCKET}/stage", tmp_path / "copy"
+    assert main(["stage", url, str(target), "--verify", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["complete"]
+    assert told["copied"]["files"] == len(objects)
+    assert told["failed"] == 0
+    assert (told["copied"]["verified_against_store"], told["copied"]["length_only"]) == (len(objects), 0)
+    assert told["verification"]["whole"]
+    assert told["verification"]["files"] == len(objects)
+    assert files_of(target) == objects
+    s3.put("stage/train/c1/i 001+ü.jpg", b"new content")
+    (target / "train/c2/i 002+ü.jpg").unlink()
+    assert main(["stage", url, str(target), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["copied"]["files"], again["already_present"]) == (2, len(objects) - 2)
+    s3.put("stage/train/c1/i 001+ü.jpg", objects["train/c1/i 001+ü.jpg"])
+    flipped = target / "train/c3/i 003+ü.jpg"
+    flipped.write_bytes(b"\0" + flipped.read_bytes()[1:])
+    assert main(["stage", "--verify", str(target)]) == 1
+    assert "train/c3/i 003+ü.jpg: its content has changed" in capsys.readouterr().out
+    assert main(["stage", url, str(target)]) == 0
+    assert files_of(target) == objects
+
+
+def test_no_fault_of_the_network_makes_a_wrong_file_and_all_is_complete_after_running_again(
+    s3_proxy: Proxy, objects: dict[str, bytes], tmp_path: Path
+) -> None:
+    target, url = tmp_path / "copy", f"s3://{BUCKET}/stage"
+    faults = [
+        s3_proxy.fault(r"GET /bucket/stage/train", kind, times=6, after=after, seconds=2.0)
+        for kind in ("reset", "short", "flip")
+        for after in (0, 1, 999, 50_000)
+    ]
+    faults += [
+        s3_proxy.fault(r"GET /bucket/stage/shards", kind, times=2, after=after, seconds=2.0)
+        for kind, after in (("reset", 5_000_000), ("short", 1), ("stall", 100_000), ("reset", 0), ("flip", 77))
+    ]
+    faults.append(s3_proxy.fault(r"GET /bucket/stage/medium", "flip", times=1, after=2_000_000))
+    faults.append(s3_proxy.fault(r"GET /bucket/stage/train", "stall", times=4, after=10, seconds=2.0))
+    faults.append(s3_proxy.fault(r"GET /bucket/stage/(train|medium)", "status", times=40, code=503))
+    faults.append(s3_proxy.fault(r"GET /bucket/stage/train", "status", times=10, code=500))
+    runs = 0
+    while runs < 5:
+        runs += 1
+        summary = stage(url, target)
+        copied = files_of(target)
+        assert copied == {path: objects[path] for path in copied}, "a wrong file was accepted"
+        if summary.complete:
+            break
+    assert copied == objects
+    assert sum(fault.seen for fault in faults) >= 100
+    assert verify_copy(LocalCopy(target, url), lambda _done, _total: None).whole
+    assert not list(target.glob(".stage-*.tmp"))
+
+
+def test_an_object_that_changes_while_it_is_copied_is_noticed(
+    s3_proxy: Proxy, s3_server: S3Server, objects: dict[str, bytes], tmp_path: Path
+) -> None:
+    names = {"train/c0/i 004+ü.jpg": b"other bytes", "shards/large.tar": objects["shards/large.tar"][::-1]}
+    patterns = {"train/c0/i 004+ü.jpg": "i%20004", "shards/large.tar": r"large.tar bytes=8388608"}
+    for name, data in names.items():
+        s3_proxy.fault(
+            f"GET .*{patterns[name]}", "call", call=lambda name=name, data=data: s3_server.put(f"stage/{name}", data)
+        )
+    try:
+        summary = stage(f"s3://{BUCKET}/stage", tmp_path / "copy")
+        assert {path for path, reason in summary.failures if "changed" in reason} == set(names)
+        assert not (tmp_path / "copy/shards/large.tar").exists()
+        again = stage(f"s3://{BUCKET}/stage", tmp_path / "copy")
+        assert again.complete
+        assert again.copied_files == 2
+        assert files_of(tmp_path / "copy") == objects | names
+    finally:
+        for name in names:
+            s3_server.put(f"stage/{name}", objects[name])
+
+
+def test_a_store_that_asks_to_slow_down_gets_fewer_requests_and_a_rate_limit_holds(
+    s3_proxy: Proxy, objects: dict[str, bytes], tmp_path: Path
+) -> None:
+    s3_proxy.fault(r"GET /bucket/stage/train", "status", times=20, code=503)
+    calm = stage(f"s3://{BUCKET}/stage/train", tmp_path / "calm")
+    assert calm.complete
+    assert calm.concurrency < 16
+    assert sum(calm.retries.values()) == 20
+    s3_proxy.reset()
+    limited = stage(f"s3://{BUCKET}/stage/train", tmp_path / "limited", StageOptions(limit_rate=2_000_000))
+    assert limited.copied_bytes / limited.seconds < 2_600_000
+    s3_proxy.reset()
+    stage(f"s3://{BUCKET}/stage/train", tmp_path / "fixed", StageOptions(concurrency=3))
+    assert s3_proxy.most_in_flight <= 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "name"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, f"s3://{BUCKET}/stage", "credentials-refused"),
+        ({}, "s3://no-such-bucket/x", "bucket-missing"),
+        ({}, f"s3://{BUCKET}/empty-prefix", "nothing-to-stage"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, f"s3://{BUCKET}/stage", "store-unreachable"),
+        ({}, "ftp://host/x", "unknown-store"),
+    ],
+)
+def test_a_store_that_cannot_be_read_is_an_error_that_says_what_to_do(
+    s3: S3Server,
+    variables: dict[str, str],
+    url: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    assert main(["stage", url, str(tmp_path / "copy")]) == 1
+    told = capsys.readouterr().err
+    assert f"error: {name}" in told
+    assert "hint:" in told
+    assert "Traceback" not in told
+    assert not [path for path in tmp_path.rglob("*") if not path.name.startswith(".stage") and path.name != "copy"]
+
+
+def test_without_credentials_the_error_names_the_variables(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_") and "KEY" in name]:
+        monkeypatch.delenv(name)
+    assert main(["stage", f"s3://{BUCKET}/stage", str(tmp_path / "copy")]) == 1
+    assert "AWS_ACCESS_KEY_ID" in capsys.readouterr().err

@@ -127,7 +127,7 @@ def measure(data: Path, work: Path, rounds: int) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("images", type=Path, nargs="?", help="folder of class folders; made-up images without it")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--objects", type=int, default=OBJECTS, help="at least this many, by copies")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as name, running_s3_server() as server:

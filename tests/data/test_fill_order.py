@@ -1,4 +1,4 @@
-"""The order in which a local copy is filled: that of training, and over all ranks nothing twice and nothing left out."""
+"""The order in which a local copy is filled: that of training; over all ranks nothing twice, and nothing left out."""
 
 from __future__ import annotations
 

@@ -82,6 +82,7 @@ def write_made_up(folder: Path) -> Path:
 def measure(data: Path, work: Path, rounds: int) -> dict[str, object]:
     url, epochs, copies = f"s3://{BUCKET}", itertools.count(), itertools.count()
     local = opened(str(data), work / "local-index")
+    remote = opened(url, work / "remote-index")
     complete_s: list[float] = []
     second: list[float] = []
 
@@ -111,6 +112,7 @@ def measure(data: Path, work: Path, rounds: int) -> dict[str, object]:
                 "local paced": lambda: epoch_rate(local.loader, next(epochs), PACE_IMAGES_PER_S),
                 "first epoch paced": lambda: first_epoch(PACE_IMAGES_PER_S),
                 "local": lambda: epoch_rate(local.loader, next(epochs)),
+                "s3, no copy": lambda: epoch_rate(remote.loader, next(epochs)),
                 "first epoch": lambda: first_epoch(None),
                 "second epoch": lambda: second[-1],
             },
@@ -118,13 +120,14 @@ def measure(data: Path, work: Path, rounds: int) -> dict[str, object]:
         )
     finally:
         local.close()
+        remote.close()
     return {"spreads": spreads, "complete_s": complete_s, "samples": len(local.loader.plan.samples)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("images", type=Path, nargs="?", help="folder of class folders; made-up images without it")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--objects", type=int, default=OBJECTS, help="at least this many, by copies")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as name, running_s3_server() as server:
@@ -155,6 +158,7 @@ def report(found: dict[str, object], data_bytes: int, images: str) -> int:
     ratios = {
         "first epoch paced / local paced": ratio(spreads["first epoch paced"], spreads["local paced"]),
         "first epoch / local": ratio(spreads["first epoch"], spreads["local"]),
+        "first epoch / s3, no copy": ratio(spreads["first epoch"], spreads["s3, no copy"]),
         "second epoch / local": ratio(spreads["second epoch"], spreads["local"]),
     }
     path = keep(

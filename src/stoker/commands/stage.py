@@ -226,10 +226,10 @@ def _stage(
     from stoker.console import count, megabytes, progress_bar, say, transfer_bar
     from stoker.data.store.local_copy import LocalCopy
     from stoker.data.store.stores import is_url
+    from stoker.data.store.subset_file import keep_subset
     from stoker.stage.copying import check_apart, check_room, copy_all, find_work
     from stoker.stage.payback import LEAST_BYTES, measure_payback, payback_text
     from stoker.stage.sources import open_source
-    from stoker.stage.subset_file import keep_subset
 
     source = open_source(root)
     if not is_url(source.url):

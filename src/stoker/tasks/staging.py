@@ -20,11 +20,13 @@ from stoker.data.store.filling import Filler, Wanted
 from stoker.data.store.reader import FIRST_ESTIMATE_BYTES
 from stoker.data.store.staged import Expected, StagedCopy, StagePlace
 from stoker.data.store.stores import ReadFailure, SourceStore, is_url, open_source
+from stoker.data.store.subset_file import keep_subset
 from stoker.data.volumes.making import PatchPlan
 from stoker.data.volumes.opening import VolumeRef, suffix_of
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig
 from stoker.redact import redact_text
+from stoker.tasks.image_data import chosen_record
 from stoker.train.ranks import Ranks
 
 # What tells the labels, classes or cases of the files beside it, and the arrays of a pack's index.
@@ -90,6 +92,7 @@ def stage_images(config: HostConfig, train: BatchPlan, val: BatchPlan | None, ra
     is_sharded = parts[0].is_sharded
     ahead = 0 if is_sharded else _fetched_ahead(config, train, ranks)
     order = Files(parts[0], parts[1] if len(parts) > 1 else None, beside, _share(ranks), ahead)
+    keep_subset(place.open().copy, chosen_record(config, train.samples, None if val is None else val.samples))
     return _open(place, source, order, ranks, say)
 
 

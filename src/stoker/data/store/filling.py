@@ -7,6 +7,7 @@ the first epoch never takes, and steps aside when training waits for data.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
@@ -23,6 +24,7 @@ IN_FLIGHT_UNTOLD = 4
 PART_BYTES = 8 << 20
 LOOK_EVERY_S = 0.05
 STORE_DOWN_WAIT_S = 5.0
+CLOSING_S = 5.0
 # Other processes commit what they have kept this long after the epoch's last batch, at the latest.
 SETTLING_S = 5 * COMMIT_WHEN_IDLE_S
 NAMED_FAILURES = 3
@@ -106,12 +108,13 @@ class Filler:
         return self.is_complete
 
     def close(self) -> None:
-        """Ends the threads after the parts that they are fetching."""
+        """Ends the threads after the parts that they are fetching; does not wait for a store that does not answer."""
         self._closing.set()
         for _ in self._threads:
             self._jobs.put(None)
+        deadline = time.monotonic() + CLOSING_S
         for thread in [*self._threads, *([] if self._dispatcher is None else [self._dispatcher])]:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         step_back()
@@ -154,7 +157,7 @@ class Filler:
                 "everything else is there"
             )
             return
-        self.is_complete = True
+        self.is_complete = self._copy.is_complete = True
         files, size = self._copy.totals()
         say(
             f"the local copy is complete: {count(files, 'file')}, {size / 1e6:,.0f} MB; "
@@ -195,6 +198,8 @@ class Filler:
         with self._done:
             while len(self._active) >= self._allowed and not self._closing.is_set():
                 self._done.wait(LOOK_EVERY_S)
+            if self._closing.is_set():
+                return
             self._active.add(wanted.path)
         if len(self._active) > len(self._threads):
             thread = threading.Thread(target=self._work, name="stoker-filler", daemon=True)
@@ -205,7 +210,7 @@ class Filler:
     def _work(self) -> None:
         step_back()
         while (wanted := self._jobs.get()) is not None:
-            if not self._copy.is_coming(wanted.path):
+            if not self._closing.is_set() and not self._copy.is_coming(wanted.path):
                 self._fetch(wanted)
             with self._done:
                 self._active.discard(wanted.path)

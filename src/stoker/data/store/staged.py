@@ -90,10 +90,13 @@ class StagedCopy:
     """A copy that threads of this process read and add to; other processes may do the same."""
 
     def __init__(self, copy: LocalCopy) -> None:
-        self._copy = copy
+        self.copy = copy
+        """Its records."""
         self.folder = copy.folder
         self.stopped: str | None = None
         """Why nothing more is kept; None while it is. Reading continues either way."""
+        self.is_complete = False
+        """Whether every file was found here, so that the manifest need not be asked again."""
         self._waiting: deque[tuple[str, Buffer, str]] = deque()
         self._waiting_bytes = 0
         self._lock = threading.Lock()
@@ -113,12 +116,12 @@ class StagedCopy:
 
     def has(self, path: str, size: int | None = None, version: str | None = None) -> bool:
         """Whether the copy has a file: whole, and of this size and version if they are given."""
-        if path in self._doubted:
-            return False
-        found: Any = self._fresh.get(path) or self._copy.finished(path)
+        if path in self._doubted or self.is_complete:
+            return self.is_complete and path not in self._doubted
+        found: Any = self._fresh.get(path) or self.copy.finished(path)
         if found is None:
-            self._copy.refresh()
-            found = self._copy.finished(path)
+            self.copy.refresh()
+            found = self.copy.finished(path)
         return (
             found is not None and (size is None or found.size == size) and (version is None or found.version == version)
         )
@@ -149,7 +152,7 @@ class StagedCopy:
         if not self.has_room(len(data)):
             return False
         try:
-            self._copy.put(path, data, version, _agreeing(data, version))
+            self.copy.put(path, data, version, _agreeing(data, version))
         except OSError as error:
             self._stop(error)
             return False
@@ -164,7 +167,7 @@ class StagedCopy:
         try:
             if not self.has_room():
                 return False
-            file = self._copy.create(path, size)
+            file = self.copy.create(path, size)
             try:
                 for start in range(0, size, part_bytes):
                     if self._closing.is_set():
@@ -214,7 +217,7 @@ class StagedCopy:
         with self._lock:
             written = list(self._fresh)
         try:
-            self._copy.commit()
+            self.copy.commit()
         except OSError as error:
             self._stop(error)
             return
@@ -225,13 +228,13 @@ class StagedCopy:
     def totals(self) -> tuple[int, int]:
         """Files and bytes in the manifest."""
         files = total = 0
-        for record in self._copy.records():
+        for record in self.copy.records():
             files, total = files + 1, total + record.size
         return files, total
 
     def __len__(self) -> int:
         """Lines in the manifest, a quick estimate of the files."""
-        return len(self._copy)
+        return len(self.copy)
 
     def close(self) -> None:
         """Writes and commits what waits, and ends the threads; nothing is kept afterwards."""
@@ -243,7 +246,7 @@ class StagedCopy:
         for thread in self._threads:
             thread.join()
         with suppress(OSError):
-            self._copy.close()
+            self.copy.close()
         for key in [key for key, copy in _open.items() if copy is self]:
             del _open[key]
 
@@ -284,7 +287,7 @@ class StagedCopy:
         last, kept = time.monotonic(), 0
         while not self._closing.wait(COMMIT_WHEN_IDLE_S):
             began, before, kept = time.monotonic(), kept, self._kept
-            if not self._copy.uncommitted() or (kept != before and began - last < COMMIT_EVERY_S):
+            if not self.copy.uncommitted() or (kept != before and began - last < COMMIT_EVERY_S):
                 continue
             self.commit()
             last = time.monotonic()

@@ -11,7 +11,6 @@ import pytest
 from stoker.cli import main
 from stoker.plan.break_even import break_even
 from stoker.plan.storage_bench import appetites
-from stoker.stage import payback
 from stoker.stage.payback import Payback, measure_payback, payback_text, read_rate
 from stoker.stage.sources import open_source
 from tests.support.proxy import Proxy
@@ -29,7 +28,7 @@ def test_a_slow_bucket_is_measured_before_the_first_byte_and_not_if_told_so(
     for number in range(10):
         s3_server.put(f"payback/{number}", os.urandom(100_000))
     proxy.bytes_per_second = 2e6
-    monkeypatch.setattr(payback, "LEAST_BYTES", 500_000)
+    monkeypatch.setattr("stoker.commands.stage.MEASURED_FROM", 500_000)
     assert main(["stage", "s3://bucket/payback", str(tmp_path / "a" / "copy"), "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)["break_even"]

@@ -15,11 +15,14 @@ from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError, UserEr
 if TYPE_CHECKING:
     from stoker.config import Config
     from stoker.stage.checking import Verification
-    from stoker.stage.copying import StageOptions, Summary
+    from stoker.stage.copying import StageOptions, Summary, Work
     from stoker.stage.payback import Payback
     from stoker.stage.selection import Selection
+    from stoker.stage.sources import Source
 
 SUBSET = "Part of a data set of images"
+MEASURED_FROM = 1_000_000_000
+"""Bytes: below it nobody waits long enough to decide, and measuring would take a good part of the copying."""
 
 
 def register(app: typer.Typer) -> None:
@@ -228,7 +231,6 @@ def _stage(
     from stoker.data.store.stores import is_url
     from stoker.data.store.subset_file import keep_subset
     from stoker.stage.copying import check_apart, check_room, copy_all, find_work
-    from stoker.stage.payback import LEAST_BYTES, measure_payback, payback_text
     from stoker.stage.sources import open_source
 
     source = open_source(root)
@@ -244,9 +246,7 @@ def _stage(
             f"staging {count(len(work.files), 'file')}, {megabytes(work.bytes)} from {source.url} to {copy.folder} "
             f"({count(work.present_files, 'file')} already there)"
         )
-        payback = measure_payback(source, work.files, copy.folder) if measure and work.bytes >= LEAST_BYTES else None
-        if payback is not None:
-            say(payback_text(payback))
+        payback = _payback(source, work, copy.folder) if measure and work.bytes >= MEASURED_FROM else None
         with transfer_bar("staging") as transfer:
 
             def show(summary: Summary, of_bytes: int) -> None:
@@ -262,6 +262,17 @@ def _stage(
         ) from None
     finally:
         copy.close()
+
+
+def _payback(source: Source, work: Work, folder: str) -> Payback | None:
+    # Imported here: it needs numpy, which copying does without.
+    from stoker.console import say
+    from stoker.stage.payback import measure_payback, payback_text
+
+    payback = measure_payback(source, work.files, folder)
+    if payback is not None:
+        say(payback_text(payback))
+    return payback
 
 
 def _hydrate(path: str, options: StageOptions, *, json: bool) -> int:

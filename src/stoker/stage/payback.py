@@ -19,8 +19,6 @@ from stoker.plan.storage_bench import Appetite, appetites, rate_text
 from stoker.stage.records import SourceFile
 from stoker.stage.sources import Source
 
-LEAST_BYTES = 1_000_000_000
-"""Below it nobody waits long enough to decide about it, and measuring would take a good part of the copying."""
 SECONDS = 3.0
 READERS = 64
 PART = 16 << 20

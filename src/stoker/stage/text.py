@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from stoker.console import count, megabytes, shown
 from stoker.stage.checking import Verification
 from stoker.stage.copying import FAILURES_NAMED, Summary
-from stoker.stage.hydrate import Hydrated
+
+if TYPE_CHECKING:
+    from stoker.stage.hydrate import Hydrated  # which needs numpy; copying does without
 
 CHECKSUMS = {"md5": "MD5", "sha1": "SHA-1", "sha256": "SHA-256"}
 

@@ -126,7 +126,7 @@ def attack_ranks(attack: Attack, count: int) -> Outcome:
 def attack_workers(attack: Attack, count: int) -> Outcome:
     """SIGKILL and SIGBUS of a loader process: an error that names it, and the same command resumes."""
     outcome = Outcome()
-    keys = {"loader": "process", "num_workers": 2, "epochs": 30}
+    keys = {"loader": "process", "num_workers": 2, "epochs": 12}
     for number in range(count):
         config = attack.config(f"workers-{number}", **keys)
         run = attack.ready.start("train", config, cwd=config.parent)
@@ -137,8 +137,8 @@ def attack_workers(attack: Attack, count: int) -> Outcome:
         outcome.tried += 1
         if run.wait() != 1 or "error: worker-died" not in run.err:
             outcome.lost.append(f"worker: exit code {run.code}: {run.err[-300:]}")
-        again = attack.ready.run("train", config, "epochs=1", "--replan", cwd=config.parent)
-        if again.code not in (0, 2):
+        again = attack.ready.run("train", config, cwd=config.parent)
+        if again.code != 0:
             outcome.lost.append(f"resume after a dead worker: exit code {again.code}: {again.err[-300:]}")
         shutil.rmtree(config.parent)
     return outcome
@@ -216,8 +216,10 @@ PARTS = {
 }
 
 
-def run(counts: dict[str, int], seed: int) -> dict[str, Outcome]:
-    """The outcome of each part that has a count."""
+def run(
+    counts: dict[str, int], seed: int, tell: Callable[[str, Outcome], None] = lambda _name, _outcome: None
+) -> dict[str, Outcome]:
+    """The outcome of each part that has a count; `tell` gets each when it is known."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="stoker-attack-") as name:
         folder = Path(name)
@@ -227,16 +229,17 @@ def run(counts: dict[str, int], seed: int) -> dict[str, Outcome]:
             for part, count in counts.items():
                 (folder / part).mkdir()
                 found[part] = PARTS[part].run(Attack(folder / part, ready, images, random.Random(seed)), count)
+                tell(part, found[part])
     return found
 
 
-def table(found: dict[str, Outcome]) -> str:
-    """The outcomes, a line each."""
-    lines = [f"{'attack':<12}{'tried':>8}{'survived':>10}{'lost':>6}"]
-    for name, outcome in found.items():
-        lost = len(outcome.lost)
-        lines.append(f"{name:<12}{outcome.tried:>8,}{outcome.tried - lost:>10,}{lost:>6,}   {outcome.note}".rstrip())
-    return "\n".join(lines)
+HEAD = f"{'attack':<12}{'tried':>8}{'survived':>10}{'lost':>6}"
+
+
+def row(name: str, outcome: Outcome) -> str:
+    """A line of the table."""
+    lost = len(outcome.lost)
+    return f"{name:<12}{outcome.tried:>8,}{outcome.tried - lost:>10,}{lost:>6,}   {outcome.note}".rstrip()
 
 
 def main(arguments: list[str]) -> int:
@@ -247,9 +250,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     given = parser.parse_args(arguments)
     counts = {name: getattr(given, name) for name in given.only or PARTS}
-    found = run({name: count for name, count in counts.items() if count}, given.seed)
+    print(f"seed {given.seed}\n{HEAD}", flush=True)
+    wanted = {name: count for name, count in counts.items() if count}
+    found = run(wanted, given.seed, lambda name, outcome: print(row(name, outcome), flush=True))
     lost = [f"lost: {name}: {what}" for name, outcome in found.items() for what in outcome.lost]
-    print("\n".join([f"seed {given.seed}", table(found), *lost]))
+    print("\n".join(lost or ["nothing was lost"]))
     return 1 if lost else 0
 
 

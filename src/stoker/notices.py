@@ -72,8 +72,11 @@ def listening_from_the_start() -> Iterator[None]:
             _raised_at_s = time.monotonic()
             raise Notice(number)
 
-    with _leaving_c_code(note), handling(note, PREEMPTING):
-        yield
+    try:
+        with _leaving_c_code(note), handling(note, PREEMPTING):
+            yield
+    finally:
+        _heard = None  # for a program that calls us again
 
 
 @contextmanager

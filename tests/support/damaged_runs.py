@@ -175,7 +175,8 @@ def read_everything(folder: Path) -> None:
         if observed.steps:
             diagnosis_of(observed)
     with _for_users(OSError):
-        list(read_metrics(folder / "metrics.jsonl"))
+        for _ in read_metrics(folder / "metrics.jsonl"):
+            pass
     with _for_users(OSError):
         Lease(folder / "lease.json").acquire().release()
     for name in ("metrics.jsonl", "clock.jsonl"):

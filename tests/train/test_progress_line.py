@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from stoker.run.metrics import MetricsFile
+from stoker.train.observer import RunObserver
 from stoker.train.progress_line import TrainLog, TrainProgress
 from tests.support.terminal import on_a_terminal
 
@@ -162,3 +165,14 @@ def test_two_logs_from_the_same_second_are_two_files_without_secrets(tmp_path: P
     assert "very-secret" not in first.path.read_text()
     first.close()
     second.close()
+
+
+def test_the_loss_moves_between_the_lines_of_the_metrics_file(tmp_path: Path) -> None:
+    shown: list[float] = []
+    progress = SimpleNamespace(step=lambda _step, loss, _extra: shown.append(loss))
+    clock = SimpleNamespace(wait_share=0.0)
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        observer = RunObserver(file, SimpleNamespace(), progress, log_every=100, world=1)  # type: ignore[arg-type]
+        for step in range(2, 6):
+            observer.step(step, 0, {"train/loss": 1.0 / step, "train/lr": 0.1, "clock": clock})
+    assert shown == [1 / 2, 1 / 3, 1 / 4, 1 / 5]

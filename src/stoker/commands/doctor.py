@@ -44,7 +44,8 @@ def doctor(
         typer.Argument(metavar="KEY=VALUE", help="Keys to set on top of the config.", show_default=False),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1.0, help="How long to try a config, or to record a script.")
+        float | None,
+        typer.Option(min=1.0, help="How long to try a config, all trials together, or to record a script."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop a script after this many training batches.")] = None,
     pace: Annotated[

@@ -22,6 +22,8 @@ SHARED = 0.2
 for waiting, because some of it cannot be avoided where both need the same cores."""
 FEW_CORES = 0.1
 """Cores: a loader that takes less is not what slows a model down."""
+COMPUTES = 0.25
+"""Of all cores: a loop that uses less has its model elsewhere, or hardly any."""
 OTHERS = 0.5
 """Cores in use by other programs from which they are worth mentioning."""
 FULL = 0.85
@@ -61,8 +63,9 @@ def _shared_cores(case: Case) -> float:
     if rate is not None and ceiling:  # the same steps with batches that were there before
         return max(0.0, 1 - rate / ceiling - (observed.wait_share or 0.0))
     queued = (observed.consumer_runq_s or 0.0) / observed.elapsed_s
-    # Where all cores are busy, what one of the two takes, the other goes without.
-    full = observed.consumer_cpu_s is not None and case.own_cores >= FULL * host.cpus
+    # Where all cores are busy, what one of the two takes, the other goes without; a loop that sleeps misses nothing.
+    computing = (observed.consumer_cpu_s or 0.0) / observed.elapsed_s >= COMPUTES * host.cpus
+    full = computing and case.own_cores >= FULL * host.cpus
     return max(queued, used / case.own_cores * (1 - (observed.wait_share or 0.0)) if full else 0.0)
 
 

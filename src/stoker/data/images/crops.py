@@ -17,6 +17,7 @@ from stoker.data.draws import CROP, FLIP, Keys, uniforms
 from stoker.data.images.decoding import DecodeMode, Decoding
 from stoker.data.images.headers import Box
 from stoker.data.images.resizing import Interpolation
+from stoker.data.images.restart_rows import UNIT, Part
 
 TRIES = 10
 
@@ -30,8 +31,12 @@ class View(Protocol):
     def draw(self, keys: Keys) -> Any:
         """The random part for the samples with these keys."""
 
+    def needed(self, draws: Any, slot: int, width: int, height: int) -> Box | None:
+        """The part of an image of this size, stored as it is seen, that `decode` looks at; None for all of it."""
+
     def decode(self, data: Any, draws: Any, slot: int, out: NDArray[np.uint8]) -> None:
-        """Decodes one sample of the batch into its slot; raises BadImage."""
+        """Decodes one sample of the batch into its slot; raises BadImage. `data` is a whole file, or a Part that
+        contains what is needed."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,22 @@ class RandomCrop:
     def draw(self, keys: Keys) -> CropDraws:
         return draw_crops(keys, self.bounds)
 
+    def needed(self, draws: CropDraws, slot: int, width: int, height: int) -> Box | None:
+        if width * height > self.decoding.max_pixels:
+            return None  # the whole file is refused
+        box = draws.box(slot, width, height)
+        # Pixels at the border take colour from their neighbours. Drafts are decoded up to eight times smaller.
+        margin = UNIT if self.mode == "draft" else 1
+        top, left = max(0, box.top - margin), max(0, box.left - margin)
+        bottom, right = min(height, box.top + box.height + margin), min(width, box.left + box.width + margin)
+        return Box(top, left, bottom - top, right - left)
+
     def decode(self, data: Any, draws: CropDraws, slot: int, out: NDArray[np.uint8]) -> None:
+        if isinstance(data, Part):
+            box = draws.box(slot, data.whole_width, data.whole_height)
+            inside = Box(box.top - data.top, box.left - data.left, box.height, box.width)
+            self.decoding.crop_into(data.data, data.header, inside, out, self.interpolation, self.mode)
+            return
         header = self.decoding.read_header(data)
         box = draws.box(slot, header.width, header.height)
         self.decoding.crop_into(data, header, box, out, self.interpolation, self.mode)
@@ -63,6 +83,9 @@ class CentreCrop:
     interpolation: Interpolation = "bicubic"
 
     def draw(self, keys: Keys) -> None:  # noqa: ARG002 - nothing about validation is random
+        return None
+
+    def needed(self, draws: None, slot: int, width: int, height: int) -> Box | None:  # noqa: ARG002
         return None
 
     def decode(self, data: Any, draws: None, slot: int, out: NDArray[np.uint8]) -> None:  # noqa: ARG002

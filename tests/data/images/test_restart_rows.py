@@ -14,11 +14,12 @@ import torchvision
 from PIL import Image
 
 from stoker.data.draws import sample_keys
-from stoker.data.images.crops import CropDraws, CropRange, RandomCrop
+from stoker.data.images.crops import CentreCrop, CropDraws, CropRange, RandomCrop
 from stoker.data.images.decoders import available_decoders
 from stoker.data.images.decoding import MAX_PIXELS, DecodeMode, Decoding
 from stoker.data.images.headers import BadImage, Box, read_header
 from stoker.data.images.pack.shard import Reencoding, prepare
+from stoker.data.images.resizing import Interpolation
 from stoker.data.images.restart_rows import (
     UNIT,
     Part,
@@ -46,13 +47,19 @@ class Chosen(CropDraws):
         return found
 
 
+def rows_of(data: bytes, first: int, end: int) -> bytes:
+    """The bytes of some rows."""
+    template, layout = read_layout(data) or pytest.fail("no rows")
+    start = template.header_bytes(layout.tables) + layout.bytes_of(0, first)
+    return data[start : start + layout.bytes_of(first, end)]
+
+
 def part_of(data: bytes, needed: Box, more_rows: int = 0) -> Part:
     """The box of an image, cut out of the bytes of its rows alone, and of some rows more on each side."""
     template, layout = read_layout(data) or pytest.fail("no rows")
     first = max(0, needed.top // UNIT - more_rows)
-    end = min(len(layout.row_bytes), -(-(needed.top + needed.height) // UNIT) + more_rows)
-    start = template.header_bytes(layout.tables) + sum(layout.row_bytes[:first])
-    rows = data[start : start + sum(layout.row_bytes[first:end])]
+    end = min(layout.rows, -(-(needed.top + needed.height) // UNIT) + more_rows)
+    rows = rows_of(data, first, end)
     return cut_out(template, layout, first, end, rows, needed)
 
 
@@ -93,6 +100,27 @@ def test_a_crop_of_a_part_is_the_crop_of_the_whole_image(decoder: str, mode: Dec
     assert seen > 50
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_the_centre_of_a_part_is_the_centre_of_the_whole_image(interpolation: Interpolation) -> None:
+    random, smaller = np.random.default_rng(8), 0
+    for width, height in [*SIZES, *random.integers(1, 500, (30, 2)).tolist()]:
+        data = encode_with_rows(noise(width, height, seed=width), 90)
+        size = int(random.integers(8, 150))
+        for resize in (size, size + 3, round(size * 8 / 7), 2 * size, size // 2 + 1):
+            view = CentreCrop(size, resize, Decoding("simplejpeg"), interpolation)
+            needed = view.needed(None, 0, width, height)
+            if needed is None:
+                assert max(width, height) > 8 * min(width, height)
+                continue
+            part = part_of(data, needed)
+            whole, cut = (np.zeros((size, size, 3), np.uint8) for _ in range(2))
+            view.decode(data, None, 0, whole)
+            view.decode(part, None, 0, cut)
+            assert np.array_equal(whole, cut), (width, height, size, resize)
+            smaller += part.header.height * part.header.width < height * width
+    assert smaller > 50
+
+
 def test_a_part_is_a_valid_file_with_the_header_that_is_passed_on() -> None:
     data = encode_with_rows(noise(400, 300), 85)
     part = part_of(data, Box(70, 150, 60, 90))
@@ -123,11 +151,11 @@ def test_every_other_reader_reads_the_same_pixels(width: int, height: int) -> No
 
 
 def test_every_row_begins_with_a_marker_and_markers_are_few() -> None:
-    assert [segment_units(units) for units in (1, 2, 23, 24, 25, 31, 32, 34)] == [1, 2, 23, 4, 5, 31, 4, 2]
+    assert [segment_units(units) for units in (1, 2, 21, 22, 23, 24, 25, 32)] == [1, 2, 7, 11, 23, 8, 5, 8]
     pixels = noise(480, 320)
     data = encode_with_rows(pixels, 90)
     _, layout = read_layout(data) or pytest.fail("no rows")
-    assert (layout.width, layout.height, len(layout.row_bytes)) == (480, 320, 20)
+    assert (layout.width, layout.height, layout.rows, layout.per_row) == (480, 320, 20, 5)
     plain = encode(pixels, "JPEG", quality=90, subsampling="4:2:0", optimize=True)
     assert len(data) < 1.02 * len(plain)
 
@@ -186,7 +214,7 @@ def test_a_damaged_record_is_refused_or_still_a_layout() -> None:
             found = RowLayout.of_record(bytes(changed))
         except ValueError:
             continue
-        assert len(found.row_bytes) == -(-found.height // UNIT)
+        assert len(found.segment_bytes) == found.rows * found.per_row
         assert len(found.as_record()) == len(record)
     with pytest.raises(ValueError):
         RowLayout.of_record(struct.pack("<HHH", 0, 0, 0))
@@ -197,8 +225,7 @@ def test_damaged_rows_are_a_bad_image_or_decode_and_never_crash(decoder: str) ->
     random = np.random.default_rng(11)
     data = encode_with_rows(noise(320, 200), 90)
     template, layout = read_layout(data) or pytest.fail("no rows")
-    start = template.header_bytes(layout.tables) + sum(layout.row_bytes[:3])
-    rows = data[start : start + sum(layout.row_bytes[3:9])]
+    rows = rows_of(data, 3, 9)
     view = RandomCrop(32, CropRange(), Decoding(decoder))
     draws, out = Chosen(Box(50, 70, 80, 100)), np.zeros((32, 32, 3), np.uint8)
     needed = view.needed(draws, 0, 320, 200)

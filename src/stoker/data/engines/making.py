@@ -114,6 +114,9 @@ class BatchMaker:
         self._rows = rows
         self._whole = whole
         """Whether samples are read whole although only some rows are needed, as a cache keeps them."""
+        self._planned: dict[int, tuple[NDArray[np.int64], list[Box | None]]] = {}
+        """What the announced steps of an epoch want: numbers of rows, and the box of each slot."""
+        self._planned_for: tuple[int, int] | None = None
 
     def announce(self, epoch: int, step: int, start: int) -> None:
         """Tells the reader that a step's batch will be made later, so that its bytes can be fetched."""
@@ -121,7 +124,10 @@ class BatchMaker:
         indices = self.plan.samples.indices(members)
         if self._rows is not None and not self._whole:
             draws = self.plan.view.draw(sample_keys(self.plan.seed, epoch, members, repeats))
-            indices, _ = self._rows.wanted(indices, partial(self.plan.view.needed, draws))
+            if self._planned_for != (epoch, start):
+                self._planned, self._planned_for = {}, (epoch, start)
+            planned = self._planned[step] = self._rows.wanted(indices, partial(self.plan.view.needed, draws))
+            indices = planned[0]
         self.reader.expect(indices)
 
     def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> Batch:
@@ -137,7 +143,8 @@ class BatchMaker:
         clock.begins("fetch")
         wanted, boxes = indices, None
         if self._rows is not None:
-            wanted, boxes = self._rows.wanted(indices, partial(plan.view.needed, draws))
+            planned = self._planned.pop(step, None) if self._planned_for == (epoch, start) else None
+            wanted, boxes = planned or self._rows.wanted(indices, partial(plan.view.needed, draws))
             wanted = indices if self._whole else wanted
         found: list[Any] = list(self.reader.take(wanted))
         # Repeats of a sample were read once.

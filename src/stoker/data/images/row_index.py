@@ -101,12 +101,12 @@ class RowIndex:
             layout = RowLayout.of_record(self._records[start : int(self._ends[index])].tobytes())
         except ValueError:
             return None
-        size = self._template.header_bytes(layout.tables) + sum(layout.row_bytes) + len(END_OF_IMAGE)
+        size = self._template.header_bytes(layout.tables) + layout.bytes_of(0, layout.rows) + len(END_OF_IMAGE)
         return layout if size == int(self._sizes[index]) else None
 
     def _range(self, layout: RowLayout, first: int, end: int) -> tuple[int, int]:
         before = self._template.header_bytes(layout.tables)
-        return before + sum(layout.row_bytes[:first]), sum(layout.row_bytes[first:end])
+        return before + layout.bytes_of(0, first), layout.bytes_of(first, end)
 
 
 def _rows_of_box(box: Box) -> tuple[int, int]:

@@ -345,12 +345,15 @@ class Reader:
             yield _Place(decode_name(bytes(self._names[start:end])), 0, size)
 
     def _places_of_rows(self, row_index: RowIndex, wanted: list[int]) -> Iterator[_Place]:
-        for rows in map(span_of, wanted):
-            path, offset, size = self._samples.location(rows.sample)
-            if rows.end:
-                start, size = row_index.range_in_sample(rows)
-                offset += start
-            yield _Place(path, offset, size)
+        samples, spans = self._samples, [span_of(number) for number in wanted]
+        assert samples.shard_of is not None
+        assert samples.offsets is not None
+        assert samples.sizes is not None
+        indices = np.array([rows.sample for rows in spans], np.int64)
+        columns = (part[indices].tolist() for part in (samples.shard_of, samples.offsets, samples.sizes))
+        for rows, shard, offset, size in zip(spans, *columns, strict=True):
+            start, length = row_index.range_in_sample(rows) if rows.end else (0, size)
+            yield _Place(samples.shards[shard], offset + start, length)
 
 
 class Announced:

@@ -114,8 +114,8 @@ class BatchMaker:
         self._rows = rows
         self._whole = whole
         """Whether samples are read whole although only some rows are needed, as a cache keeps them."""
-        self._planned: dict[int, tuple[NDArray[np.int64], list[Box | None]]] = {}
-        """What the announced steps of an epoch want: numbers of rows, and the box of each slot."""
+        self._planned: dict[tuple[int, int, int], tuple[NDArray[np.int64], list[Box | None]]] = {}
+        """What announced steps want, by epoch, start and step: numbers of rows, and the box of each slot."""
         self._planned_for: tuple[int, int] | None = None
 
     def announce(self, epoch: int, step: int, start: int) -> None:
@@ -126,7 +126,9 @@ class BatchMaker:
             draws = self.plan.view.draw(sample_keys(self.plan.seed, epoch, members, repeats))
             if self._planned_for != (epoch, start):
                 self._planned, self._planned_for = {}, (epoch, start)
-            planned = self._planned[step] = self._rows.wanted(indices, partial(self.plan.view.needed, draws))
+            planned = self._planned[epoch, start, step] = self._rows.wanted(
+                indices, partial(self.plan.view.needed, draws)
+            )
             indices = planned[0]
         self.reader.expect(indices)
 
@@ -143,7 +145,7 @@ class BatchMaker:
         clock.begins("fetch")
         wanted, boxes = indices, None
         if self._rows is not None:
-            planned = self._planned.pop(step, None) if self._planned_for == (epoch, start) else None
+            planned = self._planned.pop((epoch, start, step), None)
             wanted, boxes = planned or self._rows.wanted(indices, partial(plan.view.needed, draws))
             wanted = indices if self._whole else wanted
         found: list[Any] = list(self.reader.take(wanted))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.paced import consume, open_real_loader
+from bench.paced import consume
 from bench.quiet import wait_for_quiet
 from bench.rounds import Spread, interleave, keep, ratio
 from stoker.config import load_config
@@ -36,6 +36,7 @@ from stoker.data.images.row_index import RowIndex, open_row_index, span_of
 from stoker.data.images.sample_index import SampleIndex, load_index
 from stoker.data.loader import ImageLoader
 from stoker.data.store.stores import LocalStore
+from stoker.machine.loader_speed import repeated
 from stoker.tasks.image_data import open_loader, open_samples, training_plan
 
 PROJECT = Path(__file__).parents[1]
@@ -116,11 +117,19 @@ def throughput(loader: ImageLoader, epochs: itertools.count[int], seconds: float
     return consume(loader, next(epochs), seconds, 0.0)
 
 
+def loader_of(folder: Path, work: Path, decoder: str, samples_per_epoch: int | None) -> ImageLoader:
+    """The loader of a pack with two workers; an epoch can be made as long as one likes."""
+    words = [f"data_root={folder}", f"batch_size={BATCH}", f"img_size={SIZE}", f"index_dir={work}", "pin_memory=false"]
+    config = load_config(None, words).config
+    samples = open_samples(config, "")
+    if samples_per_epoch is not None:
+        samples = repeated(samples, samples_per_epoch)
+    return open_loader(config, training_plan(config, samples, Decoding(decoder)), workers=2)
+
+
 def bytes_per_image(folder: Path, work: Path, epochs: int) -> Spread:
     """Bytes that the loader reads for an image, in each of some epochs."""
-    words = [f"data_root={folder}", f"batch_size={BATCH}", f"img_size={SIZE}", f"index_dir={work}", "pin_memory=false"]
-    config = load_config(None, [*words, "decoder=simplejpeg"]).config
-    loader = open_loader(config, training_plan(config, open_samples(config, ""), Decoding("simplejpeg")), workers=2)
+    loader = loader_of(folder, work, "simplejpeg", None)
     found = []
     try:
         for epoch in range(epochs):
@@ -146,7 +155,9 @@ def main() -> int:
         view = RandomCrop(SIZE, CropRange(), Decoding())
         packs = {name: open_pack(folder, view, arguments.files) for name, folder in folders.items()}
         decoding = measure_decoding(packs, arguments.rounds)
-        loading = measure_loading(folders, work, arguments.rounds, arguments.seconds)
+        times = decoding["microseconds"]
+        fastest = min(available_decoders(), key=lambda decoder: times[f"{decoder}, {PLAIN}"]["median"])
+        loading = measure_loading(folders, work, fastest, arguments.rounds, arguments.seconds)
     document = {
         "size": SIZE, "workers": 2, "images": len(packs[PLAIN].index), "pack_bytes": sizes_of(packs),
         "decoding": decoding, "loading": loading,
@@ -187,8 +198,8 @@ def measure_decoding(packs: dict[str, Pack], rounds: int) -> dict[str, Any]:
     return document
 
 
-def measure_loading(folders: dict[str, Path], work: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    loaders = {name: open_real_loader(folder, work / "index", 2, BATCH, SIZE) for name, folder in folders.items()}
+def measure_loading(folders: dict[str, Path], work: Path, decoder: str, rounds: int, seconds: float) -> dict[str, Any]:
+    loaders = {name: loader_of(folder, work / "index", decoder, 200_000) for name, folder in folders.items()}
     epochs = itertools.count()
     try:
         spreads = interleave(
@@ -201,6 +212,7 @@ def measure_loading(folders: dict[str, Path], work: Path, rounds: int, seconds: 
     speed, share = ratio(spreads[ROWS], spreads[PLAIN]), ratio(per_image[ROWS], per_image[PLAIN])
     print(f"images/s: {_worded(speed)}\nbytes read: {_worded(share)}")
     return {
+        "decoder": decoder,
         "images_per_second": {name: spread.as_dict() for name, spread in spreads.items()},
         "bytes_per_image": {name: spread.as_dict() for name, spread in per_image.items()},
         "speed": speed.as_dict(),

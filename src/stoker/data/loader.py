@@ -15,6 +15,7 @@ from stoker.data.engines.making import BatchMaker, BatchPlan, Made, Maker, Plan
 from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
 from stoker.data.images.parquet_files import open_sample_store
+from stoker.data.images.row_index import open_row_index
 from stoker.data.store.reader import Reader
 from stoker.data.store.staged import StagePlace
 
@@ -172,4 +173,7 @@ def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:
         max_object_bytes=options.max_image_bytes,
     )
     workers = max(1, options.workers) if choose_engine(options.engine, options.workers) == "process" else 1
-    return BatchMaker(plan, Reader(store, index, lookahead_bytes=options.lookahead // workers))
+    rows = open_row_index(index)
+    reader = Reader(store, index, lookahead_bytes=options.lookahead // workers, rows=rows)
+    # A cache finds a sample again if it is always read whole.
+    return BatchMaker(plan, reader, rows, whole=options.cache_dir is not None)

@@ -119,8 +119,8 @@ def test_webdataset_reads_every_sample(source: Path, tmp_path: Path) -> None:
     assert set(read) == expected
 
 
-@pytest.mark.parametrize("how", [{}, {"longest": 30}, {"shortest": 25, "quality": 70}], ids=str)
-def test_packs_are_bit_identical_for_any_number_of_workers(source: Path, tmp_path: Path, how: dict[str, int]) -> None:
+@pytest.mark.parametrize("how", [{}, {"longest": 30}, {"quality": 70, "restart_rows": True}], ids=str)
+def test_packs_are_bit_identical_for_any_number_of_workers(source: Path, tmp_path: Path, how: dict[str, Any]) -> None:
     options = PackOptions(SMALL.shard_bytes, **how)
     for workers in (1, 3):
         pack(source, tmp_path / f"packed-{workers}", options, workers=workers)

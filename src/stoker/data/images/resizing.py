@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ RESAMPLING: dict[Interpolation, Image.Resampling] = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
 }
+_REACH: dict[Interpolation, float] = {"bilinear": 1.0, "bicubic": 2.0}
+"""Of Pillow's filters, in pixels of the larger image."""
 # The operators behind torch.nn.functional.interpolate(antialias=True), which has no `out`: it returns one plane per
 # colour, and takes more than twice as long for it (results/resize). On x86 they run in the calling thread alone, and
 # without Python's lock.
@@ -113,6 +116,22 @@ def centre_into(pixels: Slot, resize: int, out: Slot, interpolation: Interpolati
     else:
         part = _resize_part(image, width, height, kept, method)
     np.copyto(out[above : above + kept.height, beside : beside + kept.width], np.asarray(part))
+
+
+def centre_source(width: int, height: int, resize: int, size: int, interpolation: Interpolation) -> Box | None:
+    """The pixels that `centre_into` looks at in an image of this size; None if that is not worth knowing."""
+    new_width, new_height = resized_size(width, height, resize)
+    if new_width * new_height > _MOST_WASTE * min(new_width, size) * min(new_height, size):
+        return None
+    edges = []
+    for length, new_length in ((height, new_height), (width, new_width)):
+        ratio, (start, _) = length / new_length, _middle(new_length, size)
+        # A pixel more than the filter reaches, for its rounding.
+        reach = _REACH[interpolation] * max(1.0, ratio) + 1
+        first = max(0, int(start * ratio - reach))
+        edges.append((first, min(length, math.ceil((start + size) * ratio + reach)) - first))
+    (top, rows), (left, columns) = edges
+    return Box(top, left, rows, columns)
 
 
 def resized_size(width: int, height: int, resize: int) -> tuple[int, int]:

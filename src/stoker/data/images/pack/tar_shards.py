@@ -47,6 +47,10 @@ class ShardRecord:
     sizes: list[int] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
     """xxh3 of the image's bytes."""
+    layouts: list[str] = field(default_factory=list)
+    """With --restart-rows, where each image's rows are: a record in hexadecimal, empty if they could not be indexed."""
+    template: str | None = None
+    """With --restart-rows, the header that these images share."""
     skipped: list[dict[str, Any]] = field(default_factory=list)
     """Samples of this shard that are not images: sample, name, reason."""
 

@@ -3,8 +3,8 @@
 Every contender is a program of its own that begins with an empty folder; its CPU seconds are those that the kernel
 counted for it. The server runs on the same cores, so a client that needs less CPU is also faster here. Beside it: the
 same requests whose bodies are thrown away, and the same files written from memory. The target is a file system in
-memory, because this machine's disk takes fewer files a second than the clients bring; `--disk` measures that, where only
-stoker waits until its files are on the disk.
+memory, because this machine's disk takes fewer files a second than the clients bring; `--disk` measures that, where
+only stoker waits until its files are on the disk.
 
     python -m bench.stage                 the clients
     python -m bench.stage concurrency     the concurrency found, against fixed ones, without and with 50 ms a request
@@ -59,8 +59,8 @@ class Clients:
 
     def rate(self, name: str, command: list[str], endpoint: str | None = None) -> float:
         """Objects per second of one program."""
-        # On a disk a new folder for each: ext4 skips the inodes that were freed in the last seconds one by one, so after
-        # the copy of another contender had been removed, creating a file took a millisecond instead of a tenth of one.
+        # On a disk a new folder for each: ext4 skips the inodes that were freed in the last seconds one by one, so
+        # after the copy of another contender was removed, creating a file took a millisecond instead of a tenth of one.
         target = self.targets / f"copy{next(self._numbers)}"
         os.sync()
         start = time.perf_counter()

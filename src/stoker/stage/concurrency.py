@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 
 FEWEST = 4
-START = 16
+START = 32
 MOST = 512
-# A step up has to bring this much, or it is taken back: less is noise.
-WORTH_IT = 1.06
-# Each level is measured for at least this long, and until so many requests have ended for each that is in flight.
-LEAST_S = 0.4
-ROUNDS = 3
+# A step has to bring this much, or it is taken back: less is noise, and more connections cost CPU.
+WORTH_IT = 1.1
+# Each level is measured for at least this long, and until so many requests have ended for each that is in flight; those
+# that were begun at the level before do not count.
+LEAST_S = 0.15
+ROUNDS = 1.5
 LONGEST_S = 4.0
 # Then the next level is tried again: networks change, and the first answer may have been noise.
 AGAIN_AFTER_S = 8.0
@@ -23,8 +24,8 @@ REQUEST_BYTES = 32_000
 
 
 class Concurrency:
-    """Climbs by half as much again while that makes it faster, steps back when it does not, and halves when the store
-    asks to slow down."""
+    """Doubles while that makes it faster, steps back when it does not, later tries a little more or less again, and
+    halves when the store asks to slow down."""
 
     def __init__(self, fixed: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = START if fixed is None else fixed
@@ -33,17 +34,21 @@ class Concurrency:
         self._best: tuple[int, float] | None = None
         """The level that is known to be good, and its rate."""
         self._hold_until = 0.0
-        self._up = True
+        self._up, self._doubles = True, True
         self._begin()
 
     def done(self, size: int) -> None:
         """A request has ended well."""
+        if self._fixed:
+            return
+        if self._settling:
+            self._settling -= 1
+            self._since = self._clock()
+            return
         self._work += size + REQUEST_BYTES
         self._ended += 1
-        if self._fixed or self._clock() < self._since + LEAST_S:
-            return
         elapsed = self._clock() - self._since
-        if self._ended >= ROUNDS * self.limit or elapsed > LONGEST_S:
+        if elapsed > LONGEST_S or (elapsed > LEAST_S and self._ended >= ROUNDS * self.limit):
             self._judge(self._work / elapsed)
 
     def slow_down(self) -> None:
@@ -54,7 +59,7 @@ class Concurrency:
             return  # the requests that were in flight together complain together
         self.limit = max(FEWEST, self.limit // 2)
         self._hold_until = now + QUIET_S
-        self._best = None
+        self._best, self._doubles = None, False
         self._begin()
 
     def _judge(self, rate: float) -> None:
@@ -67,7 +72,7 @@ class Concurrency:
             self.limit = self._next()
         elif self.limit != self._best[0]:
             # Not worth it: back, and later the other way.
-            self.limit, self._up = self._best[0], not self._up
+            self.limit, self._up, self._doubles = self._best[0], not self._up, False
             self._hold_until = now + AGAIN_AFTER_S
         else:
             self._best = (self.limit, rate)
@@ -77,10 +82,12 @@ class Concurrency:
     def _next(self) -> int:
         assert self._best is not None
         level = self._best[0]
+        if self._doubles:
+            return min(MOST, 2 * level)
         return min(MOST, level + max(2, level // 2)) if self._up else max(FEWEST, level - max(1, level // 3))
 
     def _begin(self) -> None:
-        self._since, self._work, self._ended = self._clock(), 0, 0
+        self._since, self._work, self._ended, self._settling = self._clock(), 0, 0, self.limit
 
 
 class RateLimit:

@@ -23,7 +23,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def order_of(data: Path, rank: int, world: int, local_world: int, *overrides: str) -> Files:
-    config = config_for(data, "batch_size=4", *overrides)
+    config = config_for(data, "batch_size=6", *overrides)
     train, val = open_samples(config, "train"), open_samples(config, "val")
     decoding, _ = choose_decoding(config, train.index)
     ranks, place = Ranks(rank, world=world), StagePlace("/copy", str(data))
@@ -36,14 +36,14 @@ def order_of(data: Path, rank: int, world: int, local_world: int, *overrides: st
 
 def test_a_rank_fetches_first_what_it_reads_next_in_its_order(data: Path) -> None:
     order = order_of(data, rank=1, world=2, local_world=2)
-    config = config_for(data, "batch_size=4")
+    config = config_for(data, "batch_size=6")
     samples = open_samples(config, "train")
     plan = training_plan(config, samples, choose_decoding(config, samples.index)[0], Ranks(1, world=2))
-    expected = [f"train/{samples.index.name(i)}" for step in range(3) for i in plan.members(2, step, 16)[0].tolist()]
+    expected = [f"train/{samples.index.name(i)}" for step in range(2) for i in plan.members(2, step, 16)[0].tolist()]
     needed = list(order.needed(2, 16))
     assert [wanted.path for wanted in needed[: len(expected)]] == expected
     positions = [wanted.position for wanted in needed if wanted.position is not None]
-    assert positions == list(range(17, 16 + plan.steps.count(16) * 8, 2))
+    assert positions == list(range(17, 16 + plan.steps.count(16) * 12, 2))
 
 
 @pytest.mark.parametrize(("world", "local_world"), [(1, 1), (4, 4), (4, 2)])

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from stoker.cli import main
@@ -77,11 +76,10 @@ def open_volumes(root: str | Path, *overrides: str) -> Read:
     said: list[str] = []
     data = volumes.open_data(config, said.append)
     staging = segment.open_staging(config, data, Ranks(), said.append)
-    reading, keys = data.reading, {}
-    if staging is not None:
-        reading, keys = replace(data.reading, stage=staging.place), {"follow": staging.follow}
+    reading = data.reading if staging is None else replace(data.reading, stage=staging.place)
+    follow = None if staging is None else staging.follow
     plan = volumes.training_plan(config, data)
-    return volumes.open_loader(config, plan, reading, workers=config.num_workers, **keys), staging, said
+    return volumes.open_loader(config, plan, reading, workers=config.num_workers, follow=follow), staging, said
 
 
 def stream(loader: BatchLoader[Any], epoch: int) -> list[str]:
@@ -91,7 +89,7 @@ def stream(loader: BatchLoader[Any], epoch: int) -> list[str]:
 
 def _digest(batch: Any) -> str:
     if not isinstance(batch, PatchBatch):
-        return hashlib.sha1(np.ascontiguousarray(batch.images.numpy())).hexdigest()
+        return hashlib.sha1(batch.images.numpy().tobytes()).hexdigest()
     # A row is longer than what was read into it.
     parts = [part.numpy() for slot in range(len(batch)) for part in batch.region(slot)]
     return hashlib.sha1(b"".join(part.tobytes() for part in parts)).hexdigest()
@@ -155,6 +153,7 @@ def test_the_second_epoch_asks_the_server_for_nothing_and_every_epoch_is_that_of
     again.close()
     # It is a copy like that of `stoker stage`, for which there is nothing left to do.
     assert main(["stage", "--verify", str(copy)]) == 0
+    capsys.readouterr()
     assert main(["stage", url, str(copy), "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
     assert (done["copied"]["files"], done["already_present"]) == (0, len(files)), done

@@ -91,6 +91,7 @@ class Reader:
         self._budget = lookahead_bytes
         self._most_threads = max_in_flight if store.is_remote else min(max_in_flight, LOCAL_THREADS)
         self._blocking = Blocking(store.is_remote)
+        self._reads_remotely = store.is_remote
         self._mean_bytes = float(FIRST_ESTIMATE_BYTES)
 
         self._lock = threading.Lock()
@@ -119,6 +120,10 @@ class Reader:
     def expect(self, indices: Indices) -> None:
         """Announces samples that will be taken later, in this order; returns at once."""
         with self._lock:
+            if self._reads_remotely and getattr(self._store, "is_local_now", False):
+                # A local copy is complete. Waits for Python's lock among the threads that read ahead would look like a
+                # slow disk, and keep them going: the second epoch was a sixth slower than from a folder.
+                self._reads_remotely, self._blocking = False, Blocking(False)
             self._announced.add(np.array(indices, np.int64))
             self._wake_a_thread()
 

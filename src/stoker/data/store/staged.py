@@ -340,6 +340,11 @@ class StagedStore:
         return self.source.size_of(path)
 
     @property
+    def is_local_now(self) -> bool:
+        """Whether the copy is complete, so that nothing is read from the source any more."""
+        return self._copy.is_complete
+
+    @property
     def fetches(self) -> int:
         """How many reads went over the network."""
         return getattr(self.source, "fetches", 0)

@@ -63,7 +63,11 @@ def test_scans_are_counted_before_anything_is_decoded() -> None:
     assert f"{MOST_SCANS + 1} scans" in refused(with_scans(MOST_SCANS + 1))
     # A large image may not have as many as a small one.
     assert "90 scans of 1600x1600" in refused(with_scans(90, side=1600))
-    assert read_header(with_scans(20, side=1600), CAP)
+    usual = bytearray(with_scans(20, side=1600))
+    assert read_header(usual, CAP)
+    frame = usual.index(b"\xff\xc2")
+    usual[frame + 5 : frame + 9] = struct.pack(">HH", 10_000, 10_000)
+    assert "20 scans of 10000x10000" in refused(bytes(usual))
     # A thumbnail in the EXIF part of a file has scans of its own.
     stream = io.BytesIO()
     exif = Image.Exif()

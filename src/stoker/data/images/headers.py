@@ -41,8 +41,8 @@ MAX_DECODED_BYTES = 1_000_000_000
 _BYTES_PER_PIXEL = {"png": 8, "gif": 8, "bmp": 8, "webp": 16, "tiff": 12}
 # A progressive JPEG has about ten scans. Each costs a pass over the whole image, even if it is empty.
 USUAL_SCANS, MOST_SCANS = 20, 100
-# For more scans than usual: some seconds of one core.
-MOST_SCANNED_PIXELS = 200_000_000
+# Passes take one core a second for each 200 to 500 million pixels; ImageNet's largest, of 61 million, would have 600.
+MOST_SCANNED_PIXELS, MOST_SCANNED_PIXELS_OF_UNUSUAL = 1_000_000_000, 200_000_000
 _ORIENTATION_TAG = 0x0112
 _SUBSAMPLING = {(1, 1): "444", (2, 1): "422", (2, 2): "420", (1, 2): "440", (4, 1): "411"}
 # Start-of-frame markers: Huffman-coded baseline, extended and progressive; the other kinds hardly exist.
@@ -138,7 +138,8 @@ def bytes_to_decode(kind: str, width: int, height: int, jpeg: JpegLayout | None)
 
 
 def _is_bearable(scans: int, pixels: int) -> bool:
-    return scans <= MOST_SCANS and (scans <= USUAL_SCANS or scans * pixels <= MOST_SCANNED_PIXELS)
+    most = MOST_SCANNED_PIXELS if scans <= USUAL_SCANS else MOST_SCANNED_PIXELS_OF_UNUSUAL
+    return scans == 1 or (scans <= MOST_SCANS and scans * pixels <= most)
 
 
 _Found = tuple[str, int, int, int, JpegLayout | None]

@@ -72,6 +72,8 @@ class RowLayout:
         per_row, odd = divmod(len(segments), rows) if rows else (0, 0)
         if odd or not per_row or not units or units % per_row or start + 2 * len(segments) != len(record):
             raise ValueError(f"{len(segments)} segments in {rows} rows of {units} units")
+        if min(segments) < 2:
+            raise ValueError("a segment without its marker")
         return cls(width, height, record[_RECORD.size : start], segments, per_row)
 
 
@@ -226,7 +228,7 @@ def _parse(data: bytes) -> tuple[Template, bytes, int, int, int] | None:
     position, size_offset, tables, interval = 2, 0, 0, 0
     if data[:2] != b"\xff\xd8":
         return None
-    while position + 4 <= len(data) and data[position] == 0xFF:
+    while position + 5 <= len(data) and data[position] == 0xFF:
         marker, end = data[position + 1], position + 2 + (data[position + 2] << 8 | data[position + 3])
         if marker == _FRAME and data[position + 4] == 8:
             size_offset = position + 5

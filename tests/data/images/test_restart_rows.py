@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -198,7 +199,7 @@ def test_a_layout_and_a_header_survive_being_written() -> None:
     assert Template.of_text(template.as_text()) == template
     other, _ = read_layout(encode_with_rows(noise(120, 300, seed=4), 75)) or pytest.fail("no rows")
     assert other == template  # images of one quality share it
-    for wrong in ("", "ff", "zz zz", template.as_text()[:40], "ffd8 ffda"):
+    for wrong in ("", "ff", "zz zz", template.as_text()[:40], "ffd8 ffda", "ffd8 ffc00003", "ffd8 ffc0000308"):
         with pytest.raises(ValueError):
             Template.of_text(wrong)
 
@@ -218,6 +219,9 @@ def test_a_damaged_record_is_refused_or_still_a_layout() -> None:
         assert len(found.as_record()) == len(record)
     with pytest.raises(ValueError):
         RowLayout.of_record(struct.pack("<HHH", 0, 0, 0))
+    empty = replace(layout, segment_bytes=(*layout.segment_bytes[:-2], sum(layout.segment_bytes[-2:]), 0))
+    with pytest.raises(ValueError, match="without its marker"):
+        RowLayout.of_record(empty.as_record())
 
 
 @pytest.mark.parametrize("decoder", available_decoders())

@@ -72,6 +72,8 @@ class RowLayout:
         per_row, odd = divmod(len(segments), rows) if rows else (0, 0)
         if odd or not per_row or not units or units % per_row or start + 2 * len(segments) != len(record):
             raise ValueError(f"{len(segments)} segments in {rows} rows of {units} units")
+        if min(segments) < 2:
+            raise ValueError("a segment without its marker")
         return cls(width, height, record[_RECORD.size : start], segments, per_row)
 
 
@@ -182,33 +184,29 @@ def cut_out(template: Template, layout: RowLayout, first_row: int, end_row: int,
         raise BadImage(f"damaged: {len(data)} of the {edges[-1]} bytes of its rows")
     pieces: list[Bytes] = [header]
     starts: list[int] = []
-    numbers: list[bytes] = []
-    sizes: list[int] = []
-    view = memoryview(data)
+    numbers = b""
+    places: list[int] = []  # of the markers' second bytes in the part
+    moved = len(header) + 1 - (2 if top or first else 0)  # the first segment of a part has no marker
     for row in range(top * per_row, bottom * per_row, per_row):
-        begin, end = row + first, row + last
-        pieces.append(view[edges[begin - before] : edges[end - before]])
-        starts += edges[begin - before : end - before]
-        numbers.append(_NUMBERS[(begin - 1) % 8 :][: last - first])
-        sizes += layout.segment_bytes[begin:end]
-    unmarked = 0
+        number = (row + first - 1) % 8
+        kept = edges[row + first - before : row + last - before + 1]
+        begin, end = kept[0], kept.pop()
+        pieces.append(data[begin:end])
+        starts += kept
+        numbers += _NUMBERS[number : number + last - first]
+        moved -= begin
+        places += [at + moved for at in kept]
+        moved += end
     if top or first:
-        unmarked = 2  # the first segment of a part has no marker
-        pieces[1] = pieces[1][unmarked:]
-        found = starts
+        pieces[1] = pieces[1][2:]
     else:
-        found, numbers[0] = starts[1:], numbers[0][1:]
-    if found and (
-        bytes(map(data.__getitem__, found)) != b"\xff" * len(found)
-        or bytes([data[at + 1] for at in found]) != b"".join(numbers)
-    ):
+        starts, numbers = starts[1:], numbers[1:]
+    if [data[at] for at in starts].count(0xFF) != len(starts) or bytes([data[at + 1] for at in starts]) != numbers:
         raise BadImage("damaged: a restart marker is missing")
     pieces.append(END_OF_IMAGE)
     joined = bytearray().join(pieces)
-    places = accumulate(sizes[:-1], initial=len(header) - unmarked + 1)
-    next(places)
-    for place, number in zip(places, cycle(_NUMBERS[:8])):
-        joined[place] = number
+    for place, new in zip(places[1:], cycle(_NUMBERS[:8]), strict=False):
+        joined[place] = new
     part = ImageHeader("jpeg", width, height, 1, width, height, _jpeg_layout(template.size_offset - 5))
     return Part(joined, part, top * UNIT, first * pixels, layout.width, layout.height)
 
@@ -226,7 +224,7 @@ def _parse(data: bytes) -> tuple[Template, bytes, int, int, int] | None:
     position, size_offset, tables, interval = 2, 0, 0, 0
     if data[:2] != b"\xff\xd8":
         return None
-    while position + 4 <= len(data) and data[position] == 0xFF:
+    while position + 5 <= len(data) and data[position] == 0xFF:
         marker, end = data[position + 1], position + 2 + (data[position + 2] << 8 | data[position + 3])
         if marker == _FRAME and data[position + 4] == 8:
             size_offset = position + 5

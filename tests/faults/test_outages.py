@@ -4,7 +4,6 @@ bits."""
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -194,21 +193,3 @@ def test_training_survives_20_s_without_its_store_and_ends_with_the_same_bits(
     proxy.stop()
     assert f"waiting for s3://{BUCKET}/tiny" in ended[1]
     assert_same_end(tmp_path / "runs" / "outage", tmp_path / "runs" / "reference")
-
-
-@pytest.mark.release
-def test_ctrl_c_in_an_outage_ends_the_run_at_once(own_server: S3Server, tmp_path: Path) -> None:
-    url = own_server.put_folder(write_images(tmp_path / "data", side=256), "tiny")
-    environment = os.environ | own_server.environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    config = write_config(tmp_path, tmp_path, loader="thread", num_workers=1, lookahead="1MB", epochs=50)
-    config.write_text(config.read_text().replace(f'"{tmp_path}"', f'"{url}"'))
-    command = [sys.executable, "-m", "stoker", "train", str(config)]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: steps_done(tmp_path / "runs" / "tiny") >= 2)
-    own_server.stop()
-    time.sleep(5)
-    began = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=DEADLINE_S)
-    assert time.monotonic() - began < 30
-    assert process.returncode == 130

@@ -35,6 +35,7 @@ class Concurrency:
         """The level that is known to be good, and its rate."""
         self._hold_until = 0.0
         self._up, self._doubles = True, True
+        self._since, self._work, self._ended, self._settling = 0.0, 0, 0, 0
         self._begin()
 
     def done(self, size: int) -> None:

@@ -197,7 +197,7 @@ def parse_head(text: bytes, method: str) -> Head:
 
 def _crt_checksums() -> Any:
     try:
-        from awscrt import checksums  # type: ignore[import-untyped,unused-ignore]
+        from awscrt import checksums  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         return None
     return checksums

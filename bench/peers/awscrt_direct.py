@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-import awscrt.auth
-import awscrt.http
-import awscrt.io
-import awscrt.s3
+import awscrt.auth  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import awscrt.http  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import awscrt.io  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import awscrt.s3  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 
 def client() -> Any:

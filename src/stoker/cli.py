@@ -37,7 +37,7 @@ COMMANDS = {
     "export": "Export a checkpoint's model for other programs, and check the result.",
     "stage": "Copy the data, or the part that a config needs, to a local disk; verified, and resumable.",
     "pack": "Pack images into tar shards with an index.",
-    "bench": "Measure how fast this host makes batches, and what limits it.",
+    "bench": "Measure how fast this host makes batches, or how fast storage is, and what that feeds.",
     "config": "Show a resolved config or the key reference; import another program's config.",
     "demo": "Train a small network on handwritten digits or on volumes, in minutes on a CPU.",
 }

@@ -19,7 +19,7 @@ LONGEST_S = 4.0
 AGAIN_AFTER_S = 8.0
 # After 'slow down' the store gets this long before more is tried.
 QUIET_S = 3.0
-# What a request costs in addition to its bytes, in bytes: at 32 KB both take about as long on a local network.
+# Counted for a request in addition to its bytes, so that many tiny objects are work, too; a guess.
 REQUEST_BYTES = 32_000
 
 
@@ -35,6 +35,7 @@ class Concurrency:
         """The level that is known to be good, and its rate."""
         self._hold_until = 0.0
         self._up, self._doubles = True, True
+        self._since, self._work, self._ended, self._settling = 0.0, 0, 0, 0
         self._begin()
 
     def done(self, size: int) -> None:

@@ -41,7 +41,7 @@ Tick = Callable[[], None]
 """Called a few times a second while files are copied; may raise to stop."""
 
 
-class writing:  # noqa: N801 - reads as a statement; a generator would cost as much as the file's checksum
+class writing:  # noqa: N801 - reads as a statement
     """Within it, an OSError is the target's, not the source's: it ends the run with an error that says so."""
 
     def __init__(self, copy: LocalCopy) -> None:

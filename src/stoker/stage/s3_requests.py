@@ -1,7 +1,7 @@
 """Requests to S3 as bytes: where they go, how they are signed, and what a response says.
 
-Staging small objects is limited by the client's CPU, and a request made by a general library costs three to six times
-as much as the work that is needed here (results/stage), so this is done by hand: GET, HEAD and listing, nothing else.
+Staging small objects costs CPU on both sides; done by hand, a GB of them takes 3.8 CPU seconds, where s5cmd, awscrt and
+rclone take 6.9 to 8.7 (results/stage). GET, HEAD and listing, nothing else.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def parse_head(text: bytes, method: str) -> Head:
 
 def _crt_checksums() -> Any:
     try:
-        from awscrt import checksums  # type: ignore[import-untyped,unused-ignore]
+        from awscrt import checksums  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         return None
     return checksums

@@ -359,8 +359,8 @@ class _Lines(NamedTuple):
 class _Table:
     """From a path to its line in the manifest: 16 bytes a line, because ImageNet has 1.28 million.
 
-    Paths are found by a hash; the line itself then says whether it is the right one. numpy is imported when there are
-    many lines: importing it takes as long as copying a thousand files."""
+    Paths are found by a hash; the line itself then says whether it is the right one. numpy is imported only when
+    there are many lines, so that a short command starts sooner."""
 
     def __init__(self) -> None:
         self._sorted: _Lines | None = None

@@ -190,7 +190,7 @@ def test_progressive_resizing_unregisters_the_old_loader_and_repeats_no_line(
     config, _ = fit_to_machine(loaded, Machine(cpus=2, accelerators=1))
     said: list[str] = []
     samples = open_data(config, said.append)
-    loaders = _Loaders(config, samples, ALONE, None, said.append, on_gpu=False)
+    loaders = _Loaders(config, samples, ALONE, None, None, said.append, on_gpu=False)
     sizes = set()
     for epoch in range(4):
         loader = loaders.of_epoch(epoch)
@@ -201,7 +201,7 @@ def test_progressive_resizing_unregisters_the_old_loader_and_repeats_no_line(
     loaders.close()
     assert cudart.registered == {}
     cudart.fails_from = 0
-    loaders = _Loaders(config, samples, ALONE, None, said.append, on_gpu=False)
+    loaders = _Loaders(config, samples, ALONE, None, None, said.append, on_gpu=False)
     for epoch in range(4):
         loaders.of_epoch(epoch)
     loaders.validation()

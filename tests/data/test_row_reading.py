@@ -14,8 +14,9 @@ import webdataset
 from stoker.data.images.pack.folder import PackFolder, check_options, remove_pack
 from stoker.data.images.pack.packing import PackOptions
 from stoker.data.images.row_index import open_row_index
-from stoker.data.images.sample_index import META, IndexUnreadable, load_index
+from stoker.data.images.sample_index import META, checksum, load_index
 from stoker.errors import UserError
+from stoker.files import SEAL, sealed
 from tests.data.images.test_packing import pack
 from tests.data.test_loader import Entry, entries, loader_for
 from tests.support.images import encode, noise
@@ -49,7 +50,8 @@ def without_rows(packed: Path) -> Path:
     meta = json.loads((copy / "train" / META).read_text())
     meta["arrays"] = [name for name in meta["arrays"] if not name.startswith("layout")]
     del meta["facts"]["restart_rows"]
-    (copy / "train" / META).write_text(json.dumps(meta))
+    del meta[SEAL]
+    (copy / "train" / META).write_text(json.dumps(sealed(meta)))
     return copy
 
 
@@ -172,6 +174,14 @@ def test_rows_that_do_not_fit_their_sample_are_not_used(packed: Path, without_ro
     records = np.load(file)
     records[:] = np.random.default_rng(2).integers(0, 256, len(records))
     np.save(file, records)
+    with pytest.raises(UserError, match="is not what stoker pack wrote"):
+        epochs(tmp_path / "packed")
+    # As a faulty program would have written it: with checksums that agree.
+    place = tmp_path / "packed" / "train" / META
+    meta = json.loads(place.read_text())
+    del meta[SEAL]
+    meta["xxh3"]["layout_bytes"] = checksum(records)
+    place.write_text(json.dumps(sealed(meta)))
     assert epochs(tmp_path / "packed") == epochs(without_rows)
 
 
@@ -179,5 +189,5 @@ def test_an_index_with_a_part_of_the_records_is_refused(packed: Path, tmp_path: 
     shutil.copytree(packed, tmp_path / "packed")
     file = tmp_path / "packed" / "train" / "layout_bytes.npy"
     np.save(file, np.load(file)[:-5])
-    with pytest.raises(IndexUnreadable, match="layout_bytes is truncated"):
+    with pytest.raises(UserError, match="layout_bytes is truncated"):
         loader_for(tmp_path / "packed", *TRAIN)

@@ -223,7 +223,7 @@ def workers_of(pid: int) -> list[int]:
     return [child for child in children_of(pid) if b"make_shards" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("how", ["kill -9", "Ctrl-C", "kill -9 a worker"])
+@pytest.mark.parametrize("how", [pytest.param("kill -9", marks=pytest.mark.release), "Ctrl-C", "kill -9 a worker"])
 def test_however_it_is_interrupted_the_same_command_finishes_it_with_the_same_bytes(
     how: str, slow_source: Path, uninterrupted: dict[str, bytes], stoker: Run, tmp_path: Path
 ) -> None:

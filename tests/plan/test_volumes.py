@@ -74,6 +74,7 @@ def test_a_plan_says_what_batches_patches_reading_and_prediction_take(stoker: Ru
     assert prediction["seconds"] > 0
 
 
+@pytest.mark.release
 def test_volumes_that_can_be_reached_are_looked_at_and_measured(stoker: Run, tmp_path: Path) -> None:
     root = tmp_path / "scrolls"
     write_scrolls(root, volumes=3, shape=(40, 48, 56))

@@ -36,6 +36,7 @@ def test_a_model_that_cannot_be_compiled_runs_uncompiled_with_one_note() -> None
     assert "\n" not in said[0]
 
 
+@pytest.mark.release
 def test_a_backward_pass_that_cannot_be_compiled_is_noticed_in_the_forward_pass() -> None:
     said: list[str] = []
     plain = nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.Linear(9, 2))

@@ -164,7 +164,7 @@ class _Names:
                 "file-and-folder",
                 f"{count(len(both), 'name')} both of a file and of a folder: {some(both)}",
                 why="an object store allows that, a file system does not",
-                hint="remove or rename these objects, or stage the folders one by one",
+                hint="stage the folders one by one",
             )
 
 

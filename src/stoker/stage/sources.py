@@ -185,7 +185,7 @@ def _link_loop(path: str, target: str) -> UserError:
         "symlink-loop",
         f"{shown(path)} is a link that leads to {target}",
         why="following it would never end",
-        hint="remove the link, or stage the folders that you need",
+        hint="stage the folders that you need, one by one",
     )
 
 

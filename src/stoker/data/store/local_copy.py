@@ -283,7 +283,7 @@ class LocalCopy:
                 if of != self.source
                 else f"{self.folder} was made by another version of stoker",
                 why="files of two sources in one folder could not be distinguished",
-                hint="choose another folder, or remove this one",
+                hint="choose another folder",
             )
 
 

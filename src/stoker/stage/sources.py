@@ -79,7 +79,7 @@ class FolderSource:
             raise UserError(
                 "data-not-found",
                 f"{shown(root)} does not exist",
-                hint=did_you_mean(os.path.basename(root), there) or "stoker stage FOLDER TARGET",  # noqa: PTH119
+                hint=did_you_mean(os.path.basename(root), there, most_edits=1) or "stoker stage FOLDER TARGET",  # noqa: PTH119
             ) from None
         if not stat.S_ISDIR(found.st_mode):
             raise UserError("data-not-found", f"{shown(root)} is a file, not a folder", hint="stage its folder")

@@ -50,7 +50,7 @@ def test_bad_sources_and_targets_are_refused_and_nothing_is_written(
         ([source, source / "copy"], 1, "target-inside-source"),
         ([source / "train", source], 1, "source-inside-target"),
         ([source, source], 1, "target-inside-source"),
-        ([tmp_path / "sauce", tmp_path / "new"], 1, "did you mean source?"),
+        ([tmp_path / "sorce", tmp_path / "new"], 1, "did you mean source?"),
         ([source / "train/c0/0000.jpg", tmp_path / "new"], 1, "is a file, not a folder"),
         ([source, tmp_path / "full"], 1, "not-a-copy"),
         ([source, tmp_path / "new", "--limit-rate", "50"], 2, "no unit"),

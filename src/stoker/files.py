@@ -98,7 +98,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def open_to_append(path: Path) -> int:
-    """The descriptor of a file, which is created if there is none. Raises OSError if it is no regular file."""
+    """The descriptor of a file, which is created if there is none. Raises OSError if it is not a regular file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -108,7 +108,7 @@ def open_to_append(path: Path) -> int:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a file. Raises OSError if it is no regular file, or larger than that."""
+    """The bytes of a file. Raises OSError if it is not a regular file, or larger than that."""
     with open_regular(path) as stream:
         # Its size now; it may be growing.
         data = stream.read(most_bytes + 1)

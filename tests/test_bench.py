@@ -10,7 +10,7 @@ from bench.run import BY_HAND, WITH_DATA, WITHOUT_DATA
 
 PROJECT = Path(__file__).parents[1]
 README, RESULTS = PROJECT / "README.md", PROJECT / "docs" / "results.md"
-HEADLINES = 6
+HEADLINES = 8
 
 
 def _rows(page: Path) -> list[list[str]]:

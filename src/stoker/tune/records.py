@@ -1,0 +1,103 @@
+"""What tuning is about: settings, what a trial of them measured, and what was decided; tune.jsonl holds the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from stoker.clock.observed import Observed
+from stoker.plan.records import Estimate
+
+Value = bool | int | float | str | None
+Settings = dict[str, Value]
+"""The keys that are tuned, with their values: always all of them, so that any line of the journal can be tried again."""
+
+Result = Literal["measured", "out-of-memory", "killed", "hung", "crashed", "refused", "different-training"]
+"""`refused`: an error of ours about these settings. `different-training`: the samples, crops, labels or the total batch
+were not those of the original, so the speed does not count."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one throw-away process showed."""
+
+    result: Result
+    windows: tuple[float, ...] = ()
+    """Samples per second, input included, in consecutive parts of the trial after its warm-up."""
+    wait_share: float | None = None
+    first_batch_s: float | None = None
+    """From the start of an epoch to its first batch."""
+    start_s: float | None = None
+    """From the start of the process to the end of the first step: building, compiling, starting workers."""
+    peak_bytes: int | None = None
+    """Memory of the trial's processes together, at the highest."""
+    took_s: float = 0.0
+    ledger: str | None = None
+    """Hash of which samples, crops, flips and labels were fed, and of the total batch."""
+    detail: str = ""
+    """Why it failed, in words."""
+    observed: Observed | None = None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return sum(self.windows) / len(self.windows) if self.result == "measured" and self.windows else None
+
+
+class Trier(Protocol):
+    """Tries settings: of a config, of a script, or made up in a test."""
+
+    def run(self, settings: Settings, seconds: float) -> Measured:
+        """Never raises because of the settings: whatever they cause is a result."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A change worth a trial."""
+
+    change: Settings
+    """Only what differs from the best so far."""
+    why: str
+    """One sentence: which finding or prediction led here."""
+    predicted: Estimate | None = None
+    """Speed-up over the best so far; None where no model predicts it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the journal: what was tried or left out, why, and what was decided."""
+
+    number: int
+    settings: Settings
+    change: Settings
+    why: str
+    decision: Literal["kept", "not kept", "skipped", "baseline", "confirmed", "not confirmed"]
+    reason: str
+    """Why it was decided so: '+12 % ± 3 %', 'inside the noise', 'the plan says it would not fit: ...'."""
+    predicted: Estimate | None = None
+    measured: tuple[Measured, ...] = ()
+    """Of these settings, in the order in which they ran; none for what was skipped."""
+    against: tuple[Measured, ...] = ()
+    """Of the best so far, run in between."""
+    speedup: float | None = None
+    """Over the best so far."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a search."""
+
+    original: Settings
+    best: Settings
+    before: float | None
+    """Samples per second of the original and of the best, both from fresh starts at the end, interleaved."""
+    after: float | None
+    stopped: str
+    """'compute-bound', 'budget', 'nothing left to try', 'interrupted', in words for people."""
+    ceiling: float | None = None
+    trials: int = 0
+    took_s: float = 0.0
+    steps: tuple[Step, ...] = ()
+    other_training: tuple[Step, ...] = ()
+    """Measured with --also: faster, but a different training."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Hours and money of the whole run before and after, unit, objective, and what else the page shows."""

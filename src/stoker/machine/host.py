@@ -86,6 +86,8 @@ def fit_to_machine(config: Config, machine: Machine) -> tuple[HostConfig, list[s
     if not isinstance(workers, int):
         workers = workers_for(machine.cpus, machine.ranks or devices, on_gpu=machine.accelerators != 0)
     changes |= {"devices": devices, "num_workers": workers}
+    # A number of workers that somebody chose stays.
+    changes["adjust_loader"] = config.adjust_loader and not isinstance(config.num_workers, int)
     return HostConfig.model_construct(config.model_fields_set, **dict(config) | changes), notes
 
 

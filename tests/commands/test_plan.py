@@ -43,6 +43,10 @@ def test_a_plan_is_one_document_with_everything_that_can_run_out(stoker: Run) ->
     assert rates == sorted(rates)
     assert found["scaling"][3]["lr"] == pytest.approx(8 * found["lr"])
     assert {finding["id"] for finding in found["findings"]} >= {"storage-bound"}
+    # A cloud's CPUs are hyper-threads; four workers have a core each.
+    assert (found["cpus"], found["cores"]) == (16, 8)
+    assert any("16 vCPUs are the threads of 8 cores" in line for line in found["assumptions"])
+    assert 0 < time["torch_loader"]["images_per_second"] < time["rates"]["loader"]["images_per_second"]
     assert all(set(finding) >= {"id", "message", "fix", "speedup"} for finding in found["findings"])
 
 
@@ -73,8 +77,11 @@ def test_a_config_that_does_not_fit_is_refused_with_settings_that_would(stoker: 
 
 
 def test_the_text_begins_with_the_verdict_and_shows_every_budget(stoker: Run) -> None:
-    done = stoker("plan", str(CONFIG), *SMALL, *MACHINE)
+    done = stoker("plan", str(CONFIG), *SMALL, *MACHINE, "--cores", "16")
     assert done.out.startswith("single_gpu_full.yaml: fits; ")
+    assert "for 1 x a10g, 16 cores, 62 GB of RAM" in done.out
+    assert "vCPU" not in done.out
+    assert "torch's DataLoader with PIL on the same cores: " in done.out
     for word in ("VRAM", "RAM", "/dev/shm", "largest batch that fits", "activations", "with more accelerators"):
         assert word in done.out
 

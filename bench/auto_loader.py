@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ from stoker.train.loader_adjuster import LoaderAdjuster
 BATCH = 32
 LONG = 2_000_000
 LATENCY_MS = 300
+OBJECTS = 2000
+"""Each is read once an epoch: the look-ahead would keep one that comes twice."""
 BLOCKED_S, COMPUTED_S = 0.08, 0.01
 FAST_S = 0.005
 # Of what one worker makes.
@@ -122,13 +125,14 @@ class _BlockingLoader(BatchLoader[Batch]):
         super().__init__(plan, lambda: _BlockingMaker(plan), quarantine, options)
 
 
-def open_images(root: str, split: str, work: Path, size: int, workers: int) -> BatchLoader[Any]:
-    """The real loader, over an epoch that never ends."""
+def open_images(root: str, split: str, work: Path, size: int, workers: int, samples_of: int = 0) -> BatchLoader[Any]:
+    """The real loader; with `samples_of`, an epoch takes the images again and again until it has that many."""
     words = [f"data_root={root}", f"batch_size={BATCH}", f"img_size={size}", f"index_dir={work}", "pin_memory=false"]
     config = load_config(None, [*words, "loader=thread", "decoder=simplejpeg"]).config
     samples = open_samples(config, split)  # type: ignore[arg-type]
     decoding, _ = choose_decoding(config, samples.index)
-    return open_loader(config, training_plan(config, repeated(samples, LONG), decoding), workers=workers)
+    samples = repeated(samples, samples_of) if samples_of else samples
+    return open_loader(config, training_plan(config, samples, decoding), workers=workers)
 
 
 class Consumer:
@@ -149,7 +153,7 @@ class Consumer:
             took_s = time.perf_counter() - began_s
             if self.adjuster.is_settled or took_s > MOST_SETTLING_S:
                 return took_s
-        raise AssertionError("the epoch has an end")
+        raise AssertionError("epochs never end")
 
     def rate(self, seconds: float) -> float:
         """Samples per second, once the batches that were made before are used up."""
@@ -162,23 +166,25 @@ class Consumer:
                 samples += len(batch)
                 if now_s - began_s >= seconds:
                     return samples / (now_s - began_s)
-        raise AssertionError("the epoch has an end")
+        raise AssertionError("epochs never end")
 
     def _steps(self) -> Iterator[Any]:
-        clock, batches = self._clock, self.loader.epoch(next(self._epochs))
-        clock.epoch_begins()
-        with closing(batches):  # type: ignore[type-var]
-            while True:
-                with clock.waiting():
-                    batch = next(batches)
-                with clock.computing():
-                    time.sleep(self._pace_s)
-                clock.step_ends([batch])
-                if self.adjuster is not None:
-                    decided = self.adjuster.after_step(self.loader, clock)  # type: ignore[arg-type]
-                    if decided is not None:
-                        self.decisions.append(decided)
-                yield batch
+        """The batches of epoch after epoch, as a training takes them."""
+        clock = self._clock
+        for epoch in self._epochs:
+            clock.epoch_begins()
+            with closing(self.loader.epoch(epoch)) as batches:  # type: ignore[type-var]
+                for _ in range(self.loader.steps()):
+                    with clock.waiting():
+                        batch = next(batches)
+                    with clock.computing():
+                        time.sleep(self._pace_s)
+                    clock.step_ends([batch])
+                    if self.adjuster is not None:
+                        decided = self.adjuster.after_step(self.loader, clock)  # type: ignore[arg-type]
+                        if decided is not None:
+                            self.decisions.append(decided)
+                    yield batch
 
 
 def measure(scenario: Scenario, start: int, rounds: int, seconds: float, look_s: float) -> dict[str, Any]:
@@ -215,7 +221,12 @@ def measure(scenario: Scenario, start: int, rounds: int, seconds: float, look_s:
 def slow_object_store(images: Path) -> Iterator[str]:
     """The images in a real S3 server, behind a proxy with latency; its URL."""
     with running_s3_server() as server:
-        server.put_folder(images, "images/train")
+        files = sorted(images.rglob("*.jpg"))
+        with ThreadPoolExecutor(16) as pool:
+            for number in range(OBJECTS):
+                path = files[number % len(files)]
+                name = f"images/train/{path.parent.name}/{number:05d}.jpg"
+                pool.submit(server.put, name, path.read_bytes())
         proxy = subprocess.Popen(
             [sys.executable, "-m", "tests.support.proxy", str(server.port), str(LATENCY_MS)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT,
@@ -244,7 +255,7 @@ def main() -> int:
         small = generate_images(work / "small", (96, 128, 3))
 
         def decoding(workers: int) -> BatchLoader[Any]:
-            return open_images(large, "", work / "index", 224, workers)
+            return open_images(large, "", work / "index", 224, workers, LONG)
 
         alone = Consumer(decoding(1), 0.0)
         slow_s = BATCH / (SLOW * alone.rate(arguments.seconds))

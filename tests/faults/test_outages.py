@@ -4,6 +4,7 @@ bits."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -193,3 +194,66 @@ def test_training_survives_20_s_without_its_store_and_ends_with_the_same_bits(
     proxy.stop()
     assert f"waiting for s3://{BUCKET}/tiny" in ended[1]
     assert_same_end(tmp_path / "runs" / "outage", tmp_path / "runs" / "reference")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images, and the run that was trained on them without an outage."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = write_config(folder, write_images(folder / "data", side=256))  # more than is read ahead
+    command = [sys.executable, "-m", "stoker", "train", str(config)]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=DEADLINE_S)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("engine", "notice", "code", "moment", "kind"),
+    [
+        ("thread", signal.SIGTERM, 143, "training", "stall"),
+        ("process", signal.SIGINT, 130, "validation", "refuse"),
+        pytest.param("process", signal.SIGUSR1, 143, "training", "stall", marks=pytest.mark.release),
+        pytest.param("thread", signal.SIGTERM, 143, "validation", "refuse", marks=pytest.mark.release),
+    ],
+)
+def test_a_notice_in_an_outage_saves_leaves_and_resumes_to_the_same_bits(
+    s3_server: S3Server,
+    undisturbed: Path,
+    tmp_path: Path,
+    engine: str,
+    notice: signal.Signals,
+    code: int,
+    moment: str,
+    kind: str,
+) -> None:
+    """A spot machine is gone after two minutes, or half a minute: no store is worth waiting for then."""
+    data = undisturbed / "data"
+    url = s3_server.put_folder(data, f"notice-{os.getpid()}-{engine}-{moment}")
+    proxy = Proxy(s3_server.port, latency=0.1).start()
+    environment = os.environ | s3_server.environment(proxy.endpoint) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    keys = {"loader": engine, "num_workers": 2, "lookahead": "1MB", "prefetch_factor": 1, "data_root": url}
+    config = write_config(tmp_path, data, **keys)
+    command = [sys.executable, "-m", "stoker", "train", str(config)]
+
+    run = tmp_path / "runs" / "tiny"
+    stopped = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: steps_done(run) >= (2 if moment == "training" else 6))
+    if kind == "stall":
+        proxy.outage = "stall"
+    else:
+        proxy.stop()
+    time.sleep(2)  # what was read ahead is used up
+    stopped.send_signal(notice)
+    began = time.monotonic()
+    _, said = stopped.communicate(timeout=DEADLINE_S)
+    took_s = time.monotonic() - began
+    assert stopped.returncode == code, said
+    assert ": saved at step" in said
+    assert took_s < Patience().retry_s / 4, f"it took {took_s:.0f} s to leave"
+    if kind == "stall":
+        proxy.outage = None
+    else:
+        proxy.start()
+    resumed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert resumed.returncode == 0, resumed.stderr
+    proxy.stop()
+    assert_same_end(run, undisturbed / "runs" / "tiny")

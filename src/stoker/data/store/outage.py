@@ -82,6 +82,16 @@ def leave() -> None:
         _leaving.set()
 
 
+def abandon() -> None:
+    """Says that nobody will wait for what is being read: the process is about to end."""
+    _leaving.set()
+
+
+def is_left() -> bool:
+    """Whether whoever reads should be left behind, because a store may not respond for minutes."""
+    return _leaving.is_set() or current() is not None
+
+
 def current() -> Wait | None:
     """The store that has been waited for the longest, by any process of the run."""
     found = [(slot.since_s, slot.url) for slot in _state.slots if slot.since_s]

@@ -17,6 +17,7 @@ import pytest
 from stoker.data.store import outage
 from stoker.data.store.object_store import ObjectStore, Patience
 from stoker.data.store.stores import StoreDown
+from tests.data.images.test_packing import pack
 from tests.data.test_loader import SAMPLES, ledger, loader_for, make_images
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server, running_s3_server
@@ -51,6 +52,13 @@ def break_down(proxy: Proxy, seconds: float) -> None:
     proxy.start()
 
 
+def said_so_far(capsys: pytest.CaptureFixture[str]) -> str:
+    """All of stderr: reading it takes it away, so it is written back."""
+    said = capsys.readouterr().err
+    sys.stderr.write(said)
+    return said
+
+
 class During:
     """Runs an outage beside the test, and notes what is said about it."""
 
@@ -78,8 +86,20 @@ class During:
                 self.said.append(text)
 
 
-def test_an_outage_longer_than_the_clients_retries_is_waited_for(
-    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path
+@pytest.fixture
+def telling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a command that has no progress line of its own; other tests may have trained in this process."""
+    monkeypatch.setattr(outage, "_is_told_elsewhere", False)
+    monkeypatch.setattr(outage, "_teller", None)
+    yield
+    outage.told_elsewhere()
+    if outage._teller is not None:
+        outage._teller.join(DEADLINE_S)
+
+
+@pytest.mark.usefixtures("telling")
+def test_an_outage_longer_than_the_clients_retries_is_waited_for_and_said(
+    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = ledger(loader_for(local, "batch_size=4"), epoch=1)
     loader = loader_for(url, "batch_size=4", f"index_dir={tmp_path}", "loader=thread", "lookahead=1MB", workers=2)  # type: ignore[arg-type]
@@ -90,10 +110,12 @@ def test_an_outage_longer_than_the_clients_retries_is_waited_for(
         assert ledger(loader, epoch=1) == expected
     assert any(text.startswith(f"waiting for {url}/train") and " since 4 s" in text for text in during.said)
     assert outage.current() is None
+    wait_until(lambda: "it responds again" in (said := said_so_far(capsys)) and f"waiting for {url}/train" in said)
 
 
+@pytest.mark.usefixtures("telling")
 def test_workers_that_first_reach_out_in_an_outage_wait_for_its_end(
-    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path
+    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As at the first validation: its loader's workers start when it begins."""
     expected = ledger(loader_for(local, "batch_size=8"))
@@ -110,6 +132,28 @@ def test_workers_that_first_reach_out_in_an_outage_wait_for_its_end(
         time.sleep(0.2)
         assert ledger(later) == expected
     assert [text for text in during.said if text.startswith(f"waiting for {url}/train since")], during.said
+    # Workers wait, and the main process says so, once.
+    wait_until(lambda: "it responds again" in said_so_far(capsys))
+    assert said_so_far(capsys).count("since") == 2
+
+
+@pytest.mark.usefixtures("telling")
+def test_workers_that_pack_say_through_the_command_that_they_wait(
+    url: str, s3_proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STOKER_OUTAGES_FILE", raising=False)
+
+    def refuse() -> None:
+        s3_proxy.stop()
+        wait_until(lambda: outage.text() is not None)
+        s3_proxy.start()
+
+    # Of the samples, once a worker has reached the store.
+    s3_proxy.fault("GET .*jpg", "call", times=1, call=lambda: threading.Thread(target=refuse).start())
+    s3_proxy.latency = 0.1
+    result = pack(f"{url}/train", tmp_path / "packed", workers=1)
+    assert (result.samples, result.skipped) == (SAMPLES, 0)
+    wait_until(lambda: "it responds again" in said_so_far(capsys))
 
 
 def test_a_loader_that_is_closed_in_an_outage_does_not_wait_for_its_end(

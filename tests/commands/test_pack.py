@@ -170,7 +170,7 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
         # Import what the command needs first: the new user may not be able to read our environment.
         "import os, sys\n"
         "import stoker.commands.pack, stoker.data.images.pack.packing\n"
-        "import stoker.data.images.opening, stoker.machine.host, stoker.config.fields, stoker.tasks.image_data\n"
+        "import stoker.data.images.opening, stoker.machine.host, stoker.config.fields, stoker.tasks.image_packing\n"
         "import stoker.console, stoker.console, stoker.console\n"
         "from stoker.cli import main\n"
         "if os.getuid() == 0:\n"

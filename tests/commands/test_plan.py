@@ -54,6 +54,10 @@ def test_a_plan_is_one_document_with_everything_that_can_run_out(run: Run) -> No
     assert rates == sorted(rates)
     assert found["scaling"][3]["lr"] == pytest.approx(8 * found["lr"])
     assert {finding["id"] for finding in found["findings"]} >= {"storage-bound"}
+    # A cloud's CPUs are hyper-threads; four workers have a core each.
+    assert (found["cpus"], found["cores"]) == (16, 8)
+    assert any("16 vCPUs are the threads of 8 cores" in line for line in found["assumptions"])
+    assert 0 < time["torch_loader"]["images_per_second"] < time["rates"]["loader"]["images_per_second"]
     assert all(set(finding) >= {"id", "message", "fix", "speedup"} for finding in found["findings"])
     # Epochs that end before the data does.
     short = plan(run, *words, "steps_per_epoch=100")
@@ -79,6 +83,16 @@ def test_a_config_that_does_not_fit_is_refused_with_settings_that_would(run: Run
     assert "gradient_accumulation=" in refusing["vram-exceeded"]
     batch = int(refusing["vram-exceeded"].split("batch_size=")[1].split()[0])
     assert batch <= largest
+
+
+def test_the_text_begins_with_the_verdict_and_shows_every_budget(run: Run) -> None:
+    done = run(*MACHINE, "--cores", "16")
+    assert done.out.startswith("single_gpu_full.yaml: fits; ")
+    assert "for 1 x a10g, 16 cores, 62 GB of RAM" in done.out
+    assert "vCPU" not in done.out
+    assert "torch's DataLoader with PIL on the same cores: " in done.out
+    for word in ("VRAM", "RAM", "/dev/shm", "largest batch that fits", "activations", "with more accelerators"):
+        assert word in done.out
 
 
 @pytest.mark.parametrize(
@@ -113,15 +127,10 @@ def test_without_options_the_plan_is_for_this_machine(run: Run) -> None:
         assert found["ram"]["parts"]["training step"] > 0
 
 
-def test_the_text_has_a_verdict_and_every_budget_and_tiers_are_configs_that_load_and_grow(
-    run: Run, tmp_path: Path
-) -> None:
+def test_tiers_are_configs_that_load_and_grow(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "budget.png"
-    done = run(*MACHINE, "--write-tiers", str(tmp_path / "tiers"), "--plot", str(picture))
-    assert done.code == 0
-    assert done.out.startswith("single_gpu_full.yaml: fits; ")
-    for word in ("VRAM", "RAM", "/dev/shm", "largest batch that fits", "activations", "with more accelerators"):
-        assert word in done.out
+    words = ("--write-tiers", str(tmp_path / "tiers"), "--plot", str(picture))
+    assert run(*MACHINE, *words).code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     loaded = [
         load_config(tmp_path / "tiers" / f"single_gpu_full_{tier}.yaml", []).config

@@ -40,6 +40,8 @@ from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.compute import utilisation_of
 from stoker.train.launch import LAUNCHED
+from stoker.train.loader_adjuster import LoaderAdjuster
+from stoker.train.loader_changes import Knob
 from stoker.train.loop import Run, train
 from stoker.train.observer import RunObserver, Silence, run_header
 from stoker.train.progress_line import TrainProgress
@@ -49,6 +51,8 @@ from stoker.train.schedule import lr_warning
 Summary = dict[str, Any]
 ONE_DEVICE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SLURM_STEP_GPUS")
 """Variables that list the GPUs of a process; a launcher that names one has given it that one."""
+ADJUSTED: dict[str, Knob] = {"prefetch_factor": "prefetch", "lookahead": "lookahead_bytes"}
+"""Keys whose value is only where `adjust_loader` begins, unless the config sets them."""
 
 
 def train_here(
@@ -104,6 +108,10 @@ def train_here(
     )
     run = replace(run, data={**run.data, "samples": fingerprint(listings)})
     stack.callback(run.close)
+    if config.adjust_loader:
+        chosen = frozenset(knob for key, knob in ADJUSTED.items() if key in config.model_fields_set)
+        adjuster = LoaderAdjuster(machine.cpus / here, fixed=chosen)
+        run = replace(run, adjust_loader=adjuster.after_step)
     events: tuple[tuple[str, dict[str, Any]], ...] = ()
     changed: list[Difference] = []
     if found is None and replan:

@@ -106,6 +106,8 @@ class Run:
     """The names of samples, from their indices in the data set."""
     guard_memory: Callable[[Any], None]
     """Called with the loader of each batch: if memory runs low, makes the loader hold fewer batches."""
+    adjust_loader: Callable[[Any, StepClock], dict[str, Any] | None] = lambda _loader, _clock: None
+    """Called with the training loader after each step: changes how it works, and returns what it decided."""
     data: dict[str, Any] = field(default_factory=dict)
     """What has to be known about the data to use the model again: for volumes classes, ignore label and channels."""
     branched_from: dict[str, Any] | None = None
@@ -176,6 +178,8 @@ def _train_epoch(
         progress.micro_batch = run.step.micro_batch
         clock.step_ends(group)
         run.guard_memory(loader)
+        if (decided := run.adjust_loader(loader, clock)) is not None:
+            observer.event("loader_adjusted", progress.step, decided)
         reports.add(result, group, lr)
         del group, parts, result  # else the next step computes beside the batches of this one
         stopping, due = agreement.flags()

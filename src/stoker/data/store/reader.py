@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,8 @@ from stoker.data.store.stores import Buffer, ReadFailure, Store, StoreDown
 
 Found: TypeAlias = Buffer | ReadFailure
 Indices = NDArray[np.int64]
+HeldBack = Literal["lookahead_bytes", "requests"]
+"""What keeps a reader from asking its store for more at this moment."""
 
 # The first reads of each call are timed, and every n-th read of a thread that reads ahead.
 TIMED_READS = 4
@@ -111,6 +113,31 @@ class Reader:
     def buffered_bytes(self) -> int:
         """Bytes of samples that are read, or being read, and not yet taken."""
         return self._held
+
+    @property
+    def requests(self) -> int:
+        """Reads under way at once, if reads block."""
+        return self._most_threads
+
+    def allow(self, lookahead_bytes: int, requests: int) -> None:
+        """Changes how much is read ahead, from the next read on; threads that are too many stay idle."""
+        with self._lock:
+            self._budget, self._most_threads = lookahead_bytes, requests
+            self._wake_a_thread()
+
+    def held_back_by(self) -> HeldBack | None:
+        """What keeps it from asking for more: its bytes are full, or all requests are under way."""
+        with self._lock:
+            if not self._blocking.blocks:
+                return None
+            index = self._announced.first()
+            if index is None and not self._urgent:
+                # Everything that was announced is under way: announcing more takes more bytes.
+                return "lookahead_bytes" if self._in_flight else None
+            if len(self._in_flight) >= self._most_threads:
+                return "requests"
+            full = index is not None and self._held and self._held + self._size(index) > self._budget
+            return "lookahead_bytes" if full else None
 
     @property
     def mean_bytes(self) -> float:
@@ -245,7 +272,9 @@ class Reader:
     def _next_read(self) -> _Read | None:
         with self._lock:
             while self._failure is None:
-                read = self._urgent.popleft() if self._urgent else self._next_ahead()
+                read = None
+                if len(self._in_flight) < self._most_threads:
+                    read = self._urgent.popleft() if self._urgent else self._next_ahead()
                 if read is not None:
                     self._in_flight.add(read)
                     self._wake_a_thread()

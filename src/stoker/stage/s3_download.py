@@ -23,7 +23,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from stoker.data.store import outage
-from stoker.data.store.local_copy import CopiedFile, LocalCopy
+from stoker.data.store.copy_manifest import CopiedFile
+from stoker.data.store.local_copy import LocalCopy
 from stoker.data.store.object_store import Patience
 from stoker.data.store.stores import ReadFailure, StoreDown
 from stoker.stage.concurrency import Concurrency, RateLimit

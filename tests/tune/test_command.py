@@ -42,7 +42,7 @@ def test_a_search_writes_a_journal_and_a_config_that_was_run(stoker: Run, config
     records = list(read_records(config_file.with_name("tune.jsonl")))
     assert (records[0]["kind"], records[-1]["kind"]) == ("begin", "end")
     trials = [record for record in records if record["kind"] == "trial"]
-    assert found["trials"] == len(trials) >= 3
+    assert found["trials"] == len(trials) >= 2
     assert key_of(found["best"]) in [key_of(trial["settings"]) for trial in trials]
     # Nothing that was tried changed the training.
     assert len({trial["measured"]["ledger"] for trial in trials if trial["measured"]["result"] == "measured"}) == 1

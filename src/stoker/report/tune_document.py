@@ -9,6 +9,7 @@ from typing import Any
 from stoker.report.figures import rounded
 from stoker.report.run_files import clip
 from stoker.run.json_lines import JsonLines, Kept, Record, finite, number
+from stoker.run.lease import is_locked
 
 JOURNAL = "tune.jsonl"
 ABLATION = "ablate.jsonl"
@@ -45,7 +46,7 @@ class TuneReader:
     def document(self) -> Document:
         """What is known about the search now; the same object as before if nothing has changed."""
         changed = self._lines.refresh()
-        running = is_running(self.journal, self._lines.records)
+        running = is_locked(self.journal)
         if self._document is None or changed or running != self._running:
             self._running = running
             self._document = self._build(running=running)
@@ -103,11 +104,6 @@ def newest_search(records: Sequence[Record]) -> list[Record]:
     """The lines of the newest search: a journal that was resumed begins again, and keeps its trials."""
     starts = [at for at, record in enumerate(records) if record.get("kind") == "begin" and not record.get("resumed")]
     return list(records[starts[-1] if starts else 0 :])
-
-
-def is_running(journal: Path, records: Sequence[Record]) -> bool:
-    """Whether somebody is writing this journal now."""
-    raise NotImplementedError
 
 
 def _figures(begin: Record, end: Record, steps: Sequence[Record]) -> dict[str, Any]:

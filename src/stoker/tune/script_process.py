@@ -6,13 +6,17 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from stoker.child import Parent
 from stoker.clock.observed import Observed
 from stoker.doctor.attach.running import run_attached
+from stoker.tune.guard import be_killed_first
 
+TRIAL_VARIABLE = "STOKER_TUNE_TRIAL"
+"""In the environment of the script and all that it starts: by it they are found, wherever they went."""
 OUTPUT = "output"
 """File in the trial's folder that gets what the script prints."""
 MOST_TAIL_BYTES = 4000
@@ -26,11 +30,13 @@ def run_script(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
     """How the command ended, what was observed, and the end of its output.
 
     `job`: `command`, `seconds` of training, `folder` for temporary files."""
+    be_killed_first()
     parent.send(0.0)
     folder = Path(job["folder"])
     # What run_attached writes goes where our parent can clean up, if this process is killed. The script's own
     # temporary files stay where they are.
     tempfile.tempdir = str(folder)
+    os.environ[TRIAL_VARIABLE] = str(folder)
     descriptor = os.open(folder / OUTPUT, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -65,5 +71,5 @@ def windows_of(observed: Observed) -> tuple[float, ...]:
     parts = min(PARTS, len(steady) // 2)
     edges = [round(part * len(steady) / parts) for part in range(parts + 1)]
     a_step = observed.samples / observed.steps
-    sums = [(end - start, sum(steady[start:end])) for start, end in zip(edges, edges[1:], strict=False)]
+    sums = [(end - start, sum(steady[start:end])) for start, end in pairwise(edges)]
     return tuple(a_step * count / seconds for count, seconds in sums if seconds > 0)

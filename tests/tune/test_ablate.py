@@ -1,0 +1,94 @@
+"""Switching off one optimisation at a time: what counts as a speed-up, as noise, and as off already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stoker.config import Config
+from stoker.errors import UserError
+from stoker.machine.host import HostConfig, Machine, fit_to_machine
+from stoker.run.json_lines import read_records
+from stoker.tune.ablate import TOGETHER, Contribution, ablate, sources_of
+from stoker.tune.journal import Journal
+from stoker.tune.records import Measured, Settings
+
+
+class MadeUp:
+    """A machine that gets slower with every trial, on which workers double the speed and channels_last does nothing."""
+
+    def __init__(self) -> None:
+        self.trials = 0
+
+    def run(self, settings: Settings, seconds: float) -> Measured:  # noqa: ARG002
+        self.trials += 1
+        if settings.get("decoder", "pillow") == "pillow":
+            return Measured("crashed", detail="no such decoder")
+        rate = 100 * 0.99**self.trials * (0.5 if settings["num_workers"] == 0 else 1.0)
+        rate *= 0.8 if settings["precision"] == "32" else 1.0
+        other = settings["precision"] == "32"
+        return Measured("different-training" if other else "measured", (rate * 0.99, rate, rate * 1.01))
+
+
+def config(**keys: object) -> HostConfig:
+    machine = Machine(cpus=4, accelerators=1)
+    return fit_to_machine(Config(data_root="x", num_workers=4, precision="bf16-mixed", **keys), machine)[0]  # type: ignore[arg-type]
+
+
+def test_each_source_is_compared_with_the_whole_config_run_beside_it(tmp_path: Path) -> None:
+    trier, journal = MadeUp(), Journal(tmp_path / "ablate.jsonl")
+    journal.begin({"same": {}})
+    whole = config(compile_model=False)
+    said: list[str] = []
+    found = ablate(
+        trier, whole, sources_of(whole, on_gpu=False, remote=False), trial_s=1, journal=journal, tell=said.append
+    )
+    journal.close()
+    rows = {row.source.label: row for row in found.rows}
+    assert rows["4 workers"].factor == pytest.approx(2.0, rel=0.02)
+    assert rows["4 workers"].verdict == ""
+    # A machine that gets slower by a percent each time is neither a gain nor a loss.
+    assert rows["channels_last"].factor == pytest.approx(1.0, abs=0.01)
+    assert rows["channels_last"].verdict == "inside the noise"
+    assert rows["torch.compile"].verdict == "off in this config"
+    assert rows["decoder auto"].verdict == "crashed"
+    assert (rows["precision bf16-mixed"].factor, rows["precision bf16-mixed"].source.note) == (
+        pytest.approx(1.25, rel=0.02), "another training"
+    )  # fmt: skip
+    assert rows["decode_mode fast"].source.note == "changes pixels slightly"
+    assert TOGETHER in rows
+    assert "page-locked memory" not in rows, "there is no GPU"
+    # In each round the whole config once more than the others; every trial was said and is in the journal.
+    assert (found.trials, found.rounds) == (trier.trials, 2)
+    assert len(said) == trier.trials
+    lines = list(read_records(tmp_path / "ablate.jsonl"))
+    assert len([line for line in lines if line["kind"] == "trial"]) == trier.trials
+    labels = {line["label"] for line in lines if line["kind"] == "source"}
+    assert labels == set(rows)
+
+
+def test_a_config_that_does_not_run_is_an_error(tmp_path: Path) -> None:
+    whole = config(decoder="pillow")
+    with pytest.raises(UserError, match="crashed"):
+        ablate(
+            MadeUp(), whole, sources_of(whole, on_gpu=False, remote=False), trial_s=1, journal=Journal(),
+            tell=lambda _text: None,
+        )  # fmt: skip
+
+
+def test_no_second_round_is_begun_without_time() -> None:
+    whole = config()
+    found = ablate(
+        MadeUp(), whole, sources_of(whole, on_gpu=True, remote=True), trial_s=1, journal=Journal(),
+        tell=lambda _text: None, has_time=lambda: False,
+    )  # fmt: skip
+    assert found.rounds == 1
+    labels = [row.source.label for row in found.rows]
+    assert {"page-locked memory", "TF32", "fetching 256 MB ahead", "cache on a local disk"} <= set(labels)
+
+
+def test_what_is_slower_with_an_optimisation_is_said() -> None:
+    (source, *_) = sources_of(config(), on_gpu=False, remote=False)
+    assert Contribution(source, factor=0.8, spread=0.03).verdict == "faster without it"
+    assert Contribution(source, factor=0.8, spread=0.3).verdict == "inside the noise"

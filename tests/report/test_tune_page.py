@@ -10,7 +10,6 @@ import pytest
 from stoker.cli import main
 from stoker.report.page import report_document, report_page
 from stoker.report.tune_document import TuneReader
-from stoker.tune.journal import Journal
 from tests.support.browser import browser_page
 from tests.support.tuned_journal import EVIL, START, write_journal
 
@@ -36,9 +35,9 @@ def test_the_page_shows_what_was_tried_and_why_and_runs_nothing(
         text = page.evaluate("document.body.textContent").replace("\u00a0", " ")
         for expected in (
             "num_workers 4", "90 % of a step", "2× (1.8–2.2)", "kept: +100 %", "out of memory", "the last line",
-            "skipped: predicted to gain nothing", "confirmed", "100 → 200", EVIL[:-4],
+            "skipped: predicted to gain nothing", "confirmed", EVIL[:-4],
         ):  # fmt: skip
-            assert expected in text or expected == "100 → 200", expected
+            assert expected in text, expected
         rows = page.evaluate("[...document.querySelectorAll('#changes tbody tr')].map((row) => row.innerText)")
         assert [row.split("\t")[:3] for row in rows] == [["num_workers", "1", "4"]]
 
@@ -66,7 +65,7 @@ def test_a_search_is_running_while_its_process_writes_the_journal(
     shown = capsys.readouterr().out
     assert "stopped" in shown.splitlines()[0]
     assert "\x1b" not in shown
-    for expected in ("num_workers 4", "200 images/s  kept", "the best so far" if False else "what to change"):
+    for expected in ("num_workers 4", "200 images/s  kept", "what to change"):
         assert expected in shown
     assert main(["watch", str(tmp_path)]) == 0
     (line,) = capsys.readouterr().out.splitlines()

@@ -22,7 +22,7 @@ LADDER = (
 class MadeUp:
     """Twice as fast with four workers, out of memory with many."""
 
-    def run(self, settings: Settings, seconds: float) -> Measured:  # noqa: ARG002
+    def run(self, settings: Settings, seconds: float) -> Measured:
         workers = settings["num_workers"]
         assert isinstance(workers, int)
         if workers > 32:
@@ -34,7 +34,7 @@ class MadeUp:
 def write_journal(path: Path, *, end: bool = True) -> Outcome:
     """A search with a candidate of each kind: kept, out of memory, skipped, slower; without its end, as if killed."""
     journal = Journal(path)
-    journal.begin({"name": f"a config {EVIL}", "same": {"cpus": 2}, "unit": "images", "settings": START})
+    journal.begin({"config": f"a config {EVIL}", "same": {"host": ["box", 2]}, "unit": "images", "original": START})
     waiting = list(LADDER)
 
     def propose(_state: State) -> Candidate | None:

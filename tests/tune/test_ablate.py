@@ -21,7 +21,7 @@ class MadeUp:
     def __init__(self) -> None:
         self.trials = 0
 
-    def run(self, settings: Settings, seconds: float) -> Measured:  # noqa: ARG002
+    def run(self, settings: Settings, seconds: float) -> Measured:
         self.trials += 1
         if settings.get("decoder", "pillow") == "pillow":
             return Measured("crashed", detail="no such decoder")

@@ -52,7 +52,7 @@ const sections = {
   top: ({ tune }) => {
     const f = tune.figures;
     const items = [[`${f.unit}/s before`, f.before], [`${f.unit}/s after`, f.after], ["ceiling", f.ceiling], ["trials", f.trials]].filter(([, amount]) => known(amount)).map(([name, amount]) => [name, plain(amount)]);
-    for (const [name, text] of [["took", known(f.took_s) && duration(f.took_s)], ["whole run", cost(f.hours_before, f.hours_after, "h")], ["cost", cost(f.money_before, f.money_after, "$")]]) if (text) items.push([name, text]);
+    for (const [name, text] of [["took", known(f.took_s) && duration(f.took_s)], ["whole run", cost(f.hours_before, f.hours_after, "h")], ["cost", cost(f.cost_before, f.cost_after, "at the given price")]]) if (text) items.push([name, text]);
     return [el("div", { class: "kicker" }, el("strong", null, tune.name), el("span", { class: `pill ${tune.state}` }, tune.state), el("span", null, `tuned for ${f.objective}`)),
       el("h1", null, topLine(tune)), tune.ending && el("p", { class: "lead" }, `Ended: ${tune.ending}`),
       el("dl", { class: "figures" }, items.map(([name, text]) => el("div", null, el("dt", null, name), el("dd", null, text))))];

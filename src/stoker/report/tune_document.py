@@ -31,7 +31,8 @@ def find_journal(path: Path) -> Path | None:
     """The journal that is meant by its own path or its folder's; None if there is none."""
     if path.suffix == ".jsonl" and path.is_file():
         return path
-    return next((path / name for name in (JOURNAL, ABLATION) if (path / name).is_file()), None)
+    named = sorted(path.glob(f"*.{JOURNAL}")) if path.is_dir() else []
+    return next((file for file in (path / JOURNAL, *named, path / ABLATION) if file.is_file()), None)
 
 
 class TuneReader:
@@ -53,35 +54,33 @@ class TuneReader:
         return self._document
 
     def _build(self, *, running: bool) -> Document:
-        records = newest_search(self._lines.records)
+        records = self._lines.records
         begin = _last(records, "begin")
         end = _last(records, "end")
-        steps = [_step_row(record) for record in _of_kind(records, "step")][:SHOWN_STEPS]
-        sources = [_source_row(record) for record in _of_kind(records, "source")][:SHOWN_STEPS]
-        original = _mapping(end.get("original")) or _mapping(begin.get("settings"))
+        others = _records(end.get("other_training"))[:SHOWN_STEPS]
+        apart = {number(record, "number") for record in others}
+        steps = [_step_row(record) for record in _of_kind(records, "step") if number(record, "number") not in apart]
+        # Every round says again what a source contributes.
+        sources = {row["label"]: row for row in map(_source_row, _of_kind(records, "source"))}
+        original = _mapping(end.get("original")) or _mapping(begin.get("original"))
         best = _mapping(end.get("best")) or _best_so_far(records, original)
         state = "finished" if end else "running" if running else "stopped"
-        facts = _mapping(end.get("facts"))
+        facts, command = _mapping(end.get("facts")), _last(records, "command")
         return {
             "kind": "tune",
             "what": "ablation" if begin.get("what") == "ablation" else "search",
-            "name": clip(begin.get("name") or self.journal.resolve().parent.name),
+            "name": clip(begin.get("config") or begin.get("command") or self.journal.resolve().parent.name),
             "folder": clip(self.journal.parent),
             "state": state,
             "ending": clip(end["stopped"]) if end.get("stopped") else None,
-            "figures": _figures(begin, end, steps),
+            "figures": _figures(records, steps),
             "changes": _changes(original, best, steps),
-            "steps": steps,
-            "sources": sources,
-            "other": [
-                _step_row(record, ("measured", "different-training"))
-                for record in _records(end.get("other_training"))[:SHOWN_STEPS]
-            ],
+            "steps": steps[:SHOWN_STEPS],
+            "sources": list(sources.values())[:SHOWN_STEPS],
+            "other": [_step_row(record, ("measured", "different-training")) for record in others],
             "setup": _setup(begin),
-            "command": clip(facts["command"], LONGEST_DETAIL)
-            if (facts := _mapping(end.get("facts"))).get("command")
-            else None,
-            "notes": [clip(note) for note in _texts(_mapping(end.get("facts")).get("notes"))],
+            "command": clip(command["line"], LONGEST_DETAIL) if command.get("line") else None,
+            "notes": [clip(note) for note in [*_texts(facts.get("notes")), *_texts(command.get("notes"))]],
             "missing": self._missing(begin),
         }
 
@@ -100,13 +99,8 @@ class TuneReader:
         return [clip(text) for text in found]
 
 
-def newest_search(records: Sequence[Record]) -> list[Record]:
-    """The lines of the newest search: a journal that was resumed begins again, and keeps its trials."""
-    starts = [at for at, record in enumerate(records) if record.get("kind") == "begin" and not record.get("resumed")]
-    return list(records[starts[-1] if starts else 0 :])
-
-
-def _figures(begin: Record, end: Record, steps: Sequence[Record]) -> dict[str, Any]:
+def _figures(records: Sequence[Record], steps: Sequence[Record]) -> dict[str, Any]:
+    begin, end = _last(records, "begin"), _last(records, "end")
     facts = _mapping(end.get("facts"))
     rates = [step["rate"] for step in steps if step["decision"] == "baseline" and step["rate"] is not None]
     before = number(end, "before") or (rates[0] if rates else None)
@@ -114,17 +108,17 @@ def _figures(begin: Record, end: Record, steps: Sequence[Record]) -> dict[str, A
     after = number(end, "after") or (kept[-1] if kept else None)
     return {
         "unit": clip(facts.get("unit") or begin.get("unit") or "samples"),
-        "objective": clip(facts.get("objective") or begin.get("objective") or "throughput"),
+        "objective": clip(facts.get("objective") or begin.get("goal") or "throughput"),
         "before": rounded(before),
         "after": rounded(after),
         "speedup": rounded(after / before) if before and after else None,
-        "ceiling": rounded(number(end, "ceiling") or number(begin, "ceiling")),
-        "trials": rounded(number(end, "trials")) or sum(len(step["rates"]) + step["failed"] for step in steps),
+        "ceiling": rounded(number(end, "ceiling") or number(_last(records, "ceiling"), "samples_per_second")),
+        "trials": rounded(number(end, "trials")) or sum(1 for _ in _of_kind(records, "trial")),
         "took_s": rounded(number(end, "took_s")),
         "hours_before": rounded(number(facts, "hours_before")),
         "hours_after": rounded(number(facts, "hours_after")),
-        "money_before": rounded(number(facts, "money_before")),
-        "money_after": rounded(number(facts, "money_after")),
+        "cost_before": rounded(number(facts, "cost_before")),
+        "cost_after": rounded(number(facts, "cost_after")),
         "updated": rounded(number(end, "time") or number(begin, "time")),
     }
 
@@ -198,7 +192,7 @@ def _setup(begin: Record) -> dict[str, str]:
     """What the search was told and where it ran: all single values of the first line, nested ones by their own name."""
     facts: dict[str, str] = {}
     for name, value in begin.items():
-        if name in ("kind", "time", "name", "settings", "what", "resumed"):
+        if name in ("kind", "format", "time", "original", "what"):
             continue
         inner = value.items() if isinstance(value, dict) else [(name, value)]
         facts |= {clip(key, 60): _shown(one) for key, one in inner if one is not None and not isinstance(one, dict)}

@@ -94,8 +94,8 @@ class Ablation:
         }  # fmt: skip
 
 
-def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool) -> list[Source]:
-    """Everything in this config that is there for speed."""
+def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool, paced: bool = False) -> list[Source]:
+    """Everything in this config that is there for speed; with a paced consumer, only what concerns the input."""
     workers, prefetch = config.num_workers, config.prefetch_factor or 2
     processes = choose_engine(config.loader, workers, volumes=config.task != "classify") == "process"
     engine = ("processes rather than threads", "thread") if processes else ("threads rather than processes", "process")
@@ -107,7 +107,7 @@ def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool) -> list[Source
             "workers kept between epochs", workers > 0 and config.persistent_workers, {"persistent_workers": False}
         ),
     ]
-    if on_gpu:
+    if on_gpu and not paced:
         found.append(_source("page-locked memory", config.pin_memory, {"pin_memory": False}))
     if config.task == "classify":
         fast = config.decode_mode != "faithful"
@@ -122,6 +122,8 @@ def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool) -> list[Source
             _source("cache on a local disk", config.cache_dir is not None, {"cache_dir": None}),
             _source("copy on a local disk (stage_to)", config.stage_to is not None, {"stage_to": None}),
         ]
+    if paced:
+        return found
     found += [
         _source("channels_last", config.channels_last, {"channels_last": False}),
         _source("torch.compile", config.compile_model, {"compile_model": False}),
@@ -147,8 +149,12 @@ def ablate(
     journal: Journal,
     tell: Callable[[str], None],
     has_time: Callable[[], bool] = lambda: True,
+    told: Callable[[Contribution], None] = lambda _row: None,
 ) -> Ablation:
-    """The contribution of each source; a round that no time is left for is left out, but never the first."""
+    """The contribution of each source; a round that no time is left for is left out, but never the first.
+
+    `tell` gets what is running, `told` what was found about a source so far.
+    """
     switched = [source for source in sources if not source.is_off]
     together = {
         key: value for source in switched if source.note != OTHER_TRAINING for key, value in source.without.items()
@@ -181,6 +187,7 @@ def ablate(
             beside[source.label] += [before, whole[-1]]
             row = _contribution(source, off, beside, whole)
             journal.note("source", **row.as_dict())
+            told(row)
         done += 1
     rows = [
         Contribution(source) if source.is_off else _contribution(source, off, beside, whole)

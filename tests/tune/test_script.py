@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from stoker.cli import main
 from stoker.tune.placeholders import Template, read_template
+from stoker.tune.records import Settings
 from stoker.tune.script import ScriptTrier
+from tests.doctor.attach.conftest import SCRIPTS
 from tests.support.waiting import is_running, wait_until
 
-START = {"num_workers": 0}
+START: Settings = {"num_workers": 0}
 
 
 def program(text: str) -> Template:
@@ -70,7 +74,55 @@ def test_a_script_ends_when_stoker_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not is_running(script))
 
 
-def test_the_script_runs_where_the_user_is_and_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_is_measured_in_parts_also_where_its_steps_are_long() -> None:
+    words = ["--workers", "{num_workers}", "--samples", "4000", "--epochs", "9", "--sleep-ms", "20", "--spin-ms", "0"]
+    trier = ScriptTrier(read_template([sys.executable, str(SCRIPTS / "plain.py"), *words]))
+    # A batch of four takes 80 ms in the training process, so there are too few of them in a quarter of a second.
+    measured = trier.run(START, 0.25)
+    assert measured.result == "measured"
+    assert len(measured.windows) >= 2
+    assert measured.samples_per_second is not None
+    assert 0 < measured.samples_per_second < 50
+    assert measured.wait_share is not None
+    assert measured.wait_share > 0.8
+    assert measured.epoch_samples == 4000
+    assert measured.observed is not None
+    assert measured.observed.loader is not None
+    assert measured.observed.loader.workers == 0
+
+
+def test_a_command_that_does_not_train_is_an_error_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    ScriptTrier(program("open('mine', 'w').write('kept')")).run(START, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    text = "import sys; open('mine', 'w').close(); sys.exit('argument -j: 0 is too few')"
+    assert main(["tune", "--", sys.executable, "-c", text, "{num_workers}"]) == 1
+    told = capsys.readouterr().err
+    assert "script-not-measured" in told
+    assert "argument -j: 0 is too few" in told
+    assert "starting from 0, DataLoader's default" in told
+    # It ran where the user is, and keeps its files.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "tune.jsonl"]
+    assert main(["tune", "--pace", "800", "--", "python", "x.py", "{num_workers}"]) == 2
+    assert "--pace needs a config" in capsys.readouterr().err
+    assert main(["tune", "--", "python", "x.py", "-j", "8"]) == 2
+    assert "hint: stoker tune -- python x.py -j {num_workers=8}" in capsys.readouterr().err
+
+
+@pytest.mark.release
+def test_a_search_finds_the_workers_that_a_script_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--samples", "4000", "--epochs", "99", "--sleep-ms", "8", "--spin-ms", "0"]
+    script = [sys.executable, str(SCRIPTS / "plain.py"), "--workers", "{num_workers=0|2}", *words]
+    assert main(["tune", "--trial-seconds", "1", "--json", "--", *script]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"] == {"num_workers": 2}
+    assert found["command"] == [*script[:3], "2", *script[4:]]
+    assert found["after"] > 1.3 * found["before"]
+    assert found["steps"][1]["predicted"] is not None
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["tune"]
+    assert "--workers 2" in shown["command"]
+    assert [change["to"] for change in shown["changes"]] == ["2"]

@@ -98,45 +98,46 @@ def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool, paced: bool = 
     """Everything in this config that is there for speed; with a paced consumer, only what concerns the input."""
     workers, prefetch = config.num_workers, config.prefetch_factor or 2
     processes = choose_engine(config.loader, workers, volumes=config.task != "classify") == "process"
-    engine = ("processes rather than threads", "thread") if processes else ("threads rather than processes", "process")
+    engine = "processes, not threads" if processes else "threads, not processes"
     found = [
-        _source(f"{workers} workers", workers > 0, {"num_workers": 0, "prefetch_factor": None}),
-        _source(f"{prefetch} batches in flight per worker", workers > 0 and prefetch > 1, {"prefetch_factor": 1}),
-        _source(engine[0], workers > 0, {"loader": engine[1]}),
-        _source(
-            "workers kept between epochs", workers > 0 and config.persistent_workers, {"persistent_workers": False}
-        ),
+        _source("workers", workers > 0, {"num_workers": 0, "prefetch_factor": None}, f"{workers}"),
+        _source("prefetch_factor", workers > 0 and prefetch > 1, {"prefetch_factor": 1}, f"{prefetch}"),
+        _source("engine", workers > 0, {"loader": "thread" if processes else "process"}, engine),
+        _source("persistent_workers", workers > 0 and config.persistent_workers, {"persistent_workers": False}),
     ]
     if on_gpu and not paced:
-        found.append(_source("page-locked memory", config.pin_memory, {"pin_memory": False}))
+        found.append(_source("pin_memory", config.pin_memory, {"pin_memory": False}))
     if config.task == "classify":
-        fast = config.decode_mode != "faithful"
+        mode = config.decode_mode
         found += [
-            _source(f"decoder {config.decoder}", config.decoder != "pillow", {"decoder": "pillow"}),
-            _source(f"decode_mode {config.decode_mode}", fast, {"decode_mode": "faithful"}, PIXELS),
+            _source("decoder", config.decoder != "pillow", {"decoder": "pillow"}, config.decoder),
+            _source("decode_mode", mode != "faithful", {"decode_mode": "faithful"}, mode, PIXELS),
         ]
     if remote:
-        far = config.lookahead > LEAST_LOOKAHEAD
+        size = f"{config.lookahead / 1e6:.0f} MB"
         found += [
-            _source(f"fetching {config.lookahead / 1e6:.0f} MB ahead", far, {"lookahead": LEAST_LOOKAHEAD}),
-            _source("cache on a local disk", config.cache_dir is not None, {"cache_dir": None}),
-            _source("copy on a local disk (stage_to)", config.stage_to is not None, {"stage_to": None}),
+            _source("lookahead", config.lookahead > LEAST_LOOKAHEAD, {"lookahead": LEAST_LOOKAHEAD}, size),
+            _source("cache_dir", config.cache_dir is not None, {"cache_dir": None}),
+            _source("stage_to", config.stage_to is not None, {"stage_to": None}),
         ]
     if paced:
         return found
     found += [
         _source("channels_last", config.channels_last, {"channels_last": False}),
-        _source("torch.compile", config.compile_model, {"compile_model": False}),
-        _source(f"precision {config.precision}", config.precision != "32", {"precision": "32"}, OTHER_TRAINING),
+        _source("compile_model", config.compile_model, {"compile_model": False}, config.compile_mode),
+        _source("precision", config.precision != "32", {"precision": "32"}, config.precision, OTHER_TRAINING),
     ]
     if on_gpu:
-        tensor_cores = config.matmul_precision != "highest"
-        found.append(_source("TF32", tensor_cores, {"matmul_precision": "highest"}, OTHER_TRAINING))
+        tf32 = config.matmul_precision != "highest"
+        found.append(_source("TF32", tf32, {"matmul_precision": "highest"}, note=OTHER_TRAINING))
     return found
 
 
-def _source(label: str, is_on: bool, without: dict[str, Value], note: str = "") -> Source:
-    return Source(label, without if is_on else {}, note if is_on else "")
+def _source(name: str, is_on: bool, without: dict[str, Value], how: str = "", note: str = "") -> Source:
+    """Named by what it is, and how it is set where it is on."""
+    if not is_on:
+        return Source(name, {})
+    return Source(f"{name}: {how}" if how else name, without, note)
 
 
 def ablate(

@@ -53,7 +53,7 @@ def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) ->
 
 def ablation_text(ablation: Ablation, unit: str) -> str:
     """The table for people."""
-    whole = "" if ablation.rate is None else f"; all together: {rate_text(ablation.rate, unit)}"
+    whole = "" if ablation.rate is None else f"; with all of them: {rate_text(ablation.rate, unit)}"
     lines = [f"speed-up by source, each measured by switching it off{whole}", ""]
     lines.append(format_table([_cells(row) for row in ablation.rows], ("optimisation", "without it", "speed-up", "")))
     lines += [

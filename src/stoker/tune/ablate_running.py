@@ -46,6 +46,7 @@ def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) ->
         journal.note("end", stopped=f"{count(found.rounds, 'round')}", before=found.rate, trials=found.trials)
     finally:
         live.close()
+        opened.trier.close()
         journal.close()
     assert journal.path is not None
     return found, live.unit, journal.path

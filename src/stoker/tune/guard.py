@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stoker.cgroups import PROC
-from stoker.child import Child
+from stoker.child import kill_all
 from stoker.machine.memory import read_counters, read_memory, tree_memory, tree_pids
 
 LEAST_PATIENCE_S = 300.0
@@ -47,44 +47,50 @@ def be_killed_first() -> None:
 
 
 class MemoryWatch:
-    """Ends a child, with everything below it, when they exceed a limit together; remembers the most that they had."""
+    """Ends a process, with everything below it, when they exceed a limit together; remembers the most that they had."""
 
-    def __init__(self, child: Child, limit_bytes: int | None) -> None:
+    def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes: int | None = None
         self.exceeded_bytes: int | None = None
-        self._child = child
+        self._pid = self._whole = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="trial-memory", daemon=True)
 
     def words(self) -> str:
         """What exceeded which limit."""
-        limit = f"{self.limit_bytes / 1e9:.2f} GB" if self.limit_bytes else "its limit"
+        limit = f"{(self.limit_bytes or 0) / 1e9:.2f} GB"
         return f"it took {(self.exceeded_bytes or 0) / 1e9:.2f} GB, and {limit} were left for it"
 
-    def __enter__(self) -> MemoryWatch:
+    def begin(self, pid: int, whole: int | None = None) -> None:
+        """Watches this process, which leads a group of its own. What it shares with `whole`, which it was copied from,
+        counts as its own."""
+        self._pid, self._whole = pid, whole or pid
         self._thread.start()
+
+    def __enter__(self) -> MemoryWatch:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._over.set()
-        self._thread.join()
+        if self._pid:
+            self._thread.join()
 
     def _watch(self) -> None:
         exactly_due_s = 0.0
         while not self._over.wait(LOOK_EVERY_S):
-            about = _about(self._child.pid)
+            about = _about(self._whole)
             near = self.limit_bytes is not None and about > NEAR * self.limit_bytes
             if not near and time.monotonic() < exactly_due_s:
                 continue
             exactly_due_s = time.monotonic() + EXACTLY_EVERY_S
-            memory = tree_memory(self._child.pid)
+            memory = tree_memory(self._whole)
             # Pages of libraries are not counted: others map them as well, and the kernel takes them back first.
             taken = memory.anonymous_bytes + memory.shared_bytes
             self.peak_bytes = max(taken, self.peak_bytes or 0)
             if self.limit_bytes is not None and taken > self.limit_bytes:
                 self.exceeded_bytes = taken
-                self._child.end(at_once=True)
+                kill_all(self._pid, running=True)
                 return
 
 

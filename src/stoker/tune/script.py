@@ -76,10 +76,9 @@ class ScriptTrier:
         answer: dict[str, Any] | None = None
         result: Result = "measured"
         detail = ""
-        with (
-            Child(run_script, job, timeout_s=patience_s) as child,
-            MemoryWatch(child, memory_left(self._limit_bytes)) as watch,
-        ):
+        limit_bytes = memory_left(self._limit_bytes)
+        with Child(run_script, job, timeout_s=patience_s) as child, MemoryWatch(limit_bytes) as watch:
+            watch.begin(child.pid)
             try:
                 answer = child.wait(self.report)
             except ChildTooSlow:

@@ -4,16 +4,17 @@ result."""
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from stoker.child import Child, ChildDied, ChildFailed, ChildTooSlow, Parent
 from stoker.clock.reading import observed_from
 from stoker.config import config_values
 from stoker.errors import ConfigError, StokerError
 from stoker.machine.host import HostConfig, allowed_cores
+from stoker.tune.copies import Copies, Ended
 from stoker.tune.guard import MemoryWatch, be_killed_first, memory_left, patience_after
 from stoker.tune.records import Measured, Result, Settings
 from stoker.tune.space import config_with
@@ -26,6 +27,7 @@ KILLED = frozenset({"worker-died"})
 COMPILING_S = 600.0
 """On top, for a compiled model: an allowance."""
 DETAIL_LETTERS = 400
+TRIAL = "stoker.tune.trial:run_trial"
 
 Report = Callable[[float], None]
 """Called with the seconds measured so far."""
@@ -44,11 +46,14 @@ class ConfigTrier:
         ranks: int = 1,
         patience_s: float | None = None,
         report: Report = lambda _seconds: None,
+        copies: Copies | None = None,
     ) -> None:
+        """`copies` are those of `trial_copies`, for triers of several configs that share them."""
         self.config = config
         self.first_error: StokerError | None = None
         """What the first run was refused with: an error of the config itself."""
         self._runs = 0
+        self._copies = copies or trial_copies()
         self.report = report
         self._pace_s = pace_s
         self._limit_bytes = memory_limit_bytes
@@ -72,7 +77,8 @@ class ConfigTrier:
         )  # fmt: skip
         return Measured(
             "measured", windows=tuple(answer["windows"]), wait_share=observed.wait_share,
-            first_batch_s=answer["first_batch_s"], start_s=answer["start_s"], peak_bytes=peak_bytes, took_s=took_s,
+            first_batch_s=answer["first_batch_s"], start_s=answer["start_s"] + self._copies.import_s,
+            peak_bytes=peak_bytes, took_s=took_s,
             ledger=answer["ledger"], observed=observed, epoch_samples=answer["epoch_samples"],
         )  # fmt: skip
 
@@ -96,36 +102,23 @@ class ConfigTrier:
             pace_s *= config.batch_size / self.config.batch_size
         job = {
             "kind": kind, "config": config_values(config.model_copy(update=ALONE)), "seconds": seconds,
-            "pace_s": pace_s, "cpus": self._cpus, "ranks": self._ranks, "began": time.time(),
+            "pace_s": pace_s, "cpus": self._cpus, "ranks": self._ranks,
         }  # fmt: skip
         patience_s = self._patience(seconds, compiled=bool(config.compile_model))
-        with (
-            Child(_run_trial, job, timeout_s=patience_s) as child,
-            MemoryWatch(child, memory_left(self._limit_bytes)) as watch,
-        ):
-            try:
-                return child.wait(self.report), "measured", "", watch.peak_bytes
-            except (ChildFailed, StokerError) as error:
-                result, detail = self._ending(error, watch, patience_s)
-                return None, result, detail, watch.peak_bytes
-
-    def _ending(self, error: Exception, watch: MemoryWatch, patience_s: float) -> tuple[Result, str]:
-        if watch.exceeded_bytes is not None:
-            return "out-of-memory", watch.words()
-        if isinstance(error, ChildTooSlow):
-            return "hung", f"not finished after {patience_s:.0f} s"
-        if isinstance(error, ChildDied):
-            return ("killed" if error.exit_code < 0 else "crashed"), f"the process {error.how}"
-        if isinstance(error, ChildFailed):
-            first = str(error).partition("\n")[0][:DETAIL_LETTERS]
-            return ("out-of-memory" if first.startswith("MemoryError") else "crashed"), first
-        assert isinstance(error, StokerError)
+        with MemoryWatch(memory_left(self._limit_bytes)) as watch:
+            ended = self._copies.call(
+                TRIAL, job, timeout_s=patience_s, on_message=self.report, on_start=watch.begin
+            )  # fmt: skip
+        if ended.is_good and watch.exceeded_bytes is None:
+            return ended.result, "measured", "", watch.peak_bytes
         if self._runs <= 1:
-            self.first_error = error
-        seen = _all_problems(error)[:DETAIL_LETTERS]
-        if error.name in NO_MEMORY:
-            return "out-of-memory", seen
-        return ("killed" if error.name in KILLED else "refused"), seen
+            self.first_error = ended.error
+        result, detail = ending_of(ended, watch, patience_s)
+        return None, result, detail[:DETAIL_LETTERS], watch.peak_bytes
+
+    def close(self) -> None:
+        """Ends the process that trials are copied from."""
+        self._copies.close()
 
     def _patience(self, seconds: float, *, compiled: bool) -> float:
         if self._patience_s is not None:
@@ -133,12 +126,36 @@ class ConfigTrier:
         return patience_after(self._first_took_s, seconds) + (COMPILING_S if compiled else 0.0)
 
 
+def trial_copies() -> Copies:
+    """What trial processes are copied from."""
+    return Copies("stoker.tune.trial_process")
+
+
+def ending_of(ended: Ended, watch: MemoryWatch, patience_s: float) -> tuple[Result, str]:
+    """What a trial that gave no result ended with, and why, in words."""
+    if watch.exceeded_bytes is not None:
+        return "out-of-memory", watch.words()
+    if ended.too_slow:
+        return "hung", f"not finished after {patience_s:.0f} s"
+    if ended.error is not None:
+        seen = _all_problems(ended.error)
+        if ended.error.name in NO_MEMORY:
+            return "out-of-memory", seen
+        return ("killed" if ended.error.name in KILLED else "refused"), seen
+    if ended.bug is not None:
+        return "crashed", ended.bug.partition("\n")[0]
+    if ended.status < 0:
+        name = signal.Signals(-ended.status).name if -ended.status in set(signal.Signals) else str(-ended.status)
+        return "killed", f"the process was killed by {name}"
+    return "crashed", f"the process exited with code {ended.status}"
+
+
 def _all_problems(error: StokerError) -> str:
     problems = [problem.message for problem in error.problems] if isinstance(error, ConfigError) else []
     return "; ".join([error.seen, *problems])
 
 
-def _run_trial(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
+def run_trial(job: dict[str, Any], tell: Report) -> dict[str, Any]:
     """In the child."""
     be_killed_first()
     cores = sorted(allowed_cores())
@@ -146,4 +163,4 @@ def _run_trial(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
         os.sched_setaffinity(0, cores[: job["cpus"]])  # the share of one rank
     from stoker.tune.trial_process import KINDS  # imports torch and the training loop
 
-    return KINDS[job["kind"]](HostConfig.model_validate(job["config"]), job, parent.send)
+    return KINDS[job["kind"]](HostConfig.model_validate(job["config"]), job, tell)

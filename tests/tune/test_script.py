@@ -74,11 +74,12 @@ def test_a_script_ends_when_stoker_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not is_running(script))
 
 
-def test_a_training_is_measured_in_parts_also_where_its_steps_are_long() -> None:
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(0.25, marks=pytest.mark.release)])
+def test_a_training_is_measured_in_parts_also_where_its_steps_are_long(seconds: float) -> None:
     words = ["--workers", "{num_workers}", "--samples", "4000", "--epochs", "9", "--sleep-ms", "20", "--spin-ms", "0"]
     trier = ScriptTrier(read_template([sys.executable, str(SCRIPTS / "plain.py"), *words]))
     # A batch of four takes 80 ms in the training process, so there are too few of them in a quarter of a second.
-    measured = trier.run(START, 0.25)
+    measured = trier.run(START, seconds)
     assert measured.result == "measured"
     assert len(measured.windows) >= 2
     assert measured.samples_per_second is not None

@@ -111,8 +111,10 @@ def _batch_sizes(place: Placeholder, state: State) -> Iterator[Candidate]:
     assert isinstance(now, int)
     assert isinstance(start, int)
     seen = _values_seen("batch_size", state)
-    if state.measured is None and now // 2 not in seen and now > 1:
-        yield Candidate({"batch_size": now // 2}, "it does not run with this one")
+    if state.measured is None:
+        least = min(value for value in seen if isinstance(value, int))
+        if least > 1:
+            yield Candidate({"batch_size": least // 2}, "it does not run with a larger one")
     elif 2 * now not in seen and now < start << MOST_DOUBLINGS:
         yield Candidate({"batch_size": 2 * now}, "larger batches keep the device busier, until memory is full")
     elif now <= start and now > 1 and now // 2 not in seen:

@@ -86,37 +86,42 @@ def tune(
     `--` again and again for a few seconds, with other values in braces, and prints the fastest command. Other names
     need their values: '{decoder=pil|cv2}', in quotes.
     """
-    from stoker.commands.options import let_threads_sleep
+    from stoker.tune.objective import ALSO, GOALS
 
     script: list[str] | None = context.obj
-    let_threads_sleep()
-    from stoker.tune.objective import GOALS
-    from stoker.tune.running import TuneOptions
-    from stoker.tune.space import ALSO
-
     if goal not in GOALS:
         raise UsageError("usage", f"--for {goal} is not one of {', '.join(GOALS)}", hint="--for throughput")
     wanted = tuple(word for word in (also or "").split(",") if word)
     unknown = next((word for word in wanted if word not in ALSO), None)
     if unknown is not None:
         raise UsageError("usage", f"--also {unknown} is not one of {', '.join(ALSO)}", hint="--also precision")
-    options = TuneOptions(
-        budget_s=_seconds(budget), trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
-        price_per_hour=price, ram_bytes=_bytes(ram), force=force, fresh=fresh,
-    )  # fmt: skip
+    budget_s, ram_bytes = _seconds(budget), _bytes(ram)
+
     if script is not None:
         given = {
             f"CONFIG ({config})": config, "--pace": pace, "--write": write, "--also": also, "--price": price,
             "--force": force, "--ablate": ablate,
         }  # fmt: skip
         _refuse_with_script([name for name, value in given.items() if value])
-        return _tune_script(script, options, json=json)
-    if config is None:
+    elif config is None:
         ways = "stoker tune CONFIG | stoker tune -- python train.py -j {num_workers}"
         raise UsageError("usage", "nothing to tune: neither a config nor a script given", hint=ways)
-    if config.suffix == ".py":
+    elif config.suffix == ".py":
         hint = f"stoker tune -- python {config} -j {{num_workers}}"
         raise UsageError("usage", f"{config} is a script, not a config", hint=hint)
+
+    from stoker.commands.options import let_threads_sleep
+
+    let_threads_sleep()
+    from stoker.tune.running import TuneOptions
+
+    options = TuneOptions(
+        budget_s=budget_s, trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
+        price_per_hour=price, ram_bytes=ram_bytes, force=force, fresh=fresh,
+    )  # fmt: skip
+    if script is not None:
+        return _tune_script(script, options, json=json)
+    assert config is not None
     path, words = config_and_overrides(config, overrides)
     if ablate:
         return _ablate(path, words, options, json=json)

@@ -45,6 +45,7 @@ from stoker.machine.loader_memory import generate_images
 from stoker.machine.loader_speed import repeated
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
 from stoker.train.loader_adjuster import LoaderAdjuster
+from stoker.train.loader_changes import outcome_text
 
 BATCH = 32
 LONG = 2_000_000
@@ -265,7 +266,7 @@ def main() -> int:
                 "decoding": Scenario(decoding, (1, 2, 4)),
                 "blocked reads": Scenario(_BlockingLoader, (1, 4, 16)),
                 "object store": Scenario(
-                    lambda workers: open_images(url, "train", work / "remote", 64, workers), (1, 4, 16)
+                    lambda workers: open_images(url, "train", work / "remote", 64, workers), (1, 4, 8)
                 ),
                 "slow consumer": Scenario(decoding, (1, 2), slow_s),
             }
@@ -280,6 +281,8 @@ def main() -> int:
             spread = f"({share['min']:.2f}-{share['max']:.2f})"
             print(f"{case}: {share['median']:.2f} {spread} of {figures[against]} ({against})")
         print(f"    settled after {figures['settled_s']} s at {figures['adjusted']}")
+        for line in filter(None, (outcome_text(decided, "images") for decided in figures["decisions"])):
+            print(f"    {line}")
     if arguments.only is None:
         path = keep("auto_loader", {"cores": usable_cpus(), "look_s": arguments.look_s, **found})
         print(f"wrote {path}")

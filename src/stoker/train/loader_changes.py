@@ -194,9 +194,9 @@ def _more(seen: Look, setup: LoaderSetup, room: Room) -> Iterator[Change]:
         if knob == "requests":
             after = min(after, MOST_TIMES_REQUESTS * room.first_requests)
         if after > before:
-            yield Change(knob, before, after, f"{waited}, its workers for the storage")
+            yield Change(knob, before, after, f"{waited}, and the workers for the storage")
     if seen.busy_share < BUSY_FROM and setup.prefetch < MOST_PREFETCH:
-        why = f"{waited}, although workers were idle for {1 - seen.busy_share:.0%} of it"
+        why = f"{waited}, although the workers were idle for {1 - seen.busy_share:.0%} of it"
         yield Change("prefetch", setup.prefetch, min(MOST_PREFETCH, 2 * setup.prefetch), why)
     if seen.busy_share < BUSY_FROM:
         return
@@ -208,7 +208,7 @@ def _more(seen: Look, setup: LoaderSetup, room: Room) -> Iterator[Change]:
         after -= 1
     if after > setup.workers:
         kind = "blocked" if blocks else "busy"
-        yield Change("workers", setup.workers, after, f"{waited}, and its workers were {kind}")
+        yield Change("workers", setup.workers, after, f"{waited}, and the workers were {kind}")
 
 
 def _fits(change: Change, setup: LoaderSetup, room: Room) -> bool:

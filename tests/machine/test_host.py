@@ -119,9 +119,10 @@ def test_a_launcher_says_how_many_ranks_share_the_cores(environment: dict[str, s
 
 
 def test_unknown_values_change_only_the_number_of_devices() -> None:
+    # A fixed number of workers is never adjusted.
     config = load_config(None, ["precision=16-mixed", "num_workers=3"]).config
     fitted, notes = fit_to_machine(config, Machine(cpus=2, accelerators=None))
-    assert (dict(fitted), notes) == (dict(config) | {"devices": 1}, [])
+    assert (dict(fitted), notes) == (dict(config) | {"devices": 1, "adjust_loader": False}, [])
 
 
 def test_without_an_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

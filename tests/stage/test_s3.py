@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import obstore
 import pytest
 
 from stoker.cli import main
+from stoker.data.store import outage
 from stoker.data.store.local_copy import LocalCopy
 from stoker.data.store.object_store import Patience
 from stoker.stage.checking import verify_copy
@@ -20,6 +22,7 @@ from stoker.stage.sources import open_source
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.staging import files_of
+from tests.support.waiting import wait_until
 
 HASTE = Patience(connect_s=2, stall_s=0.5, request_s=10, retry_s=20, max_retries=30)
 
@@ -112,6 +115,28 @@ def test_no_fault_of_the_network_makes_a_wrong_file_and_all_is_complete_after_ru
     assert sum(fault.seen for fault in faults) >= 100
     assert verify_copy(LocalCopy(target, url), lambda _done, _total: None).whole
     assert not list(target.glob(".stage-*.tmp"))
+
+
+def test_an_outage_is_waited_for_and_said_and_no_file_is_given_up(
+    s3_proxy: Proxy, objects: dict[str, bytes], tmp_path: Path
+) -> None:
+    """With the patience that everybody has: a file is tried a few times a second, for longer than that."""
+    said: list[str] = []
+
+    def refuse() -> None:
+        s3_proxy.stop()
+        wait_until(lambda: outage.text() is not None)
+        said.append(outage.text() or "")
+        s3_proxy.start()
+
+    # When the first objects have arrived.
+    s3_proxy.fault("GET /bucket/stage/train/c3", "call", call=lambda: threading.Thread(target=refuse).start())
+    summary = stage(f"s3://{BUCKET}/stage", tmp_path / "copy", StageOptions())
+    assert summary.failures == []
+    assert files_of(tmp_path / "copy") == objects
+    assert said
+    assert said[0].startswith("waiting for 127.0.0.1:")
+    assert outage.current() is None
 
 
 def test_an_object_that_changes_while_it_is_copied_is_noticed(

@@ -51,7 +51,7 @@ def test_workers_that_compute_get_one_more_while_there_are_cores() -> None:
 
 
 def test_workers_that_are_blocked_may_outnumber_the_cores() -> None:
-    assert tried(BLOCKED, replace(SETUP, workers=8)) == [("workers", 12)]
+    assert tried(BLOCKED, replace(SETUP, workers=8)) == [("workers", 16)]
     assert tried(BLOCKED, replace(SETUP, workers=16)) == [("workers", 21)], "what they compute has to fit the cores"
     busy = replace(BLOCKED, cpu_share=0.01)
     assert tried(busy, replace(SETUP, workers=MOST_WORKERS)) == []
@@ -60,7 +60,7 @@ def test_workers_that_are_blocked_may_outnumber_the_cores() -> None:
 @pytest.mark.parametrize(("knob", "after"), [("lookahead_bytes", 512_000_000), ("requests", 128)])
 def test_workers_that_wait_for_storage_first_get_what_holds_the_reader_back(knob: str, after: int) -> None:
     held = replace(BLOCKED, held_back_by=knob)
-    assert tried(held) == [(knob, after), ("workers", 4)]
+    assert tried(held) == [(knob, after), ("workers", 6)]
     assert (knob, after) not in tried(replace(held, fetch_share=0.1)), "blocked, but not for bytes"
     assert (knob, after) not in tried(replace(held, cpu_share=0.9)), "bytes come from memory"
 
@@ -84,14 +84,14 @@ def test_nothing_is_tried_that_memory_has_no_room_for() -> None:
     assert tried(STARVED, room=replace(ROOM, spare_bytes=None)) == []
     assert tried(STARVED, room=replace(ROOM, is_limited=True)) == [], "the memory guard wins"
     held = replace(BLOCKED, held_back_by="lookahead_bytes")
-    assert tried(held, room=replace(ROOM, spare_bytes=255_000_000)) == [("workers", 4)]
+    assert tried(held, room=replace(ROOM, spare_bytes=255_000_000)) == [("workers", 6)]
     assert needed_bytes(Change("prefetch", 2, 4, ""), SETUP, ROOM) == 2 * 3 * ROOM.batch_bytes
     assert needed_bytes(Change("workers", 3, 2, ""), SETUP, ROOM) < 0
 
 
 def test_what_the_user_chose_stays() -> None:
     held = replace(BLOCKED, held_back_by="lookahead_bytes")
-    assert tried(held, room=replace(ROOM, fixed=frozenset({"lookahead_bytes"}))) == [("workers", 4)]
+    assert tried(held, room=replace(ROOM, fixed=frozenset({"lookahead_bytes"}))) == [("workers", 6)]
     assert tried(replace(STARVED, busy_share=0.6), room=replace(ROOM, fixed=frozenset({"prefetch"}))) == []
 
 

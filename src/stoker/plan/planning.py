@@ -72,6 +72,8 @@ def samples_per_core_second(config: Config) -> float | None:
 
 # The default size limit of a tmpfs is half of the memory (Linux, Documentation/filesystems/tmpfs).
 SHM_SHARE_OF_RAM = 0.5
+# 430 to 558 images/s for one config on one machine, which was not idle; bench/plan_spread.py measures it.
+SPREAD = 0.15
 BUSY_LOAD = 0.5
 """Processes that want a core, of those there are: from here on, measurements share them."""
 
@@ -205,8 +207,7 @@ def hardware_for(
 def cpu_caveats(cpus: int) -> list[str]:
     """How much figures that were measured on these cores are worth."""
     load = os.getloadavg()[0]
-    # 430 to 558 images/s for one config on one machine, which was not idle.
-    said = ["the model's time: measured on these cores just now; another measurement may differ by 15 %"]
+    said = [f"the model's time: measured on these cores just now; another measurement may differ by {SPREAD:.0%}"]
     if load > BUSY_LOAD * cpus:
         said.append(f"this machine is busy (load {load:.1f} on {cpus} cores): idle, it would be faster")
     return said

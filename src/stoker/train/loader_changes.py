@@ -200,8 +200,7 @@ def _more(seen: Look, setup: LoaderSetup, room: Room) -> Iterator[Change]:
         yield Change("prefetch", setup.prefetch, min(MOST_PREFETCH, 2 * setup.prefetch), why)
     if seen.busy_share < BUSY_FROM:
         return
-    more = max(1, setup.workers // 2) if blocks else 1
-    after = min(MOST_WORKERS, setup.workers + more)
+    after = min(MOST_WORKERS, 2 * setup.workers if blocks else setup.workers + 1)
     # Where the kernel does not say, a worker is taken to compute all the time.
     cpu_share = 1.0 if seen.cpu_share is None else seen.cpu_share
     cores = room.cores - seen.loop_share + LEAST_OF_A_CORE

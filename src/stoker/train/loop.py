@@ -24,7 +24,7 @@ from stoker.run.metric import Metric
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator, Scoring, evaluate, named_scores
-from stoker.train.launch import LeaveValidation, StopRequest
+from stoker.train.launch import LeaveValidation, LeaveWait, StopRequest
 from stoker.train.observer import Observer, Silence
 from stoker.train.optimization import set_lr
 from stoker.train.ranks import Agreement, Ranks, agree, any_rank, gather
@@ -139,6 +139,8 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
                         metrics |= evaluate(run, run.val_loader, observer)
                 except LeaveValidation:
                     _leave(run, saver)
+                except LeaveWait:
+                    _leave_waiting(run, saver, reports)
             metrics |= {"seconds": time.monotonic() - began, "clock": run.clock}
             observer.epoch_ends(progress.step, progress.epoch, metrics)
             if (seen := run.scoring.look(metrics)) is not None:
@@ -161,11 +163,14 @@ def _train_epoch(
     steps = min(loader.steps(progress.position) // run.accumulation, left)
     observer.epoch_begins(progress.epoch, run.horizon.steps_per_epoch, run.horizon.steps_per_epoch - steps)
     run.step.model.train()
-    batches = loader.epoch(progress.epoch, progress.position)
+    batches = run.stop.unless_leaving(loader.epoch(progress.epoch, progress.position))
     clock.epoch_begins()
     for _ in range(steps):
-        with clock.waiting():
-            group = list(islice(batches, run.accumulation))
+        try:
+            with clock.waiting():
+                group = list(islice(batches, run.accumulation))
+        except LeaveWait:
+            _leave_waiting(run, saver, reports)
         lr = learning_rate(progress.step, run.horizon, run.peak_lr)
         set_lr(run.step.optimizer, lr)
         with clock.computing():
@@ -288,6 +293,15 @@ def _leave(run: Run, saver: Saver) -> NoReturn:
     # Together: a launcher that sees one rank leave may give the others little time.
     any_rank(True, run.ranks)
     raise run.stop.ending(run.progress.step, interrupted=interrupted, saved=saved)
+
+
+def _leave_waiting(run: Run, saver: Saver, reports: _Reports) -> NoReturn:
+    """The same in the middle of a wait for data, where several ranks cannot agree on anything: others may be in the
+    step that this one has no data for. They leave without saving, and resume from the save before."""
+    if run.ranks.world > 1:
+        raise run.stop.ending(run.progress.step, interrupted=run.stop.interrupted, saved=False)
+    reports.settle()
+    _leave(run, saver)
 
 
 def _close_epoch(run: Run, observer: Observer, saver: Saver, value: float | None) -> None:

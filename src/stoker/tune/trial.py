@@ -63,12 +63,14 @@ class ConfigTrier:
         ranks: int = 1,
         patience_s: float | None = None,
         report: Report = lambda _seconds: None,
+        copies: Copies | None = None,
     ) -> None:
+        """`copies` are those of `trial_copies`, for triers of several configs that share them."""
         self.config = config
         self.first_error: StokerError | None = None
         """What the first run was refused with: an error of the config itself."""
         self._runs = 0
-        self._copies = Copies("stoker.tune.trial_process")
+        self._copies = copies or trial_copies()
         self.report = report
         self._pace_s = pace_s
         self._limit_bytes = memory_limit_bytes
@@ -148,6 +150,11 @@ class ConfigTrier:
         state = read_memory()
         known = [] if state is None else [int((1 - RESERVE) * state.available_bytes)]
         return min([*known, *([] if self._limit_bytes is None else [self._limit_bytes])], default=None)
+
+
+def trial_copies() -> Copies:
+    """What trial processes are copied from."""
+    return Copies("stoker.tune.trial_process")
 
 
 def ending_of(ended: Ended, watch: MemoryWatch, patience_s: float) -> tuple[Result, str]:

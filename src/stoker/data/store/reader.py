@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from stoker.data.images.row_index import RowIndex, span_of
 from stoker.data.images.sample_index import SampleIndex, decode_name
 from stoker.data.priority import step_back
+from stoker.data.store import outage
 from stoker.data.store.blocking import Blocking
 from stoker.data.store.stores import Buffer, ReadFailure, Store, StoreDown
 
@@ -41,6 +42,8 @@ FIRST_ESTIMATE_BYTES = 110_000
 # A whole epoch may be announced at once; only this many of its indices are Python objects at any time.
 _PIECE = 1024
 CLOSING_S = 5.0
+# Threads whose store does not respond end with the process.
+CLOSING_IN_OUTAGE_S = 0.5
 
 
 class _Place(NamedTuple):
@@ -198,7 +201,7 @@ class Reader:
         self.forget()
         with self._lock:
             self._give_up(RuntimeError("the reader was closed"))
-        deadline = time.monotonic() + CLOSING_S
+        deadline = time.monotonic() + (CLOSING_IN_OUTAGE_S if outage.is_left() else CLOSING_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         _open_readers.discard(self)

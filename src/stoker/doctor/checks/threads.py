@@ -61,7 +61,7 @@ def crowd_of(case: Case) -> Crowd | None:
     crowd = max(1.0, (seen.main_cpu_s + seen.main_runq_s) / seen.main_cpu_s - (team - fitting) / host.cpus)
 
     def speedup(useful_s: float) -> float:
-        then_s = idle_s + useful_s / fitting * crowd
+        then_s = idle_s + useful_s / min(team, fitting) * crowd
         return period_s / max(1e-9, period_s - computing_s + then_s)
 
     expected = speedup(math.sqrt(least_s * most_s))

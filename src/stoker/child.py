@@ -172,6 +172,11 @@ class Child:
             self.end()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Of the process; its group has the same number."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """Readable when `receive` has something."""
         return self._channel.fileno()

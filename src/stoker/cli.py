@@ -26,6 +26,7 @@ COMPLETION_VARIABLE = "_STOKER_COMPLETE"
 COMMANDS = {
     "train": "Train what a config describes, or resume.",
     "doctor": "Find out what slows down a config, a run or any PyTorch script.",
+    "tune": "Find the settings that train fastest, one measured change at a time.",
     "verify": "Check a config, its data, labels, model and machine before a run starts.",
     "plan": "Estimate memory, time and cost before anything runs.",
     "preview": "Write a picture of the samples that the network gets, with their classes.",

@@ -53,7 +53,7 @@ def run_trials(
     """
     began_s, starting_s = time.monotonic(), 0.0
     progress("opening the data", 0.0, seconds)
-    _open_once(config, say)
+    open_once(config, say)
     machine = read_machine()
     alone = config.model_copy(update=ALONE)
     job = {"config": config_values(alone), "cpus": machine.cpus, "pace_s": pace_s}
@@ -89,7 +89,7 @@ def run_trials(
     return _observed(config, found, missing, pace_s)
 
 
-def _open_once(config: HostConfig, say: Callable[[str], None]) -> None:
+def open_once(config: HostConfig, say: Callable[[str], None]) -> None:
     """Lists, calibrates and indexes once, here: the trials find what was remembered."""
     if config.task == "classify":
         choose_decoding(config, open_samples(config, "train", say=say).index)

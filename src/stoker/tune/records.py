@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -10,7 +12,8 @@ from stoker.plan.records import Estimate
 
 Value = bool | int | float | str | None
 Settings = dict[str, Value]
-"""The keys that are tuned, with their values: always all of them, so that any line of the journal can be tried again."""
+"""The keys that are tuned, with their values: always all of them, so that any line of the journal can be tried
+again."""
 
 Result = Literal["measured", "out-of-memory", "killed", "hung", "crashed", "refused", "different-training"]
 """`refused`: an error of ours about these settings. `different-training`: the samples, crops, labels or the total batch
@@ -37,10 +40,17 @@ class Measured:
     detail: str = ""
     """Why it failed, in words."""
     observed: Observed | None = None
+    epoch_samples: int | None = None
+    """Samples of an epoch, on this rank."""
 
     @property
     def samples_per_second(self) -> float | None:
-        return sum(self.windows) / len(self.windows) if self.result == "measured" and self.windows else None
+        return self.raw_samples_per_second if self.result == "measured" else None
+
+    @property
+    def raw_samples_per_second(self) -> float | None:
+        """The same for another training, whose speed does not count in the search."""
+        return sum(self.windows) / len(self.windows) if self.windows else None
 
 
 class Trier(Protocol):
@@ -80,6 +90,54 @@ class Step:
     """Of the best so far, run in between."""
     speedup: float | None = None
     """Over the best so far."""
+
+
+Key = tuple[tuple[str, Value], ...]
+
+
+def key_of(settings: Settings) -> Key:
+    """The settings as something to look up. Those that have no effect are left out: two that only differ in them are
+    the same."""
+    silent: set[str] = set()
+    if settings.get("num_workers") == 0:
+        silent |= {"prefetch_factor", "loader", "persistent_workers"}
+    if settings.get("loader") == "thread":
+        silent.add("persistent_workers")  # threads are always kept
+    if settings.get("compile_model") is False:
+        silent.add("compile_mode")
+    return tuple(sorted((name, value) for name, value in settings.items() if name not in silent))
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a search has come: what the next candidate is chosen from."""
+
+    original: Settings
+    best: Settings
+    runs: Mapping[Key, Sequence[Measured]]
+    """Every run so far."""
+    steps: tuple[Step, ...] = ()
+    ceiling: float | None = None
+    """Samples per second with batches that are always ready; None if not known."""
+    left_s: float = math.inf
+    """Of the time to spend."""
+
+    def is_done(self, settings: Settings) -> bool:
+        """Whether these settings were run or skipped."""
+        key = key_of(settings)
+        return key in self.runs or any(key_of(step.settings) == key for step in self.steps)
+
+    @property
+    def measured(self) -> Measured | None:
+        """The newest good run of the best settings."""
+        good = [run for run in self.runs.get(key_of(self.best), ()) if run.result == "measured"]
+        return good[-1] if good else None
+
+    @property
+    def share_of_ceiling(self) -> float | None:
+        good = [run.samples_per_second for run in self.runs.get(key_of(self.best), ())]
+        rates = [rate for rate in good if rate is not None]
+        return max(rates) / self.ceiling if rates and self.ceiling else None
 
 
 @dataclass(frozen=True)

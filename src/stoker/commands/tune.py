@@ -1,0 +1,123 @@
+"""`stoker tune`: finds the settings that train fastest, one change at a time, without changing the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, config_and_overrides
+from stoker.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog="Example: stoker tune configs/demo.yaml --budget 5m --pace 800")(tune)
+
+
+def tune(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="How long to search at most.")] = "20min",
+    goal: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="throughput|epoch-time|cost",
+            help="What to improve: samples per second, the time of an epoch with its start, or the whole run with its "
+            "start and compiling.",
+        ),
+    ] = "throughput",
+    pace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEP_TIME|IMAGES/S|GPU",
+            help="Replace the model by a consumer that takes this long for a step (25ms), or this many images per "
+            "second, or is as fast as this card would be.",
+        ),
+    ] = None,
+    trial_seconds: Annotated[
+        float, typer.Option(min=0.5, help="How long a trial measures, its start not included.")
+    ] = 6.0,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The result. [default: tuned.yaml beside the config]", readable=False),
+    ] = None,
+    also: Annotated[
+        str | None,
+        typer.Option(
+            metavar="precision,img_size,batch_size,mixing",
+            help="Measure also what would be faster, but a different training; never part of the result.",
+        ),
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Price of this machine per hour.")] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory for the training, e.g. 16GB. [default: what the machine has left]"),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore the journal of an interrupted search.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that `stoker tune` did not write.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Find the settings with which this config trains fastest here, input included.
+
+    Tries one change at a time in throw-away processes, starting with what limits most: workers, engine, prefetching,
+    look-ahead, decoder, compiling, memory layout. The samples, crops, labels and the total batch stay the same, and
+    the plan's memory limits are kept. The winner is compared with the original from fresh starts before it is written.
+    tune.jsonl beside the result records every trial; after an interruption the same command resumes.
+    """
+    from stoker.commands.options import let_threads_sleep
+    from stoker.console import print_json, print_result
+
+    path, words = config_and_overrides(config, overrides)
+    let_threads_sleep()
+    from stoker.tune.journal import as_record, without_details
+    from stoker.tune.objective import GOALS
+    from stoker.tune.running import TuneOptions, tune_config
+    from stoker.tune.space import ALSO
+    from stoker.tune.text import outcome_text
+
+    if goal not in GOALS:
+        raise UsageError("usage", f"--for {goal} is not one of {', '.join(GOALS)}", hint="--for throughput")
+    wanted = tuple(word for word in (also or "").split(",") if word)
+    unknown = next((word for word in wanted if word not in ALSO), None)
+    if unknown is not None:
+        raise UsageError("usage", f"--also {unknown} is not one of {', '.join(ALSO)}", hint="--also precision")
+    options = TuneOptions(
+        budget_s=_seconds(budget), trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
+        price_per_hour=price, ram_bytes=_bytes(ram), force=force, fresh=fresh,
+    )  # fmt: skip
+    tuned = tune_config(path, words, options)
+    if json:
+        from dataclasses import replace
+
+        outcome = replace(
+            tuned.outcome, steps=tuple(map(without_details, tuned.outcome.steps)),
+            other_training=tuple(map(without_details, tuned.outcome.other_training)),
+        )  # fmt: skip
+        files = {"tuned": None if tuned.target is None else str(tuned.target), "journal": str(tuned.journal)}
+        print_json({**as_record(outcome), **files})
+    else:
+        print_result(outcome_text(tuned.outcome, tuned.target))
+    return EXIT_INTERRUPTED if tuned.outcome.stopped == "interrupted" else EXIT_OK
+
+
+def _seconds(text: str) -> float:
+    from stoker.config.fields import parse_seconds
+
+    try:
+        seconds = parse_seconds(text)
+    except ValueError as error:
+        raise UsageError("usage", f"--budget: {error}", hint="--budget 20min") from None
+    if seconds <= 0:
+        raise UsageError("usage", f"--budget {text} leaves no time for a trial", hint="--budget 20min")
+    return seconds
+
+
+def _bytes(text: str | None) -> int | None:
+    from stoker.config.fields import parse_bytes
+
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise UsageError("usage", f"--ram: {error}", hint="--ram 16GB") from None

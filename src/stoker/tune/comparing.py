@@ -1,0 +1,81 @@
+"""Whether settings are faster than others, given how much repeated runs differ. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from stoker.tune.records import Measured
+
+Score = Callable[[Measured], float | None]
+"""What is maximised; None if the run does not say."""
+
+FLOOR = 0.02
+"""A gain below this is not one, however still the machine is: nobody would notice it."""
+LEAST_SPREAD = 0.005
+"""Of repeated runs: two that happen to agree do not prove that there is no noise."""
+SURE = 2.0
+"""Standard errors that a gain has to exceed: 95 % of a normal distribution are within two."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Candidate against the best so far, both as logarithms of a ratio."""
+
+    gain: float
+    noise: float
+    """± so much, two standard errors."""
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(self.gain)
+
+    @property
+    def is_gain(self) -> bool:
+        return self.gain > max(math.log1p(FLOOR), self.noise)
+
+    @property
+    def may_be_gain(self) -> bool:
+        """Whether more runs could still show a gain."""
+        return self.gain + self.noise > math.log1p(FLOOR)
+
+    def words(self) -> str:
+        """+38 % ± 4 %"""
+        return f"{math.expm1(self.gain):+.0%} ± {math.expm1(self.noise):.0%}".replace("%", " %")
+
+
+def spread_of(groups: Iterable[Sequence[Measured]], score: Score) -> float:
+    """Standard deviation between runs of the same settings, as a logarithm: from repeats, and from the windows of
+    single runs, whichever is larger."""
+    squares, free, within = 0.0, 0, []
+    for runs in groups:
+        logs = [math.log(value) for run in runs if (value := score(run))]
+        if len(logs) > 1:
+            middle = statistics.fmean(logs)
+            squares += sum((value - middle) ** 2 for value in logs)
+            free += len(logs) - 1
+        within += [error for run in runs if (error := _window_error(run)) is not None]
+    between = math.sqrt(squares / free) if free else 0.0
+    return max(LEAST_SPREAD, between, statistics.median(within) if within else 0.0)
+
+
+def compare(candidate: Sequence[Measured], best: Sequence[Measured], score: Score, spread: float) -> Comparison | None:
+    """None if one of them has no good run."""
+    ours, theirs = _logs(candidate, score), _logs(best, score)
+    if not ours or not theirs:
+        return None
+    error = spread * math.sqrt(1 / len(ours) + 1 / len(theirs))
+    return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
+
+
+def _logs(runs: Sequence[Measured], score: Score) -> list[float]:
+    return [math.log(value) for run in runs if (value := score(run))]
+
+
+def _window_error(run: Measured) -> float | None:
+    if run.result != "measured" or len(run.windows) < 2:
+        return None
+    mean = statistics.fmean(run.windows)
+    return statistics.stdev(run.windows) / mean / math.sqrt(len(run.windows)) if mean > 0 else None

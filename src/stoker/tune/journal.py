@@ -1,0 +1,192 @@
+"""tune.jsonl: what a search tried, why, what it measured and what it decided, a line each.
+
+`begin` says what is tuned, how and where; `trial` is one run of one process, with what its clock observed; `step` is a
+decision; `end` is the outcome. Each line is written at once, so a killed search loses at most the trial under way: the
+same command takes the recorded trials instead of running them again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from stoker.errors import UserError
+from stoker.files import open_to_append, write_text
+from stoker.redact import redact
+from stoker.run.json_lines import Record, read_records
+from stoker.tune.records import Key, Measured, Outcome, Settings, Step, key_of
+
+FORMAT = 1
+MOST_WORKERS = 4096
+"""In a line that is read back: workers are simulated one by one."""
+
+Kind = TypeVar("Kind")
+
+
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Measured, Step, Outcome)}
+
+
+def as_record(value: Measured | Step | Outcome) -> Record:
+    """The same as plain data."""
+    record: Record = _ADAPTERS[type(value)].dump_python(value, mode="json")
+    return record
+
+
+def from_record(kind: type[Kind], record: Any) -> Kind | None:
+    """What a line holds; None if it is damaged, or of another version."""
+    try:
+        found: Kind = _ADAPTERS[kind].validate_python(record)
+    except ValidationError:
+        return None
+    return found
+
+
+class Journal:
+    """The journal of one search; without a path it is kept in memory only."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.resumed = 0
+        """Trials that were taken over."""
+        self._recorded: dict[Key, deque[Measured]] = {}
+        self._steps: list[tuple[Any, ...]] = []
+        """The decisions that are there already, in order."""
+        self._steps_told = 0
+        self._noted: dict[str, Record] = {}
+        self._descriptor: int | None = None
+
+    def begin(self, facts: Record, *, fresh: bool = False) -> str | None:
+        """Opens the file: resumes the same search, or starts anew and returns why, if there was another one.
+
+        `facts["same"]` is what has to be equal for trials to count.
+        """
+        if self.path is None:
+            return None
+        records = [] if fresh else list(_read(self.path))
+        why_not = _why_not(records, facts)
+        same = bool(records) and why_not is None and not fresh
+        if same:
+            self._take_over(records)
+        else:
+            write_text(self.path, _line({"kind": "begin", "format": FORMAT, **facts}))
+        self._descriptor = open_to_append(self.path)
+        if same:
+            self._end_half_line()
+        return None if same else why_not
+
+    def recorded(self, settings: Settings) -> Measured | None:
+        """The next run of these settings that is already in the journal; each is returned once."""
+        runs = self._recorded.get(key_of(settings))
+        return runs.popleft() if runs else None
+
+    def trial(self, settings: Settings, measured: Measured) -> None:
+        self._write({"kind": "trial", "settings": settings, "measured": as_record(measured)})
+
+    def step(self, step: Step) -> None:
+        """Records a decision, unless the journal has it from before."""
+        place, self._steps_told = self._steps_told, self._steps_told + 1
+        there = self._steps[place] if place < len(self._steps) else None
+        if there != (step.number, step.decision, key_of(step.settings)):
+            self._write({"kind": "step", **as_record(without_details(step))})
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Any other line."""
+        self._write({"kind": kind, **facts})
+
+    def noted(self, kind: str) -> Record | None:
+        """What `note` wrote before the search was interrupted."""
+        return self._noted.get(kind)
+
+    def end(self, outcome: Outcome) -> None:
+        short = replace(outcome, steps=(), other_training=tuple(map(without_details, outcome.other_training)))
+        self._write({"kind": "end", **as_record(short)})
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _take_over(self, records: list[Record]) -> None:
+        for record in records:
+            self._noted[str(record.get("kind"))] = record
+            settings = record.get("settings")
+            if record.get("kind") == "step" and isinstance(settings, dict):
+                self._steps.append((record.get("number"), record.get("decision"), key_of(settings)))
+            if record.get("kind") != "trial" or not isinstance(settings, dict):
+                continue
+            measured = from_record(Measured, record.get("measured"))
+            if measured is not None and _is_sane(measured):
+                self._recorded.setdefault(key_of(settings), deque()).append(measured)
+                self.resumed += 1
+
+    def _end_half_line(self) -> None:
+        """A search that was killed in the middle of a line: the next one begins on a line of its own."""
+        assert self.path is not None
+        with self.path.open("rb") as stream:
+            stream.seek(-1, os.SEEK_END)
+            whole = stream.read(1) == b"\n"
+        if not whole and self._descriptor is not None:
+            os.write(self._descriptor, b"\n")
+
+    def _write(self, record: Record) -> None:
+        if self._descriptor is not None:
+            # One write: a line is there whole, or it is the last one.
+            os.write(self._descriptor, _line(record).encode())
+
+
+def read_journal(path: Path) -> Iterator[Record]:
+    """The records of a journal in order; raises UserError if it cannot be read."""
+    return _read(path)
+
+
+def without_details(step: Step) -> Step:
+    """The step without what the clock observed, which the lines of its trials have."""
+
+    def short(runs: Iterable[Measured]) -> tuple[Measured, ...]:
+        return tuple(replace(run, observed=None) for run in runs)
+
+    return replace(step, measured=short(step.measured), against=short(step.against))
+
+
+def _read(path: Path) -> Iterator[Record]:
+    try:
+        yield from read_records(path)
+    except OSError as error:
+        raise UserError(
+            "journal-unreadable", f"{path} cannot be read: {error.strerror or error}", hint=f"ls -l {path}"
+        ) from None
+
+
+def _why_not(records: list[Record], facts: Record) -> str | None:
+    """Why trials of an earlier search do not count here; None if they do, or if there are none."""
+    if not records:
+        return None
+    first = records[0]
+    if first.get("kind") != "begin" or first.get("format") != FORMAT:
+        return "it is damaged, or another version wrote it"
+    if any(record.get("kind") == "end" for record in records):
+        return "that search had ended"
+    before, now = first.get("same"), facts["same"]
+    if not isinstance(before, dict):
+        return "it is damaged"
+    changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    return f"not the same {', '.join(changed)}" if changed else None
+
+
+def _is_sane(measured: Measured) -> bool:
+    shape = None if measured.observed is None else measured.observed.loader
+    if shape is not None and max(shape.workers, shape.prefetch or 0) > MOST_WORKERS:
+        return False
+    return all(math.isfinite(rate) and rate > 0 for rate in measured.windows)
+
+
+def _line(record: Record) -> str:
+    return json.dumps(redact(record)) + "\n"

@@ -1,0 +1,270 @@
+"""`stoker tune CONFIG`: from a config to a search, and to tuned.yaml."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stoker.config import config_values
+from stoker.config.reading import load_for_command
+from stoker.console import Advance, count, progress_bar, say, say_notes
+from stoker.data.store.stores import is_url
+from stoker.doctor.options import read_pace
+from stoker.doctor.pacing import step_time_s
+from stoker.doctor.trials import open_once
+from stoker.errors import StokerError, UserError
+from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
+from stoker.machine.memory import read_memory, used_by_others_bytes
+from stoker.tune.journal import Journal
+from stoker.tune.ladder import Fits, Nobody, search
+from stoker.tune.objective import Goal, Objective
+from stoker.tune.records import Measured, Outcome, Settings, Step
+from stoker.tune.result import DEFAULT_NAME, check_target, journal_path, write_tuned
+from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
+from stoker.tune.text import running_text, step_text
+from stoker.tune.trial import ConfigTrier
+
+DEFAULT_BUDGET_S = 20 * 60.0
+DEFAULT_TRIAL_S = 6.0
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How to search."""
+
+    budget_s: float = DEFAULT_BUDGET_S
+    trial_s: float = DEFAULT_TRIAL_S
+    goal: Goal = "throughput"
+    pace: str | None = None
+    write: Path | None = None
+    also: tuple[str, ...] = ()
+    price_per_hour: float | None = None
+    ram_bytes: int | None = None
+    """For the training itself; None: what this machine has left."""
+    force: bool = False
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The end of a search, and its files."""
+
+    outcome: Outcome
+    target: Path | None
+    """The result; None if nothing is better than the original, or if the search was interrupted."""
+    journal: Path
+
+
+def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> Tuned:
+    """Searches, and writes the result beside the config.
+
+    Raises UserError for what is wrong with the config itself, as `stoker train` does.
+    """
+    target = options.write or path.with_name(DEFAULT_NAME)
+    resolved = load_for_command(path, overrides, None)
+    check_target(target, path, force=options.force)
+    machine = _machine(options.ram_bytes)
+    config, notes = fit_to_machine(resolved.config, machine)
+    say_notes(notes)
+    pace_s = _pace(options.pace, path, overrides, config)
+    with progress_bar("opening the data", None):
+        open_once(config, say)
+    ranks = config.devices * config.num_nodes
+    cpus = max(1, machine.cpus // config.devices)
+    remarks = _remarks(ranks, cpus)
+    say_notes(remarks)
+    live = Live("patches" if config.task == "segment3d" else "images")
+    trier = ConfigTrier(
+        config, pace_s=pace_s, memory_limit_bytes=_memory_limit(options.ram_bytes, config.devices), cpus=cpus,
+        ranks=ranks, report=live.report,
+    )  # fmt: skip
+    around = _surroundings(config, machine, cpus, options.goal, paced=pace_s is not None)
+    start = settings_of(config)
+    journal = Journal(journal_path(target))
+    why_anew = journal.begin(_begin_facts(path, overrides, config, machine, options, start), fresh=options.fresh)
+    if why_anew is not None:
+        say(f"note: {journal.path} is replaced: {why_anew}")
+    if journal.resumed:
+        say(f"resuming: {count(journal.resumed, 'trial')} of {journal.path} will not be run again")
+    live.trial_s = options.trial_s
+    try:
+        began_s = time.monotonic()
+        ceiling = _ceiling(trier, start, options.trial_s, journal, live)
+        outcome = search(
+            trier, start, proposer(around), budget_s=options.budget_s - (time.monotonic() - began_s),
+            trial_s=options.trial_s, fits=plan_fits(config, path, machine), journal=journal, tell=live,
+            objective=Objective(options.goal, config.epochs, _validates(config)), ceiling=ceiling,
+            other_training=other_training(options.also, around), price_per_hour=options.price_per_hour,
+            facts={"unit": live.unit, "config": path.name, "notes": remarks, "paced": options.pace},
+        )  # fmt: skip
+    finally:
+        live.close()
+        journal.close()
+    if outcome.before is None and outcome.after is None and outcome.stopped != "interrupted":
+        raise _does_not_run(path, outcome, trier.first_error)
+    assert journal.path is not None
+    if outcome.best == outcome.original or outcome.stopped == "interrupted":
+        return Tuned(outcome, None, journal.path)
+    write_tuned(target, path, resolved, overrides, outcome, machine)
+    return Tuned(outcome, target, journal.path)
+
+
+def plan_fits(config: HostConfig, path: Path | None, machine: Machine) -> Fits:
+    """The plan's quick check of settings: what it refuses would run out of memory, and is never run."""
+    from stoker.plan.guard import quick_plan  # imports torch
+
+    def fits(settings: Settings) -> str | None:
+        plan = quick_plan(config_with(config, settings), path, machine)
+        return plan.refused[0].message if plan.refused else None
+
+    return fits
+
+
+class Live(Nobody):
+    """Shows each trial on stderr while it runs, and a line for each decision."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.trial_s = DEFAULT_TRIAL_S
+        self._stack = ExitStack()
+        self._advance: Advance | None = None
+
+    def report(self, seconds: float) -> None:
+        if self._advance is not None:
+            self._advance(min(round(seconds), round(self.trial_s)), round(self.trial_s))
+
+    def begin(self, what: str) -> None:
+        """A bar on a terminal; elsewhere the line of the decision is enough."""
+        self.close()
+        if sys.stderr.isatty():
+            self._advance = self._stack.enter_context(progress_bar(what, max(1, round(self.trial_s)), unit=""))
+
+    def close(self) -> None:
+        self._advance = None
+        self._stack.close()
+
+    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:  # noqa: ARG002
+        self.begin(running_text(number, change, role))
+
+    def trial_ends(self, number: int, measured: Measured) -> None:  # noqa: ARG002
+        self.close()
+
+    def step(self, step: Step) -> None:
+        self.close()
+        say(step_text(step, self.unit))
+
+
+def _machine(ram_bytes: int | None) -> Machine:
+    """This machine; with a limit for the training itself, so much on top of what others use."""
+    machine = read_machine()
+    if ram_bytes is None:
+        return machine
+    limit = ram_bytes + (used_by_others_bytes() or 0)
+    return replace(machine, ram_bytes=limit if machine.ram_bytes is None else min(machine.ram_bytes, limit))
+
+
+def _memory_limit(ram_bytes: int | None, ranks_here: int) -> int | None:
+    """Of one rank."""
+    state = read_memory()
+    known = [] if state is None else [state.available_bytes]
+    total = min([*known, *([] if ram_bytes is None else [ram_bytes])], default=None)
+    return None if total is None or (ram_bytes is None and ranks_here == 1) else total // ranks_here
+
+
+def _pace(text: str | None, path: Path, overrides: Sequence[str], config: HostConfig) -> float | None:
+    if text is None:
+        return None
+    seconds = step_time_s(text)
+    if seconds is not None:
+        return seconds
+    taken = read_pace(text, path, overrides)
+    say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
+    return config.batch_size / taken.images_per_second
+
+
+def _remarks(ranks: int, cpus: int) -> list[str]:
+    if ranks == 1:
+        return []
+    return [f"{ranks} ranks: the trials run one of them, with its share of the cores ({cpus}) and of the memory"]
+
+
+def _surroundings(config: HostConfig, machine: Machine, cpus: int, goal: Goal, *, paced: bool) -> Surroundings:
+    splits = True
+    if not paced and config.gradient_accumulation > 1 and config.mixup_alpha == config.cutmix_alpha == 0:
+        splits = has_batch_norm(config)
+    return Surroundings(
+        config, cpus, cuda=bool(machine.accelerators), paced=paced,
+        remote=config.data_root is not None and is_url(config.data_root), splits_change_training=splits, goal=goal,
+    )  # fmt: skip
+
+
+def has_batch_norm(config: HostConfig) -> bool:
+    """Whether the network's statistics depend on how an update is divided into batches."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from stoker.plan.guard import UNKNOWN_CLASSES
+    from stoker.plan.tracing import build_without_memory
+    from stoker.tasks import classify
+    from stoker.tasks.volumes import planning
+
+    if config.task == "classify":
+        step = classify.traceable_step(config, config.num_classes or UNKNOWN_CLASSES)
+    else:
+        facts = planning.volume_facts(config.model_copy(update={"data_root": None}))
+        step = planning.traceable_step(config, facts.channels, facts.rules.classes)
+    return any(isinstance(module, _BatchNorm) for module in build_without_memory(step.build_model).modules())
+
+
+def _validates(config: HostConfig) -> bool:
+    return config.limit_val_batches != 0
+
+
+def _begin_facts(
+    path: Path, overrides: Sequence[str], config: HostConfig, machine: Machine, options: TuneOptions, start: Settings
+) -> dict[str, Any]:
+    """What a journal begins with; `same` must be equal for its trials to count."""
+    return {
+        "time": time.time(),
+        "config": str(path),
+        "overrides": list(overrides),
+        "original": start,
+        "goal": options.goal,
+        "unit": "patches" if config.task == "segment3d" else "images",
+        "budget_s": options.budget_s,
+        "trial_s": options.trial_s,
+        "same": {
+            "config": config_values(config),
+            "host": [socket.gethostname(), machine.cpus, machine.accelerators],
+            "options": [options.goal, options.pace, options.trial_s, options.ram_bytes],
+        },
+    }
+
+
+def _ceiling(trier: ConfigTrier, start: Settings, seconds: float, journal: Journal, live: Live) -> float | None:
+    noted = journal.noted("ceiling")
+    if noted is not None:
+        value = noted.get("samples_per_second")
+        return float(value) if isinstance(value, (int, float)) else None
+    live.begin("the ceiling: batches that are already in memory")
+    found = trier.ceiling(start, seconds)
+    live.close()
+    journal.note("ceiling", samples_per_second=found)
+    return found
+
+
+def _does_not_run(path: Path, outcome: Outcome, error: StokerError | None) -> StokerError:
+    if error is not None:
+        return error
+    baseline = outcome.steps[0]
+    return UserError(
+        "config-does-not-run",
+        f"{path}: {baseline.reason}",
+        why="there is nothing to compare with, and no smaller setting ran either",
+        hint=f"stoker verify {path}",
+    )

@@ -1,0 +1,344 @@
+"""What can be tuned of a config, one declaration per key: which loss it addresses, and which values are worth a run.
+
+Everything here leaves the training as it is: the same samples, crops, labels and total batch. What would change it is
+in `OTHER_TRAINING`, and is measured only when asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stoker.clock.observed import Observed
+from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
+from stoker.doctor.what_if import (
+    MOST_WORKERS,
+    WORKERS_PER_CORE,
+    LoaderModel,
+    model_of,
+    rate_of,
+    speed_up,
+    with_loader,
+)
+from stoker.machine.host import HostConfig
+from stoker.tune.ladder import AT_CEILING
+from stoker.tune.objective import Goal
+from stoker.tune.records import Candidate, Settings, State, Value
+
+Loss = Literal["data", "compute", "start"]
+"""Waiting for data, computing, starting."""
+
+LOADER_KEYS = ("num_workers", "prefetch_factor", "loader", "persistent_workers", "pin_memory", "lookahead")
+STEP_KEYS = ("compile_model", "compile_mode", "channels_last", "batch_size", "gradient_accumulation")
+TUNED = {
+    "classify": (*LOADER_KEYS, "decoder", *STEP_KEYS),
+    "segment3d": (*LOADER_KEYS, "volume_cache", *STEP_KEYS),
+}
+HARMLESS = frozenset(
+    # Where a trial runs a single rank, its number of devices says nothing about the training.
+    {*LOADER_KEYS, *STEP_KEYS, "decoder", "volume_cache", "devices", "num_nodes", "sync_batchnorm"}
+)
+"""Keys that cannot change a training; batch_size and gradient_accumulation are compared as their product."""
+
+WORKER_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+NEARLY_BEST = 0.98
+"""Share of the best predicted rate from which fewer workers are enough."""
+WAITS = 0.02
+"""Share of the time that the loop waits, below which the loader has nothing to gain."""
+COMPUTES = 0.1
+"""The same for computing."""
+MOST_PREFETCH = 16
+MOST_LOOKAHEAD = 4_000_000_000
+MOST_CACHE = 64_000_000_000
+TIME_TO_COMPILE_S = 240.0
+"""Left of the budget, from which a compiled model is tried: an allowance, since nothing tells how long compiling
+takes."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What candidates depend on besides the state of the search."""
+
+    config: HostConfig
+    cpus: int
+    """That one rank may use."""
+    cuda: bool = False
+    paced: bool = False
+    """A paced consumer replaces the model: nothing about the step can be measured."""
+    remote: bool = False
+    splits_change_training: bool = True
+    """Whether the same update in other batches is another training: batch norm sees other batches, and mixing finds
+    other partners."""
+    goal: Goal = "throughput"
+
+
+Values = Callable[[State, Surroundings], Iterator[Candidate]]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One key, or keys that only make sense together."""
+
+    keys: tuple[str, ...]
+    loss: Loss
+    candidates: Values
+
+
+def settings_of(config: HostConfig) -> Settings:
+    """The tuned keys of a config, with what `auto` stands for here."""
+    found: Settings = {name: getattr(config, name) for name in TUNED[config.task]}
+    volumes = config.task == "segment3d"
+    found["prefetch_factor"] = config.prefetch_factor or DEFAULT_PREFETCH
+    found["loader"] = choose_engine(config.loader, config.num_workers, volumes=volumes)
+    return found
+
+
+def config_with(config: HostConfig, settings: Settings) -> HostConfig:
+    """The config with these settings."""
+    update: dict[str, Any] = dict(settings)
+    if settings.get("num_workers") == 0:
+        update["prefetch_factor"] = None  # which needs workers
+    return config.model_copy(update=update)
+
+
+def proposer(around: Surroundings) -> Callable[[State], Candidate | None]:
+    """The next change that is worth a run: what limits most comes first."""
+
+    def propose(state: State) -> Candidate | None:
+        for loss in _losses(state, around):
+            for knob in KNOBS:
+                if knob.loss != loss:
+                    continue
+                for candidate in knob.candidates(state, around):
+                    if not state.is_done(state.best | candidate.change):
+                        return candidate
+        return None
+
+    return propose
+
+
+def _losses(state: State, around: Surroundings) -> list[Loss]:
+    """What is worth addressing, the largest loss first."""
+    measured, share = state.measured, state.share_of_ceiling
+    found: list[Loss] = []
+    waits = None if measured is None else measured.wait_share
+    at_ceiling = share is not None and share >= AT_CEILING
+    if not at_ceiling and (waits is None or waits >= WAITS):
+        found.append("data")
+    if not around.paced and measured is not None and (waits is None or 1 - waits >= COMPUTES):
+        found.append("compute")
+    if len(found) == 2 and waits is not None and waits < 0.5:
+        found.reverse()
+    if around.goal != "throughput":
+        found.append("start")
+    return found
+
+
+# The knobs.
+
+
+def _workers(state: State, around: Surroundings) -> Iterator[Candidate]:
+    now = _whole(state.best, "num_workers")
+    counts = _counts(around.cpus, now)
+    model = _model(state)
+    if state.measured is None:  # it does not run at all
+        yield from (
+            Candidate({"num_workers": count}, "the original does not run; fewer workers need less memory")
+            for count in reversed(counts)
+            if 0 < count < now
+        )
+        return
+    if model is not None:
+        rates = {count: rate_of(with_loader(count)(model)) for count in counts}
+        most = max(rates.values())
+        wanted = min(count for count, rate in rates.items() if rate >= NEARLY_BEST * most)
+        if wanted != now and not _was_changed(state, "num_workers"):
+            yield Candidate(
+                {"num_workers": wanted}, _waiting(state) + f"; {wanted} workers are predicted to be enough",
+                speed_up(model, with_loader(wanted)),
+            )  # fmt: skip
+    place = counts.index(now)
+    if place + 1 < len(counts):
+        more = counts[place + 1]
+        predicted = None if model is None else speed_up(model, with_loader(more))
+        yield Candidate({"num_workers": more}, _waiting(state) + "; one step up", predicted)
+    if place > 0:
+        fewer = counts[place - 1]
+        # The simulation shares cores without loss: it does not know that too many workers hinder each other.
+        predicted = None if model is None or now > around.cpus else speed_up(model, with_loader(fewer))
+        if fewer > 0 or predicted is None or predicted.expected > 1:
+            yield Candidate({"num_workers": fewer}, "fewer workers hinder each other less", predicted)
+
+
+def _engine(state: State, around: Surroundings) -> Iterator[Candidate]:  # noqa: ARG001
+    if _whole(state.best, "num_workers") == 0 or state.measured is None:
+        return
+    if state.best["loader"] == "thread":
+        yield Candidate({"loader": "process"}, _waiting(state) + "; threads share Python's lock, processes do not")
+    else:
+        yield Candidate({"loader": "thread"}, _waiting(state) + "; threads hand over batches without a copy")
+
+
+def _prefetch(state: State, around: Surroundings) -> Iterator[Candidate]:  # noqa: ARG001
+    now, workers = _whole(state.best, "prefetch_factor"), _whole(state.best, "num_workers")
+    if workers == 0:
+        return
+    if state.measured is None:
+        if now > 1:
+            yield Candidate({"prefetch_factor": 1}, "the original does not run; fewer batches need less memory")
+        return
+    if now >= MOST_PREFETCH:
+        return
+    model = _model(state)
+    more = 2 * now
+    predicted = None if model is None else speed_up(model, with_loader(workers, more))
+    yield Candidate({"prefetch_factor": more}, "more batches in flight even out slow ones", predicted)
+
+
+def _lookahead(state: State, around: Surroundings) -> Iterator[Candidate]:
+    now = _whole(state.best, "lookahead")
+    observed = _observed(state)
+    if not around.remote or observed is None or _blocked_share(observed) < COMPUTES:
+        return
+    if 4 * now <= MOST_LOOKAHEAD:
+        yield Candidate({"lookahead": 4 * now}, "workers wait for the object store; fetch further ahead")
+
+
+def _decoder(state: State, around: Surroundings) -> Iterator[Candidate]:
+    # In draft mode decoders give different pixels.
+    if state.best.get("decoder") not in ("auto", None) and around.config.decode_mode != "draft":
+        yield Candidate({"decoder": "auto"}, "the decoder that is fastest on these files, with the same pixels")
+
+
+def _cache(state: State, around: Surroundings) -> Iterator[Candidate]:  # noqa: ARG001
+    now = state.best.get("volume_cache")
+    if isinstance(now, int) and state.measured is not None and 4 * now <= MOST_CACHE:
+        larger = max(4 * now, 256_000_000)
+        yield Candidate({"volume_cache": larger}, _waiting(state) + "; decoded chunks are kept for other patches")
+
+
+def _pinned(state: State, around: Surroundings) -> Iterator[Candidate]:
+    if around.cuda and state.best["pin_memory"] is False:
+        yield Candidate({"pin_memory": True}, "copies from page-locked memory run beside the step")
+
+
+def _kept_workers(state: State, around: Surroundings) -> Iterator[Candidate]:  # noqa: ARG001
+    if state.best["persistent_workers"] is False and state.best["loader"] == "process":
+        yield Candidate({"persistent_workers": True}, "workers that are kept need not start with every epoch")
+
+
+def _compiled(state: State, around: Surroundings) -> Iterator[Candidate]:
+    if state.best["compile_model"] is False:
+        if state.left_s >= TIME_TO_COMPILE_S:
+            yield Candidate({"compile_model": True}, "the step limits; compiled kernels read and write less memory")
+        return
+    if around.cuda and state.left_s >= TIME_TO_COMPILE_S:
+        for mode in ("reduce-overhead", "max-autotune"):
+            if state.best["compile_mode"] == "default":
+                yield Candidate({"compile_mode": mode}, "the step limits; fewer launches, or better kernels")
+
+
+def _uncompiled(state: State, around: Surroundings) -> Iterator[Candidate]:
+    if state.best["compile_model"] is True and around.goal == "cost":
+        yield Candidate({"compile_model": False}, "compiling takes longer than a short run gets back")
+
+
+def _layout(state: State, around: Surroundings) -> Iterator[Candidate]:  # noqa: ARG001
+    other = not state.best["channels_last"]
+    yield Candidate({"channels_last": other}, "the step limits; the other memory layout suits some networks better")
+
+
+def _split(state: State, around: Surroundings) -> Iterator[Candidate]:
+    if around.splits_change_training:
+        return
+    batch, parts = _whole(state.best, "batch_size"), _whole(state.best, "gradient_accumulation")
+    if parts % 2 == 0:
+        change: Settings = {"batch_size": 2 * batch, "gradient_accumulation": parts // 2}
+        yield Candidate(change, "the step limits; larger batches use the device better, with the same total batch")
+
+
+KNOBS = (
+    Knob(("num_workers",), "data", _workers),
+    Knob(("loader",), "data", _engine),
+    Knob(("prefetch_factor",), "data", _prefetch),
+    Knob(("lookahead",), "data", _lookahead),
+    Knob(("volume_cache",), "data", _cache),
+    Knob(("decoder",), "data", _decoder),
+    Knob(("pin_memory",), "data", _pinned),
+    Knob(("persistent_workers",), "data", _kept_workers),
+    Knob(("persistent_workers",), "start", _kept_workers),
+    Knob(("compile_model",), "start", _uncompiled),
+    Knob(("batch_size", "gradient_accumulation"), "compute", _split),
+    Knob(("channels_last",), "compute", _layout),
+    Knob(("compile_model", "compile_mode"), "compute", _compiled),
+)
+"""In the order in which they are tried."""
+
+
+# Faster, but a different training.
+
+ALSO = ("precision", "img_size", "batch_size", "mixing")
+
+
+def other_training(names: tuple[str, ...], around: Surroundings) -> list[Candidate]:
+    """What `--also` asks for; each changes the training, and is never part of the result."""
+    config, found = around.config, []
+    for name in names:
+        changes: list[tuple[dict[str, Value], str]] = []
+        if name == "precision" and config.precision == "32":
+            changes = [({"precision": "bf16-mixed"}, "16-bit numbers: half the memory traffic, other rounding")]
+        elif name == "img_size" and config.task == "classify":
+            smaller = max(32, int(0.8 * config.img_size) // 32 * 32)
+            changes = [({"img_size": smaller}, "smaller images: fewer pixels to decode and to compute")]
+        elif name == "batch_size":
+            changes = [({"batch_size": 2 * config.batch_size}, "twice the total batch: fewer, larger updates")]
+        elif name == "mixing" and (config.mixup_alpha > 0 or config.cutmix_alpha > 0):
+            changes = [({"mixup_alpha": 0.0, "cutmix_alpha": 0.0}, "without mixup and CutMix")]
+        found += [Candidate(change, why) for change, why in changes if change != _present(config, change)]
+    return found
+
+
+def _present(config: HostConfig, change: dict[str, Value]) -> dict[str, Value]:
+    return {name: getattr(config, name) for name in change}
+
+
+# What candidates are chosen by.
+
+
+def _counts(cpus: int, now: int) -> list[int]:
+    most = max(now, min(MOST_WORKERS, max(4, WORKERS_PER_CORE * cpus)))
+    return sorted({count for count in (*WORKER_COUNTS, cpus, now) if count <= most})
+
+
+def _model(state: State) -> LoaderModel | None:
+    observed = _observed(state)
+    return None if observed is None else model_of(observed)
+
+
+def _observed(state: State) -> Observed | None:
+    return None if state.measured is None else state.measured.observed
+
+
+def _was_changed(state: State, key: str) -> bool:
+    return any(key in step.change for step in state.steps)
+
+
+def _blocked_share(observed: Observed) -> float:
+    """Share of the workers' time in which they waited for bytes."""
+    fetch = observed.stages.get("fetch")
+    whole = sum(stage.wall_s for stage in observed.stages.values())
+    return 0.0 if fetch is None or whole <= 0 else (fetch.blocked_s or 0.0) / whole
+
+
+def _waiting(state: State) -> str:
+    measured = state.measured
+    if measured is None or measured.wait_share is None:
+        return "the loop waits for data"
+    return f"the loop waits {measured.wait_share:.0%} of its time for data".replace("%", " %")
+
+
+def _whole(settings: Settings, key: str) -> int:
+    value = settings[key]
+    assert isinstance(value, int)
+    return value

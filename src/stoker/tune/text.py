@@ -1,0 +1,134 @@
+"""Words for what a search does and found. Returns text, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stoker.config.reference import write_scalar
+from stoker.console import clock, count, format_table, megabytes
+from stoker.tune.records import Measured, Outcome, Settings, Step
+
+SIZES = ("lookahead", "volume_cache")
+STOPPED = {
+    "compute-bound": "the loop is compute-bound: it runs at the speed of its model",
+    "budget": "the budget of time or trials is used up",
+    "nothing left to try": "there is nothing left to try",
+    "interrupted": "interrupted; the same command resumes",
+    "the original is refused": "the original does not run",
+}
+
+
+def settings_text(change: Settings, before: Settings | None = None) -> str:
+    """num_workers 2 -> 4, loader thread -> process"""
+    parts = []
+    for name, value in change.items():
+        was = None if before is None or name not in before else _value(name, before[name])
+        parts.append(f"{name} {_value(name, value)}" if was is None else f"{name} {was} -> {_value(name, value)}")
+    return ", ".join(parts) if parts else "as it is"
+
+
+def running_text(number: int, change: Settings, role: str) -> str:
+    """What is running now."""
+    what = {"baseline": "the original", "best": "the best so far again", "confirmation": "confirming"}.get(role)
+    if what is None or (role == "confirmation" and change):
+        what = settings_text(change) if role == "candidate" else f"confirming {settings_text(change)}"
+    return f"trial {number}: {what}"
+
+
+def step_text(step: Step, unit: str) -> str:
+    """One line for a decision."""
+    rate = _rate(step.measured)
+    speed = "" if rate is None else f"{rate_text(rate, unit)}, "
+    what = "the original" if step.decision == "baseline" else settings_text(step.change)
+    if step.decision in ("confirmed", "not confirmed"):
+        return (
+            f"{step.number:>3}  {step.decision}: {settings_text(step.change)}: {speed}{step.reason} over the original"
+        )
+    reason = "" if step.decision == "baseline" and step.reason == "the original" else step.reason
+    verdict = "" if step.decision == "baseline" else f" ({step.decision})"
+    return f"{step.number:>3}  {what}: {speed}{reason}".rstrip(", ") + verdict
+
+
+def outcome_text(outcome: Outcome, target: Path | None) -> str:
+    """The result for people."""
+    unit, facts = str(outcome.facts.get("unit", "samples")), outcome.facts
+    lines = [_headline(outcome, unit)]
+    changed = [
+        (name, _value(name, outcome.original.get(name)), _value(name, value), _gain(outcome.steps, name, value))
+        for name, value in outcome.best.items()
+        if outcome.original.get(name) != value
+    ]
+    if changed:
+        lines += ["", format_table(changed, ("key", "before", "after", "gain when changed"))]
+    lines += [
+        "",
+        f"{count(outcome.trials, 'trial')} in {clock(outcome.took_s)}; {STOPPED.get(outcome.stopped, outcome.stopped)}",
+    ]
+    if outcome.ceiling and outcome.after:
+        lines.append(
+            f"{outcome.after / outcome.ceiling:.0%} of the ceiling, {rate_text(outcome.ceiling, unit)}".replace(
+                "%", " %"
+            )
+        )
+    lines += _whole_run(facts)
+    failures = [step for step in outcome.steps if any(run.result != "measured" for run in step.measured)]
+    if failures:
+        lines += ["", "failed trials:"]
+        lines += [f"  {settings_text(step.change)}: {step.reason}" for step in failures]
+    if outcome.other_training:
+        lines += ["", "faster, but a different training:"]
+        lines += [f"  {settings_text(step.change)}: {step.reason}" for step in outcome.other_training]
+    lines += ["", *(str(note) for note in facts.get("notes", ()))] if facts.get("notes") else []
+    if target is not None:
+        lines += ["", f"written: {target}"]
+    return "\n".join(lines)
+
+
+def rate_text(rate: float, unit: str) -> str:
+    """812 images/s; with two digits where it is slow."""
+    return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
+
+
+def _headline(outcome: Outcome, unit: str) -> str:
+    if outcome.after is None:
+        return "no settings ran to the end"
+    after = rate_text(outcome.after, unit)
+    if outcome.best == outcome.original:
+        return f"the config is as fast as it gets here: {after}"
+    if outcome.before is None:
+        return f"the original does not run here; with these changes it does: {after}"
+    ratio = outcome.after / outcome.before
+    confirmed = "" if outcome.facts.get("confirmed") else " (not confirmed)"
+    return f"{rate_text(outcome.before, unit)} -> {after}: {ratio:.2f} times as fast{confirmed}"
+
+
+def _whole_run(facts: dict[str, Any]) -> list[str]:
+    before, after = facts.get("hours_before"), facts.get("hours_after")
+    if before is None or after is None:
+        return []
+    line = f"the whole run: {_hours(before)} -> {_hours(after)}"
+    if facts.get("cost_before") is not None:
+        line += f", {facts['cost_before']:,.2f} -> {facts['cost_after']:,.2f} at the given price"
+    return [line]
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+
+
+def _gain(steps: Sequence[Step], name: str, value: Any) -> str:
+    kept = [step for step in steps if step.decision == "kept" and name in step.change and step.change[name] == value]
+    return kept[-1].reason if kept else ""
+
+
+def _value(name: str, value: Any) -> str:
+    if name in SIZES and isinstance(value, int):
+        return megabytes(value)
+    return write_scalar(value)
+
+
+def _rate(runs: Sequence[Measured]) -> float | None:
+    rates = [rate for run in runs if (rate := run.raw_samples_per_second) is not None]
+    return sum(rates) / len(rates) if rates else None

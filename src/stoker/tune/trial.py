@@ -1,0 +1,220 @@
+"""Tries settings of a config: each in a fresh process, under a memory limit and a time limit. Whatever they cause is a
+result."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stoker.cgroups import PROC
+from stoker.child import Child, ChildDied, ChildFailed, ChildTooSlow, Parent
+from stoker.clock.reading import observed_from
+from stoker.config import config_values
+from stoker.doctor.trials import LEAST_PATIENCE_S
+from stoker.errors import ConfigError, StokerError
+from stoker.machine.host import HostConfig, allowed_cores
+from stoker.machine.memory import read_counters, read_memory, tree_memory, tree_pids
+from stoker.tune.records import Measured, Result, Settings
+from stoker.tune.space import config_with
+
+ALONE = {"devices": 1, "num_nodes": 1, "sync_batchnorm": False}
+"""One rank is enough to see what its loader does."""
+NO_MEMORY = frozenset({"out-of-device-memory", "out-of-memory"})
+"""Names of errors that say so."""
+KILLED = frozenset({"worker-died"})
+RESERVE = 0.05
+"""Of the memory that is available when a trial starts: left to everybody else."""
+LOOK_EVERY_S = 0.2
+EXACTLY_EVERY_S = 1.5
+"""Reading exactly what processes share takes milliseconds for each of them, on the cores that are being measured."""
+NEAR = 0.8
+"""Of the limit, from which on it is read exactly every time."""
+PATIENT = 4.0
+"""Times what the first run took, beyond which another one hangs."""
+LEAST_WAIT_S = 30.0
+"""A shorter run says little about how long starting many workers may take."""
+COMPILING_S = 600.0
+"""On top, for a compiled model: an allowance."""
+DETAIL_LETTERS = 400
+
+Report = Callable[[float], None]
+"""Called with the seconds measured so far."""
+
+
+class ConfigTrier:
+    """Runs a config with changed settings; expects a config that `fit_to_machine` returned."""
+
+    def __init__(
+        self,
+        config: HostConfig,
+        *,
+        pace_s: float | None = None,
+        memory_limit_bytes: int | None = None,
+        cpus: int = 1,
+        ranks: int = 1,
+        patience_s: float | None = None,
+        report: Report = lambda _seconds: None,
+    ) -> None:
+        self.config = config
+        self.first_error: StokerError | None = None
+        """What the first run was refused with: an error of the config itself."""
+        self._runs = 0
+        self.report = report
+        self._pace_s = pace_s
+        self._limit_bytes = memory_limit_bytes
+        self._cpus, self._ranks = cpus, ranks
+        self._patience_s = patience_s
+        self._first_took_s: float | None = None
+
+    def run(self, settings: Settings, seconds: float) -> Measured:
+        """Never raises because of the settings."""
+        began_s = time.monotonic()
+        answer, result, detail, peak_bytes = self._in_child("trial", settings, seconds)
+        took_s = time.monotonic() - began_s
+        if answer is None:
+            return Measured(result, took_s=took_s, peak_bytes=peak_bytes, detail=detail)
+        if self._first_took_s is None:
+            self._first_took_s = took_s
+        per_second = None if self._pace_s is None else self.config.batch_size / self._pace_s
+        observed = replace(
+            observed_from(answer["lines"], "the trial"), source="trial", pace_images_per_second=per_second,
+            ceiling_images_per_second=per_second,
+        )  # fmt: skip
+        return Measured(
+            "measured", windows=tuple(answer["windows"]), wait_share=observed.wait_share,
+            first_batch_s=answer["first_batch_s"], start_s=answer["start_s"], peak_bytes=peak_bytes, took_s=took_s,
+            ledger=answer["ledger"], observed=observed, epoch_samples=answer["epoch_samples"],
+        )  # fmt: skip
+
+    def ceiling(self, settings: Settings, seconds: float) -> float | None:
+        """Samples per second with batches that are always ready; None if the trial failed."""
+        if self._pace_s is not None:
+            return self.config.batch_size / self._pace_s
+        answer, _, _, _ = self._in_child("ceiling", settings, seconds)
+        return None if answer is None else answer["samples_per_second"]
+
+    def _in_child(
+        self, kind: str, settings: Settings, seconds: float
+    ) -> tuple[dict[str, Any] | None, Result, str, int | None]:
+        """The child's answer, or how it ended, and the most memory that it had."""
+        # As `stoker train` does: torch threads that spin while they wait would take the cores from the loader.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        self._runs += kind == "trial"
+        config = config_with(self.config, settings)
+        pace_s = self._pace_s
+        if pace_s is not None:
+            pace_s *= config.batch_size / self.config.batch_size
+        job = {
+            "kind": kind, "config": config_values(config.model_copy(update=ALONE)), "seconds": seconds,
+            "pace_s": pace_s, "cpus": self._cpus, "ranks": self._ranks, "began": time.time(),
+        }  # fmt: skip
+        patience_s = self._patience(seconds, compiled=bool(config.compile_model))
+        with Child(_run_trial, job, timeout_s=patience_s) as child, _MemoryWatch(child, self._limit()) as watch:
+            try:
+                return child.wait(self.report), "measured", "", watch.peak_bytes
+            except (ChildFailed, StokerError) as error:
+                result, detail = self._ending(error, watch, patience_s)
+                return None, result, detail, watch.peak_bytes
+
+    def _ending(self, error: Exception, watch: _MemoryWatch, patience_s: float) -> tuple[Result, str]:
+        if watch.exceeded_bytes is not None:
+            limit = f"{watch.limit_bytes / 1e9:.2f} GB" if watch.limit_bytes else "its limit"
+            return "out-of-memory", f"it took {watch.exceeded_bytes / 1e9:.2f} GB, and {limit} were left for it"
+        if isinstance(error, ChildTooSlow):
+            return "hung", f"not finished after {patience_s:.0f} s"
+        if isinstance(error, ChildDied):
+            return ("killed" if error.exit_code < 0 else "crashed"), f"the process {error.how}"
+        if isinstance(error, ChildFailed):
+            first = str(error).partition("\n")[0][:DETAIL_LETTERS]
+            return ("out-of-memory" if first.startswith("MemoryError") else "crashed"), first
+        assert isinstance(error, StokerError)
+        if self._runs <= 1:
+            self.first_error = error
+        seen = _all_problems(error)[:DETAIL_LETTERS]
+        if error.name in NO_MEMORY:
+            return "out-of-memory", seen
+        return ("killed" if error.name in KILLED else "refused"), seen
+
+    def _patience(self, seconds: float, *, compiled: bool) -> float:
+        if self._patience_s is not None:
+            return self._patience_s
+        extra_s = COMPILING_S if compiled else 0.0
+        if self._first_took_s is None:
+            return max(LEAST_PATIENCE_S, 10 * seconds) + extra_s
+        return max(LEAST_WAIT_S, PATIENT * self._first_took_s) + 2 * seconds + extra_s
+
+    def _limit(self) -> int | None:
+        """What a trial may take now: what is there, less a reserve, and the limit that was given."""
+        state = read_memory()
+        known = [] if state is None else [int((1 - RESERVE) * state.available_bytes)]
+        return min([*known, *([] if self._limit_bytes is None else [self._limit_bytes])], default=None)
+
+
+class _MemoryWatch:
+    """Ends a child, with everything below it, when they exceed a limit together; remembers the most that they had."""
+
+    def __init__(self, child: Child, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.peak_bytes: int | None = None
+        self.exceeded_bytes: int | None = None
+        self._child = child
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="trial-memory", daemon=True)
+
+    def __enter__(self) -> _MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        exactly_due_s = 0.0
+        while not self._over.wait(LOOK_EVERY_S):
+            about = _about(self._child.pid)
+            near = self.limit_bytes is not None and about > NEAR * self.limit_bytes
+            if not near and time.monotonic() < exactly_due_s:
+                continue
+            exactly_due_s = time.monotonic() + EXACTLY_EVERY_S
+            memory = tree_memory(self._child.pid)
+            # Pages of libraries are not counted: others map them as well, and the kernel takes them back first.
+            taken = memory.anonymous_bytes + memory.shared_bytes
+            self.peak_bytes = max(taken, self.peak_bytes or 0)
+            if self.limit_bytes is not None and taken > self.limit_bytes:
+                self.exceeded_bytes = taken
+                self._child.end(at_once=True)
+                return
+
+
+def _about(pid: int) -> int:
+    """At most what the processes take, quickly: what they share is counted in each of them."""
+    found = 0
+    for process in tree_pids(pid):
+        status = read_counters(PROC / str(process) / "status")
+        found += status.get("RssAnon", 0) + status.get("RssShmem", 0)
+    return found
+
+
+def _all_problems(error: StokerError) -> str:
+    problems = [problem.message for problem in error.problems] if isinstance(error, ConfigError) else []
+    return "; ".join([error.seen, *problems])
+
+
+def _run_trial(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
+    """In the child."""
+    # If memory runs out after all, the kernel takes this process, and none of the user's.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    cores = sorted(allowed_cores())
+    if job["cpus"] < len(cores) and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores[: job["cpus"]])  # the share of one rank
+    from stoker.tune.trial_process import KINDS  # imports torch and the training loop
+
+    return KINDS[job["kind"]](HostConfig.model_validate(job["config"]), job, parent.send)

@@ -31,13 +31,15 @@ from bench.tune_bed import Bed, Row, fresh_rounds, make_ready, measure_grid, sho
 from bench.tune_data import Data
 from bench.tune_faults import survive
 from bench.tune_scenarios import SCENARIOS, Scenario
-from stoker.tune.records import Outcome, Settings, key_of
+from stoker.tune.records import Measured, Outcome, Settings, key_of
 
 WITHIN = 0.05
 MOST_TRIALS, MOST_MINUTES = 25, 20
 WINS = 10 / 12
 EQUAL = 0.01
 """Shares that differ by less are called equal: repeated runs differ by more."""
+NEARLY_ALWAYS = 0.9
+"""Share of Optuna's seeds that must be within 5 %, to say how many trials it needs."""
 FAULTY = SCENARIOS[0]
 """The scenario of the searches with faults: its search takes several steps."""
 FAULTS_MINUTES = 5.0
@@ -61,17 +63,18 @@ def measure(scenario: Scenario, data: Data, work: Path, arguments: argparse.Name
             "cpu_count / 2": bed.start | {"num_workers": max(1, (os.cpu_count() or 1) // 2)},
             "start": bed.start,
         }
-        if peer is not None:
+        if peer is not None and peer["median_choice"] is not None:
             contenders["optuna"] = rows[peer["median_choice"]].settings
         found = fresh_rounds(bed, contenders, arguments.seconds, arguments.rounds, order, apart=APART)
-    return row_of(bed, outcome, rows, peer, contenders, found) | {"minutes": (time.monotonic() - began_s) / 60}
+        took_minutes = (time.monotonic() - began_s) / 60
+        return row_of(bed, outcome, rows, peer, contenders, found) | {"minutes": round(took_minutes, 1)}
 
 
 def row_of(
     bed: Bed, outcome: Outcome, rows: list[Row], peer: Result | None, contenders: dict[str, Settings],
-    found: dict[str, list[float]],
+    found: dict[str, list[Measured]],
 ) -> Result:  # fmt: skip
-    spreads = {name: Spread(tuple(values)) for name, values in found.items()}
+    spreads = {name: Spread(tuple(run.samples_per_second or 0.0 for run in runs)) for name, runs in found.items()}
     share = _ratio(spreads["tune"], spreads["grid"])
     pace, fresh_best = bed.pace_samples_per_second, max(spread.median for spread in spreads.values())
     ran = {key_of(step.settings): step.settings for step in outcome.steps if step.measured}
@@ -82,7 +85,7 @@ def row_of(
         "within": share.median >= 1 - WITHIN,
         "speedup_over_start": _ratio(spreads["tune"], spreads["start"]).as_dict(),
         "over_half_the_cores": _ratio(spreads["tune"], spreads["cpu_count / 2"]).as_dict(),
-        "over_optuna_median": _ratio(spreads["tune"], spreads["optuna"]).as_dict() if peer is not None else None,
+        "over_optuna_median": _ratio(spreads["tune"], spreads["optuna"]).as_dict() if "optuna" in spreads else None,
         "optuna": peer,
         "limit_samples_per_second": {
             "pace": round(pace, 1),
@@ -100,6 +103,9 @@ def row_of(
         },
         "settings": {name: shown(settings) for name, settings in contenders.items()},
         "samples_per_second": {name: spread.as_dict() for name, spread in spreads.items()},
+        "peak_megabytes": {
+            name: round(max(run.peak_bytes or 0 for run in runs) / 1e6) for name, runs in found.items()
+        },
         "grid": [
             {"settings": shown(row.settings), "rounds": [round(value, 2) for value in row.values]}
             | ({"would_not_fit": row.refused} if row.refused else {})
@@ -134,7 +140,7 @@ def optuna_of(scenario: Scenario, rows: list[Row], trials: int, seeds: int) -> R
     job = {
         "axes": {name: list(values) for name, values in scenario.axes.items()},
         "rows": [{"at": row.at, "values": row.values} for row in rows],
-        "trials": trials,
+        "trials": MOST_TRIALS,
         "seeds": seeds,
     }
     command = [str(python), "-m", "bench.peers.optuna_lookup"]
@@ -143,15 +149,19 @@ def optuna_of(scenario: Scenario, rows: list[Row], trials: int, seeds: int) -> R
         raise RuntimeError(done.stderr[-2000:])
     answer = json.loads(done.stdout)
     measured = [number for number, row in enumerate(rows) if row.values]
-    shares: list[tuple[float, int]] = []
-    for seed, chosen in enumerate(answer["chosen"]):
-        saw, other = seed % 2, 1 - seed % 2
+
+    def share_of(seed: int, after: int) -> float:
+        saw, other, chosen = seed % 2, 1 - seed % 2, answer["chosen"][seed][after - 1]
         best = max(measured, key=lambda number: rows[number].value(saw))
         # A study without a single good trial ends with nothing.
-        share = 0.0 if chosen is None else rows[chosen].value(other) / rows[best].value(other)
-        shares.append((share, best if chosen is None else chosen))
-    shares.sort()
-    only = [share for share, _ in shares]
+        return 0.0 if chosen is None else rows[chosen].value(other) / rows[best].value(other)
+
+    def share_within(after: int) -> float:
+        return statistics.fmean(share_of(seed, after) >= 1 - WITHIN for seed in range(seeds))
+
+    ranked = sorted((share_of(seed, trials), seed) for seed in range(seeds))
+    only, median_seed = [share for share, _ in ranked], ranked[(seeds - 1) // 2][1]
+    enough = next((after for after in range(1, MOST_TRIALS + 1) if share_within(after) >= NEARLY_ALWAYS), None)
     return {
         "version": answer["version"],
         "seeds": seeds,
@@ -159,8 +169,9 @@ def optuna_of(scenario: Scenario, rows: list[Row], trials: int, seeds: int) -> R
         "mean_share_of_grid": round(statistics.fmean(only), 4),
         "median_share_of_grid": round(statistics.median(only), 4),
         "worst_tenth": round(only[len(only) // 10], 4),
-        "within": round(sum(share >= 1 - WITHIN for share in only) / len(only), 3),
-        "median_choice": shares[(len(shares) - 1) // 2][1],
+        "within": round(share_within(trials), 3),
+        "trials_until_within": enough,
+        "median_choice": answer["chosen"][median_seed][trials - 1],
     }
 
 

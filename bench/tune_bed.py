@@ -101,7 +101,10 @@ def make_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Bed
         # Longer than any trial; three scrolls of which one is for validation.
         keys |= {"task": "segment3d", "model": "small_unet", "folds": 3, "steps_per_epoch": 100_000}
     else:
-        keys |= {"task": "classify", "index_dir": str(work / "index")}
+        # The model is never built for a paced consumer; the plan counts its memory.
+        keys |= {"task": "classify", "model": "test_resnet", "index_dir": str(work / "index")}
+    if "lookahead" in keys:
+        keys["lookahead"] = f"{keys['lookahead'] // MB}MB"  # as a user has to write it
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
     config = fit_to_machine(load_config(path, ()).config, machine)[0]
     open_once(config, lambda line: print(line, file=sys.stderr))
@@ -180,24 +183,25 @@ def _places(sizes: Sequence[int]) -> list[list[int]]:
 
 def fresh_rounds(
     bed: Bed, contenders: dict[str, Settings], seconds: float, rounds: int, order: random.Random, *, apart: float
-) -> dict[str, list[float]]:
-    """Samples per second of each contender, round by round; the same settings are run once per round.
+) -> dict[str, list[Measured]]:
+    """The runs of each contender, round by round; the same settings are run once per round.
 
     One more round where the first ones disagree by more than `apart`."""
     distinct: dict[Key, Settings] = {key_of(settings): settings for settings in contenders.values()}
-    found: dict[Key, list[float]] = {key: [] for key in distinct}
+    found: dict[Key, list[Measured]] = {key: [] for key in distinct}
     number = 0
     while number < rounds or (number == rounds and _disagree(found.values(), apart)):
         keys = list(distinct)
         order.shuffle(keys)
         for key in keys:
-            found[key].append(bed.run(distinct[key], seconds).samples_per_second or 0.0)
+            found[key].append(bed.run(distinct[key], seconds))
         number += 1
     return {name: found[key_of(settings)] for name, settings in contenders.items()}
 
 
-def _disagree(values: Iterable[list[float]], apart: float) -> bool:
-    return any(max(each) > (1 + apart) * min(each) for each in values)
+def _disagree(groups: Iterable[list[Measured]], apart: float) -> bool:
+    rates = [[run.samples_per_second or 0.0 for run in runs] for runs in groups]
+    return any(max(each) > (1 + apart) * min(each) for each in rates)
 
 
 def shown(settings: Settings) -> str:

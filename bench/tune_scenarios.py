@@ -88,7 +88,7 @@ SCENARIOS = (
     Scenario("slow consumer, no workers", "consumer", "photos", {"num_workers": 0}, keys=_PHOTOS, pace=0.4),
     Scenario(
         "little memory", "memory", "photos", {"num_workers": 1, "loader": "thread", "prefetch_factor": 1},
-        keys={"batch_size": 32, "img_size": 448}, batches_of_room=6,
+        keys={"batch_size": 64, "img_size": 448}, batches_of_room=8,
     ),
     Scenario(
         "S3, 100 ms, 1 MB ahead", "storage", "photos",

@@ -214,7 +214,7 @@ class Child:
             raise self._death() from None
         self._finished = kind in ("result", "error", "bug")
         if kind == "error":
-            raise _error_from(value)
+            raise error_from_dict(value)
         if kind == "bug":
             raise ChildFailed(value)
         return kind, value
@@ -236,7 +236,7 @@ class Child:
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(self._grace_s)
         finally:
-            _kill_all(self._process.pid, running=self._process.poll() is None)
+            kill_all(self._process.pid, running=self._process.poll() is None)
             self._process.wait()
             self._channel.close()
 
@@ -281,6 +281,10 @@ class Parent:
         """Reports something before the result: progress, a note."""
         _send(self._channel, "message", message)
 
+    def close(self) -> None:
+        """For a copy of this process: whatever it does from here on, the parent does not hear of it."""
+        self._channel.close()
+
     def answer(self, value: Any) -> None:
         """Hands over the result of one task of `share_out`, and is free for the next."""
         _send(self._channel, "answer", value)
@@ -300,9 +304,9 @@ def _serve() -> None:
     signal.signal(signal.SIGTERM, _leave)
     channel = socket.socket(fileno=int(descriptor))
     channel.set_inheritable(False)
-    threading.Thread(target=_end_with, args=(int(parent), float(grace_s)), name="parent-watch", daemon=True).start()
+    threading.Thread(target=end_with, args=(int(parent), float(grace_s)), name="parent-watch", daemon=True).start()
     # Registered first, so it runs last. Where the parent still lives, its `end` does the same.
-    atexit.register(lambda: None if os.getppid() == int(parent) else _kill_all(os.getpid(), running=True))
+    atexit.register(lambda: None if os.getppid() == int(parent) else kill_all(os.getpid(), running=True))
     with suppress(EOFError, ConnectionError):  # the parent is gone
         _, argument = _receive(channel)
         try:
@@ -310,7 +314,7 @@ def _serve() -> None:
             function = attrgetter(path)(import_module(module))
             _send(channel, "result", function(argument, Parent(channel)))
         except StokerError as error:
-            _send(channel, "error", _as_dict(error))
+            _send(channel, "error", error_as_dict(error))
         except Exception as error:
             # The first line is what people see, the rest goes into the log.
             _send(channel, "bug", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
@@ -320,7 +324,7 @@ def _leave(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)  # unwinds the stack: temporary folders and worker processes are cleaned up
 
 
-def _end_with(parent: int, grace_s: float) -> None:
+def end_with(parent: int, grace_s: float) -> None:
     """Ends this process and all below it when the parent process ends, however that happens.
 
     PR_SET_PDEATHSIG would fire when the *thread* ends that started us, and the end of a pipe is not seen while a fork
@@ -335,13 +339,13 @@ def _end_with(parent: int, grace_s: float) -> None:
     if grace_s:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_s)
-    _kill_all(os.getpid(), running=True)
+    kill_all(os.getpid(), running=True)
 
 
 # In both.
 
 
-def _kill_all(leader: int, *, running: bool) -> None:
+def kill_all(leader: int, *, running: bool) -> None:
     """Kills a child's process group, and while it runs also what has left the group, as W&B's service does."""
     below = [leader] if running else []
     for parent in below:
@@ -390,12 +394,13 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def _as_dict(error: StokerError) -> dict[str, Any]:
+def error_as_dict(error: StokerError) -> dict[str, Any]:
+    """The error as plain data, for another process."""
     known = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
     return error.as_dict() | {"kind": known.__name__}
 
 
-def _error_from(parts: dict[str, Any]) -> StokerError:
+def error_from_dict(parts: dict[str, Any]) -> StokerError:
     """The same error; a subclass from elsewhere arrives as its base in `stoker.errors`."""
     texts = {name: parts[name] for name in ("name", "why", "hint")}
     kind = getattr(errors, parts["kind"])

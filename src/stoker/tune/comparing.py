@@ -16,6 +16,8 @@ FLOOR = 0.02
 """A gain below this is not one, however still the machine is: nobody would notice it."""
 LEAST_SPREAD = 0.005
 """Of repeated runs: two that happen to agree do not prove that there is no noise."""
+NORMAL_MEDIAN = 1.4826
+"""Standard deviations in a median absolute deviation of a normal distribution."""
 SURE = 2.0
 """Standard errors that a gain has to exceed: 95 % of a normal distribution are within two."""
 
@@ -48,16 +50,16 @@ class Comparison:
 
 def spread_of(groups: Iterable[Sequence[Measured]], score: Score) -> float:
     """Standard deviation between runs of the same settings, as a logarithm: from repeats, and from the windows of
-    single runs, whichever is larger."""
-    squares, free, within = 0.0, 0, []
+    single runs, whichever is larger. Medians, so that settings which fell apart once do not hide all other gains."""
+    apart: list[float] = []
+    within: list[float] = []
     for runs in groups:
-        logs = [math.log(value) for run in runs if (value := score(run))]
+        logs = _logs(runs, score)
         if len(logs) > 1:
-            middle = statistics.fmean(logs)
-            squares += sum((value - middle) ** 2 for value in logs)
-            free += len(logs) - 1
+            middle, free = statistics.fmean(logs), len(logs) / (len(logs) - 1)
+            apart += [math.sqrt(free) * abs(value - middle) for value in logs]
         within += [error for run in runs if (error := _window_error(run)) is not None]
-    between = math.sqrt(squares / free) if free else 0.0
+    between = NORMAL_MEDIAN * statistics.median(apart) if apart else 0.0
     return max(LEAST_SPREAD, between, statistics.median(within) if within else 0.0)
 
 
@@ -66,8 +68,12 @@ def compare(candidate: Sequence[Measured], best: Sequence[Measured], score: Scor
     ours, theirs = _logs(candidate, score), _logs(best, score)
     if not ours or not theirs:
         return None
-    error = spread * math.sqrt(1 / len(ours) + 1 / len(theirs))
+    error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
     return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
+
+
+def _deviation(logs: Sequence[float]) -> float:
+    return statistics.stdev(logs) if len(logs) > 1 else 0.0
 
 
 def _logs(runs: Sequence[Measured], score: Score) -> list[float]:

@@ -197,9 +197,9 @@ class _Ladder:
         hopeless = not seen.may_be_gain and not (cheaper and seen.gain > -seen.noise)
         if not (sure or hopeless) and self._may_run(2):
             # In turns, so that a machine that changes its speed meanwhile favours neither.
-            self._run(self.best, {}, "best")
+            between = self._run(self.best, {}, "best")
             mine.append(self._run(settings, candidate.change, "candidate"))
-            against = self._of(self.best)[-2:]
+            against = [*against[-1:], between]
             failed = next((run for run in mine if run.result != "measured"), None)
             if failed is not None:
                 self._decide(candidate, settings, "not kept", f"the second time, {_failure(failed)}", mine, against)

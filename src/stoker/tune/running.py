@@ -105,6 +105,7 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
         )  # fmt: skip
     finally:
         live.close()
+        trier.close()
         journal.close()
     if outcome.before is None and outcome.after is None and outcome.stopped != "interrupted":
         raise _does_not_run(path, outcome, trier.first_error)

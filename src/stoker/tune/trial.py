@@ -4,6 +4,7 @@ result."""
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from stoker.cgroups import PROC
-from stoker.child import Child, ChildDied, ChildFailed, ChildTooSlow, Parent
+from stoker.child import kill_all
 from stoker.clock.reading import observed_from
 from stoker.config import config_values
 from stoker.doctor.trials import LEAST_PATIENCE_S
 from stoker.errors import ConfigError, StokerError
 from stoker.machine.host import HostConfig, allowed_cores
 from stoker.machine.memory import read_counters, read_memory, tree_memory, tree_pids
+from stoker.tune.copies import Copies, Ended
 from stoker.tune.records import Measured, Result, Settings
 from stoker.tune.space import config_with
 
@@ -42,6 +44,7 @@ LEAST_WAIT_S = 30.0
 COMPILING_S = 600.0
 """On top, for a compiled model: an allowance."""
 DETAIL_LETTERS = 400
+TRIAL = "stoker.tune.trial:run_trial"
 
 Report = Callable[[float], None]
 """Called with the seconds measured so far."""
@@ -60,11 +63,14 @@ class ConfigTrier:
         ranks: int = 1,
         patience_s: float | None = None,
         report: Report = lambda _seconds: None,
+        copies: Copies | None = None,
     ) -> None:
+        """`copies` are those of `trial_copies`, for triers of several configs that share them."""
         self.config = config
         self.first_error: StokerError | None = None
         """What the first run was refused with: an error of the config itself."""
         self._runs = 0
+        self._copies = copies or trial_copies()
         self.report = report
         self._pace_s = pace_s
         self._limit_bytes = memory_limit_bytes
@@ -88,7 +94,8 @@ class ConfigTrier:
         )  # fmt: skip
         return Measured(
             "measured", windows=tuple(answer["windows"]), wait_share=observed.wait_share,
-            first_batch_s=answer["first_batch_s"], start_s=answer["start_s"], peak_bytes=peak_bytes, took_s=took_s,
+            first_batch_s=answer["first_batch_s"], start_s=answer["start_s"] + self._copies.import_s,
+            peak_bytes=peak_bytes, took_s=took_s,
             ledger=answer["ledger"], observed=observed, epoch_samples=answer["epoch_samples"],
         )  # fmt: skip
 
@@ -112,34 +119,23 @@ class ConfigTrier:
             pace_s *= config.batch_size / self.config.batch_size
         job = {
             "kind": kind, "config": config_values(config.model_copy(update=ALONE)), "seconds": seconds,
-            "pace_s": pace_s, "cpus": self._cpus, "ranks": self._ranks, "began": time.time(),
+            "pace_s": pace_s, "cpus": self._cpus, "ranks": self._ranks,
         }  # fmt: skip
         patience_s = self._patience(seconds, compiled=bool(config.compile_model))
-        with Child(_run_trial, job, timeout_s=patience_s) as child, _MemoryWatch(child, self._limit()) as watch:
-            try:
-                return child.wait(self.report), "measured", "", watch.peak_bytes
-            except (ChildFailed, StokerError) as error:
-                result, detail = self._ending(error, watch, patience_s)
-                return None, result, detail, watch.peak_bytes
-
-    def _ending(self, error: Exception, watch: _MemoryWatch, patience_s: float) -> tuple[Result, str]:
-        if watch.exceeded_bytes is not None:
-            limit = f"{watch.limit_bytes / 1e9:.2f} GB" if watch.limit_bytes else "its limit"
-            return "out-of-memory", f"it took {watch.exceeded_bytes / 1e9:.2f} GB, and {limit} were left for it"
-        if isinstance(error, ChildTooSlow):
-            return "hung", f"not finished after {patience_s:.0f} s"
-        if isinstance(error, ChildDied):
-            return ("killed" if error.exit_code < 0 else "crashed"), f"the process {error.how}"
-        if isinstance(error, ChildFailed):
-            first = str(error).partition("\n")[0][:DETAIL_LETTERS]
-            return ("out-of-memory" if first.startswith("MemoryError") else "crashed"), first
-        assert isinstance(error, StokerError)
+        with MemoryWatch(self._limit()) as watch:
+            ended = self._copies.call(
+                TRIAL, job, timeout_s=patience_s, on_message=self.report, on_start=watch.begin
+            )  # fmt: skip
+        if ended.is_good and watch.exceeded_bytes is None:
+            return ended.result, "measured", "", watch.peak_bytes
         if self._runs <= 1:
-            self.first_error = error
-        seen = _all_problems(error)[:DETAIL_LETTERS]
-        if error.name in NO_MEMORY:
-            return "out-of-memory", seen
-        return ("killed" if error.name in KILLED else "refused"), seen
+            self.first_error = ended.error
+        result, detail = ending_of(ended, watch, patience_s)
+        return None, result, detail[:DETAIL_LETTERS], watch.peak_bytes
+
+    def close(self) -> None:
+        """Ends the process that trials are copied from."""
+        self._copies.close()
 
     def _patience(self, seconds: float, *, compiled: bool) -> float:
         if self._patience_s is not None:
@@ -156,40 +152,71 @@ class ConfigTrier:
         return min([*known, *([] if self._limit_bytes is None else [self._limit_bytes])], default=None)
 
 
-class _MemoryWatch:
-    """Ends a child, with everything below it, when they exceed a limit together; remembers the most that they had."""
+def trial_copies() -> Copies:
+    """What trial processes are copied from."""
+    return Copies("stoker.tune.trial_process")
 
-    def __init__(self, child: Child, limit_bytes: int | None) -> None:
+
+def ending_of(ended: Ended, watch: MemoryWatch, patience_s: float) -> tuple[Result, str]:
+    """What a trial that gave no result ended with, and why, in words."""
+    if watch.exceeded_bytes is not None:
+        limit = f"{(watch.limit_bytes or 0) / 1e9:.2f} GB"
+        return "out-of-memory", f"it took {watch.exceeded_bytes / 1e9:.2f} GB, and {limit} were left for it"
+    if ended.too_slow:
+        return "hung", f"not finished after {patience_s:.0f} s"
+    if ended.error is not None:
+        seen = _all_problems(ended.error)
+        if ended.error.name in NO_MEMORY:
+            return "out-of-memory", seen
+        return ("killed" if ended.error.name in KILLED else "refused"), seen
+    if ended.bug is not None:
+        return "crashed", ended.bug.partition("\n")[0]
+    if ended.status < 0:
+        name = signal.Signals(-ended.status).name if -ended.status in set(signal.Signals) else str(-ended.status)
+        return "killed", f"the process was killed by {name}"
+    return "crashed", f"the process exited with code {ended.status}"
+
+
+class MemoryWatch:
+    """Ends a process, with everything below it, when they exceed a limit together; remembers the most that they had."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes: int | None = None
         self.exceeded_bytes: int | None = None
-        self._child = child
+        self._pid = self._whole = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="trial-memory", daemon=True)
 
-    def __enter__(self) -> _MemoryWatch:
+    def begin(self, pid: int, whole: int | None = None) -> None:
+        """Watches this process, which leads a group of its own. What it shares with `whole`, which it was copied from,
+        counts as its own."""
+        self._pid, self._whole = pid, whole or pid
         self._thread.start()
+
+    def __enter__(self) -> MemoryWatch:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._over.set()
-        self._thread.join()
+        if self._pid:
+            self._thread.join()
 
     def _watch(self) -> None:
         exactly_due_s = 0.0
         while not self._over.wait(LOOK_EVERY_S):
-            about = _about(self._child.pid)
+            about = _about(self._whole)
             near = self.limit_bytes is not None and about > NEAR * self.limit_bytes
             if not near and time.monotonic() < exactly_due_s:
                 continue
             exactly_due_s = time.monotonic() + EXACTLY_EVERY_S
-            memory = tree_memory(self._child.pid)
+            memory = tree_memory(self._whole)
             # Pages of libraries are not counted: others map them as well, and the kernel takes them back first.
             taken = memory.anonymous_bytes + memory.shared_bytes
             self.peak_bytes = max(taken, self.peak_bytes or 0)
             if self.limit_bytes is not None and taken > self.limit_bytes:
                 self.exceeded_bytes = taken
-                self._child.end(at_once=True)
+                kill_all(self._pid, running=True)
                 return
 
 
@@ -207,7 +234,7 @@ def _all_problems(error: StokerError) -> str:
     return "; ".join([error.seen, *problems])
 
 
-def _run_trial(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
+def run_trial(job: dict[str, Any], tell: Report) -> dict[str, Any]:
     """In the child."""
     # If memory runs out after all, the kernel takes this process, and none of the user's.
     with suppress(OSError):
@@ -217,4 +244,4 @@ def _run_trial(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
         os.sched_setaffinity(0, cores[: job["cpus"]])  # the share of one rank
     from stoker.tune.trial_process import KINDS  # imports torch and the training loop
 
-    return KINDS[job["kind"]](HostConfig.model_validate(job["config"]), job, parent.send)
+    return KINDS[job["kind"]](HostConfig.model_validate(job["config"]), job, tell)

@@ -45,7 +45,7 @@ LONGEST = 2.5
 """Times the wanted seconds, for batches that take long."""
 
 Job = dict[str, Any]
-"""`seconds`, `cpus`, `pace_s` (None: the real model), `ranks`, `began` (time.time() when the process was started)."""
+"""`seconds`, `cpus`, `pace_s` (None: the real model), `ranks`, `began` (time.time() when its process was asked for)."""
 
 
 def run_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str, Any]:
@@ -172,13 +172,13 @@ class Ledger:
         self._last = (batch.epoch, batch.step)
         taken = min(self._left, len(batch))
         self._left -= taken
-        columns = [getattr(batch, name, None) for name in self._COLUMNS]
-        self._hash.update(np.hstack([_row_bytes(column, taken) for column in columns if column is not None]).tobytes())
         # An image of another size is another training; the length of a patch's row says nothing.
         shape = () if hasattr(batch, "layout") else tuple(batch.images.shape[1:])
         if shape != self._shape:
             self._shape = shape
             self._hash.update(str(shape).encode())
+        columns = [getattr(batch, name, None) for name in self._COLUMNS]
+        self._hash.update(np.hstack([_row_bytes(column, taken) for column in columns if column is not None]).tobytes())
 
     def end_of_epoch(self, updates: int) -> None:
         """Takes the length of an epoch."""

@@ -1,0 +1,251 @@
+"""The search, with a trier whose speeds are a formula: what it finds, survives and never does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.plan.records import Estimate
+from stoker.run.json_lines import read_records
+from stoker.tune.journal import Journal
+from stoker.tune.ladder import MOST_TRIALS, search
+from stoker.tune.objective import Objective
+from stoker.tune.records import Candidate, Measured, Outcome, Settings, State
+from tests.tune.made_up import START, MadeUp, neighbours, rises_to_four, was_run
+
+BEST: Settings = {"num_workers": 4, "loader": "process", "prefetch_factor": 2}
+FAULTS = ("out-of-memory", "killed", "hung", "crashed", "different-training")
+
+
+def tune(trier: MadeUp, start: Settings = START, **keys: Any) -> Outcome:
+    keys = {"budget_s": 1e6, "trial_s": 1.0, "propose": neighbours} | keys
+    return search(trier, start, keys.pop("propose"), **keys)
+
+
+def test_the_best_neighbour_is_found_and_confirmed_against_the_original() -> None:
+    trier = MadeUp()
+    outcome = tune(trier)
+    assert outcome.best == BEST
+    assert outcome.original == START
+    assert outcome.before == pytest.approx(150, rel=0.02)
+    assert outcome.after == pytest.approx(495, rel=0.02)
+    assert outcome.stopped == "nothing left to try"
+    assert outcome.trials == len(trier.ran) <= MOST_TRIALS
+    assert [step.decision for step in outcome.steps][:: len(outcome.steps) - 1] == ["baseline", "confirmed"]
+    assert outcome.steps[-1].speedup == pytest.approx(3.3, rel=0.03)
+    # From fresh starts, in turns: the last two runs are of the original and of the best.
+    assert trier.ran[-2:] == [START, BEST]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_gain_inside_the_noise_is_not_a_gain(seed: int) -> None:
+    start = START | {"num_workers": 0}  # nothing is cheaper
+    outcome = tune(MadeUp(speed=lambda _settings: 100.0, noise=0.04, seed=seed), start)
+    assert outcome.best == start
+    assert not any(step.decision == "confirmed" for step in outcome.steps)
+
+
+def test_a_close_call_is_run_in_turns_with_the_best_so_far() -> None:
+    slightly = lambda settings: 100.0 if settings["num_workers"] == 1 else 106.0  # noqa: E731
+    trier = MadeUp(speed=slightly, noise=0.01)
+    tune(trier, propose=lambda state: None if len(state.steps) > 1 else Candidate({"num_workers": 2}, "more"))
+    assert [settings["num_workers"] for settings in trier.ran[:5]] == [1, 1, 2, 1, 2]
+
+
+def test_on_a_tie_the_cheaper_setting_wins_only_if_it_is_not_slower() -> None:
+    def one_change(state: State) -> Candidate | None:
+        return None if len(state.steps) > 1 else Candidate({"num_workers": 2}, "fewer")
+
+    start = START | {"num_workers": 8}
+    equal = tune(MadeUp(speed=lambda _settings: 100.0, noise=0.0), start, propose=one_change)
+    assert equal.best == start | {"num_workers": 2}
+    assert "cheaper" in equal.steps[1].reason
+    slower = {8: 100.0, 2: 99.0}
+    other = tune(MadeUp(speed=lambda s: slower[s["num_workers"]], noise=0.0), start, propose=one_change)  # type: ignore[index]
+    assert other.best == start
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_any_run_is_a_result(fault: str) -> None:
+    for number in range(1, 16):
+        trier = MadeUp(faults={number: fault})
+        outcome = tune(trier)
+        assert outcome.after is not None, (fault, number)
+        assert was_run(outcome.best, trier), (fault, number)
+        assert rises_to_four(outcome.best) >= rises_to_four(START)
+        assert any(fault in {run.result for run in (*step.measured, *step.against)} for step in outcome.steps) or (
+            number > outcome.trials
+        )
+
+
+def test_settings_that_never_work_are_never_returned() -> None:
+    for fault in FAULTS:
+        trier = MadeUp(bad=lambda s, fault=fault: fault if s["num_workers"] in (4, 3) else None)  # type: ignore[misc]
+        outcome = tune(trier)
+        assert outcome.best["num_workers"] == 2
+        assert any(fault == run.result for step in outcome.steps for run in step.measured)
+
+
+def test_an_original_that_does_not_run_is_replaced_by_what_does() -> None:
+    trier = MadeUp(bad=lambda s: "out-of-memory" if s["num_workers"] == 8 else None)
+    outcome = tune(trier, START | {"num_workers": 8})
+    assert outcome.before is None
+    assert outcome.after is not None
+    assert outcome.best["num_workers"] == 4
+    assert outcome.steps[-1].decision == "confirmed"
+
+
+def test_a_winner_that_does_not_hold_is_given_up_for_the_one_before() -> None:
+    calls = {"now": 0}
+
+    def fades(settings: Settings) -> float:
+        # Four workers are fast until they have been run twice.
+        if settings["num_workers"] == 4:
+            calls["now"] += 1
+            return 800.0 if calls["now"] <= 1 else 100.0
+        return rises_to_four(settings)
+
+    trier = MadeUp(speed=fades)
+    outcome = tune(trier)
+    assert any(step.decision == "not confirmed" for step in outcome.steps)
+    assert outcome.best["num_workers"] == 3
+    assert was_run(outcome.best, trier)
+
+
+def test_what_the_plan_refuses_is_never_run() -> None:
+    trier = MadeUp()
+    refuses = lambda settings: "3 GB of 2 GB" if settings["num_workers"] > 2 else None  # noqa: E731
+    outcome = tune(trier, fits=refuses)
+    assert all(settings["num_workers"] <= 2 for settings in trier.ran)  # type: ignore[operator]
+    assert outcome.best == {"num_workers": 2, "loader": "process", "prefetch_factor": 2}
+    skipped = [step for step in outcome.steps if step.decision == "skipped"]
+    assert "3 GB of 2 GB" in skipped[0].reason
+
+
+def test_an_original_that_the_plan_refuses_is_not_run_either() -> None:
+    trier = MadeUp()
+    refuses = lambda settings: "too large" if settings["num_workers"] > 2 else None  # noqa: E731
+    outcome = tune(trier, START | {"num_workers": 3}, fits=refuses)
+    assert all(settings["num_workers"] <= 2 for settings in trier.ran)  # type: ignore[operator]
+    assert outcome.best["num_workers"] == 2
+
+
+def test_what_is_predicted_to_gain_nothing_is_skipped_with_the_reason() -> None:
+    def hopeless(state: State) -> Candidate | None:
+        return None if len(state.steps) > 1 else Candidate({"num_workers": 4}, "more", Estimate(0.95, 0.99, 1.03))
+
+    trier = MadeUp()
+    outcome = tune(trier, propose=hopeless)
+    assert len(trier.ran) == 2
+    assert outcome.steps[1].decision == "skipped"
+    assert "predicted to gain nothing" in outcome.steps[1].reason
+
+
+def test_the_number_of_trials_and_the_time_are_kept_to() -> None:
+    few = tune(MadeUp(), most_trials=9)
+    assert few.trials <= 9
+    assert few.stopped == "budget"
+    short = tune(MadeUp(), budget_s=12.0)
+    assert short.stopped == "budget"
+    assert short.took_s <= 12
+    assert was_run(short.best, MadeUp(ran=[step.settings for step in short.steps if step.measured]))
+
+
+def test_a_loop_at_its_ceiling_is_compute_bound() -> None:
+    stops = lambda state: None if (state.share_of_ceiling or 0) >= 0.95 else neighbours(state)  # noqa: E731
+    outcome = tune(MadeUp(), START | {"num_workers": 4}, propose=stops, ceiling=455.0)
+    assert outcome.stopped == "compute-bound"
+    assert outcome.trials == 2
+    assert outcome.best["num_workers"] == 4
+
+
+def test_ctrl_c_returns_the_best_so_far_and_leaves_the_journal_open(tmp_path: Path) -> None:
+    class Interrupting(MadeUp):
+        def run(self, settings: Settings, seconds: float) -> Measured:
+            if len(self.ran) == 7:
+                raise KeyboardInterrupt
+            return super().run(settings, seconds)
+
+    journal = opened(tmp_path / "tune.jsonl")
+    outcome = tune(Interrupting(), journal=journal)
+    journal.close()
+    assert outcome.stopped == "interrupted"
+    assert outcome.best["num_workers"] == 4
+    again = opened(tmp_path / "tune.jsonl")
+    assert again.resumed == 7
+    again.close()
+
+
+def opened(path: Path, fact: str = "same") -> Journal:
+    journal = Journal(path)
+    journal.begin({"same": {"config": fact}})
+    return journal
+
+
+def test_a_killed_search_resumes_from_any_cut_of_its_journal(tmp_path: Path) -> None:
+    path = tmp_path / "tune.jsonl"
+    journal = opened(path)
+    whole = tune(MadeUp(noise=0.0), journal=journal)
+    journal.close()
+    data = path.read_bytes()
+    ends = [at + 1 for at, byte in enumerate(data) if byte == ord("\n")]
+    cuts = [ends[0], *(end - 30 for end in ends[1:-1]), *ends[1:-1]]
+    for cut in cuts:
+        path.write_bytes(data[:cut])
+        trials_there = data[:cut].count(b'{"kind": "trial"') - (b'"trial"' in data[:cut].rpartition(b"\n")[2])
+        trier = MadeUp(noise=0.0)
+        journal = opened(path)
+        resumed = tune(trier, journal=journal)
+        journal.close()
+        assert resumed.best == whole.best
+        assert [step.decision for step in resumed.steps] == [step.decision for step in whole.steps]
+        assert len(trier.ran) == whole.trials - trials_there, "a recorded trial was run again"
+        lines = [record for record in read_records(path) if record["kind"] == "step"]
+        assert len(lines) == len(whole.steps)
+
+
+def test_a_journal_of_something_else_is_started_anew_and_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "tune.jsonl"
+    tune(MadeUp(), journal=opened(path))
+    ended = Journal(path)
+    assert ended.begin({"same": {"config": "same"}}) == "that search had ended"
+    other = Journal(path)
+    assert other.begin({"same": {"config": "changed"}}) == "not the same config"
+    path.write_bytes(b"\x00\xff damaged\n{}\n")
+    damaged = Journal(path)
+    assert damaged.begin({"same": {}}) is not None
+    assert damaged.resumed == 0
+    for journal in (ended, other, damaged):
+        journal.close()
+
+
+def test_another_training_is_measured_beside_and_never_part_of_the_result() -> None:
+    trier = MadeUp(speed=lambda s: rises_to_four(s) * (3 if s.get("precision") else 1))
+    trier.bad = lambda settings: "different-training" if settings.get("precision") else None
+    asked = [Candidate({"precision": "bf16-mixed"}, "half the memory")]
+    outcome = tune(trier, other_training=asked)
+    assert "precision" not in outcome.best
+    (step,) = outcome.other_training
+    assert step.speedup == pytest.approx(3, rel=0.05)
+    assert "different training" in step.reason
+
+
+def timed(rate: float, first_s: float, start_s: float) -> Measured:
+    return Measured("measured", (rate,), first_batch_s=first_s, start_s=start_s, epoch_samples=1000)
+
+
+@pytest.mark.parametrize(
+    ("goal", "wins"),
+    [("throughput", "fast"), ("epoch-time", "quick to begin"), ("cost", "quick to begin")],
+)
+def test_each_goal_prefers_what_it_should(goal: Any, wins: str) -> None:
+    runs = {"fast": timed(120, 5, 60), "quick to begin": timed(100, 0, 5)}
+    objective = Objective(goal, epochs=2)
+    assert max(runs, key=lambda name: objective.score(runs[name]) or 0) == wins
+    # Over many epochs, compiling pays.
+    runs["fast"] = replace(runs["fast"], first_batch_s=0.0)
+    assert (Objective("cost", 1).score(runs["fast"]) or 0) < (Objective("cost", 1).score(runs["quick to begin"]) or 0)
+    assert (Objective("cost", 99).score(runs["fast"]) or 0) > (Objective("cost", 99).score(runs["quick to begin"]) or 0)

@@ -27,7 +27,7 @@ from bench.loaders import PROJECT
 from bench.peers.environments import python_of
 from bench.quiet import wait_for_quiet
 from bench.rounds import RESULTS, Spread, keep, ratio
-from bench.tune_bed import Bed, Row, fresh_rounds, make_ready, measure_grid, shown
+from bench.tune_bed import Bed, Row, fresh_rounds, made_ready, measure_grid, shown
 from bench.tune_data import Data
 from bench.tune_faults import survive
 from bench.tune_scenarios import SCENARIOS, Scenario
@@ -51,8 +51,7 @@ def measure(scenario: Scenario, data: Data, work: Path, arguments: argparse.Name
     """One row of the result."""
     order = random.Random(scenario.name)
     began_s = time.monotonic()
-    with data.served(scenario) as root:
-        bed = make_ready(scenario, root, work, arguments.seconds)
+    with data.served(scenario) as root, made_ready(scenario, root, work, arguments.seconds) as bed:
         outcome = bed.tune(arguments.seconds)
         rows = measure_grid(bed, arguments.seconds, arguments.grid_rounds, order)
         best = max(rows, key=lambda row: row.mean)
@@ -285,8 +284,8 @@ def main() -> int:
                 kept()
             if inject and (arguments.minutes is None or spent() < arguments.minutes):
                 sys.stderr.write("== faults\n")
-                with data.served(FAULTY) as root:
-                    faults = survive(make_ready(FAULTY, root, work, arguments.seconds), arguments.seconds)
+                with data.served(FAULTY) as root, made_ready(FAULTY, root, work, arguments.seconds) as bed:
+                    faults = survive(bed, arguments.seconds)
                 print(f"{sum(row['survived'] for row in faults)} of {len(faults)} faults survived", flush=True)
                 if rows:
                     kept()

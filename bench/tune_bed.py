@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from stoker.doctor.trials import open_once
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.machine.memory import used_by_others_bytes
 from stoker.plan.guard import quick_plan
+from stoker.tune.copies import Copies
 from stoker.tune.ladder import Fits
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
 from stoker.tune.running import TuneOptions, plan_fits, tune_config
 from stoker.tune.space import Surroundings, settings_of
-from stoker.tune.trial import ConfigTrier
+from stoker.tune.trial import ConfigTrier, trial_copies
 
 BUDGET_S = 20 * 60.0
 LOADER_ALONE: Settings = {"num_workers": 2, "loader": "thread", "prefetch_factor": 4}
@@ -45,6 +47,8 @@ class Bed:
     ram_bytes: int | None
     start: Settings
     fits: Fits
+    copies: Copies
+    """Shared by all trials of the scenario; each scenario has its own, with the addresses of its server."""
     ledgers: set[str] = field(default_factory=set)
     """Of every trial."""
     trials: int = 0
@@ -63,7 +67,7 @@ class Bed:
     def open_trier(self, *, limit: int | None = None, patience_s: float | None = None) -> ConfigTrier:
         return ConfigTrier(
             self.config, pace_s=self.pace_s, memory_limit_bytes=limit or self.ram_bytes, cpus=self.machine.cpus,
-            patience_s=patience_s,
+            patience_s=patience_s, copies=self.copies,
         )  # fmt: skip
 
     def run(self, settings: Settings, seconds: float) -> Measured:
@@ -91,7 +95,8 @@ class Bed:
         return outcome
 
 
-def make_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Bed:
+@contextmanager
+def made_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Iterator[Bed]:
     """Writes the config, opens the data, and measures the loader alone to know what the pace is relative to."""
     folder = work / scenario.name.replace(" ", "-").replace(",", "").replace("/", "-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,11 +115,6 @@ def make_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Bed
     open_once(config, lambda line: print(line, file=sys.stderr))
     start = settings_of(config)
     alone = {"lookahead": 256 * MB, **({"volume_cache": 256 * MB} if scenario.volumes else {})}
-    trier = ConfigTrier(config, pace_s=TAKES_NO_TIME_S, cpus=machine.cpus)
-    measured = trier.run(start | LOADER_ALONE | alone, seconds)
-    rate = measured.samples_per_second
-    if rate is None:
-        raise RuntimeError(f"{scenario.name}: the loader alone: {measured.result}: {measured.detail}")
     ram_bytes = None
     if scenario.batches_of_room is not None:
         budget = quick_plan(config, path, machine).ram
@@ -122,10 +122,16 @@ def make_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Bed
         needed = budget.total_bytes - budget.parts.get("system", 0)
         ram_bytes = needed + scenario.batches_of_room * config.batch_size * image_bytes
         machine = replace(machine, ram_bytes=ram_bytes + (used_by_others_bytes() or 0))
-    return Bed(
-        scenario, path, config, machine, config.batch_size / (scenario.pace * rate), rate, ram_bytes, start,
-        plan_fits(config, path, machine),
-    )  # fmt: skip
+    with closing(trial_copies()) as copies:
+        trier = ConfigTrier(config, pace_s=TAKES_NO_TIME_S, cpus=machine.cpus, copies=copies)
+        measured = trier.run(start | LOADER_ALONE | alone, seconds)
+        rate = measured.samples_per_second
+        if rate is None:
+            raise RuntimeError(f"{scenario.name}: the loader alone: {measured.result}: {measured.detail}")
+        yield Bed(
+            scenario, path, config, machine, config.batch_size / (scenario.pace * rate), rate, ram_bytes, start,
+            plan_fits(config, path, machine), copies,
+        )  # fmt: skip
 
 
 @dataclass

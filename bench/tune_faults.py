@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.tune_bed import Bed
 from stoker.machine.memory import tree_pids
 from stoker.tune.ladder import search
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
@@ -33,8 +34,8 @@ LITTLE_MEMORY = 150_000_000
 """Less than torch takes."""
 ADDRESSES = 1_500_000_000
 """Of a process, fewer than torch's libraries need."""
-STARTING_S = 0.4
-"""After the start of the process: while it imports."""
+STARTING_S = 0.03
+"""After the start of the process: while it opens its data."""
 BUDGET_S = 20 * 60.0
 
 Hit = Callable[[int], object]
@@ -49,6 +50,15 @@ def _kill_workers(pid: int) -> None:
     for each in tree_pids(pid)[1:] or [pid]:
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _kill_original(pid: int) -> None:
+    """The process that trials are copied from."""
+    os.kill(_parent(pid), signal.SIGKILL)
 
 
 def _take_addresses(pid: int) -> None:
@@ -73,7 +83,8 @@ FAULTS = (
     Fault("killed while it starts", (0, 3), starting=partial(_send, signal.SIGKILL)),
     Fault("killed while it measures", (1, 4), measuring=partial(_send, signal.SIGKILL)),
     Fault("crashes in native code", (0, 5), measuring=partial(_send, signal.SIGSEGV)),
-    Fault("aborts while it starts", (2, 6), starting=partial(_send, signal.SIGABRT)),
+    Fault("aborts while it starts", (2,), starting=partial(_send, signal.SIGABRT)),
+    Fault("what it was copied from is killed", (6,), measuring=_kill_original),
     Fault("its workers are killed", (1, 2), measuring=_kill_workers),
     Fault("stops while it starts", (2, 4), starting=partial(_send, signal.SIGSTOP)),
     Fault("stops while it measures", (1, 5), measuring=partial(_send, signal.SIGSTOP)),
@@ -116,19 +127,26 @@ class FaultyTrier:
         usual_s = max((measured.took_s for measured in self.known.values()), default=0.0)
         patience_s = max(LEAST_PATIENCE_S, 2 * usual_s)
         trier = self.open_trier(patience_s=patience_s, **({"limit": LITTLE_MEMORY} if fault.little_memory else {}))
-        before, hit = children(), threading.Event()
+        before, hit = set(tree_pids(os.getpid())), threading.Event()
+
+        def victims() -> list[int]:
+            """The trial's process: what is new, but neither what it was copied from nor what is below it."""
+            new = [pid for pid in tree_pids(os.getpid()) if pid not in before]
+            with suppress(OSError):  # one of them has ended
+                return [pid for pid in new if _parent(pid) != os.getpid()][:1]
+            return []
 
         def strike(act: Hit) -> None:
             if not hit.is_set():
                 hit.set()
-                for pid in children() - before:
+                for pid in victims():
                     with suppress(ProcessLookupError):
                         act(pid)
 
         def strike_at_start(act: Hit) -> None:
             end_s = time.monotonic() + patience_s
-            while not children() - before and time.monotonic() < end_s:
-                time.sleep(0.01)
+            while not victims() and time.monotonic() < end_s:
+                time.sleep(0.005)
             time.sleep(STARTING_S)
             strike(act)
 
@@ -142,15 +160,6 @@ class FaultyTrier:
                 kind = fault.data
                 trier.report = lambda _seconds: damage(kind)
             return trier.run(settings, seconds)
-
-
-def children() -> set[int]:
-    """The processes that this one started and that still exist."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
 
 
 @contextmanager
@@ -176,9 +185,10 @@ def damaged(folder: Path) -> Iterator[Callable[[str], None]]:
             aside.rename(folder)
 
 
-def survive(bed: Any, seconds: float) -> list[dict[str, Any]]:
+def survive(bed: Bed, seconds: float) -> list[dict[str, Any]]:
     """One row per search; expects a scenario that was made ready, whose data is in a folder."""
     known: dict[Key, Measured] = {}
+    assert bed.config.data_root is not None
     data = Path(bed.config.data_root)
 
     def tuned(fault: Fault | None, at: int) -> tuple[FaultyTrier, Outcome]:
@@ -194,7 +204,7 @@ def survive(bed: Any, seconds: float) -> list[dict[str, Any]]:
     for fault in FAULTS:
         for wanted in fault.trials:
             at = min(wanted, without.trials - 1)
-            before = children()
+            before = len(tree_pids(os.getpid()))
             row: dict[str, Any] = {"fault": fault.name, "trial": at}
             try:
                 trier, outcome = tuned(fault, at)
@@ -202,7 +212,8 @@ def survive(bed: Any, seconds: float) -> list[dict[str, Any]]:
                 row |= {"result": None, "survived": False, "error": f"{type(error).__name__}: {error}"}
             else:
                 injected = trier.faulty is not None and trier.faulty.result != "measured"
-                valid = key_of(outcome.best) in trier.ran and not children() - before
+                # The process that trials are copied from may be another one now, but nothing else may be left.
+                valid = key_of(outcome.best) in trier.ran and len(tree_pids(os.getpid())) <= before
                 row |= {
                     "result": None if trier.faulty is None else trier.faulty.result,
                     "detail": "" if trier.faulty is None else trier.faulty.detail,

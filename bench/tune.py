@@ -30,7 +30,7 @@ from bench.rounds import RESULTS, Spread, keep, ratio
 from bench.tune_bed import Bed, Row, fresh_rounds, made_ready, measure_grid, shown
 from bench.tune_data import Data
 from bench.tune_faults import survive
-from bench.tune_scenarios import SCENARIOS, Scenario
+from bench.tune_scenarios import FAULTY, SCENARIOS, Scenario
 from stoker.tune.records import Measured, Outcome, Settings, key_of
 
 WITHIN = 0.05
@@ -40,8 +40,6 @@ EQUAL = 0.01
 """Shares that differ by less are called equal: repeated runs differ by more."""
 NEARLY_ALWAYS = 0.9
 """Share of Optuna's seeds that must be within 5 %, to say how many trials it needs."""
-FAULTY = SCENARIOS[0]
-"""The scenario of the searches with faults: its search takes several steps."""
 FAULTS_MINUTES = 5.0
 APART = 0.05
 Result = dict[str, Any]

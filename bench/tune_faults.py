@@ -152,34 +152,36 @@ class FaultyTrier:
 
         if fault.starting is not None:
             threading.Thread(target=strike_at_start, args=(fault.starting,), daemon=True).start()
-        with damaged(self.data) as damage:
+        with damaged(self.data, fault.data) as damage:
             if fault.measuring is not None:
                 act = fault.measuring
                 trier.report = lambda _seconds: strike(act)
             elif fault.data is not None:
-                kind = fault.data
-                trier.report = lambda _seconds: damage(kind)
+                trier.report = lambda _seconds: damage()
             return trier.run(settings, seconds)
 
 
 @contextmanager
-def damaged(folder: Path) -> Iterator[Callable[[str], None]]:
+def damaged(folder: Path, kind: str | None) -> Iterator[Callable[[], None]]:
     """A function that takes the files of a folder away, once, or puts pipes in their places that nobody writes to."""
-    aside = folder.with_name(folder.name + ".aside")
+    aside, pipes = folder.with_name(folder.name + ".aside"), folder.with_name(folder.name + ".pipes")
+    for path in folder.rglob("*") if kind == "block" else ():
+        if path.is_file():
+            pipe = pipes / path.relative_to(folder)
+            pipe.parent.mkdir(parents=True, exist_ok=True)
+            os.mkfifo(pipe)
 
-    def damage(kind: str) -> None:
+    def damage() -> None:
         if aside.exists():
             return
         folder.rename(aside)
-        for path in aside.rglob("*") if kind == "block" else ():
-            if path.is_file():
-                pipe = folder / path.relative_to(aside)
-                pipe.parent.mkdir(parents=True, exist_ok=True)
-                os.mkfifo(pipe)
+        if kind == "block":
+            pipes.rename(folder)  # at once: files that are missing for a while would be another fault
 
     try:
         yield damage
     finally:
+        shutil.rmtree(pipes, ignore_errors=True)
         if aside.exists():
             shutil.rmtree(folder, ignore_errors=True)
             aside.rename(folder)

@@ -115,6 +115,11 @@ SCENARIOS = (
     ),
 )  # fmt: skip
 
+FAULTY = Scenario(
+    "faults", "cpu", "photos", {"num_workers": 1, "loader": "process", "prefetch_factor": 1}, keys=_PHOTOS
+)
+"""Of the searches with faults: the engine is always tried, whatever is predicted, so there are trials to hit."""
+
 
 def points_of(scenario: Scenario, start: Settings) -> list[Settings]:
     """The grid: the start with every combination of the axes, each once (without workers, nothing else matters)."""

@@ -66,26 +66,28 @@ def tune(
     the plan's memory limits are kept. The winner is compared with the original from fresh starts before it is written.
     tune.jsonl beside the result records every trial; after an interruption the same command resumes.
     """
-    from stoker.commands.options import let_threads_sleep
-    from stoker.console import print_json, print_result
+    from stoker.tune.objective import ALSO, GOALS
 
     path, words = config_and_overrides(config, overrides)
-    let_threads_sleep()
-    from stoker.tune.journal import as_record, without_details
-    from stoker.tune.objective import GOALS
-    from stoker.tune.running import TuneOptions, tune_config
-    from stoker.tune.space import ALSO
-    from stoker.tune.text import outcome_text
-
     if goal not in GOALS:
         raise UsageError("usage", f"--for {goal} is not one of {', '.join(GOALS)}", hint="--for throughput")
     wanted = tuple(word for word in (also or "").split(",") if word)
     unknown = next((word for word in wanted if word not in ALSO), None)
     if unknown is not None:
         raise UsageError("usage", f"--also {unknown} is not one of {', '.join(ALSO)}", hint="--also precision")
+    budget_s, ram_bytes = _seconds(budget), _bytes(ram)
+
+    from stoker.commands.options import let_threads_sleep
+    from stoker.console import print_json, print_result
+
+    let_threads_sleep()
+    from stoker.tune.journal import as_record, without_details
+    from stoker.tune.running import TuneOptions, tune_config
+    from stoker.tune.text import outcome_text
+
     options = TuneOptions(
-        budget_s=_seconds(budget), trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
-        price_per_hour=price, ram_bytes=_bytes(ram), force=force, fresh=fresh,
+        budget_s=budget_s, trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
+        price_per_hour=price, ram_bytes=ram_bytes, force=force, fresh=fresh,
     )  # fmt: skip
     tuned = tune_config(path, words, options)
     if json:

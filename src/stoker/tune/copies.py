@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -43,6 +43,8 @@ class Ended:
     status: int = 0
     """Its exit code, or minus the signal that ended it."""
     too_slow: bool = False
+    took_s: float = 0.0
+    """Without the imports, which only the first one waits for."""
 
     @property
     def is_good(self) -> bool:
@@ -71,8 +73,10 @@ class Copies:
         try:
             original = self._started()
             argument |= {"began": time.time()}
+            began_s = time.monotonic()
             original.send({"function": function, "argument": argument})
-            return self._follow(original, timeout_s, on_message, on_start)
+            ended = self._follow(original, timeout_s, on_message, on_start)
+            return replace(ended, took_s=time.monotonic() - began_s)
         except ChildFailed as error:
             self.close()
             return Ended(bug=f"the process that trials are copied from failed: {str(error).partition(chr(10))[0]}")

@@ -92,6 +92,9 @@ def tuned_changes(outcome: Outcome, config: Any) -> list[Change]:
         step = _step_that_set(outcome.steps, key, value)
         gain = "" if step is None else f": {step.reason} (tune, step {step.number})"
         found.append(Change(key, values[key], f"was {write_scalar(before[key])}{gain}"))
+    if outcome.best.get("num_workers") == 0 and config.prefetch_factor is not None:
+        found = [change for change in found if change.key != "prefetch_factor"]
+        found.append(Change("prefetch_factor", None, f"was {config.prefetch_factor}, which needs workers"))
     return found
 
 

@@ -278,8 +278,6 @@ KNOBS = (
 
 # Faster, but a different training.
 
-ALSO = ("precision", "img_size", "batch_size", "mixing")
-
 
 def other_training(names: tuple[str, ...], around: Surroundings) -> list[Candidate]:
     """What `--also` asks for; each changes the training, and is never part of the result."""

@@ -80,13 +80,12 @@ class ConfigTrier:
 
     def run(self, settings: Settings, seconds: float) -> Measured:
         """Never raises because of the settings."""
-        began_s = time.monotonic()
-        answer, result, detail, peak_bytes = self._in_child("trial", settings, seconds)
-        took_s = time.monotonic() - began_s
-        if answer is None:
-            return Measured(result, took_s=took_s, peak_bytes=peak_bytes, detail=detail)
+        ended, result, detail, peak_bytes = self._in_child("trial", settings, seconds)
+        if result != "measured":
+            return Measured(result, took_s=ended.took_s, peak_bytes=peak_bytes, detail=detail)
+        answer = ended.result
         if self._first_took_s is None:
-            self._first_took_s = took_s
+            self._first_took_s = ended.took_s
         per_second = None if self._pace_s is None else self.config.batch_size / self._pace_s
         observed = replace(
             observed_from(answer["lines"], "the trial"), source="trial", pace_images_per_second=per_second,
@@ -95,7 +94,7 @@ class ConfigTrier:
         return Measured(
             "measured", windows=tuple(answer["windows"]), wait_share=observed.wait_share,
             first_batch_s=answer["first_batch_s"], start_s=answer["start_s"] + self._copies.import_s,
-            peak_bytes=peak_bytes, took_s=took_s,
+            peak_bytes=peak_bytes, took_s=ended.took_s,
             ledger=answer["ledger"], observed=observed, epoch_samples=answer["epoch_samples"],
         )  # fmt: skip
 
@@ -103,13 +102,11 @@ class ConfigTrier:
         """Samples per second with batches that are always ready; None if the trial failed."""
         if self._pace_s is not None:
             return self.config.batch_size / self._pace_s
-        answer, _, _, _ = self._in_child("ceiling", settings, seconds)
-        return None if answer is None else answer["samples_per_second"]
+        ended, result, _, _ = self._in_child("ceiling", settings, seconds)
+        return float(ended.result["samples_per_second"]) if result == "measured" else None
 
-    def _in_child(
-        self, kind: str, settings: Settings, seconds: float
-    ) -> tuple[dict[str, Any] | None, Result, str, int | None]:
-        """The child's answer, or how it ended, and the most memory that it had."""
+    def _in_child(self, kind: str, settings: Settings, seconds: float) -> tuple[Ended, Result, str, int | None]:
+        """How it ended, what that means, why, and the most memory that it had."""
         # As `stoker train` does: torch threads that spin while they wait would take the cores from the loader.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._runs += kind == "trial"
@@ -127,11 +124,11 @@ class ConfigTrier:
                 TRIAL, job, timeout_s=patience_s, on_message=self.report, on_start=watch.begin
             )  # fmt: skip
         if ended.is_good and watch.exceeded_bytes is None:
-            return ended.result, "measured", "", watch.peak_bytes
+            return ended, "measured", "", watch.peak_bytes
         if self._runs <= 1:
             self.first_error = ended.error
         result, detail = ending_of(ended, watch, patience_s)
-        return None, result, detail[:DETAIL_LETTERS], watch.peak_bytes
+        return ended, result, detail[:DETAIL_LETTERS], watch.peak_bytes
 
     def close(self) -> None:
         """Ends the process that trials are copied from."""

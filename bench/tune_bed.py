@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from stoker.config import load_config
 from stoker.data.store.stores import is_url
 from stoker.doctor.trials import open_once
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
-from stoker.machine.memory import used_by_others_bytes
 from stoker.plan.guard import quick_plan
 from stoker.tune.copies import Copies
 from stoker.tune.ladder import Fits
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
 from stoker.tune.running import TuneOptions, plan_fits, tune_config
-from stoker.tune.space import Surroundings, settings_of
+from stoker.tune.space import Surroundings, config_with, settings_of
 from stoker.tune.trial import ConfigTrier, trial_copies
 
 BUDGET_S = 20 * 60.0
@@ -117,11 +116,9 @@ def made_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Ite
     alone = {"lookahead": 256 * MB, **({"volume_cache": 256 * MB} if scenario.volumes else {})}
     ram_bytes = None
     if scenario.batches_of_room is not None:
-        budget = quick_plan(config, path, machine).ram
         image_bytes = 3 * config.img_size**2
-        needed = budget.total_bytes - budget.parts.get("system", 0)
-        ram_bytes = needed + scenario.batches_of_room * config.batch_size * image_bytes
-        machine = replace(machine, ram_bytes=ram_bytes + (used_by_others_bytes() or 0))
+        ram_bytes = needed_bytes(config, path, machine)
+        ram_bytes += scenario.batches_of_room * config.batch_size * image_bytes
     with closing(trial_copies()) as copies:
         trier = ConfigTrier(config, pace_s=TAKES_NO_TIME_S, cpus=machine.cpus, copies=copies)
         measured = trier.run(start | LOADER_ALONE | alone, seconds)
@@ -130,8 +127,25 @@ def made_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Ite
             raise RuntimeError(f"{scenario.name}: the loader alone: {measured.result}: {measured.detail}")
         yield Bed(
             scenario, path, config, machine, config.batch_size / (scenario.pace * rate), rate, ram_bytes, start,
-            plan_fits(config, path, machine), copies,
+            plan_fits(config, path, machine) if ram_bytes is None else _fits_into(ram_bytes, config, path, machine),
+            copies,
         )  # fmt: skip
+
+
+def needed_bytes(config: HostConfig, path: Path, machine: Machine) -> int:
+    """What the plan says that a config needs, without other programs: these change while we look."""
+    budget = quick_plan(config, path, machine).ram
+    return budget.total_bytes - budget.parts.get("system", 0)
+
+
+def _fits_into(ram_bytes: int, config: HostConfig, path: Path, machine: Machine) -> Fits:
+    def fits(settings: Settings) -> str | None:
+        needed = needed_bytes(config_with(config, settings), path, machine)
+        if needed <= ram_bytes:
+            return None
+        return f"it needs {needed / 1e6:,.0f} MB, and there are {ram_bytes / 1e6:,.0f}"
+
+    return fits
 
 
 @dataclass
@@ -143,7 +157,7 @@ class Row:
     """Its places on the axes: several, where a value has no effect."""
     values: list[float] = field(default_factory=list)
     refused: str | None = None
-    """Why the plan says that it would not fit."""
+    """Why it would not fit, by the plan."""
 
     @property
     def mean(self) -> float:

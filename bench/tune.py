@@ -36,8 +36,8 @@ from stoker.tune.records import Measured, Outcome, Settings, key_of
 WITHIN = 0.05
 MOST_TRIALS, MOST_MINUTES = 25, 20
 WINS = 10 / 12
-EQUAL = 0.01
-"""Shares that differ by less are called equal: repeated runs differ by more."""
+EQUAL = 0.02
+"""Shares that differ by less are called equal: tune itself calls no smaller gain one."""
 NEARLY_ALWAYS = 0.9
 """Share of Optuna's seeds that must be within 5 %, to say how many trials it needs."""
 FAULTS_MINUTES = 5.0

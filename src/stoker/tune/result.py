@@ -72,7 +72,7 @@ def write_tuned(
 ) -> None:
     """Writes the result; it loads to exactly the settings that were confirmed."""
     changes = [*_from_command_line(resolved), *tuned_changes(outcome, fit_to_machine(resolved.config, machine)[0])]
-    header = _header(path, overrides, outcome)
+    header = _header(target, path, overrides, outcome)
     text = _edited(path, header, changes)
     if text is None or not _is_right(text, target, changes, resolved.config, outcome.best, machine):
         # Spread over several lines, in braces, or below a base that is elsewhere: all keys are written instead.
@@ -119,14 +119,16 @@ def _step_that_set(steps: Sequence[Step], key: str, value: Any) -> Step | None:
     return kept[-1] if kept else None
 
 
-def _header(path: Path, overrides: Sequence[str], outcome: Outcome) -> str:
+def _header(target: Path, path: Path, overrides: Sequence[str], outcome: Outcome) -> str:
     rates = ""
-    if outcome.before and outcome.after:
+    if outcome.best == outcome.original:
+        rates = "nothing faster was found, "
+    elif outcome.before and outcome.after:
         unit = outcome.facts.get("unit", "samples")
         gain = outcome.after / outcome.before - 1
         rates = f"{outcome.before:,.0f} -> {outcome.after:,.0f} {unit}/s ({gain:+.0%}), ".replace("%", " %")
     added = f" with {' '.join(overrides)}" if overrides else ""
-    return f"{MARK}{path.name}:{added} {rates}{outcome.trials} trials; {journal_path(path).name} has them all."
+    return f"{MARK}{path.name}:{added} {rates}{outcome.trials} trials; {journal_path(target).name} has them all."
 
 
 def _edited(path: Path, header: str, changes: Sequence[Change]) -> str | None:

@@ -128,8 +128,9 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     if outcome.before is None and outcome.after is None and outcome.stopped != "interrupted":
         raise _does_not_run(path, outcome, trier.first_error)
     assert journal.path is not None
-    if outcome.best == outcome.original or outcome.stopped == "interrupted":
+    if outcome.stopped == "interrupted":
         return Tuned(outcome, None, journal.path)
+    # Also if nothing changed: the file of an earlier search would be taken for this one's.
     write_tuned(target, path, resolved, overrides, outcome, machine)
     return Tuned(outcome, target, journal.path)
 

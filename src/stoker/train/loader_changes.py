@@ -180,7 +180,8 @@ def outcome_text(details: dict[str, Any], unit: str) -> str | None:
     rates = f"{_rate(details['rate_before'])} -> {_rate(details['rate_after'])} {unit}/s"
     if details["decision"] == "kept":
         return f"loader: {_amount(knob, after)} instead of {_shown(knob, before)}, {rates}: {details['why']}"
-    return f"loader: back from {_shown(knob, after)} to {_amount(knob, before)}, {rates}"
+    noise = ", which is within the noise" if details["rate_after"] > details["rate_before"] else ""
+    return f"loader: back from {_shown(knob, after)} to {_amount(knob, before)}, {rates}{noise}"
 
 
 def _more(seen: Look, setup: LoaderSetup, room: Room) -> Iterator[Change]:

@@ -44,6 +44,7 @@ _PIECE = 1024
 CLOSING_S = 5.0
 # Threads whose store does not respond end with the process.
 CLOSING_IN_OUTAGE_S = 0.5
+NEARLY_ALL = 0.75
 
 
 class _Place(NamedTuple):
@@ -137,7 +138,8 @@ class Reader:
             if index is None and not self._urgent:
                 # Everything that was announced is under way: announcing more takes more bytes.
                 return "lookahead_bytes" if self._in_flight else None
-            if len(self._in_flight) >= self._most_threads:
+            # Answers come in bursts: a moment later the next requests are under way.
+            if len(self._in_flight) >= NEARLY_ALL * self._most_threads:
                 return "requests"
             full = index is not None and self._held and self._held + self._size(index) > self._budget
             return "lookahead_bytes" if full else None

@@ -80,7 +80,7 @@ class Samples(Dataset[Any]):
             import cv2
 
             cv2.setNumThreads(mistakes.blur_threads)
-            cv2.GaussianBlur(self.picture, (31, 31), 5)
+            cv2.bilateralFilter(self.picture, 15, 50, 50)
         side = mistakes.sides[number // mistakes.batch % len(mistakes.sides)]
         return torch.ones(1, side, side), number % 2
 

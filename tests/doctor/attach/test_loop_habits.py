@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stoker.cli import main
+from stoker.doctor.attach.inside import ring
 from stoker.doctor.attach.inside.loop import Kept, Modes, Reads
 from stoker.doctor.attach.inside.session import Session
 from stoker.doctor.attach.loop_facts import validations_of
@@ -151,10 +152,14 @@ def test_a_validation_counts_when_it_has_ended_after_training() -> None:
 
 
 def test_what_was_seen_of_processes_survives_being_written(tmp_path: Path) -> None:
-    (tmp_path / f"steps-{os.getpid()}.ring").touch()
+    steps = ring.Ring(str(tmp_path / f"steps-{os.getpid()}.ring"), ring.STEP, 4)
     watch = ProcessWatch(tmp_path)
+    steps.append(*[0] * 11)
     watch.look()
+    watch._due_s = 0.0
+    watch.look()  # no batch since then: the loop may have ended
     (seen,) = watch.seen()
+    assert len(seen.points) == 1
     assert seen.points[0][1] > 1e6
     assert seen.own_points[0][1] > 1e6
     assert seen.threads_now[os.getpid()][0] > 0

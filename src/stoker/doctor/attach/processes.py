@@ -7,6 +7,7 @@ shared with its parent, and that become its own when it writes to them: Python d
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.clock.growth import Point, thinned
+from stoker.doctor.attach.inside import ring
 
 LOOK_S = 0.25
 RARELY = 200
@@ -62,15 +64,20 @@ class ProcessWatch:
         self._seen: dict[int, Seen] = {}
         self._due_s = self._own_due_s = self._began_s = time.monotonic()
         self._interval_s = LOOK_S
+        self._taken: dict[int, int] = {}
 
     def look(self) -> None:
-        """Looks, if it is time to."""
+        """Looks, if it is time to, and if the loop has taken a batch since the last look: what a process takes while it
+        ends says nothing about training."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return
+        self._due_s = now_s + self._interval_s
+        before, self._taken = self._taken, _batches_taken(self._folder)
+        if self._taken == before:
+            return
         for pid in _recorded(self._folder):
             self._look_at(pid, now_s - self._began_s)
-        self._due_s = now_s + self._interval_s
         if now_s >= self._own_due_s:
             for each in self._seen.values():
                 own = _sum_of(PROC / str(each.pid) / "smaps_rollup", OWN)
@@ -101,6 +108,16 @@ class ProcessWatch:
             each.points = shorter
             # A run of hours keeps a few dozen points too, further apart.
             self._interval_s = max(self._interval_s, (at_s - each.first_s) / len(shorter))
+
+
+def _batches_taken(folder: Path) -> dict[int, int]:
+    """By training process."""
+    found = {}
+    for path in folder.glob("steps-*.ring"):
+        with suppress(OSError, ValueError, struct.error), path.open("rb") as stream:
+            head = stream.read(ring.COUNT_AT + ring.COUNT.size)
+            (found[int(path.stem.split("-")[1])],) = ring.COUNT.unpack_from(head, ring.COUNT_AT)
+    return found
 
 
 def _recorded(folder: Path) -> set[int]:

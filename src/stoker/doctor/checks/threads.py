@@ -15,10 +15,11 @@ WORTH = 1.2
 FEWEST_STEPS = 20
 FAST = 0.05
 """Of the steps, the fastest: those in which all threads happened to run at once."""
-BESIDE = 0.2
+BESIDE = 0.25
 """Share of the workers' CPU time in threads beside their own, from which they are worth mentioning."""
-LEAST_CORES = 0.3
-"""Of all workers together: handing batches over takes a thread too, and so do our own looks."""
+LEAST_CORES = 0.1
+"""Of all workers together: handing batches over takes a thread too, and so do our own looks; in small steps they took
+0.04 cores."""
 CROWDED = 0.85
 """Of all cores in use: below it, threads of workers find idle cores."""
 

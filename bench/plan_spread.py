@@ -71,7 +71,7 @@ def main() -> int:
         root = given.data or Path(name)
         if given.data is None:
             write_photographs(root)
-        keys = [f"data_root={root}", f"index_dir={name}/index", "model=resnet18", "batch_size=32", "val_split=0.1"]
+        keys = [f"data_root={root}", f"index_dir={name}/index", "model=resnet18", "batch_size=32"]
         config, _ = fit_to_machine(load_config(None, keys).config, read_machine())
         job = _job(config)
         needs = trace_needs(job, step_of(job))
@@ -99,7 +99,7 @@ def main() -> int:
     }
     for name, spread in spreads.items():
         print(
-            f"{name:<12}{spread.median:8,.0f} images/s ({min(spread.values):,.0f} to {max(spread.values):,.0f}), "
+            f"{name:<12}{spread.median:8.3g} images/s ({min(spread.values):.3g} to {max(spread.values):.3g}), "
             f"largest difference {largest_difference(spread):.0%}, {share_within(spread, SPREAD):.0%} of pairs within "
             f"{SPREAD:.0%}"
         )

@@ -145,7 +145,7 @@ def test_workers_that_pack_say_through_the_command_that_they_wait(
 
     def refuse() -> None:
         s3_proxy.stop()
-        wait_until(lambda: outage.text() is not None)
+        wait_until(lambda: (now := outage.current()) is not None and now.since_s > 3)
         s3_proxy.start()
 
     # Of the samples, once a worker has reached the store.

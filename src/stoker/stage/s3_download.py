@@ -11,7 +11,6 @@ import errno
 import heapq
 import itertools
 import os
-import re
 import selectors
 import socket
 import ssl
@@ -26,10 +25,11 @@ from stoker.data.store import outage
 from stoker.data.store.copy_manifest import CopiedFile
 from stoker.data.store.local_copy import LocalCopy
 from stoker.data.store.object_store import Patience
-from stoker.data.store.stores import ReadFailure, StoreDown
+from stoker.data.store.stores import ReadFailure
 from stoker.stage.concurrency import Concurrency, RateLimit
 from stoker.stage.records import Events, SourceFile, Tick, jitter, writing
 from stoker.stage.s3_connection import BUFFER_BYTES, Connection, Fault, Large, Task
+from stoker.stage.s3_refusals import ERROR_BYTES, TOO_FAST, judge_refusal, unreachable
 from stoker.stage.s3_requests import LONGEST_HEAD_BYTES, BadResponse, Head, S3Place, Signer, agreed_checksum, parse_head
 
 BUFFERED_BYTES = 1 << 20
@@ -41,16 +41,6 @@ CHECKSUM_TRIES = 4
 """How often a large object is fetched whose bytes do not agree with the store's checksum."""
 _BAD_CHECKSUM = "the bytes do not agree with the store's checksum"
 _TICK_S = 0.25
-_ERROR_BYTES = 4096
-_STORE_CODES = {
-    "NoSuchBucket": ("bucket-missing", "check its name, and the endpoint in AWS_ENDPOINT_URL"),
-    "PermanentRedirect": ("wrong-region", "set AWS_REGION to the bucket's region"),
-    "AuthorizationHeaderMalformed": ("wrong-region", "set AWS_REGION to the bucket's region"),
-    **dict.fromkeys(
-        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "RequestTimeTooSkewed"),
-        ("credentials-refused", "renew the keys, then run the same command again: it continues"),
-    ),
-}
 
 
 class S3Download:
@@ -91,7 +81,7 @@ class S3Download:
             self._loop(files, tick)
         except OSError as error:
             if isinstance(error, socket.gaierror):
-                raise self._unreachable(f"{self._place.host}: {error.strerror}") from None
+                raise unreachable(self._place.host_header, f"{self._place.host}: {error.strerror}") from None
             raise
         finally:
             self._note_outage(ended=True)
@@ -311,7 +301,7 @@ class S3Download:
         body = connection.view[connection.body_at : connection.have]
         connection.used = True
         if head.status >= 300:
-            code, text = head.status, bytes(body[:_ERROR_BYTES])
+            code, text = head.status, bytes(body[:ERROR_BYTES])
             self._release(connection, head)
             self._refused(task, code, text)
             return
@@ -381,22 +371,13 @@ class S3Download:
         connection.socket.close()
 
     def _refused(self, task: Task, status: int, body: bytes) -> None:
-        found = re.search(rb"<Code>(\w+)</Code>", body)
-        code = found[1].decode() if found else ""
-        if code in _STORE_CODES:
-            name, hint = _STORE_CODES[code]
-            raise StoreDown(name, f"the store refuses to be read: {code}", why="no other object can be read", hint=hint)
-        if status in (429, 503):
+        judged = judge_refusal(task.file.path, status, body)
+        if status in TOO_FAST:
             self._concurrency.slow_down()
-            self._again(task, Fault(f"status {status} {code}".strip()))
-        elif status in (408, 500, 502, 504):
-            self._again(task, Fault(f"status {status} {code}".strip()))
+        if isinstance(judged, Fault):
+            self._again(task, judged)
         else:
-            reasons = {404: "missing", 403: "permission", 401: "permission", 412: "changed", 416: "changed"}
-            detail = (
-                "it was replaced after it was listed" if status in (412, 416) else f"status {status} {code}".strip()
-            )
-            self._give_up(task, ReadFailure(task.file.path, reasons.get(status, "unreadable"), detail))
+            self._give_up(task, judged)
 
     def _fault(self, connection: Connection, error: Exception) -> None:
         task, used = connection.task, connection.used
@@ -414,7 +395,7 @@ class S3Download:
         task.first_fault = task.first_fault or now
         reason = str(error) or type(error).__name__
         if now - self._last_success > self._patience.retry_s:
-            raise self._unreachable(reason)
+            raise unreachable(self._place.host_header, reason)
         # As long as nothing else arrives either, it is the store's fault; afterwards an object has all its time again.
         failing_s = now - max(task.first_fault, self._back)
         if self._last_success > task.first_fault and failing_s > min(self._patience.object_s, self._patience.retry_s):
@@ -446,14 +427,6 @@ class S3Download:
             limit = self._patience.stall_s if connection.connected else self._patience.connect_s
             if now - connection.heard > limit:
                 self._fault(connection, Fault(f"nothing arrived for {limit:.0f} s"))
-
-    def _unreachable(self, reason: str) -> StoreDown:
-        return StoreDown(
-            "store-unreachable",
-            f"{self._place.host_header} does not respond ({reason})",
-            why="nothing can be copied until it does; what was copied stays",
-            hint="check the network, then run the same command again: it continues",
-        )
 
 
 def _finish(large: Large) -> CopiedFile:

@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 UV     ?= $(BIN)/uv
-# The suite is CPU-bound: more test processes than cores would not help.
+# The suite is CPU-bound: more test processes than cores would not help. By `worksteal`, tests of one file mostly run in
+# one process, so that what they share is set up once.
 JOBS   ?= 2
 CHROMIUM ?= yes
 
@@ -35,7 +36,7 @@ check: setup  ## lint, formatting, types, import direction
 	@$(BIN)/pytest tests/test_direction.py -q
 
 test: setup browser  ## run the test suite; CHROMIUM=no skips installing Chromium
-	@$(BIN)/pytest -n $(JOBS) $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 attack: setup  ## kill, pre-empt and damage runs, and print what survived; ARGS='--kills 500 --only kills'
 	@$(BIN)/python tools/attack.py $(ARGS)

@@ -46,7 +46,7 @@ def main() -> int:
 
     decoder: Any = load_decoder("simplejpeg")
     cv2.copyTo, decoder._decode, os.pread = timed(cv2.copyTo), timed(decoder._decode), timed(os.pread)
-    resizing._ANTIALIASED["bilinear"] = timed(resizing._ANTIALIASED["bilinear"])
+    resizing._antialiasing()["bilinear"] = timed(resizing._antialiasing()["bilinear"])
     shares, held_us = [], []
     for epoch in range(arguments.rounds + 1):
         released[0], start, images = 0.0, time.thread_time(), 0

@@ -11,7 +11,7 @@ PROJECT = Path(__file__).parents[1]
 WITHOUT_DATA = (
     "startup", "index", "augment", "checkpoint", "loop", "clock_cost", "attach_overhead", "what_if", "verdicts", "vram",
     "roofline", "volume_reading", "volume_augment", "document_pipeline", "volume_prediction", "volume_s3",
-    "stage", "stage_faults", "tune",
+    "stage", "stage_faults", "auto_loader", "tune",
 )  # fmt: skip
 WITH_DATA = (
     "decode", "resize", "interpreter_lock", "loaders", "memory", "object_store", "stage_overlap", "paced", "priority",

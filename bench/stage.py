@@ -184,7 +184,8 @@ def slow_proxy(server: S3Server) -> Iterator[str]:
 
 def discard() -> None:
     """Fetches the objects as `stoker stage` does, and throws them away."""
-    from stoker.data.store.local_copy import CopiedFile, LocalCopy
+    from stoker.data.store.copy_manifest import CopiedFile
+    from stoker.data.store.local_copy import LocalCopy
     from stoker.stage.concurrency import Concurrency, RateLimit
     from stoker.stage.records import SourceFile
     from stoker.stage.s3_download import S3Download

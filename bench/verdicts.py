@@ -25,7 +25,7 @@ from PIL import Image
 from bench.peers.environments import python_of
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
-from bench.verdict_cases.cases import CASES, HABITS, Case, Script
+from bench.verdict_cases.cases import CASES, HABITS, LOOP, Case, Script
 from stoker.data.volumes.scrolls import write_scrolls
 
 FOLDER = Path(__file__).parent / "verdict_cases"
@@ -34,6 +34,7 @@ ENVIRONMENTS: dict[Script, str] = {"transformers": "huggingface", "accelerate": 
 RIGHT = 0.95
 TRIES = 3
 DISTURBED = "cores-are-taken"
+NOTHING = "nothing in the loop"
 PICTURES, SIDE, HUGE_SIDE = 1600, 700, 9000
 VOLUMES, VOLUME_SIDE, VOLUME_STEPS, PATCH = 12, 96, 30, ("24", "40", "40")
 CGROUP = Path("/sys/fs/cgroup/cpu")
@@ -109,7 +110,7 @@ def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
             script = [sys.executable, str(FOLDER.parent / "document_replica.py"), *arguments]
             command = [sys.executable, "-m", "stoker", "doctor", "--json", "--", *script]
         else:
-            faults = case.faults | {"seconds": seconds} | ({"url": url} if url else {})
+            faults = case.faults | {"seconds": case.seconds or seconds} | ({"url": url} if url else {})
             if faults.get("jpeg"):
                 faults["jpeg"] = str(folder / "large.jpg")
             python = python_of(ENVIRONMENTS.get(case.script, case.script))
@@ -129,8 +130,24 @@ def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
 
 def is_right(case: Case, document: dict[str, Any]) -> bool:
     found = {finding["id"] for finding in document["findings"]}
+    if case.loop is not None:
+        return found & set(LOOP) == set(case.loop)
     as_listed = case.habits is None or found & set(HABITS) == set(case.habits)
     return document.get("verdict") in case.verdicts and (case.finding is None or case.finding in found) and as_listed
+
+
+def truth_of(case: Case) -> str:
+    """What must be said: the verdict, or what the loop does."""
+    return case.verdicts[0] if case.loop is None else " + ".join(case.loop) or NOTHING
+
+
+def said_in(case: Case, document: dict[str, Any]) -> str:
+    """What was said, in the same words."""
+    if case.loop is not None:
+        found = {finding["id"] for finding in document["findings"]}
+        return " + ".join(name for name in LOOP if name in found) or NOTHING
+    verdict: str = document["verdict"]
+    return "storage-bound" if verdict.startswith("storage-bound") else verdict
 
 
 def confusion(rows: list[dict[str, Any]]) -> str:
@@ -153,6 +170,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="only cases whose name contains this")
     parser.add_argument("--held-out", action="store_true", help="only the cases that no threshold was tuned on")
+    parser.add_argument("--tuned", action="store_true", help="only the others")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for idle cores before each run")
     parser.add_argument("--nice", type=int, default=0, help="nice level; negative on a busy machine (needs root)")
@@ -160,29 +178,31 @@ def main() -> int:
     arguments = parser.parse_args()
     cases = [case for case in CASES if arguments.only is None or arguments.only in case.name]
     cases = [case for case in cases if case.held_out or not arguments.held_out]
+    cases = [case for case in cases if not (case.held_out and arguments.tuned)]
     installed = {script for script in {case.script for case in cases} if python_of(ENVIRONMENTS.get(script, script))}
     cases = [case for case in cases if case.script in installed]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="stoker-verdicts-") as name:
         folder = Path(name)
-        write_pictures(folder)
+        if any(case.script != "loop" for case in cases):
+            write_pictures(folder)
         if any(case.script == "volumes" for case in cases):
             write_scrolls(folder / "volumes", volumes=VOLUMES, shape=(VOLUME_SIDE,) * 3, tests=0)
         for case in cases:
             tries = 1
             wait_for_quiet(arguments.patience)
             document = run(case, folder, arguments.seconds, arguments.nice)
-            while document["verdict"] == DISTURBED and tries < TRIES:
+            while document["verdict"] == DISTURBED and case.loop is None and tries < TRIES:
                 tries += 1
                 wait_for_quiet(arguments.patience)
                 document = run(case, folder, arguments.seconds, arguments.nice)
             right = is_right(case, document)
-            said = "storage-bound" if document["verdict"].startswith("storage-bound") else document["verdict"]
-            rows.append({"case": case.name, "truth": case.verdicts[0], "verdict": said, "right": right, "tries": tries,
+            said = said_in(case, document)
+            rows.append({"case": case.name, "truth": truth_of(case), "verdict": said, "right": right, "tries": tries,
                          "held_out": case.held_out,
                          "wait_share": document["wait_share"],
                          "findings": [finding["id"] for finding in document["findings"]]})  # fmt: skip
-            sys.stderr.write(f"{'right' if right else 'WRONG'}  {case.name}: {document['verdict']}")
+            sys.stderr.write(f"{'right' if right else 'WRONG'}  {case.name}: {said}")
             sys.stderr.write("\n" if right else f"; {json.dumps(document)[:900]}\n")
     share, held_out = _right(rows), [row for row in rows if row["held_out"]]
     print(confusion(rows))

@@ -84,6 +84,7 @@ class _Maker:
 
     class reader:  # noqa: N801
         mean_bytes = 1e6
+        requests = 1
 
         @staticmethod
         def forget() -> None: ...

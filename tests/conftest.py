@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ready_process import ReadyProcess, ready_process
 from tests.support.waiting import DEADLINE_S
 
 PROJECT = Path(__file__).parents[1]
@@ -35,24 +36,45 @@ class Ended:
 Run = Callable[..., Ended]
 
 
-@pytest.fixture
-def stoker(tmp_path: Path) -> Run:
-    """Runs `stoker` in a separate process, in an empty folder, without the user's environment."""
+@pytest.fixture(scope="session")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadyProcess]:
+    """Starts processes that do not pay for imports; one server per pytest worker."""
+    with ready_process(tmp_path_factory.mktemp("ready")) as process:
+        yield process
 
-    def run(*arguments: str | Path, cwd: Path | None = None, timeout: float = DEADLINE_S, **variables: str) -> Ended:
-        home = tmp_path / "home"
-        home.mkdir(exist_ok=True)
-        environment = (
-            os.environ | {"HOME": str(home), "XDG_STATE_HOME": str(home / "state"), "COLUMNS": "100"} | variables
-        )
-        environment.pop("XDG_CACHE_HOME", None)
+
+@pytest.fixture
+def stoker(tmp_path: Path, ready: ReadyProcess) -> Run:
+    """Runs `stoker` in a separate process, in an empty folder, without the user's environment. Its imports are done
+    already, which saves six seconds; where they matter, use `new_stoker`."""
+
+    def run(*arguments: str | Path, cwd: Path | None = None, **variables: str) -> Ended:
+        started = ready.run(*arguments, cwd=cwd or tmp_path, pinned=False, **_home_in(tmp_path) | variables)
+        assert started.code is not None
+        return Ended(started.code, started.out, started.err)
+
+    return run
+
+
+@pytest.fixture
+def new_stoker(tmp_path: Path) -> Run:
+    """Like `stoker`, but in a new interpreter."""
+
+    def run(*arguments: str | Path, cwd: Path | None = None, **variables: str) -> Ended:
         done = subprocess.run(
             [sys.executable, "-m", "stoker", *map(str, arguments)],
-            cwd=cwd or tmp_path, env=environment, capture_output=True, text=True, timeout=timeout,
+            cwd=cwd or tmp_path, env=os.environ | _home_in(tmp_path) | variables, capture_output=True, text=True,
+            timeout=DEADLINE_S,
         )  # fmt: skip
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+def _home_in(folder: Path) -> dict[str, str]:
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    return {"HOME": str(home), "XDG_STATE_HOME": str(home / "state"), "COLUMNS": "100"}
 
 
 @pytest.fixture

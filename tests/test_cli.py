@@ -59,14 +59,14 @@ def test_every_commands_help_is_light_and_has_an_example(name: str, stoker: Run)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
-def test_help_is_the_first_thing(stoker: Run, arguments: list[str]) -> None:
-    ended = stoker(*arguments)
+def test_help_is_the_first_thing(new_stoker: Run, arguments: list[str]) -> None:
+    ended = new_stoker(*arguments)
     assert ended.code == 0
     assert ended.out.startswith("Usage: stoker COMMAND")
 
 
-def test_version(stoker: Run) -> None:
-    assert stoker("--version").out == f"stoker {__version__}\n"
+def test_version(new_stoker: Run) -> None:
+    assert new_stoker("--version").out == f"stoker {__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Attacks stoker as disks, kernels, schedulers and clumsy people do, and prints what survived; `make attack` runs it.
 
-    python tools/attack.py                       all parts, in about eight minutes on two cores
+    python tools/attack.py                       all parts
     python tools/attack.py --kills 500 --seed 7  more kill points; a seed repeats a run
     python tools/attack.py --only files          one part
 
@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,12 +38,16 @@ from tests.support.damaged_runs import (  # noqa: E402 - the project's folder is
     whole_run,
 )
 from tests.support.kill_points import VARIABLE, a_point  # noqa: E402
+from tests.support.proxy import Proxy  # noqa: E402
 from tests.support.ready_process import ReadyProcess, Started, ready_process  # noqa: E402
+from tests.support.s3_server import S3Server, running_s3_server  # noqa: E402
+from tests.support.staging import files_of, kill_at_random_moments, start_staging, write_tree  # noqa: E402
 from tests.support.tiny_training import assert_same_end, steps_done, write_config, write_images  # noqa: E402
 
 MOST_BYTES = 300_000_000
 """Memory that reading any file may take beside what Python and the libraries take."""
 HANG_S = 60
+OUTAGES = ("refuse", "reset", "stall", "kill")
 INSTALL = "tests.support.kill_points:install"
 KEYS = {"epochs": 2, "batch_size": 8, "checkpoint_every_steps": 2, "ema_decay": 0.9, "drop_path": 0.2, "save_top_k": 1}
 
@@ -164,6 +169,58 @@ def attack_notices(attack: Attack, count: int) -> Outcome:
     return outcome
 
 
+def attack_outages(attack: Attack, count: int) -> Outcome:
+    """A store that refuses, resets, stalls, or is killed and started again, during steps and validation; every other
+    time with a notice in the middle: exit code 143 or 130, a save, and in the end the same bits."""
+    outcome, slowest_s = Outcome(), 0.0
+    images = write_images(attack.folder / "large", side=256)  # more than is read ahead
+    keys: dict[str, object] = {"num_workers": 2, "lookahead": "1MB", "prefetch_factor": 1}
+    whole = attack.config("whole-outages", **keys, data_root=str(images))
+    assert attack.ready.run("train", whole, cwd=whole.parent).code == 0
+    with running_s3_server() as server:
+        url, proxy = server.put_folder(images, "tiny"), Proxy(server.port, latency=0.1).start()
+        variables = server.environment(proxy.endpoint)
+        for number in range(count):
+            # The kinds, moments and engines in turn, so that no seed leaves one out.
+            kind = OUTAGES[number % len(OUTAGES)]
+            loader, step = ("thread", "process")[number // 2 % 2], (2, 6)[number // 3 % 2]
+            sent = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[number // 2 % 3] if number % 2 else None
+            config = attack.config(f"outage-{number}", **keys, data_root=url, loader=loader)
+            run = attack.ready.start("train", config, cwd=config.parent, **variables)
+            run.wait_for(lambda place=config.parent, step=step: steps_done(place / "runs" / "tiny") >= step)  # type: ignore[misc]
+            with broken_down(kind, proxy, server):
+                time.sleep(1.5 + attack.rng.random() * 5)
+                if sent is not None:
+                    run.send(sent)
+                    began_s = time.monotonic()
+                    run.wait()
+                    slowest_s = max(slowest_s, time.monotonic() - began_s)
+            outcome.tried += 1
+            what = f"{kind}, {loader}, step {step}, {sent.name if sent else 'no notice'}"
+            if run.wait() != (0 if sent is None else 130 if sent == signal.SIGINT else 143):
+                outcome.lost.append(f"{what}: exit code {run.code}: {run.err[-300:]}")
+            last = run if sent is None else attack.ready.run("train", config, cwd=config.parent, **variables)
+            _judge(outcome, last, config, whole, what)
+            shutil.rmtree(config.parent)
+        proxy.stop()
+    outcome.note = f"left after {slowest_s:.1f} s at most" if slowest_s else ""
+    return outcome
+
+
+def attack_staging(attack: Attack, count: int) -> Outcome:
+    """SIGKILL of `stage` at random moments: whatever its manifest lists is whole, and it can be completed."""
+    contents = write_tree(attack.folder / "source", files=400)
+    source, target = str(attack.folder / "source"), attack.folder / "target"
+    outcome = Outcome()
+    try:
+        outcome.tried = kill_at_random_moments(source, target, contents, count, seed=attack.rng.randrange(1 << 30))
+        assert start_staging(source, target).wait() == 0, "the last one could not be completed"
+        assert files_of(target) == contents, "files differ"
+    except AssertionError as error:
+        outcome.lost.append(f"stage: {str(error)[:300]}")
+    return outcome
+
+
 def attack_files(attack: Attack, count: int) -> Outcome:
     """Damaged, odd and hostile files of a run, read by everything that reads them: no bug, no hang, little memory."""
     outcome = Outcome()
@@ -212,6 +269,8 @@ PARTS = {
     "processes": Part(attack_process_loader, 12),
     "workers": Part(attack_workers, 4),
     "notices": Part(attack_notices, 9),
+    "outages": Part(attack_outages, 12),
+    "staging": Part(attack_staging, 6),
     "files": Part(attack_files, 1000),
 }
 
@@ -296,6 +355,24 @@ def _loader_processes(pid: int) -> list[int]:
             if grandparent == pid:
                 found.append(int(entry.name))
     return found
+
+
+@contextmanager
+def broken_down(kind: str, proxy: Proxy, server: S3Server) -> Iterator[None]:
+    """An outage inside the block."""
+    if kind in ("reset", "stall"):
+        proxy.outage = "reset" if kind == "reset" else "stall"
+    elif kind == "refuse":
+        proxy.stop()
+    else:
+        server.stop()
+    yield
+    if kind == "refuse":
+        proxy.start()
+    elif kind == "kill":
+        server._start()
+        proxy.upstream_port = server.port
+    proxy.outage = None
 
 
 def _hang(*_: object) -> None:

@@ -18,12 +18,17 @@ LOCK = ("workers-take-turns", "waits-elsewhere")
 """The second verdict lists a lock among several causes that cannot be distinguished."""
 
 
-Script = Literal["torch", "lightning", "transformers", "accelerate", "own", "volumes"]
+Script = Literal["torch", "lightning", "transformers", "accelerate", "own", "volumes", "loop"]
 OUTSIDE = ("cpus", "quota", "shm_mb", "server", "finding", "held_out")
 
 NEEDLESS = "whole-volume-preprocessing"
 HABITS = ("whole-volume-preprocessing", "cache-cannot-hit", "shapes-change", "scaler-without-autocast", "costly-line")
 """What a script may do, whatever the verdict: a case lists those that it does, and all others must not be reported."""
+LOOP = (
+    "memory-grows", "threads-wait-for-each-other", "workers-start-threads", "values-read-every-step",
+    "model-in-eval-mode", "loader-made-anew", "long-validation", "cudnn-benchmark-with-changing-shapes",
+)  # fmt: skip
+"""The same for what a loop does besides its data pipeline; these cases are judged by this list alone."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class Case:
     """A finding that must be reported, whatever the verdict."""
     habits: tuple[str, ...] | None = None
     """Of HABITS, exactly those that must be reported; None: not judged."""
+    loop: tuple[str, ...] | None = None
+    """Of LOOP, exactly those that must be reported, whatever the verdict; None: not judged."""
+    seconds: float | None = None
+    """How long the script trains, where growth needs longer than other faults."""
     held_out: bool = False
 
 
@@ -228,7 +237,56 @@ def _held_out() -> list[Case]:
     ]  # fmt: skip
 
 
+def _loop(held_out: bool) -> list[Case]:
+    """Mistakes in a training loop (loop_script.py), each beside a twin that does the same as it should be done."""
+
+    def case(name: str, *found: str, **mistakes: Any) -> Case:
+        outside = {key: mistakes.pop(key) for key in ("seconds",) if key in mistakes}
+        return Case(f"loop: {name}", "loop", (), mistakes, loop=found, held_out=held_out, **outside)
+
+    memory, threads, anew, validation = "memory-grows", "threads-wait-for-each-other", "loader-made-anew", LOOP[6]
+    reads, evaluates, benchmark, beside = LOOP[3], LOOP[4], LOOP[7], "workers-start-threads"
+    small: dict[str, Any] = {"layers": 8, "step_ms": 0.0, "seconds": 8.0}
+    blurs: dict[str, Any] = {"blur": 1000, "batch": 2, "step_ms": 5.0}
+    if held_out:
+        return [
+            case("a list of the module grows, 3 workers", memory, keep_kb=64, keep_in="module", workers=3, seconds=9.0),
+            case("a sum of losses keeps their graphs", memory, keep_kb=400, keep_in="total", workers=1, seconds=9.0),
+            case("a cache of a small data set, 1 worker", keep_kb=32, keep_in="dict", samples=6000, workers=1,
+                 seconds=9.0),
+            case("4 threads beside 2 rivals", threads, threads=4, rivals=2, **small),
+            case("tolist() in every step", reads, read="tolist"),
+            case("float() every 25 steps", read="float", read_every=25),
+            case("train(False)", evaluates, eval_by="train(False)"),
+            case("a new loader every epoch, 1 worker", anew, anew=True, samples=200, workers=1, start_ms=150),
+            case("validation waits for its data", validation, samples=240, validate=12, validate_sleep_ms=8),
+            case("benchmark, two shapes", benchmark, benchmark=True, sides=(8, 12)),
+        ]  # fmt: skip
+    return [
+        case("a list in the data set grows", memory, keep_kb=64, seconds=9.0),
+        case("a list in the data set is replaced", keep_kb=64, keep_in="few", seconds=9.0),
+        case("losses are kept with their graphs", memory, keep_kb=400, keep_in="losses", workers=0, seconds=9.0),
+        case("losses are kept detached", keep_kb=400, keep_in="detached", workers=0, seconds=9.0),
+        case("a cache of more than fits", memory, keep_kb=64, keep_in="dict", samples=1_000_000, seconds=9.0),
+        case("a cache of a small data set", keep_kb=64, keep_in="dict", samples=4000, seconds=9.0),
+        case("2 threads beside 2 rivals", threads, threads=2, rivals=2, **small),
+        case("1 thread beside 2 rivals", threads=1, rivals=2, **small),
+        case("OpenCV's threads in the workers", beside, blur_threads=2, **blurs),
+        case("OpenCV without threads in the workers", blur_threads=0, **blurs),
+        case("item() in every step", reads, read="item"),
+        case("item() every 50 steps", read="item", read_every=50),
+        case("eval mode", evaluates, eval_by="eval"),
+        case("a frozen first layer in eval mode", eval_by="first layer"),
+        case("a new loader every epoch", anew, anew=True, samples=240, start_ms=100),
+        case("workers that stay", samples=240, start_ms=100),
+        case("validation as long as training", validation, samples=160, validate=20, validate_sleep_ms=2),
+        case("a short validation", samples=800, validate=2, validate_sleep_ms=1),
+        case("benchmark, shapes that change", benchmark, benchmark=True, sides=(8, 9, 10, 12)),
+        case("benchmark, one shape", benchmark=True),
+    ]  # fmt: skip
+
+
 CASES: tuple[Case, ...] = (
     *_foreign("torch"), *_foreign("lightning"), *_own(), *_volumes(held_out=False), *_held_out(),
-    *_volumes(held_out=True),
+    *_volumes(held_out=True), *_loop(held_out=False), *_loop(held_out=True),
 )  # fmt: skip

@@ -63,13 +63,19 @@ def test_a_script_keeps_its_arguments_its_output_and_its_exit_code(stoker: Run, 
     assert "failed: wait_share is" in ended.err
 
 
-def test_json_of_a_script_is_one_document(stoker: Run, script: Path) -> None:
-    ended = stoker("doctor", "--json", "--", sys.executable, script)
+def test_json_of_a_script_is_one_document_and_its_page_is_written_where_requested(
+    stoker: Run, script: Path, tmp_path: Path
+) -> None:
+    ended = stoker("doctor", "--report", tmp_path / "page.html", "--json", "--", sys.executable, script)
     assert ended.code == 7
     assert ended.json["verdict"] == ended.json["findings"][0]["id"]
     assert ended.json["wait_share"] > 0.1
     assert ended.json["stages"]["other"]["blocked_s"] > 0.01 * 48
     assert "arguments []" in ended.err
+    assert ended.err.splitlines()[-1] == f"page: {tmp_path / 'page.html'}"
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "their_train.py" in page
 
 
 class _Late(BaseHTTPRequestHandler):
@@ -101,15 +107,6 @@ def test_a_script_that_reads_over_a_network_gets_the_speed_up_of_a_local_copy(st
     # The verdict depends on the machine: other tests may be using its cores.
     bound = [finding for finding in ended.json["findings"] if finding["id"].startswith("storage-bound")]
     assert all(finding["speedup"]["expected"] >= staging["speedup"]["expected"] for finding in bound)
-
-
-def test_a_page_about_a_script_is_written_where_requested(stoker: Run, script: Path, tmp_path: Path) -> None:
-    ended = stoker("doctor", "--report", tmp_path / "page.html", "--json", "--", sys.executable, script)
-    assert ended.code == 7
-    assert ended.err.splitlines()[-1] == f"page: {tmp_path / 'page.html'}"
-    page = (tmp_path / "page.html").read_text()
-    assert page.startswith("<!doctype html>")
-    assert "their_train.py" in page
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_script_runs(

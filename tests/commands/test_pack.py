@@ -15,6 +15,7 @@ import pytest
 import simplejpeg
 
 from tests.conftest import Run
+from tests.support.ready_process import ReadyProcess
 from tests.support.waiting import DEADLINE_S, is_running, wait_until
 
 ANEW = ("--shard-size", "300KB", "--quality", "90", "--workers", "2")
@@ -169,7 +170,7 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
         # Import what the command needs first: the new user may not be able to read our environment.
         "import os, sys\n"
         "import stoker.commands.pack, stoker.data.images.pack.packing\n"
-        "import stoker.data.images.opening, stoker.machine.host, stoker.config.fields, stoker.tasks.image_data\n"
+        "import stoker.data.images.opening, stoker.machine.host, stoker.config.fields, stoker.tasks.image_packing\n"
         "import stoker.console, stoker.console, stoker.console\n"
         "from stoker.cli import main\n"
         "if os.getuid() == 0:\n"
@@ -203,15 +204,15 @@ def test_a_failed_write_names_the_shard_and_leaves_no_partial_file(source: Path,
 def slow_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set that takes a few seconds to encode."""
     folder = tmp_path_factory.mktemp("slow") / "images"
-    make_split(folder, 40, side=900)
+    make_split(folder, 20, side=900)
     return folder
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(slow_source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    packed = tmp_path_factory.mktemp("whole") / "packed"
-    subprocess.run([sys.executable, "-m", "stoker", "pack", slow_source, packed, *ANEW], check=True)
-    return content(packed)
+def uninterrupted(slow_source: Path, ready: ReadyProcess, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("whole")
+    assert ready.run("pack", slow_source, "packed", *ANEW, cwd=folder).code == 0
+    return content(folder / "packed")
 
 
 def children_of(pid: int) -> list[int]:
@@ -225,28 +226,25 @@ def workers_of(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("how", [pytest.param("kill -9", marks=pytest.mark.release), "Ctrl-C", "kill -9 a worker"])
 def test_however_it_is_interrupted_the_same_command_finishes_it_with_the_same_bytes(
-    how: str, slow_source: Path, uninterrupted: dict[str, bytes], stoker: Run, tmp_path: Path
+    how: str, slow_source: Path, uninterrupted: dict[str, bytes], ready: ReadyProcess, stoker: Run, tmp_path: Path
 ) -> None:
     packed = tmp_path / "packed"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stoker", "pack", slow_source, packed, *ANEW],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    process = ready.start("pack", slow_source, packed, *ANEW, cwd=tmp_path)
     # After the first shard: by then some are finished and others half written.
     wait_until((packed / ".pack" / "shard-000000.json").exists)
     children = children_of(process.pid)
     assert len(workers_of(process.pid)) == 2
     if how == "kill -9":
-        process.kill()
+        process.send(signal.SIGKILL)
     elif how == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)  # a terminal signals every process of the group
     else:
         os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-    _, said = process.communicate(timeout=DEADLINE_S)
+    code, said = process.wait(), process.err
     wait_until(lambda: not any(map(is_running, children)))
 
     expected_code = {"kill -9": -9, "Ctrl-C": 130, "kill -9 a worker": 1}[how]
-    assert process.returncode == expected_code, said
+    assert code == expected_code, said
     assert "Traceback" not in said
     assert not (packed / "index.json").exists()
     if how in ("Ctrl-C", "kill -9 a worker"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from stoker.cli import main
 from stoker.config import load_config
-from tests.conftest import PROJECT, Run
+from tests.conftest import PROJECT, Ended, Run
 
 CONFIG = PROJECT / "configs" / "single_gpu_full.yaml"
 # A small network: its trace takes a second.
@@ -18,14 +17,26 @@ SMALL = ("model=resnet10t", "num_workers=4", "data_root=/absent/imagenet")
 MACHINE = ("--gpu", "a10g", "--cpus", "16", "--ram", "62GB")
 
 
-def plan(stoker: Run, *words: str) -> dict[str, Any]:
-    done = stoker("plan", str(CONFIG), *SMALL, "batch_size=32", *words, "--json")
-    document: dict[str, Any] = json.loads(done.out)
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process: what tracing imports takes longer than a trace of a small network."""
+
+    def plan(*words: str) -> Ended:
+        code = main(["plan", str(CONFIG), *SMALL, *words])
+        said = capsys.readouterr()
+        return Ended(code, said.out, said.err)
+
+    return plan
+
+
+def plan(run: Run, *words: str) -> dict[str, Any]:
+    document: dict[str, Any] = run("batch_size=32", *words, "--json").json
     return document
 
 
-def test_a_plan_is_one_document_with_everything_that_can_run_out(stoker: Run) -> None:
-    found = plan(stoker, *MACHINE, "--price", "1.21", "--storage", "gp3", "--disk", "500GB")
+def test_a_plan_is_one_document_with_everything_that_can_run_out(run: Run) -> None:
+    words = (*MACHINE, "--price", "1.21", "--storage", "gp3", "--disk", "500GB")
+    found = plan(run, *words)
     vram, ram, time = found["vram"], found["ram"], found["time"]
     assert sum(vram["parts"].values()) == vram["peak_bytes"] < vram["limit_bytes"]
     assert vram["fits"] is True
@@ -43,25 +54,27 @@ def test_a_plan_is_one_document_with_everything_that_can_run_out(stoker: Run) ->
     assert rates == sorted(rates)
     assert found["scaling"][3]["lr"] == pytest.approx(8 * found["lr"])
     assert {finding["id"] for finding in found["findings"]} >= {"storage-bound"}
+    # A cloud's CPUs are hyper-threads; four workers have a core each.
+    assert (found["cpus"], found["cores"]) == (16, 8)
+    assert any("16 vCPUs are the threads of 8 cores" in line for line in found["assumptions"])
+    assert 0 < time["torch_loader"]["images_per_second"] < time["rates"]["loader"]["images_per_second"]
     assert all(set(finding) >= {"id", "message", "fix", "speedup"} for finding in found["findings"])
-
-
-def test_a_plan_counts_the_steps_of_short_epochs(stoker: Run) -> None:
-    whole, short = plan(stoker, *MACHINE), plan(stoker, *MACHINE, "steps_per_epoch=100")
+    # Epochs that end before the data does.
+    short = plan(run, *words, "steps_per_epoch=100")
     assert short["steps_per_epoch"] == 100
     assert short["time"]["epoch_s"] == pytest.approx(100 * short["time"]["step_s"])
-    assert short["time"]["total_s"] < whole["time"]["total_s"]
+    assert short["time"]["total_s"] < time["total_s"]
 
 
-def test_a_config_that_does_not_fit_is_refused_with_settings_that_would(stoker: Run, tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_is_refused_with_settings_that_would(run: Run, tmp_path: Path) -> None:
     sheet = tmp_path / "tiny.yaml"
     sheet.write_text(
         "title: a small card\nvram_gib: 1.0\nmemory_gb_per_s: 100\npeak_tflops: {fp32: 5, fp16: 10}\n"
         "pcie_gb_per_s: 12\nsource: made up\n"
     )
     words = ("--gpu", str(sheet), "--cpus", "4", "--ram", "1GB", "batch_size=1024", "loader=process", "--shm", "64MB")
-    done = stoker("plan", str(CONFIG), *SMALL, *words, "--json")
-    found = json.loads(done.out)
+    done = run(*words, "--json")
+    found = done.json
     assert done.code == 1
     refusing = {finding["id"]: finding["fix"] for finding in found["findings"] if finding["refuses"]}
     assert set(refusing) == {"vram-exceeded", "ram-exceeded", "shm-exceeded"}
@@ -72,9 +85,12 @@ def test_a_config_that_does_not_fit_is_refused_with_settings_that_would(stoker: 
     assert batch <= largest
 
 
-def test_the_text_begins_with_the_verdict_and_shows_every_budget(stoker: Run) -> None:
-    done = stoker("plan", str(CONFIG), *SMALL, *MACHINE)
+def test_the_text_begins_with_the_verdict_and_shows_every_budget(run: Run) -> None:
+    done = run(*MACHINE, "--cores", "16")
     assert done.out.startswith("single_gpu_full.yaml: fits; ")
+    assert "for 1 x a10g, 16 cores, 62 GB of RAM" in done.out
+    assert "vCPU" not in done.out
+    assert "torch's DataLoader with PIL on the same cores: " in done.out
     for word in ("VRAM", "RAM", "/dev/shm", "largest batch that fits", "activations", "with more accelerators"):
         assert word in done.out
 
@@ -90,32 +106,31 @@ def test_the_text_begins_with_the_verdict_and_shows_every_budget(stoker: Run) ->
         (("task=segment3d", "patch_size=[8,8,8]"), "only task: classify uses it"),
     ],
 )
-def test_bad_input_gets_a_clear_error(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    # In this process: starting one takes ten times as long as the plan takes to refuse.
-    assert main(["plan", str(CONFIG), *SMALL, *words]) in (1, 2)
-    said = capsys.readouterr().err
-    assert told in said
-    assert "Traceback" not in said
+def test_bad_input_gets_a_clear_error(words: tuple[str, ...], told: str, run: Run) -> None:
+    done = run(*words)
+    assert done.code in (1, 2)
+    assert told in done.err
+    assert "Traceback" not in done.err
 
 
-def test_a_batch_larger_than_the_data_is_refused(stoker: Run) -> None:
-    done = stoker("plan", str(CONFIG), *SMALL, *MACHINE, "--samples", "20", "--json")
+def test_a_batch_larger_than_the_data_is_refused(run: Run) -> None:
+    done = run(*MACHINE, "--samples", "20", "--json")
     assert done.code == 1
-    assert "batch-larger-than-data" in {finding["id"] for finding in json.loads(done.out)["findings"]}
+    assert "batch-larger-than-data" in {finding["id"] for finding in done.json["findings"]}
 
 
-def test_without_options_the_plan_is_for_this_machine(stoker: Run) -> None:
-    found = plan(stoker)
+def test_without_options_the_plan_is_for_this_machine(run: Run) -> None:
+    found = plan(run)
     assert found["hardware"].endswith("(this machine)")
     assert found["ram"]["limit_bytes"] is not None
     if found["vram"] is None:  # no accelerator: the step uses host memory
         assert found["ram"]["parts"]["training step"] > 0
 
 
-def test_tiers_are_configs_that_load_and_grow(stoker: Run, tmp_path: Path) -> None:
+def test_tiers_are_configs_that_load_and_grow(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "budget.png"
     words = ("--write-tiers", str(tmp_path / "tiers"), "--plot", str(picture))
-    assert stoker("plan", str(CONFIG), *SMALL, *MACHINE, *words).code == 0
+    assert run(*MACHINE, *words).code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     loaded = [
         load_config(tmp_path / "tiers" / f"single_gpu_full_{tier}.yaml", []).config

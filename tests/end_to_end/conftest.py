@@ -1,4 +1,4 @@
-"""Trainings in this process, and processes that start without paying for imports; one server per pytest worker."""
+"""Trainings in this process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,10 @@ from stoker.tasks import training
 from stoker.tasks.dispatch import Task, task_for
 from stoker.train.loop import Run
 from stoker.train.step import Prepared
-from tests.support.ready_process import ReadyProcess, ready_process
 from tests.support.tiny_training import write_images
 
 Ledger = list[tuple[int, int, list[int], list[int]]]
 """Epoch, step, sample indices and keys of every batch that was trained on."""
-
-
-@pytest.fixture(scope="session")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadyProcess]:
-    with ready_process(tmp_path_factory.mktemp("ready")) as process:
-        yield process
 
 
 @pytest.fixture(scope="session")

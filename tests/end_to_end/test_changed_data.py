@@ -56,6 +56,25 @@ def test_renamed_added_and_removed_images_are_named_and_accepted_only_on_request
     train_until(config, data_root=str(moved))
 
 
+def test_images_that_were_made_again_are_noticed_and_a_copy_of_them_is_not(train_until: Train, tmp_path: Path) -> None:
+    data = write_images(tmp_path / "data")
+    config = write_config(tmp_path, data)
+    train_until(config, 2)
+    # The same bytes at another time, in another place.
+    copy = shutil.copytree(data, tmp_path / "copy", copy_function=shutil.copyfile)
+    train_until(config, 3, data_root=str(copy))
+    again = data / "train" / "class1" / "003.jpg"
+    before = again.read_bytes()
+    again.write_bytes(before[:-40] + bytes(byte ^ 1 for byte in before[-40:-2]) + before[-2:])  # as long as it was
+    with pytest.raises(UserError) as caught:
+        train_until(config)
+    assert caught.value.name == "data-changed"
+    assert "train (48 samples): 1 of 48 that were read have other contents: class1/003.jpg" in caught.value.seen
+    assert caught.value.why == "the steps so far were trained on other images"
+    train_until(config, accept_data=True)
+    assert last_state(tmp_path / "runs" / "tiny")["progress"]["finished"]
+
+
 def test_a_relabelled_image_and_lost_names_are_noticed(train_until: Train, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data")
     config = write_config(tmp_path, data)

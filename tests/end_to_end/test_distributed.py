@@ -101,6 +101,7 @@ def test_two_ranks_equal_one_process_with_the_same_total_batch(
     assert_equal_within_rounding(tmp_path / "runs" / "tiny", alone)
 
 
+@pytest.mark.release  # ranks with the variables that torchrun sets are above
 def test_torchrun_starts_the_same_program(tmp_path: Path, prime_images: Path, alone: Path) -> None:
     import subprocess
 

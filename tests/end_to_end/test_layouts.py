@@ -36,8 +36,7 @@ def test_after_our_commands_torchvision_timm_and_datasets_read_the_same_folder(
     before = tree(data)
     run(ready, tmp_path, "bench", "data", str(data), "--seconds", "0.2", "--workers", "1", "img_size=32")
     run(ready, tmp_path, "train", str(config))
-    run(ready, tmp_path, "plan", str(config), "--gpu", "a100-80")
-    run(ready, tmp_path, "doctor", str(config), "--seconds", "1", "--pace", "t4", "epochs=20")
+    run(ready, tmp_path, "doctor", str(config), "--seconds", "1", "--pace", "t4", "epochs=20")  # plans, too
     run(ready, tmp_path, "pack", str(data), str(tmp_path / "packed"), "--workers", "1")
     assert tree(data) == before
 
@@ -98,7 +97,6 @@ def test_training_from_parquet_files_is_the_training_from_class_folders_and_so_i
     run(ready, tmp_path, "pack", str(root), str(tmp_path / "packed"), "--workers", "1")
     run(ready, tmp_path, "train", str(config), f"data_root={tmp_path}/packed", "run_name=packed")
     assert without_times(metrics(tmp_path / "runs" / "packed")) == from_folders
-    run(ready, tmp_path, "plan", str(config), "--gpu", "a100-80")
 
 
 def test_training_from_a_list_is_the_training_from_class_folders(

@@ -113,7 +113,7 @@ def test_the_widely_copied_recipe_is_warned_about_on_four_gpus() -> None:
     assert "times that of torchvision's published recipe" in warning
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_compiled_model_trains(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
     data = tmp_path / "data"  # without validation, which would be compiled too
     (data / "train").parent.mkdir()

@@ -48,7 +48,7 @@ def run_script(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_documented_flags_train(tmp_path: Path, images: Path) -> None:
+def test_the_documented_flags_train(tmp_path: Path, images: Path, ready: ReadyProcess) -> None:
     config = write_config(tmp_path, images, batch_size=16, epochs=5)
     first = run_script(
         tmp_path, "--config", str(config), "--wandb_project", "tests", "--wandb_name", "one", "--epochs", "1",
@@ -59,13 +59,14 @@ def test_the_documented_flags_train(tmp_path: Path, images: Path) -> None:
     assert [line["step"] for line in metrics(run, "epoch")] == [3]
     assert (run / "wandb_id.txt").exists()
     assert list((run / "wandb").glob("offline-run-*"))
-    # A checkpoint resumes elsewhere, on two processes, without W&B.
-    second = run_script(
-        tmp_path, "run_name=two", "--config", str(config), "--resume", str(run / "checkpoints" / "last.ckpt"),
-        "--no_wandb", "--devices", "2", "--batch_size", "8", "--epochs", "1",
-    )  # fmt: skip
-    assert second.returncode == 0, second.stderr
-    assert "is finished: 3 steps" in second.stderr
+    # A checkpoint resumes elsewhere, without W&B.
+    flags = [
+        "run_name=two", "--config", str(config), "--resume", str(run / "checkpoints" / "last.ckpt"), "--no_wandb",
+        "--devices", "1", "--batch_size", "16", "--epochs", "1",
+    ]  # fmt: skip
+    second = ready.run(*arguments_for_stoker(flags), cwd=tmp_path)
+    assert second.code == 0, second.err
+    assert "is finished: 3 steps" in second.err
     assert not (tmp_path / "runs" / "two" / "wandb_id.txt").exists()
 
 

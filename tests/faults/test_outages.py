@@ -4,6 +4,7 @@ bits."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 from stoker.data.store import outage
 from stoker.data.store.object_store import ObjectStore, Patience
 from stoker.data.store.stores import StoreDown
+from tests.data.images.test_packing import pack
 from tests.data.test_loader import SAMPLES, ledger, loader_for, make_images
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server, running_s3_server
@@ -50,6 +52,13 @@ def break_down(proxy: Proxy, seconds: float) -> None:
     proxy.start()
 
 
+def said_so_far(capsys: pytest.CaptureFixture[str]) -> str:
+    """All of stderr: reading it takes it away, so it is written back."""
+    said = capsys.readouterr().err
+    sys.stderr.write(said)
+    return said
+
+
 class During:
     """Runs an outage beside the test, and notes what is said about it."""
 
@@ -77,8 +86,20 @@ class During:
                 self.said.append(text)
 
 
-def test_an_outage_longer_than_the_clients_retries_is_waited_for(
-    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path
+@pytest.fixture
+def telling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a command that has no progress line of its own; other tests may have trained in this process."""
+    monkeypatch.setattr(outage, "_is_told_elsewhere", False)
+    monkeypatch.setattr(outage, "_teller", None)
+    yield
+    outage.told_elsewhere()
+    if outage._teller is not None:
+        outage._teller.join(DEADLINE_S)
+
+
+@pytest.mark.usefixtures("telling")
+def test_an_outage_longer_than_the_clients_retries_is_waited_for_and_said(
+    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = ledger(loader_for(local, "batch_size=4"), epoch=1)
     loader = loader_for(url, "batch_size=4", f"index_dir={tmp_path}", "loader=thread", "lookahead=1MB", workers=2)  # type: ignore[arg-type]
@@ -89,10 +110,12 @@ def test_an_outage_longer_than_the_clients_retries_is_waited_for(
         assert ledger(loader, epoch=1) == expected
     assert any(text.startswith(f"waiting for {url}/train") and " since 4 s" in text for text in during.said)
     assert outage.current() is None
+    wait_until(lambda: "it responds again" in (said := said_so_far(capsys)) and f"waiting for {url}/train" in said)
 
 
+@pytest.mark.usefixtures("telling")
 def test_workers_that_first_reach_out_in_an_outage_wait_for_its_end(
-    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path
+    url: str, local: Path, s3_proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As at the first validation: its loader's workers start when it begins."""
     expected = ledger(loader_for(local, "batch_size=8"))
@@ -109,6 +132,28 @@ def test_workers_that_first_reach_out_in_an_outage_wait_for_its_end(
         time.sleep(0.2)
         assert ledger(later) == expected
     assert [text for text in during.said if text.startswith(f"waiting for {url}/train since")], during.said
+    # Workers wait, and the main process says so, once.
+    wait_until(lambda: "it responds again" in said_so_far(capsys))
+    assert said_so_far(capsys).count("since") == 2
+
+
+@pytest.mark.usefixtures("telling")
+def test_workers_that_pack_say_through_the_command_that_they_wait(
+    url: str, s3_proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STOKER_OUTAGES_FILE", raising=False)
+
+    def refuse() -> None:
+        s3_proxy.stop()
+        wait_until(lambda: outage.text() is not None)
+        s3_proxy.start()
+
+    # Of the samples, once a worker has reached the store.
+    s3_proxy.fault("GET .*jpg", "call", times=1, call=lambda: threading.Thread(target=refuse).start())
+    s3_proxy.latency = 0.1
+    result = pack(f"{url}/train", tmp_path / "packed", workers=1)
+    assert (result.samples, result.skipped) == (SAMPLES, 0)
+    wait_until(lambda: "it responds again" in said_so_far(capsys))
 
 
 def test_a_loader_that_is_closed_in_an_outage_does_not_wait_for_its_end(
@@ -193,3 +238,66 @@ def test_training_survives_20_s_without_its_store_and_ends_with_the_same_bits(
     proxy.stop()
     assert f"waiting for s3://{BUCKET}/tiny" in ended[1]
     assert_same_end(tmp_path / "runs" / "outage", tmp_path / "runs" / "reference")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images, and the run that was trained on them without an outage."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = write_config(folder, write_images(folder / "data", side=256))  # more than is read ahead
+    command = [sys.executable, "-m", "stoker", "train", str(config)]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=DEADLINE_S)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("engine", "notice", "code", "moment", "kind"),
+    [
+        ("thread", signal.SIGTERM, 143, "training", "stall"),
+        ("process", signal.SIGINT, 130, "validation", "refuse"),
+        pytest.param("process", signal.SIGUSR1, 143, "training", "stall", marks=pytest.mark.release),
+        pytest.param("thread", signal.SIGTERM, 143, "validation", "refuse", marks=pytest.mark.release),
+    ],
+)
+def test_a_notice_in_an_outage_saves_leaves_and_resumes_to_the_same_bits(
+    s3_server: S3Server,
+    undisturbed: Path,
+    tmp_path: Path,
+    engine: str,
+    notice: signal.Signals,
+    code: int,
+    moment: str,
+    kind: str,
+) -> None:
+    """A spot machine is gone after two minutes, or half a minute: no store is worth waiting for then."""
+    data = undisturbed / "data"
+    url = s3_server.put_folder(data, f"notice-{os.getpid()}-{engine}-{moment}")
+    proxy = Proxy(s3_server.port, latency=0.1).start()
+    environment = os.environ | s3_server.environment(proxy.endpoint) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    keys = {"loader": engine, "num_workers": 2, "lookahead": "1MB", "prefetch_factor": 1, "data_root": url}
+    config = write_config(tmp_path, data, **keys)
+    command = [sys.executable, "-m", "stoker", "train", str(config)]
+
+    run = tmp_path / "runs" / "tiny"
+    stopped = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: steps_done(run) >= (2 if moment == "training" else 6))
+    if kind == "stall":
+        proxy.outage = "stall"
+    else:
+        proxy.stop()
+    time.sleep(2)  # what was read ahead is used up
+    stopped.send_signal(notice)
+    began = time.monotonic()
+    _, said = stopped.communicate(timeout=DEADLINE_S)
+    took_s = time.monotonic() - began
+    assert stopped.returncode == code, said
+    assert ": saved at step" in said
+    assert took_s < Patience().retry_s / 4, f"it took {took_s:.0f} s to leave"
+    if kind == "stall":
+        proxy.outage = None
+    else:
+        proxy.start()
+    resumed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert resumed.returncode == 0, resumed.stderr
+    proxy.stop()
+    assert_same_end(run, undisturbed / "runs" / "tiny")

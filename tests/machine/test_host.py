@@ -14,6 +14,7 @@ from stoker.machine.host import (
     Machine,
     count_accelerators,
     fit_to_machine,
+    physical_cores,
     ranks_sharing_cores,
     read_machine,
     usable_cpus,
@@ -33,6 +34,16 @@ def test_a_cgroup_quota_counts(tmp_path: Path, quota: str, cpus: int | None) -> 
     (tmp_path / "cpu.max").write_text(quota + "\n")
     own = len(os.sched_getaffinity(0))
     assert usable_cpus(tmp_path) == (own if cpus is None else min(own, cpus))
+
+
+def test_threads_of_one_core_are_one_physical_core(tmp_path: Path) -> None:
+    for number, siblings in enumerate(("0,4", "1,5", "2,6", "3,7", "0,4", "1,5", "2,6", "3,7")):
+        folder = tmp_path / f"cpu{number}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    for allowed, cpus, cores in ((range(8), 8, 4), ((0, 4, 1), 3, 2), (range(8), 3, 3), (range(4), 4, 4)):
+        assert physical_cores(cpus, allowed, tmp_path) == cores
+    assert physical_cores(8, range(8), tmp_path / "absent") is None
 
 
 def test_a_cgroup_memory_limit_counts(tmp_path: Path) -> None:
@@ -108,9 +119,10 @@ def test_a_launcher_says_how_many_ranks_share_the_cores(environment: dict[str, s
 
 
 def test_unknown_values_change_only_the_number_of_devices() -> None:
+    # A fixed number of workers is never adjusted.
     config = load_config(None, ["precision=16-mixed", "num_workers=3"]).config
     fitted, notes = fit_to_machine(config, Machine(cpus=2, accelerators=None))
-    assert (dict(fitted), notes) == (dict(config) | {"devices": 1}, [])
+    assert (dict(fitted), notes) == (dict(config) | {"devices": 1, "adjust_loader": False}, [])
 
 
 def test_without_an_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from dataclasses import replace
+
 import pytest
 
 from stoker.errors import UsageError
 from stoker.plan.break_even import Room
 from stoker.plan.budget import check_counts
 from stoker.plan.records import Rate, TimeBudget
-from stoker.plan.timing import loader_rate, read_storage, time_budget, time_findings
+from stoker.plan.timing import (
+    FASTER_THAN_TORCH,
+    FASTER_THAN_TORCH_RANGE,
+    cores_worth,
+    loader_rate,
+    read_storage,
+    time_budget,
+    time_findings,
+    torch_loader_rate,
+)
+from tests.conftest import PROJECT
 
 
 def budget(**rates: float) -> TimeBudget:
@@ -93,6 +107,32 @@ def test_workers_beyond_the_cores_gain_nothing() -> None:
     assert "measured here" in measured.source
 
 
+def test_a_second_thread_of_a_core_adds_less_than_a_core() -> None:
+    assert cores_worth(6, 8) == 6
+    assert 8 < cores_worth(16, 8) < 12
+    alone, shared = (loader_rate(14, 16, 2, 1, 224, None, cores=cores) for cores in (16, 8))
+    assert alone.images_per_second == pytest.approx(14 / cores_worth(14, 8) * shared.images_per_second)
+    assert alone.source.startswith("28 cores x")
+    assert shared.source.startswith("28 threads on 16 cores = 19.6 cores x")
+    # As long as every thread has a core of its own, it makes no difference.
+    assert loader_rate(8, 16, 1, 1, 224, None, cores=8).images_per_second == pytest.approx(
+        loader_rate(8, 16, 1, 1, 224, None, cores=16).images_per_second
+    )
+
+
+def test_what_torch_s_loader_would_reach_comes_from_the_published_ratio() -> None:
+    """The figure of docs/results.md, and its range, hold the ratio of results/loaders."""
+    ratios = json.loads((PROJECT / "results" / "loaders" / "result.json").read_text())["measured"]["ratios"]
+    of_torch = ratios["torch + PIL"]["stoker"]["rounds"] + ratios["torch + PIL"]["stoker threads"]["rounds"]
+    assert pytest.approx(statistics.median(of_torch), abs=0.1) == FASTER_THAN_TORCH
+    assert pytest.approx((min(of_torch), max(of_torch)), abs=0.06) == FASTER_THAN_TORCH_RANGE
+    theirs = torch_loader_rate(Rate(3200.0, "made up"))
+    assert theirs.images_per_second == pytest.approx(3200 / FASTER_THAN_TORCH)
+    assert "results/loaders" in theirs.source
+    time = budget(accelerator=1000.0, loader=2000.0)
+    assert replace(time, torch_loader=Rate(100.0, "made up")).images_per_second == 1000.0
+
+
 def test_storage_is_named_or_stated() -> None:
     assert read_storage("500MB/s").rate(100_000, 1).images_per_second == pytest.approx(5000)
     assert read_storage("fsx").rate(120_000, 8).images_per_second == pytest.approx(2000)
@@ -112,7 +152,14 @@ def test_unknown_storage_is_refused(word: str, name: str, told: str) -> None:
     assert told in caught.value.seen
 
 
-@pytest.mark.parametrize("counts", [(0, 1, 4), (1, 0, 4), (1, 1, 0), (-2, 1, 1)])
-def test_a_machine_without_anything_is_refused(counts: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("counts", [(0, 1, 4), (1, 0, 4), (1, 1, 0), (-2, 1, 1), (1, 1, 4, 0)])
+def test_a_machine_without_anything_is_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="leaves nothing"):
         check_counts(*counts)
+
+
+@pytest.mark.parametrize(("cpus", "cores", "name"), [(4, 8, "more-cores-than-cpus"), (None, 8, "cores-without-cpus")])
+def test_cores_are_those_of_the_cpus(cpus: int | None, cores: int, name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_counts(1, 1, cpus, cores)
+    assert (caught.value.name, caught.value.hint) == (name, "--cpus 8 --cores 8 if no two of them share a core")

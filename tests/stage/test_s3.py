@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import obstore
 import pytest
 
 from stoker.cli import main
+from stoker.data.store import outage
 from stoker.data.store.local_copy import LocalCopy
 from stoker.data.store.object_store import Patience
 from stoker.stage.checking import verify_copy
@@ -20,6 +22,7 @@ from stoker.stage.sources import open_source
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.staging import files_of
+from tests.support.waiting import wait_until
 
 HASTE = Patience(connect_s=2, stall_s=0.5, request_s=10, retry_s=20, max_retries=30)
 
@@ -114,19 +117,44 @@ def test_no_fault_of_the_network_makes_a_wrong_file_and_all_is_complete_after_ru
     assert not list(target.glob(".stage-*.tmp"))
 
 
+def test_an_outage_is_waited_for_and_said_and_no_file_is_given_up(
+    s3_proxy: Proxy, objects: dict[str, bytes], tmp_path: Path
+) -> None:
+    """With the patience that everybody has: a file is tried a few times a second, for longer than that."""
+    said: list[str] = []
+
+    def refuse() -> None:
+        s3_proxy.stop()
+        wait_until(lambda: outage.text() is not None)
+        said.append(outage.text() or "")
+        s3_proxy.start()
+
+    # When the first objects have arrived.
+    s3_proxy.fault("GET /bucket/stage/train/c3", "call", call=lambda: threading.Thread(target=refuse).start())
+    summary = stage(f"s3://{BUCKET}/stage", tmp_path / "copy", StageOptions())
+    assert summary.failures == []
+    assert files_of(tmp_path / "copy") == objects
+    assert said
+    assert said[0].startswith("waiting for 127.0.0.1:")
+    assert outage.current() is None
+
+
 def test_an_object_that_changes_while_it_is_copied_is_noticed(
     s3_proxy: Proxy, s3_server: S3Server, objects: dict[str, bytes], tmp_path: Path
 ) -> None:
     names = {"train/c0/i 004+ü.jpg": b"other bytes", "shards/large.tar": objects["shards/large.tar"][::-1]}
     patterns = {"train/c0/i 004+ü.jpg": "i%20004", "shards/large.tar": r"large.tar bytes=8388608"}
     for name, data in names.items():
+        # Each time it is asked for: on a busy machine, the first request may be given up before the object is replaced.
         s3_proxy.fault(
-            f"GET .*{patterns[name]}", "call", call=lambda name=name, data=data: s3_server.put(f"stage/{name}", data)
-        )
+            f"GET .*{patterns[name]}", "call", times=9,
+            call=lambda name=name, data=data: s3_server.put(f"stage/{name}", data),
+        )  # fmt: skip
     try:
         summary = stage(f"s3://{BUCKET}/stage", tmp_path / "copy")
         assert {path for path, reason in summary.failures if "changed" in reason} == set(names)
         assert not (tmp_path / "copy/shards/large.tar").exists()
+        s3_proxy.reset()
         again = stage(f"s3://{BUCKET}/stage", tmp_path / "copy")
         assert again.complete
         assert again.copied_files == 2

@@ -21,7 +21,7 @@ from tests.support.waiting import wait_until
 
 PROJECT = Path(__file__).parents[2]
 SERVER = """
-import ctypes, json, os, signal, sys
+import atexit, ctypes, json, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # no orphan of a test that was killed
 import stoker.cli, stoker.commands.train, stoker.tasks.training
 from importlib import import_module
@@ -31,9 +31,10 @@ def run(wish):
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(wish[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # One thread: two that wait for each other on cores that are busy are a hundred times slower.
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+    if wish["pinned"]:
+        # One thread: two that wait for each other on cores that are busy are a hundred times slower.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
     os.chdir(wish["cwd"])
     os.environ.clear()
     os.environ.update(wish["environment"])
@@ -56,6 +57,7 @@ for line in sys.stdin:
         code = 3
         try:
             code = run(wish)
+            atexit._run_exitfuncs()
         except BaseException:
             import traceback
             traceback.print_exc()
@@ -120,8 +122,11 @@ class ReadyProcess:
         assert self._server.stdout is not None
         assert self._server.stdout.readline() == "ready\n"
 
-    def start(self, *arguments: str | Path, cwd: Path, before: str = "", **variables: str) -> Started:
-        """Starts `stoker` with these arguments; `before` names a function (module:name) to be called in it first."""
+    def start(
+        self, *arguments: str | Path, cwd: Path, before: str = "", pinned: bool = True, **variables: str
+    ) -> Started:
+        """Starts `stoker` with these arguments, on one core or on all; `before` names a function (module:name) to be
+        called in it first."""
         self._count += 1
         out, err = (self._folder / f"{self._count}.{kind}" for kind in ("out", "err"))
         home = self._folder / "home"
@@ -129,7 +134,7 @@ class ReadyProcess:
         environment = os.environ | {"HOME": str(home), "COLUMNS": "100", "PYTHONUNBUFFERED": "1"} | variables
         wish = {
             "arguments": [str(word) for word in arguments], "cwd": str(cwd), "out": str(out), "err": str(err),
-            "environment": environment, "before": before,
+            "environment": environment, "before": before, "pinned": pinned,
         }  # fmt: skip
         started = Started(self._ask(wish), out, err, self._ask)
         self._started.append(started)

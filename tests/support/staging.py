@@ -42,9 +42,9 @@ def start_staging(source: str | Path, target: Path, *options: str) -> subprocess
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def kill_at_random_moments(source: str, target: Path, contents: dict[str, bytes], kills: int) -> int:
+def kill_at_random_moments(source: str, target: Path, contents: dict[str, bytes], kills: int, *, seed: int = 0) -> int:
     """Kills a staging again and again; whatever the manifest lists must be whole. Returns how many died at work."""
-    rng, at_work = random.Random(0), 0
+    rng, at_work = random.Random(seed), 0
     for _ in range(kills):
         process = start_staging(source, target, "--limit-rate", "40MB/s")
         assert process.stderr is not None

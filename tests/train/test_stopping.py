@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 
+from stoker.data.store import outage
 from stoker.errors import Interrupted, Preempted
-from stoker.train.launch import StopRequest
+from stoker.train.launch import LeaveWait, StopRequest
 from tests.support.waiting import DEADLINE_S
 
 
@@ -37,6 +41,26 @@ def test_ctrl_c_saves_and_a_second_one_exits_at_once() -> None:
         assert ending.exit_code == 130
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_wait_for_data_that_does_not_end_is_left_after_a_notice() -> None:
+    def batches() -> Iterator[int]:
+        yield 1
+        threading.Event().wait(DEADLINE_S)
+
+    stop = StopRequest()
+    try:
+        with stop.listening():
+            waited = stop.unless_leaving(batches())
+            assert next(waited) == 1
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            began = time.monotonic()
+            with pytest.raises(LeaveWait):
+                next(waited)
+            assert time.monotonic() - began < DEADLINE_S / 4
+            assert stop.interrupted
+    finally:
+        outage._leaving.clear()
 
 
 def test_a_failed_save_is_not_reported_as_saved() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,13 @@ from stoker.machine.host import Machine
 from stoker.verify.nodes import CHECKS, RankFacts, judge_data, judge_speed, judge_sum, judge_versions, why_not_started
 from stoker.verify.running import all_checks, run_checks
 from tests.end_to_end.test_distributed import free_port
-from tests.support.ready_process import ReadyProcess, ready_process
+from tests.support.ready_process import ReadyProcess
 from tests.support.subjects import HERE, subject_of
 from tests.support.tiny_training import write_config, write_images
 
 # The checks of other topics are tested elsewhere, and take longer.
 OTHERS = [word for check in all_checks() if check.topic != "nodes" for word in ("--skip", check.name)]
 NAMES = [check.name for check in CHECKS]
-
-
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadyProcess]:
-    with ready_process(tmp_path_factory.mktemp("ready")) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

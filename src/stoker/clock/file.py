@@ -1,10 +1,11 @@
 """clock.jsonl: where the time of a run's steps and batches went, one line for each interval and epoch.
 
-The first line of every start says how the run is set up (`event: clock`). A line of kind `step` holds sums over the
-steps since the previous line, one of kind `epoch` those of the epoch's remaining steps, and validation:
-`elapsed_s` = `wait_s` + `transfer_s` + `compute_s` + `other_s`. Not included are `epoch_starts_s` (waits for the first
-batch of an epoch), `validation_s` and `saving_s`. `stages` are sums over all workers. `waits_s`, `steps_s` and
-`batches` (columns: the header's `batch_columns`) are the interval's newest single steps and batches.
+The first line of every start says how the run is set up (`event: clock`), and so does one after each change of the
+loader. A line of kind `step` holds sums over the steps since the previous line, one of kind `epoch` those of the
+epoch's remaining steps, and validation: `elapsed_s` = `wait_s` + `transfer_s` + `compute_s` + `other_s`. Not included
+are `epoch_starts_s` (waits for the first batch of an epoch), `validation_s` and `saving_s`. `stages` are sums over all
+workers. `waits_s`, `steps_s` and `batches` (columns: the header's `batch_columns`) are the interval's newest single
+steps and batches.
 About 1.5 kB a line: 156 kB for an epoch of 5,004 steps with a line every 50 (results/clock_cost).
 """
 
@@ -59,7 +60,15 @@ class ClockFile:
         self._watch = host
         self._host_due_s = time.monotonic() + HOST_EVERY_S
         self._host_told = False
+        self._header = header
         self._file.event(HEADER, step, **header)
+
+    def loader_changed(self, step: int, **values: int) -> None:
+        """The loader has other workers or another prefetch from this step on: earlier lines say nothing about it."""
+        changed = {**self._header["loader"], **values}
+        if changed != self._header["loader"]:
+            self._header = {**self._header, "loader": changed}
+            self._file.event(HEADER, step, **self._header)
 
     def step(self, step: int, epoch: int, interval: Interval) -> None:
         """The steps since the previous line, up to this one."""

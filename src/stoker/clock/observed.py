@@ -200,6 +200,97 @@ class Preparation:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A container that got more entries while it was watched, or a tensor whose graph got longer."""
+
+    name: str
+    """As in the code: `self.cache`, `losses`."""
+    before: int
+    now: int
+    """Entries; of a tensor, the steps that its graph reaches back."""
+    in_worker: bool
+    """In the data set of each worker; otherwise in the training loop."""
+    keeps_graph: bool = False
+    """Its newest entry is a tensor with its autograd graph."""
+    keyed: bool = False
+    """A dict: it has at most one entry for each key."""
+
+
+@dataclass(frozen=True)
+class MemoryGrowth:
+    """How fast the memory of single processes grew after a warm-up; 0 for what did not grow all the time."""
+
+    watched_s: float
+    worker_bytes_per_second: float | None = None
+    """Of one worker, the median; None without worker processes that lived as long."""
+    loop_bytes_per_second: float | None = None
+    worker_grown_bytes: float | None = None
+    loop_grown_bytes: float | None = None
+    """By how much one of them grew since it was first looked at."""
+    held: tuple[Held, ...] = ()
+    """Those that grew most come first."""
+
+
+@dataclass(frozen=True)
+class LoopThreads:
+    """CPU threads of the loop's own process, and of its workers, while they were watched."""
+
+    watched_s: float
+    threads: int
+    """That torch uses for one operation (`torch.get_num_threads`)."""
+    main_cpu_s: float
+    main_runq_s: float
+    """Of the thread that runs the loop: on a core, and waiting for one."""
+    others_cpu_s: float = 0.0
+    others_runq_s: float = 0.0
+    """Of the other threads that torch computes with, all together."""
+    others: int = 0
+    """How many of them ran."""
+    ranks: int = 1
+    """Processes of this run on this host, as far as the launcher says."""
+    worker_cpu_s: float | None = None
+    """Of the workers' own main threads, all workers together."""
+    worker_threads_cpu_s: float | None = None
+    """Of all other threads in worker processes: OpenCV's, BLAS's, OpenMP's."""
+
+
+@dataclass(frozen=True)
+class DeviceRead:
+    """A place where the loop reads a tensor's value, which waits for the device."""
+
+    call: str
+    """`.item()`, `float()` ..."""
+    place: str
+    """file:line."""
+    per_step: float
+    on_device: bool
+    """Whether the tensor was on an accelerator."""
+
+
+@dataclass(frozen=True)
+class LoopHabits:
+    """What a script's loop does again and again besides its steps."""
+
+    reads: tuple[DeviceRead, ...] = ()
+    """Most often first."""
+    in_eval_mode: str | None = None
+    """The model's class, if it was trained in eval mode."""
+    eval_at: str | None = None
+    """file:line of the call that switched it."""
+    eval_layers: int = 0
+    """Its layers that behave differently in eval mode: batch norm, dropout."""
+    cudnn_benchmark: bool | None = None
+    loader_builds: int = 1
+    """How often the training loader was made."""
+    loader_at: str | None = None
+    """file:line where it is iterated."""
+    validations: int = 0
+    """Complete ones, each after an epoch of training."""
+    validation_wait_s: float | None = None
+    """Of the time of validation: waiting for data."""
+
+
+@dataclass(frozen=True)
 class Observed:
     """Facts about steady training, without the first batch of an epoch and without validation."""
 
@@ -244,6 +335,9 @@ class Observed:
     storage: StorageFacts | None = None
     accelerator: AcceleratorFacts | None = None
     preparation: Preparation | None = None
+    memory: MemoryGrowth | None = None
+    threads: LoopThreads | None = None
+    habits: LoopHabits | None = None
     scaled_in_32_bits: bool | None = None
     """Whether a GradScaler scaled a loss that was computed in float32; None if none was seen."""
     scaled_at: str | None = None

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
-from stoker.commands.options import JsonOption
+from stoker.commands.options import JsonOption, WithScript
 from stoker.errors import EXIT_FINDING, UsageError
-
-
-class _WithScript(TyperCommand):
-    """Everything after `--` is the command line of the script, and is passed on unchanged."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--" in args:
-            place = args.index("--")
-            args, ctx.obj = args[:place], args[place + 1 :]
-        return super().parse_args(ctx, args)
 
 
 def register(app: typer.Typer) -> None:
     app.command(
-        cls=_WithScript,
+        cls=WithScript,
         epilog="Example: stoker doctor -- python train.py --epochs 1",
     )(doctor)
 

@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from stoker.errors import UsageError
 
@@ -68,6 +69,16 @@ AverageOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+class WithScript(TyperCommand):
+    """A command with everything after `--` in `context.obj`: the command line of a script, unchanged."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            place = args.index("--")
+            args, ctx.obj = args[:place], args[place + 1 :]
+        return super().parse_args(ctx, args)
 
 
 _KEY_VALUE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")

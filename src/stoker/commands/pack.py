@@ -13,7 +13,7 @@ from stoker.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from stoker.config import Config
-    from stoker.data.images.pack.packing import PackOptions, PackResult
+    from stoker.data.images.pack.packing import PackOptions
     from stoker.data.volumes.pack.preprocessing import Preparation
 
 IMAGES, VOLUMES = "Images", "Volumes"
@@ -214,11 +214,16 @@ def pack(
         return 0
     _refuse(for_volumes, "volumes", source)
     options = _options(shard_size or "256MB", longest, shortest, quality, restart_rows)
-    results = _pack_splits(config, destination, split, options, workers or usable_cpus(), max_bad_fraction, fresh)
+
+    from stoker.tasks import image_packing
+
+    results = image_packing.pack_splits(
+        config, destination, split, options, workers or usable_cpus(), max_bad_fraction, fresh
+    )
     if json:
-        print_json({"splits": {name: _as_json(result) for name, result in results.items()}})
+        print_json(image_packing.as_document(results))
     else:
-        print_result(_summary(results))
+        print_result(image_packing.summary(results))
     return 0
 
 
@@ -259,59 +264,6 @@ def _config(source: str, overrides: Sequence[str], volumes: bool, patch: Sequenc
     if config.data_root is None:
         raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
     return config
-
-
-def _splits(config: Config, wanted: Sequence[str] | None) -> list[str]:
-    from stoker.data.images.pack.folder import find_splits
-
-    assert config.data_root is not None
-    has_val = config.val_csv is not None or config.val_fraction is not None
-    if not wanted and config.samples_csv is not None and not has_val:
-        from stoker.data.images.layouts import list_splits
-
-        return list_splits(config.samples_csv, config.data_root)
-    if not wanted and (has_val or config.train_csv is not None):
-        return ["train", *(["val"] if has_val else [])]
-    listed = (config.samples_csv, config.train_csv, config.val_csv, config.val_fraction)
-    return list(wanted) if wanted and any(listed) else find_splits(config.data_root, wanted)
-
-
-def _pack_splits(
-    config: Config,
-    destination: Path,
-    wanted: Sequence[str] | None,
-    options: PackOptions,
-    workers: int,
-    max_bad_fraction: float,
-    fresh: bool,
-) -> dict[str, PackResult]:
-    from stoker.console import progress_bar, say_notes, say_warnings
-    from stoker.data.images.pack.folder import check_destination, claim_packs, source_index_folder
-    from stoker.data.images.pack.packing import pack_split
-    from stoker.data.images.sample_index import part_of
-    from stoker.tasks.image_data import open_split
-
-    assert config.data_root is not None
-    check_destination(config.data_root, destination)
-    splits = _splits(config, wanted)
-    results: dict[str, PackResult] = {}
-    with claim_packs(destination, splits, options.as_dict(), fresh=fresh) as packs:
-        for pack in packs:
-            name = pack.split or "."
-            notes: list[str] = []
-            with progress_bar(f"listing {name}") as advance:
-                kept = source_index_folder(destination)
-                index, among = open_split(config, pack.split, index_dir=kept, progress=advance, say=notes.append)
-                index = index if among is None else part_of(index, among)
-            say_notes(notes)
-            with progress_bar(f"packing {name}", len(index), unit="images") as advance:
-                result = pack_split(
-                    index, pack, options, workers=workers, max_bad_fraction=max_bad_fraction, progress=advance
-                )
-            if result.skipped:
-                say_warnings([f"{result.skipped} of {len(index)} files are not images: see {pack.skipped}"])
-            results[name] = result
-    return results
 
 
 def _preparation(
@@ -406,36 +358,3 @@ def _check_numbers(workers: int | None, max_bad_fraction: float) -> None:
 
 def _usage(seen: str, hint: str) -> UsageError:
     return UsageError("usage", seen, hint=hint)
-
-
-def _as_json(result: PackResult) -> dict[str, object]:
-    return {
-        "samples": result.samples,
-        "classes": result.classes,
-        "shards": result.shards,
-        "kept_shards": result.kept_shards,
-        "bytes": result.bytes,
-        "skipped": result.skipped,
-        "seconds": round(result.seconds, 3),
-        "images_per_second": None if result.images_per_second is None else round(result.images_per_second, 1),
-        "folder": str(result.folder),
-    }
-
-
-def _summary(results: dict[str, PackResult]) -> str:
-    from stoker.console import format_table
-
-    rows = [
-        [
-            name,
-            f"{result.samples:,}",
-            f"{result.classes:,}",
-            f"{result.shards:,}" + (f" ({result.kept_shards:,} kept)" if result.kept_shards else ""),
-            f"{result.bytes / 1e6:,.1f} MB",
-            f"{result.skipped:,}",
-            "–" if result.images_per_second is None else f"{result.images_per_second:,.0f}",
-            str(result.folder),
-        ]
-        for name, result in results.items()
-    ]
-    return format_table(rows, ["split", "samples", "classes", "shards", "size", "skipped", "images/s", "folder"])

@@ -25,7 +25,8 @@ def plan(
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="Accelerators per node.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.")] = None,
-    cpus: Annotated[int | None, typer.Option(help="Cores per node.")] = None,
+    cpus: Annotated[int | None, typer.Option(help="CPUs per node, as the cloud counts them: hyper-threads.")] = None,
+    cores: Annotated[int | None, typer.Option(help="Physical cores behind --cpus; without it, half as many.")] = None,
     ram: Annotated[str | None, typer.Option(help="Memory per node, with a unit: 62GB.")] = None,
     shm: Annotated[str | None, typer.Option(help="Size of /dev/shm: 8GB.")] = None,
     disk: Annotated[str | None, typer.Option(help="Free disk space for checkpoints and cache: 500GB.")] = None,
@@ -55,7 +56,7 @@ def plan(
     from stoker.plan.planning import Wanted, plan_config, write_tier_configs
     from stoker.plan.text import plan_text, plot_plan
 
-    wanted = Wanted(gpu, gpus, nodes, cpus, ram, shm, disk, price, storage, samples, measure)
+    wanted = Wanted(gpu, gpus, nodes, cpus, ram, shm, disk, price, storage, samples, measure, cores)
     planned = plan_config(config, [*(overrides or ()), *(set_ or ())], wanted)
     if plot is not None:
         plot_plan(planned.plan, config.name, plot)

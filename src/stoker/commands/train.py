@@ -57,7 +57,8 @@ def train(
     accept_changed_data: Annotated[
         bool,
         typer.Option(
-            "--accept-changed-data", help="Resume although samples were added, removed, renamed or relabelled."
+            "--accept-changed-data",
+            help="Resume although samples were added, removed, renamed, relabelled or overwritten.",
         ),
     ] = False,
     force: Annotated[
@@ -143,6 +144,7 @@ def train_from_config(
             config = config.model_copy(update={"runs_dir": nowhere})
         folder = run_folder_for(config, path)
         progress = None
+        outage.told_elsewhere()  # in the progress line, by the first rank
         if ranks.is_first:
             opened = open_run(config, path, fresh=fresh)
             stack.enter_context(opened)

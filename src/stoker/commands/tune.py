@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, config_and_overrides
+from stoker.commands.options import JsonOption, OverridesArgument, WithScript, config_and_overrides
 from stoker.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from stoker.tune.records import Outcome
+    from stoker.tune.running import TuneOptions
 
 
 def register(app: typer.Typer) -> None:
-    app.command(epilog="Example: stoker tune configs/demo.yaml --budget 5m --pace 800")(tune)
+    app.command(cls=WithScript, epilog="Example: stoker tune configs/demo.yaml --budget 5m --pace 800")(tune)
 
 
 def tune(
-    config: ConfigArgument,
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", readable=False, help="Config file; or a script after `--`.", show_default=False
+        ),
+    ] = None,
     overrides: OverridesArgument = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="How long to search at most.")] = "20min",
     goal: Annotated[
@@ -55,6 +65,12 @@ def tune(
         str | None,
         typer.Option(metavar="SIZE", help="Memory for the training, e.g. 16GB. [default: what the machine has left]"),
     ] = None,
+    ablate: Annotated[
+        bool,
+        typer.Option(
+            "--ablate", help="Don't search: switch off one optimisation at a time, and show what each contributes."
+        ),
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Ignore the journal of an interrupted search.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that `stoker tune` did not write.")] = False,
     json: JsonOption = False,
@@ -65,10 +81,14 @@ def tune(
     look-ahead, decoder, compiling, memory layout. The samples, crops, labels and the total batch stay the same, and
     the plan's memory limits are kept. The winner is compared with the original from fresh starts before it is written.
     tune.jsonl beside the result records every trial; after an interruption the same command resumes.
+
+    Any PyTorch script: `stoker tune -- python train.py -j {num_workers=4} -b {batch_size=64}` runs the command after
+    `--` again and again for a few seconds, with other values in braces, and prints the fastest command. Other names
+    need their values: '{decoder=pil|cv2}', in quotes.
     """
     from stoker.tune.objective import ALSO, GOALS
 
-    path, words = config_and_overrides(config, overrides)
+    script: list[str] | None = context.obj
     if goal not in GOALS:
         raise UsageError("usage", f"--for {goal} is not one of {', '.join(GOALS)}", hint="--for throughput")
     wanted = tuple(word for word in (also or "").split(",") if word)
@@ -77,31 +97,98 @@ def tune(
         raise UsageError("usage", f"--also {unknown} is not one of {', '.join(ALSO)}", hint="--also precision")
     budget_s, ram_bytes = _seconds(budget), _bytes(ram)
 
+    if script is not None:
+        given = {
+            f"CONFIG ({config})": config, "--pace": pace, "--write": write, "--also": also, "--price": price,
+            "--force": force, "--ablate": ablate,
+        }  # fmt: skip
+        _refuse_with_script([name for name, value in given.items() if value])
+    elif config is None:
+        ways = "stoker tune CONFIG | stoker tune -- python train.py -j {num_workers}"
+        raise UsageError("usage", "nothing to tune: neither a config nor a script given", hint=ways)
+    elif config.suffix == ".py":
+        hint = f"stoker tune -- python {config} -j {{num_workers}}"
+        raise UsageError("usage", f"{config} is a script, not a config", hint=hint)
+
     from stoker.commands.options import let_threads_sleep
-    from stoker.console import print_json, print_result
 
     let_threads_sleep()
-    from stoker.tune.journal import as_record, without_details
-    from stoker.tune.running import TuneOptions, tune_config
-    from stoker.tune.text import outcome_text
+    from stoker.tune.running import TuneOptions
 
     options = TuneOptions(
         budget_s=budget_s, trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
         price_per_hour=price, ram_bytes=ram_bytes, force=force, fresh=fresh,
     )  # fmt: skip
+    if script is not None:
+        return _tune_script(script, options, json=json)
+    assert config is not None
+    path, words = config_and_overrides(config, overrides)
+    if ablate:
+        return _ablate(path, words, options, json=json)
+    return _tune_config(path, words, options, json=json)
+
+
+def _tune_config(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
+    from stoker.console import print_json, print_result
+    from stoker.tune.running import tune_config
+    from stoker.tune.text import outcome_text
+
     tuned = tune_config(path, words, options)
     if json:
-        from dataclasses import replace
-
-        outcome = replace(
-            tuned.outcome, steps=tuple(map(without_details, tuned.outcome.steps)),
-            other_training=tuple(map(without_details, tuned.outcome.other_training)),
-        )  # fmt: skip
         files = {"tuned": None if tuned.target is None else str(tuned.target), "journal": str(tuned.journal)}
-        print_json({**as_record(outcome), **files})
+        print_json({**_as_json(tuned.outcome), **files})
     else:
         print_result(outcome_text(tuned.outcome, tuned.target))
-    return EXIT_INTERRUPTED if tuned.outcome.stopped == "interrupted" else EXIT_OK
+    return _exit_code(tuned.outcome)
+
+
+def _tune_script(script: list[str], options: TuneOptions, *, json: bool) -> int:
+    from stoker.console import print_json, print_result
+    from stoker.tune.script_running import script_text, tune_script
+
+    tuned = tune_script(script, options)
+    if json:
+        found = {"command": tuned.command, "notes": tuned.notes, "journal": str(tuned.journal)}
+        print_json({**_as_json(tuned.outcome), **found})
+    else:
+        print_result(script_text(tuned))
+    return _exit_code(tuned.outcome)
+
+
+def _ablate(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
+    from stoker.console import print_json, print_result
+    from stoker.tune.ablate_running import ablate_config, ablation_text
+
+    ablation, unit, journal = ablate_config(path, words, options)
+    if json:
+        print_json({**ablation.as_dict(), "journal": str(journal)})
+    else:
+        print_result(ablation_text(ablation, unit))
+    return EXIT_OK
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from stoker.tune.journal import as_record, without_details
+
+    short = replace(
+        outcome, steps=tuple(map(without_details, outcome.steps)),
+        other_training=tuple(map(without_details, outcome.other_training)),
+    )  # fmt: skip
+    return as_record(short)
+
+
+def _exit_code(outcome: Outcome) -> int:
+    return EXIT_INTERRUPTED if outcome.stopped == "interrupted" else EXIT_OK
+
+
+def _refuse_with_script(given: list[str]) -> None:
+    if given:
+        raise UsageError(
+            "usage", f"{given[0]} needs a config, and a script has none",
+            hint="stoker tune -- python train.py -j {num_workers}",
+        )  # fmt: skip
 
 
 def _seconds(text: str) -> float:

@@ -1,4 +1,4 @@
-"""`stoker watch`: follow a run while it trains."""
+"""`stoker watch`: follow a run while it trains, or a search of `stoker tune`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ def register(app: typer.Typer) -> None:
 def watch(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", readable=False, help="Run folder, or its name under runs/.", show_default=False),
+        typer.Argument(
+            metavar="RUN",
+            readable=False,
+            help="Run folder, its name under runs/, or the journal of `stoker tune`.",
+            show_default=False,
+        ),
     ],
     once: Annotated[bool, typer.Option("--once", help="Show the current state once and exit.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Serve a live page on this machine; prints its URL.")] = False,
@@ -29,13 +34,12 @@ def watch(
     Stops when the run ends. Ctrl-C stops watching (exit 0), not the run. --json prints the current state once.
     """
     from stoker.console import print_json
-    from stoker.report.document import RunReader
+    from stoker.report.document import open_reader
     from stoker.report.page import report_document
     from stoker.report.watch_screen import print_frame, watch_in_terminal
     from stoker.report.watch_web import watch_in_browser
-    from stoker.run.folder import find_run
 
-    reader = RunReader(find_run(run))
+    _, reader = open_reader(run)
     if json:
         print_json(report_document([reader.document()]))
     elif once:

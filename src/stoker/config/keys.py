@@ -93,6 +93,11 @@ class LoaderKeys(KeyGroup):
     """Workers per GPU; `auto` uses the cores available to each rank, less one for the thread that launches the
     GPU's work; 0 makes batches in the training process."""
 
+    adjust_loader: bool = key(True)
+    """While training, change the number of workers, their batches in flight and the look-ahead, one at a time, keep
+    what makes it faster and undo the rest. Only with `num_workers: auto`, and where workers are threads; never what
+    you set yourself. Samples and their order do not change."""
+
     prefetch_factor: int | None = key(None, unit="batches", ge=1, le=1024)
     """Batches in flight per worker; default 2. Needs workers."""
 

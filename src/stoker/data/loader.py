@@ -11,12 +11,12 @@ from typing import Generic, Literal
 from stoker.console import Say
 from stoker.data.batch import Batch, Quarantine
 from stoker.data.engines.buffers import PageLock
-from stoker.data.engines.making import BatchMaker, BatchPlan, Made, Maker, Plan
+from stoker.data.engines.making import BatchMaker, BatchPlan, LoaderSetup, Made, Maker, Plan
 from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
 from stoker.data.images.parquet_files import open_sample_store
 from stoker.data.images.row_index import open_row_index
-from stoker.data.store.reader import Reader
+from stoker.data.store.reader import HeldBack, Reader
 from stoker.data.store.staged import StagePlace
 
 Engine = Literal["auto", "process", "thread"]
@@ -67,9 +67,9 @@ class BatchLoader(Generic[Made]):
         self._follow = follow
         self.engine = choose_engine(options.engine, options.workers)
         self.quarantine = quarantine
-        self.workers = options.workers
         self._steps = plan.steps
         prefetch = options.prefetch or DEFAULT_PREFETCH
+        self._processes = options.workers
         self._engine: ThreadEngine[Made] | ProcessEngine[Made]
         if self.engine == "thread":
             self._engine = ThreadEngine(
@@ -108,6 +108,26 @@ class BatchLoader(Generic[Made]):
                 waited = self.ready() == 0 if self.workers else None
                 self._follow(epoch, start + (number + 1) * total, waited, number == last)
             yield batch
+
+    @property
+    def workers(self) -> int:
+        """Workers that make batches now; 0 if the consumer's own thread does."""
+        return self._processes if self.setup is None else self.setup.workers
+
+    @property
+    def setup(self) -> LoaderSetup | None:
+        """How far the loader goes now, for `adjust`; None for worker processes, whose number is fixed."""
+        return self._engine.setup if isinstance(self._engine, ThreadEngine) else None
+
+    def adjust(self, setup: LoaderSetup) -> None:
+        """Changes how many threads make batches, and how far they go ahead, from the next batch on. The order and
+        content of batches stay the same. Call it from the thread that takes the batches."""
+        assert isinstance(self._engine, ThreadEngine), "worker processes are started with their share of the steps"
+        self._engine.adjust(setup)
+
+    def held_back_by(self) -> HeldBack | None:
+        """What keeps the reader from asking its store for more at this moment; None if nothing does."""
+        return self._engine.held_back_by() if isinstance(self._engine, ThreadEngine) else None
 
     @property
     def most_in_flight(self) -> int:

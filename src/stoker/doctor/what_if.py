@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.clock.observed import BatchTime, LoaderShape, Observed
+from stoker.doctor.growth import filling
 from stoker.doctor.preparing import oversized_work, workers_that_fit
 from stoker.doctor.records import Prediction
 from stoker.doctor.simulation import Setup, Work, simulate
@@ -163,6 +164,8 @@ def _workers(model: LoaderModel, observed: Observed, shape: LoaderShape) -> Pred
         return None
     if wanted < shape.workers and rates[wanted] < ENOUGH * now:
         return None
+    if wanted > shape.workers and filling(observed) is not None:
+        return None  # each of them would fill the memory too
     label = f"num_workers {shape.workers} -> {wanted}"
     return _prediction(model, "workers", label, with_loader(wanted), (("num_workers", wanted),))
 

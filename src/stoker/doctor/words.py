@@ -13,6 +13,13 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else "1.0 s"
 
 
+def long_time_text(seconds: float) -> str:
+    """50 s, 40 minutes, 7 hours"""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 100 * 60 else f"{seconds / 3600:.0f} hours"
+
+
 def rate_text(per_second: float, what: str = "images") -> str:
     """1,214 images/s; a few a second with a digit after the point; seconds a sample, if it takes longer than one."""
     if per_second >= FEW:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from stoker.config.schema import Config
 from stoker.machine.memory import read_host_memory, read_memory
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its size is read
+CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 # Reading it takes 0.3 ms, in the loop of a training that calls `look` for every line of its clock.
 MEMORY_EVERY_S = 0.9
 
@@ -34,7 +35,7 @@ class Machine:
     """The host as this process may use it: CPU affinity and container limits are already applied."""
 
     cpus: int
-    """Cores this process may run on, after affinity and cgroup quota (at least 1)."""
+    """CPUs this process may run on, after affinity and cgroup quota (at least 1); two hyper-threads count as two."""
     ram_bytes: int | None = None
     """Memory this process may use: the smaller of the host's and the cgroup's."""
     shm_bytes: int | None = None
@@ -43,6 +44,8 @@ class Machine:
     """Accelerators that the kernel shows; None where it does not say."""
     ranks: int | None = None
     """Processes that share these cores, if a launcher says so; None: as many as devices."""
+    cores: int | None = None
+    """Physical cores behind these CPUs; None where the kernel does not say."""
 
 
 def read_machine() -> Machine:
@@ -55,6 +58,7 @@ def read_machine() -> Machine:
         shm_bytes=None if shm is None else shm.f_frsize * shm.f_blocks,
         accelerators=count_accelerators(),
         ranks=ranks_sharing_cores(cpus),
+        cores=physical_cores(cpus),
     )
 
 
@@ -86,6 +90,8 @@ def fit_to_machine(config: Config, machine: Machine) -> tuple[HostConfig, list[s
     if not isinstance(workers, int):
         workers = workers_for(machine.cpus, machine.ranks or devices, on_gpu=machine.accelerators != 0)
     changes |= {"devices": devices, "num_workers": workers}
+    # A number of workers that somebody chose stays.
+    changes["adjust_loader"] = config.adjust_loader and not isinstance(config.num_workers, int)
     return HostConfig.model_construct(config.model_fields_set, **dict(config) | changes), notes
 
 
@@ -121,6 +127,21 @@ def usable_cpus(cgroup_root: Path = CGROUP_ROOT) -> int:
     affinity = len(allowed_cores())
     quota = cpu_quota(cgroup_root)
     return max(1, affinity if quota is None else min(affinity, math.ceil(quota)))
+
+
+def physical_cores(cpus: int, allowed: Collection[int] | None = None, topology: Path = CPU_TOPOLOGY) -> int | None:
+    """Physical cores that so many of the allowed CPUs are threads of, as the kernel reports them; None if it does not.
+
+    A hypervisor may hide that two CPUs share a core.
+    """
+    try:
+        siblings = {
+            (topology / f"cpu{number}" / "topology" / "thread_siblings_list").read_text()
+            for number in allowed or allowed_cores()
+        }
+    except OSError:
+        return None
+    return min(cpus, len(siblings))
 
 
 def allowed_cores() -> set[int]:

@@ -15,7 +15,7 @@ from stoker.plan.findings import LOCAL_COPY, batch_finding, budget_findings, ram
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
 from stoker.plan.records import Budget, Finding, Plan, RamBudget, Rate, ScalingRow, VramBudget
 from stoker.plan.roofline import step_seconds
-from stoker.plan.timing import Storage, loader_rate, time_budget, time_findings
+from stoker.plan.timing import Storage, loader_rate, time_budget, time_findings, torch_loader_rate
 from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
 from stoker.tasks.image_data import DataFacts, updates_per_epoch
@@ -36,7 +36,9 @@ class Hardware:
     """Accelerators per node; without one, the number of training processes: 1."""
     nodes: int
     cpus: int
-    """Cores per node."""
+    """Per node; two hyper-threads of a core count as two."""
+    cores: int | None = None
+    """Physical ones behind them; None counts each CPU as one."""
     sheet: Datasheet | None = None
     """The accelerator; None if it is unknown, or the CPU."""
     vram_bytes: int | None = None
@@ -63,22 +65,31 @@ class Hardware:
     def describe(self) -> str:
         """One line for people."""
         device = "CPU" if self.on_cpu else (self.sheet.name if self.sheet is not None else "unknown accelerator")
-        parts = [f"{self.gpus} x {device}" if not self.on_cpu else device, f"{self.cpus} cores"]
+        shared = self.cores is not None and self.cores < self.cpus
+        processors = f"{self.cpus} vCPUs on {self.cores} cores" if shared else f"{self.cpus} cores"
+        parts = [f"{self.gpus} x {device}" if not self.on_cpu else device, processors]
         if self.ram_bytes is not None:
             parts.append(f"{self.ram_bytes / 1e9:.0f} GB of RAM")
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
         return nodes + ", ".join(parts) + (" (this machine)" if self.is_here else "")
 
 
-def check_counts(gpus: int | None, nodes: int, cpus: int | None) -> None:
-    """Refuses numbers below 1."""
-    for option, value in (("--gpus", gpus), ("--nodes", nodes), ("--cpus", cpus)):
+def check_counts(gpus: int | None, nodes: int, cpus: int | None, cores: int | None = None) -> None:
+    """Refuses numbers below 1, and more cores than CPUs."""
+    for option, value in (("--gpus", gpus), ("--nodes", nodes), ("--cpus", cpus), ("--cores", cores)):
         if value is not None and value < 1:
             raise UsageError(
                 "nothing-to-plan",
                 f"{option} {value} leaves nothing to train on",
                 hint=f"{option} 1; without --gpu and --gpus the plan is for this machine",
             )
+    if cores is not None and (cpus is None or cores > cpus):
+        raise UsageError(
+            "cores-without-cpus" if cpus is None else "more-cores-than-cpus",
+            f"--cores {cores} " + ("without --cpus" if cpus is None else f"of --cpus {cpus}"),
+            why="--cores says how many physical cores the CPUs are threads of",
+            hint=f"--cpus {cores} --cores {cores} if no two of them share a core",
+        )
 
 
 # The whole plan of a config on a machine: memory, time, cost, and what to change.
@@ -180,10 +191,12 @@ def step_s_of(job: Job, trace: Trace) -> float | None:
 def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scaling: bool = True) -> Plan:
     """Puts the parts together. Without `needs` the plan leaves out the accelerator."""
     config, hardware, data = job.config, job.hardware, job.data
+    rates = _rates(job, None if needs is None else needs.step_s)
     time = time_budget(
-        _rates(job, None if needs is None else needs.step_s), total_batch=job.total_batch,
-        steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, nodes=hardware.nodes,
-        price_per_hour=hardware.price_per_hour,
+        rates, total_batch=job.total_batch, steps_per_epoch=job.steps_per_epoch, epochs=config.epochs,
+        nodes=hardware.nodes, price_per_hour=hardware.price_per_hour,
+        # Of volumes, theirs was not measured.
+        torch_loader=torch_loader_rate(rates["loader"]) if job.volumes is None and "loader" in rates else None,
     )  # fmt: skip
     vram = needs.vram if needs is not None and not hardware.on_cpu else None
     shape, ram = _ram(job, needs)
@@ -199,7 +212,7 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
         *time_findings(
             time, cpus=hardware.cpus, nodes=hardware.nodes, sample_bytes=data.sample_bytes,
             dataset_bytes=data.dataset_bytes, config=name, data_root=config.data_root, room=hardware.room,
-            unit=job.unit, on_cpu=hardware.on_cpu,
+            unit=job.unit, on_cpu=hardware.on_cpu, cores=hardware.cores,
         ),
     ]  # fmt: skip
     if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:
@@ -209,7 +222,7 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
         steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, vram=vram, ram=ram, shm=shm, disk=disk,
         open_files=files, time=time, scaling=_scaling(job, needs) if scaling else (),
         findings=tuple(found), assumptions=_assumptions(job, ram), unit=job.unit,
-        on_cpu=hardware.on_cpu,
+        on_cpu=hardware.on_cpu, cpus=hardware.cpus, cores=hardware.cores or hardware.cpus,
     )  # fmt: skip
 
 
@@ -218,12 +231,13 @@ def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
     hardware, rates = job.hardware, {}
     if step_s and hardware.sheet is not None:
         rates["accelerator"] = Rate(job.total_batch / step_s, f"roofline of {hardware.world} x {hardware.sheet.title}")
-    measured = job.measured.images_per_core_second
     # No figure for others' volumes: their format and place make a difference of a factor of fifty.
+    measured = job.measured.images_per_core_second
     if job.volumes is None or measured is not None:
         rates["loader"] = loader_rate(
-            job.workers, hardware.cpus, hardware.nodes, hardware.gpus, job.config.img_size, measured, unit=job.unit
-        )
+            job.workers, hardware.cpus, hardware.nodes, hardware.gpus, job.config.img_size, measured, unit=job.unit,
+            cores=hardware.cores,
+        )  # fmt: skip
     if hardware.storage is not None and job.data.sample_bytes is not None:
         rates["storage"] = hardware.storage.rate(job.data.sample_bytes, hardware.world)
     return rates

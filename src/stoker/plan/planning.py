@@ -20,7 +20,7 @@ from stoker.errors import StokerError, UsageError
 from stoker.files import write_text
 from stoker.machine.accelerators import measure_cpu
 from stoker.machine.datasheets import Datasheet, datasheet_for_device, load_datasheet
-from stoker.machine.host import Machine, fit_to_machine, read_machine, usable_cpus
+from stoker.machine.host import Machine, fit_to_machine, physical_cores, read_machine, usable_cpus
 from stoker.machine.loader_memory import STATED, measure_loader_memory
 from stoker.machine.local_disk import find_local_disk
 from stoker.machine.memory import used_by_others_bytes
@@ -28,7 +28,7 @@ from stoker.plan.break_even import ANY_DISK, Room
 from stoker.plan.budget import Hardware, Job, Measured, StepNeeds, check_counts, make_plan, trace_needs
 from stoker.plan.records import Plan
 from stoker.plan.tiers import TierSetting, choose_tiers
-from stoker.plan.timing import read_storage
+from stoker.plan.timing import CLOUD_THREADS_PER_CORE, SECOND_THREAD_GAIN, cores_worth, read_storage
 from stoker.plan.volumes import with_volumes
 from stoker.plan.vram import VramSearch
 from stoker.run.folder import run_folder_for
@@ -47,15 +47,16 @@ MOST_BATCH = 64
 
 
 def samples_per_core_second(config: Config) -> float | None:
-    """Images, or patches of volumes, per second and core; None if the data cannot be read from here."""
+    """Images, or patches of volumes, per second and physical core; None if the data cannot be read from here."""
     workers = usable_cpus()
+    cores = cores_worth(workers, physical_cores(workers) or workers)
     if config.task != "classify":
         try:
             data = volume_data.open_data(config, lambda _line: None)
         except StokerError:
             return None
         speed = volume_data.measure_speed(config, data, workers=workers, seconds=TRIAL_S)
-        return speed.images_per_second / workers
+        return speed.images_per_second / cores
     try:
         samples = open_samples(config, "train")
     except StokerError:
@@ -64,13 +65,15 @@ def samples_per_core_second(config: Config) -> float | None:
     small = config.model_copy(update={"batch_size": min(config.batch_size, MOST_BATCH), "pin_memory": False})
     decoding, _ = choose_decoding(small, samples.index)
     speed = measure_speed(small, samples, decoding, workers=workers, seconds=TRIAL_S)
-    return speed.images_per_second / workers
+    return speed.images_per_second / cores
 
 
 # The steps of `stoker plan`, in order: config, machine, data, trace, plan; and the configs of its tiers.
 
 # The default size limit of a tmpfs is half of the memory (Linux, Documentation/filesystems/tmpfs).
 SHM_SHARE_OF_RAM = 0.5
+# 430 to 558 images/s for one config on one machine, which was not idle; bench/plan_spread.py measures it.
+SPREAD = 0.15
 BUSY_LOAD = 0.5
 """Processes that want a core, of those there are: from here on, measurements share them."""
 
@@ -90,6 +93,8 @@ class Wanted:
     storage: str | None = None
     samples: int | None = None
     measure: bool = False
+    cores: int | None = None
+    """Physical ones behind the `cpus`; None: two threads each, as in the clouds."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def hardware_for(
     config: Config, path: Path | None, wanted: Wanted, machine: Machine, *, for_start: bool = False
 ) -> Hardware:
     """The machine that the user describes, or this one; with `for_start` nothing is measured."""
-    check_counts(wanted.gpus, wanted.nodes or config.num_nodes, wanted.cpus)
+    check_counts(wanted.gpus, wanted.nodes or config.num_nodes, wanted.cpus, wanted.cores)
     described = any(value is not None for value in (wanted.gpu, wanted.gpus, wanted.cpus, wanted.ram))
     accelerator = _accelerator(config, wanted, machine, for_start=for_start)
     here = accelerator.count_here if not described else 1
@@ -170,6 +175,16 @@ def hardware_for(
     stated = []
     if described and wanted.cpus is None:
         stated.append(f"cores: {machine.cpus}, as on this machine; --cpus for another number")
+    cores = wanted.cores
+    if cores is None and wanted.cpus is not None:
+        cores = -(-wanted.cpus // CLOUD_THREADS_PER_CORE)
+        if cores < wanted.cpus:
+            stated.append(
+                f"cores: {wanted.cpus} vCPUs are the threads of {cores} cores, and a second thread adds "
+                f"{SECOND_THREAD_GAIN:.0%}; --cores {wanted.cpus} if each has its own"
+            )
+    elif cores is None:
+        cores = machine.cores
     if described and wanted.ram is None:
         stated.append(
             "RAM: unknown, so no limit is assumed; --ram 62GB"
@@ -181,6 +196,7 @@ def hardware_for(
     disk = _bytes("--disk", wanted.disk) or (None if described else _free_disk(config, path))
     return Hardware(
         gpus=max(1, gpus), nodes=wanted.nodes or config.num_nodes, cpus=wanted.cpus or machine.cpus,
+        cores=cores,
         sheet=accelerator.sheet, vram_bytes=accelerator.vram_bytes, on_cpu=accelerator.on_cpu, ram_bytes=ram,
         shm_bytes=shm, disk_bytes=disk, storage=None if wanted.storage is None else read_storage(wanted.storage),
         room=None if for_start else _room(disk, here=not described), price_per_hour=wanted.price,
@@ -191,8 +207,7 @@ def hardware_for(
 def cpu_caveats(cpus: int) -> list[str]:
     """How much figures that were measured on these cores are worth."""
     load = os.getloadavg()[0]
-    # 430 to 558 images/s for one config on one machine, which was not idle.
-    said = ["the model's time: measured on these cores just now; another measurement may differ by 15 %"]
+    said = [f"the model's time: measured on these cores just now; another measurement may differ by {SPREAD:.0%}"]
     if load > BUSY_LOAD * cpus:
         said.append(f"this machine is busy (load {load:.1f} on {cpus} cores): idle, it would be faster")
     return said

@@ -166,6 +166,8 @@ class TimeBudget:
     total_s: float | None
     cost: float | None
     """In the currency of the given price."""
+    torch_loader: Rate | None = None
+    """What torch's DataLoader with PIL would reach with the same workers on the same cores; never the pace itself."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -257,6 +259,10 @@ class Plan:
     volumes: VolumePlan | None = None
     on_cpu: bool = False
     """Whether the model computes on the host's cores."""
+    cpus: int | None = None
+    """Of a node, hyper-threads counted singly."""
+    cores: int | None = None
+    """Physical ones behind them."""
 
     @property
     def refused(self) -> tuple[Finding, ...]:
@@ -266,6 +272,8 @@ class Plan:
         """The document that `--json` prints."""
         return {
             "hardware": self.hardware,
+            "cpus": self.cpus,
+            "cores": self.cores,
             "batch_size": self.batch_size,
             "total_batch": self.total_batch,
             "lr": self.lr,

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stoker.console import format_table
-from stoker.plan.records import Finding, Plan, ScalingRow, TimeBudget, VolumePlan, VramBudget
+from stoker.plan.records import Finding, Plan, Rate, ScalingRow, TimeBudget, VolumePlan, VramBudget
+from stoker.plan.timing import FED
 
 # A plan as text: what fits, how long it takes, what it costs, what to change.
 
@@ -80,9 +81,18 @@ def _time_lines(plan: Plan) -> list[str]:
     width = max(len(name) for name in rates)
     for name, rate in sorted(rates.items(), key=lambda item: item[1].images_per_second):
         lines.append(f"  {name:<{width}}  {_rate(rate.images_per_second):>9} {plan.unit}/s  {rate.source}")
+    if (theirs := time.torch_loader) is not None:
+        lines.append(f"  torch's DataLoader with PIL on the same cores: {_theirs(theirs, rates, plan.unit)}")
     if time.step_s is not None:
         lines.append("  " + ", ".join(filter(None, [f"{time.step_s * 1e3:,.0f} ms per step", _duration_line(time)])))
     return lines
+
+
+def _theirs(rate: Rate, rates: Mapping[str, Rate], unit: str) -> str:
+    text = f"{_rate(rate.images_per_second)} {unit}/s, {rate.source}"
+    device = next((name for name in ("accelerator", "model") if name in rates), None)
+    share = 1.0 if device is None else rate.images_per_second / rates[device].images_per_second
+    return text if share >= FED else f"{text}; that is {share:.0%} of what the {device} can take"
 
 
 def _duration_line(time: TimeBudget) -> str:

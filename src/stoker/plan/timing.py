@@ -69,9 +69,19 @@ def read_storage(word: str) -> Storage:
 
 # How long a job takes: the slowest of accelerator, loader and storage sets the pace.
 
-# Images per second that one core prepares from ImageNet's files at 224 px: 618 on the two cores of results/loaders,
-# which are shared; a hyperthread of a busy host is slower.
-IMAGES_PER_CORE_SECOND = 500.0
+# Images per second that one physical core prepares from ImageNet's files at 224 px: 1,256 with two threads on the two
+# cores of results/loaders.
+IMAGES_PER_CORE_SECOND = 628.0
+# What the second hyper-thread adds to a busy core. No measurement of decoding images is published that we know of; of
+# other integer work one is: 4 and 8 threads on 4 cores took 9.21 and 7.07 s, 1.30 times as fast (Mercurial, 'perf: add
+# threading capability to perfbdiff').
+SECOND_THREAD_GAIN = 0.30
+# Instances of the large clouds have two unless asked for one (EC2, CpuOptions: ThreadsPerCore; Google Cloud,
+# AdvancedMachineFeatures: threads_per_core).
+CLOUD_THREADS_PER_CORE = 2
+# Our loader's images per second by those of torch's DataLoader with PIL, same files, same workers (results/loaders).
+FASTER_THAN_TORCH = 3.2
+FASTER_THAN_TORCH_RANGE = (2.5, 4.1)
 # The image size at which it was measured: resizing costs as many pixels as it writes, and decoding comes on top.
 MEASURED_AT_PX = 224
 # Share of resizing in preparing an image: 285 us next to 660 us for decoding the crop, on one core.
@@ -82,17 +92,48 @@ SHARE_OF_CORES = 0.9
 FED = 0.97
 
 
+def cores_worth(threads: float, cores: int) -> float:
+    """Physical cores that would do the work of so many busy threads, which fill one core each before they share."""
+    return min(threads, cores) + SECOND_THREAD_GAIN * max(0.0, threads - cores)
+
+
 def loader_rate(
-    workers: int, cpus: int, nodes: int, gpus: int, size: int, measured_per_core: float | None, unit: str = "images"
+    workers: int,
+    cpus: int,
+    nodes: int,
+    gpus: int,
+    size: int,
+    measured_per_core: float | None,
+    unit: str = "images",
+    *,
+    cores: int | None = None,
 ) -> Rate:
-    """Samples per second of all loaders together; more workers than cores add nothing."""
+    """Samples per second of all loaders together; more workers than CPUs add nothing.
+
+    `cores` are the physical ones behind the CPUs; without them each CPU counts as one.
+    """
     # Without workers the training process prepares the batches itself.
-    busy = min(max(1, workers) * gpus, max(1.0, cpus * SHARE_OF_CORES)) * nodes
+    threads = min(max(1, workers) * gpus, max(1.0, cpus * SHARE_OF_CORES))
+    busy = cores_worth(threads, cores or cpus)
+    what = f"{busy * nodes:.3g} cores"
+    if busy < threads:
+        what = f"{threads * nodes:g} threads on {(cores or cpus) * nodes} cores = {what}"
     if measured_per_core is not None:
-        return Rate(busy * measured_per_core, f"{busy:g} cores x {measured_per_core:.0f} {unit}/s, measured here")
-    # Decoding hardly depends on the output size; resizing does.
-    per_core = IMAGES_PER_CORE_SECOND / (1 - RESIZING_SHARE + RESIZING_SHARE * (size / MEASURED_AT_PX) ** 2)
-    return Rate(busy * per_core, f"{busy:g} cores x {per_core:.0f} images/s (assumed; results/loaders)")
+        per_core, source = measured_per_core, "measured here"
+    else:
+        # Decoding hardly depends on the output size; resizing does.
+        per_core = IMAGES_PER_CORE_SECOND / (1 - RESIZING_SHARE + RESIZING_SHARE * (size / MEASURED_AT_PX) ** 2)
+        source = "assumed; results/loaders"
+    return Rate(busy * nodes * per_core, f"{what} x {per_core:.0f} {unit}/s ({source})")
+
+
+def torch_loader_rate(ours: Rate) -> Rate:
+    """What torch's DataLoader with PIL would reach with as many workers, from the ratio that was measured."""
+    low, high = FASTER_THAN_TORCH_RANGE
+    return Rate(
+        ours.images_per_second / FASTER_THAN_TORCH,
+        f"ours is {FASTER_THAN_TORCH:g} times as fast ({low:g} to {high:g}; results/loaders)",
+    )
 
 
 def time_budget(
@@ -103,6 +144,7 @@ def time_budget(
     epochs: int,
     nodes: int,
     price_per_hour: float | None,
+    torch_loader: Rate | None = None,
 ) -> TimeBudget:
     """Time and cost, without validation and start-up."""
     if not rates:
@@ -113,7 +155,7 @@ def time_budget(
     epoch_s = None if steps_per_epoch is None else steps_per_epoch * step_s
     total_s = None if epoch_s is None else epoch_s * epochs
     cost = None if total_s is None or price_per_hour is None else total_s / 3600 * price_per_hour * nodes
-    return TimeBudget(pace, bound_by, rates, step_s, epoch_s, total_s, cost)
+    return TimeBudget(pace, bound_by, rates, step_s, epoch_s, total_s, cost, torch_loader)
 
 
 def time_findings(
@@ -128,6 +170,7 @@ def time_findings(
     room: Room | None = None,
     unit: str = "images",
     on_cpu: bool = False,
+    cores: int | None = None,
 ) -> list[Finding]:
     """What would have to change for the accelerator to be the slowest part, and the speed-up from it.
 
@@ -151,13 +194,14 @@ def time_findings(
     others = min((rate.images_per_second for name, rate in time.rates.items() if name != "loader"), default=wanted)
     if loader is not None and loader.images_per_second < FED * wanted:
         slow = loader.images_per_second
-        cores = cpus * wanted / slow
+        needed_cpus = cpus * wanted / slow
+        kind = "cores" if cores in (None, cpus) else "vCPUs"
         found.append(
             Finding(
                 "loader-bound",
-                f"{cpus * nodes} cores prepare {slow:,.0f} {unit}/s, the {devices} can take {wanted:,.0f}: "
-                f"that would need {cores * nodes:.0f} cores",
-                fix=f"more cores, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} if it is lower",
+                f"{cpus * nodes} {kind} prepare {slow:,.0f} {unit}/s, the {devices} can take {wanted:,.0f}: "
+                f"that would need {needed_cpus * nodes:.0f} {kind}",
+                fix=f"more {kind}, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} if it is lower",
                 speedup=_at_most(others / time.images_per_second),
             )
         )

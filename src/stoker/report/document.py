@@ -36,7 +36,8 @@ from stoker.report.run_files import (
     read_environment,
     read_evaluation,
 )
-from stoker.run.folder import RunFolder, find_run
+from stoker.report.tune_document import TuneReader, find_journal
+from stoker.run.folder import RunFolder, find_run, is_run
 from stoker.run.json_lines import JsonLines, Kept, Record, number
 from stoker.run.lease import is_held
 from stoker.run.metrics import ABOUT
@@ -269,11 +270,20 @@ def compare(a: Document, b: Document) -> dict[str, Any]:
     return {"config": config, "figures": rows, "machines": machines}
 
 
+def open_reader(path: Path) -> tuple[Path, RunReader | TuneReader]:
+    """The folder of a run or of a search's journal, and what reads it; a folder that is both is a run."""
+    journal = find_journal(path)
+    if journal is not None and (journal == path or not is_run(path)):
+        return journal.parent, TuneReader(journal)
+    folder = find_run(path)
+    return folder, RunReader(folder)
+
+
 def read_document(path: Path) -> tuple[Path, Document]:
-    """The folder of a run or of a watched script, and its document."""
+    """The folder of a run, of a search's journal or of a watched script, and its document."""
     if not has_records(path):
-        folder = find_run(path)
-        return folder, RunReader(folder).document()
+        folder, reader = open_reader(path)
+        return folder, reader.document()
     from stoker.report.diagnosis_document import diagnosis_document  # which imports this module
 
     return path, diagnosis_document(diagnosis_of_watched(path), path.resolve().name)

@@ -19,12 +19,24 @@ from stoker.errors import UserError
 from stoker.files import write_text
 from stoker.report.document import Document, compare
 from stoker.report.run_files import picture_url
+from stoker.report.tune_document import is_tune
 from stoker.run.folder import RunFolder
+
+SECTIONS = {
+    "report.js": (
+        "goes", "findings", "differences", "timeline", "throughput", "stages", "preview", "learning", "worst", "memory",
+        "needs", "predictions", "quarantine", "events", "config", "environment", "missing",
+    ),
+    "tune.js": ("changes", "ladder", "sources", "trials", "other", "setup", "missing"),
+}  # fmt: skip
+"""Each script, and the parts of the page that it fills, in their order."""
 
 
 def report_document(runs: Sequence[Document]) -> Document:
-    """The data of a page about one run or two."""
+    """The data of a page about one run or two, or about a search of `stoker tune`."""
     assert len(runs) in (1, 2)
+    if is_tune(runs[0]):
+        return {"stoker": __version__, "tune": runs[0]}
     # Two runs with the same name are distinguished by their folders.
     same = len(runs) == 2 and runs[0]["name"] == runs[1]["name"]
     labelled = [run | {"label": run["folder"] if same else run["name"]} for run in runs]
@@ -37,8 +49,10 @@ def report_document(runs: Sequence[Document]) -> Document:
 
 def report_page(document: Document, *, live: bool = False) -> str:
     """The document as HTML. A live page asks its own server for data.json every second."""
-    style, script = _part("report.css"), _part("charts.js") + _part("report.js")
-    title = " and ".join(run["label"] for run in document["runs"])
+    about = "tune.js" if "tune" in document else "report.js"
+    runs = document.get("runs", [])
+    style, script = _part("report.css"), _part("charts.js") + _part("page.js") + _part(about)
+    title = " and ".join(run["label"] for run in runs) if runs else f"tune {document['tune']['name']}"
     # Even if a name were not escaped, the browser would run only our script, and load nothing.
     allowed = "'self'" if live else "'none'"
     policy = (
@@ -49,6 +63,10 @@ def report_page(document: Document, *, live: bool = False) -> str:
         "policy": html.escape(policy),
         "title": html.escape(title),
         "live": "true" if live else "false",
+        "first": "trials" if "tune" in document else "findings",
+        "sections": "\n".join(
+            f'<section id="{name}" aria-labelledby="{name}-title"></section>' for name in SECTIONS[about]
+        ),
         "style": style,
         "script": script,
         "data": embedded_json(document),
@@ -59,7 +77,7 @@ def report_page(document: Document, *, live: bool = False) -> str:
                     "preview": picture_url(run["preview"]),
                     "worst": picture_url((run.get("evaluation") or {}).get("picture")),
                 }
-                for run in document["runs"]
+                for run in runs
             ]
         ),
     }
@@ -89,9 +107,12 @@ def _part(name: str) -> str:
     return resources.files("stoker.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def page_path_for(folders: Sequence[Path]) -> Path:
-    """report.html in the run folder; for two runs, a file in the first folder that names the second."""
+def page_path_for(folders: Sequence[Path], *, search: bool = False) -> Path:
+    """report.html in the run folder; for two runs, a file in the first folder that names the second; for a search,
+    tune.html beside its journal."""
     own = RunFolder(folders[0]).report_file
+    if search:
+        return folders[0] / "tune.html"
     if len(folders) == 1:
         return own
     other = re.sub(r"[^A-Za-z0-9._=+-]", "-", folders[1].resolve().name)[:100]

@@ -4,19 +4,6 @@ const MEMORY_NAMES = { process_bytes: "main process", device_bytes: "device, res
 const PALETTE = ["var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)"];
 const colourOf = (part) => `var(--${part})`;
 const has = (columns, name) => columns && columns[name] && columns[name].some(known);
-const heading = (id, text, ...more) => [el("h2", { id: `${id}-title` }, text), ...more];
-const soft = (...children) => el("p", { class: "soft" }, ...children);
-const card = (...children) => el("div", { class: "card" }, ...children);
-/* A key such as num_workers at the start of a sentence keeps its spelling. */
-const capital = (text) => /^[a-z]+\s/.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
-const value = (item) => item === null || item === undefined ? "null" : Array.isArray(item) ? `[${item.map(value).join(", ")}]` : String(item);
-
-function table(header, rows, numbers = []) {
-  const kind = (index) => numbers.includes(index) ? "number" : null;
-  return el("div", { class: "wide" }, el("table", null,
-    el("thead", null, el("tr", null, header.map((text, index) => el("th", { scope: "col", class: kind(index) }, text)))),
-    el("tbody", null, rows.map((row) => el("tr", { class: row.mark || null }, (row.cells || row).map((cell, index) => el("td", { class: kind(index) }, cell)))))));
-}
 const named = (runs, run) => runs.length > 1 ? [el("h3", null, run.label)] : [];
 
 /* The verdict as a headline, and the text after its colon as the paragraph below. */
@@ -211,39 +198,4 @@ function curves(doc, part, x, names) {
     colour: PALETTE[(names.length > 1 ? names.findIndex((pair) => pair[0] === name) : 0) + (doc.runs.length > 1 && names.length === 1 ? at : 0)], x: run[part][x], y: run[part][name] })));
 }
 
-function show(doc) {
-  for (const [id, make] of Object.entries(sections)) {
-    const node = document.getElementById(id), content = make(doc);
-    node.replaceChildren(...(content || []).flat(9).filter(Boolean));
-  }
-  for (const [id, entry] of drawn) if (!entry.plot.isConnected) drawn.delete(id); else entry.draw();
-}
-
-let shownText = "", failures = 0;
-async function ask() {
-  let pause = 1000;
-  try {
-    const answer = await fetch("data.json", { cache: "no-store" });
-    if (!answer.ok) throw new Error(`status ${answer.status}`);
-    const text = await answer.text();
-    failures = 0;
-    document.documentElement.dataset.stale = "no";
-    if (text !== shownText && !dragging) {
-      const open = [...document.querySelectorAll("details")].map((details) => details.open), y = scrollY;
-      shownText = text;
-      show(JSON.parse(text));
-      document.querySelectorAll("details").forEach((details, index) => { if (open[index] !== undefined) details.open = open[index]; });
-      scrollTo(0, y);
-    }
-  } catch (error) {
-    failures += 1;
-    pause = 5000;
-    document.documentElement.dataset.stale = "yes";
-    document.getElementById("foot").replaceChildren("`stoker watch` has ended; this is its last update.");
-  }
-  if (failures < 20) setTimeout(ask, pause);
-}
-
-show(JSON.parse(document.getElementById("data").textContent));
-if (document.documentElement.dataset.live === "true") setTimeout(ask, 1000);
-addEventListener("beforeprint", () => { for (const entry of drawn.values()) entry.draw(); });
+start();

@@ -9,6 +9,8 @@ from typing import Any
 
 from stoker.console import clock, print_result, say
 from stoker.report.document import Document
+from stoker.report.tune_document import is_tune
+from stoker.report.tune_screen import tune_line, tune_lines
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 10.0
@@ -46,6 +48,8 @@ def print_frame(document: Document) -> None:
 
 def frame_lines(run: Document) -> list[tuple[str, str]]:
     """The lines of the screen, each with its style."""
+    if is_tune(run):
+        return tune_lines(run)
     figures = run["figures"]
     lines = [(f"{run['name']}  {run['state']}{_ending(run)}", "bold"), (_verdict(run), ""), ("", "")]
     share = _share_done(figures)
@@ -79,6 +83,8 @@ def frame_lines(run: Document) -> list[tuple[str, str]]:
 
 def status_line(run: Document) -> str:
     """The run in one line, for logs."""
+    if is_tune(run):
+        return tune_line(run)
     figures = run["figures"]
     of = "" if figures["epochs_total"] is None else f" of {figures['epochs_total']}"
     parts = [

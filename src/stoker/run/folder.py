@@ -268,12 +268,12 @@ def _not_writable(root: Path, error: OSError) -> ConfigError:
 def find_run(path: Path) -> Path:
     """The run folder at this path, or of this name under runs/; raises if there is none."""
     for candidate in (path, RUNS / path):
-        if _is_run(candidate):
+        if is_run(candidate):
             return candidate
     around = path if path.is_dir() else RUNS
     seen = "does not exist" if not path.exists() else "is not a folder" if not path.is_dir() else "contains no run"
     try:
-        runs = sorted(folder for folder in around.iterdir() if _is_run(folder))
+        runs = sorted(folder for folder in around.iterdir() if is_run(folder))
     except OSError:
         runs = []
     raise UserError(
@@ -287,10 +287,11 @@ def find_run(path: Path) -> Path:
 def run_of(checkpoint: Path) -> RunFolder | None:
     """The run that a checkpoint belongs to; None for one that lies elsewhere."""
     folder = RunFolder(checkpoint.absolute().parent.parent)
-    return folder if checkpoint.absolute().parent == folder.checkpoints and _is_run(folder.root) else None
+    return folder if checkpoint.absolute().parent == folder.checkpoints and is_run(folder.root) else None
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Whether a run was recorded in this folder."""
     run = RunFolder(folder)
     try:
         return any(file.is_file() for file in (run.metrics_file, run.config_file, run.clock_file))

@@ -146,6 +146,20 @@ def is_held(lease_file: Path) -> bool:
     return renewed is not None and abs(time.time() - renewed) < STALE_AFTER_S
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process of this host holds a record lock on the file, whatever is in it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return sys.platform == "linux" and _is_locked(descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def _is_locked(descriptor: int) -> bool:
     # We ask about a shared lock: the descriptor is read-only, and the trainer's exclusive lock conflicts with it.
     question = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)

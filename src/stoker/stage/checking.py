@@ -12,7 +12,8 @@ from typing import Any
 import xxhash
 
 from stoker.console import Advance
-from stoker.data.store.local_copy import SUBSET, CopiedFile, LocalCopy
+from stoker.data.store.copy_manifest import CopiedFile
+from stoker.data.store.local_copy import SUBSET, LocalCopy
 
 _THREADS = 8
 _PIECE = 4 << 20

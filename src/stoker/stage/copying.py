@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.console import Advance, count, megabytes, some
-from stoker.data.store.local_copy import CopiedFile, LocalCopy, remove_abandoned, temporary_name
+from stoker.data.store.copy_manifest import CopiedFile
+from stoker.data.store.copy_names import remove_abandoned, temporary_name
+from stoker.data.store.local_copy import LocalCopy
 from stoker.data.store.object_store import Patience
 from stoker.errors import UserError
 from stoker.stage.concurrency import Concurrency, RateLimit

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-from stoker.data.store.local_copy import CopiedFile, LocalCopy
+from stoker.data.store.copy_manifest import CopiedFile
+from stoker.data.store.local_copy import LocalCopy
 from stoker.errors import UserError
 
 

@@ -19,9 +19,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
-from stoker.data.store.local_copy import CopiedFile, LocalCopy
+from stoker.data.store import outage
+from stoker.data.store.copy_manifest import CopiedFile
+from stoker.data.store.local_copy import LocalCopy
 from stoker.data.store.object_store import Patience
 from stoker.data.store.stores import ReadFailure, StoreDown
 from stoker.stage.concurrency import Concurrency, RateLimit
@@ -75,7 +78,9 @@ class S3Download:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="stoker-checksum")
         self._finishing: deque[tuple[Large, Future[CopiedFile]]] = deque()
         self._bad_checksums: Counter[str] = Counter()
-        self._last_success = time.monotonic()
+        self._last_success = self._back = time.monotonic()
+        self._waiting: ExitStack | None = None
+        """Open while the whole store does not respond."""
 
     def run(self, files: Iterator[SourceFile], tick: Tick) -> None:
         """Copies all files; those that fail are told to `events`. Raises StoreDown if the whole store fails."""
@@ -89,6 +94,7 @@ class S3Download:
                 raise self._unreachable(f"{self._place.host}: {error.strerror}") from None
             raise
         finally:
+            self._note_outage(ended=True)
             for connection in [*self._busy, *self._idle]:
                 connection.socket.close()
                 if connection.task is not None and connection.task.large is not None:
@@ -119,6 +125,7 @@ class S3Download:
                 next_tick = now + _TICK_S
                 tick()
                 self._check_stalls(now)
+                self._note_outage(ended=not self._later or now - self._last_success < outage.SAID_AFTER_S)
             for key, _ in self._selector.select(self._patience_until_next(now, next_tick, more)):
                 connection: Connection = key.data
                 try:
@@ -408,12 +415,23 @@ class S3Download:
         reason = str(error) or type(error).__name__
         if now - self._last_success > self._patience.retry_s:
             raise self._unreachable(reason)
-        if now - task.first_fault > self._patience.retry_s or task.tries > self._patience.max_retries:
+        # As long as nothing else arrives either, it is the store's fault; afterwards an object has all its time again.
+        failing_s = now - max(task.first_fault, self._back)
+        if self._last_success > task.first_fault and failing_s > min(self._patience.object_s, self._patience.retry_s):
             self._give_up(task, ReadFailure(task.file.path, "unreadable", reason))
             return
         self._events.retried(reason)
         wait = min(10.0, 0.1 * 2 ** (task.tries - 1)) * jitter(0.5, 1.0)
         heapq.heappush(self._later, (now + wait, next(self._numbers), task))
+
+    def _note_outage(self, *, ended: bool) -> None:
+        """Says that the store does not respond, or no longer."""
+        if ended and self._waiting is not None:
+            self._waiting.close()
+            self._waiting, self._back = None, time.monotonic()
+        elif not ended and self._waiting is None:
+            self._waiting = ExitStack()
+            self._waiting.enter_context(outage.waiting(self._place.host_header, self._last_success))
 
     def _give_up(self, task: Task, failure: ReadFailure) -> None:
         large = task.large

@@ -16,7 +16,7 @@ from urllib.parse import unquote_plus, urlsplit
 from xml.etree import ElementTree
 
 from stoker.console import Advance, shown
-from stoker.data.store.local_copy import source_name
+from stoker.data.store.copy_names import source_name
 from stoker.data.store.object_store import ObjectStore
 from stoker.data.store.stores import REMOTE_SCHEMES, Buffer, ReadFailure, StoreDown, is_url
 from stoker.errors import UserError, did_you_mean

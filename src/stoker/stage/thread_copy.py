@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from stoker.data.store.local_copy import CopiedFile, LocalCopy, PartialFile
+from stoker.data.store.copy_manifest import CopiedFile
+from stoker.data.store.local_copy import LocalCopy, PartialFile
 from stoker.data.store.stores import ReadFailure
 from stoker.stage.concurrency import Concurrency, RateLimit
 from stoker.stage.records import Events, SourceFile, Tick, writing

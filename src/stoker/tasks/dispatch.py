@@ -25,7 +25,7 @@ from stoker.tasks.volumes import data as volume_data
 from stoker.tasks.volumes import preview as volume_preview
 from stoker.tasks.volumes import segment
 from stoker.tasks.volumes.data import VolumeData
-from stoker.train.checkpoint.data_changes import Listings
+from stoker.train.checkpoint.data_changes import Contents, Listings
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.loop import Run
 from stoker.train.ranks import Ranks
@@ -55,6 +55,8 @@ class Task:
     """Says and records which part of the data a config has chosen."""
     listings: Callable[[Any], Listings]
     """Which samples the data has, in order."""
+    contents: Callable[[HostConfig, Any], Contents]
+    """A hash of some of them, to notice data that was made again under the same names."""
     as_it_began: Callable[[FoundCheckpoint, HostConfig, Any, Say], Any]
     """The data as a resumed run read it before."""
     open_staging: Callable[[HostConfig, Any, Ranks, Say], Staging | None]
@@ -96,6 +98,17 @@ def _images_of(data: TrainingData) -> Listings:
     return {part: None if one is None else image_data.listing_of_samples(one) for part, one in parts.items()}
 
 
+def _contents_of(config: HostConfig, data: TrainingData) -> Contents:
+    if config.stage_to is not None:
+        return {}  # it reads its local copy, and that has its own manifest
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else image_data.contents_of_samples(config, one) for part, one in parts.items()}
+
+
+def _unknown_contents(_config: HostConfig, _data: VolumeData) -> Contents:
+    return {}
+
+
 def _cases_of(data: VolumeData) -> Listings:
     parts = {"train": data.train, "val": data.val}
     return {part: None if one is None else volume_data.listing_of_cases(one) for part, one in parts.items()}
@@ -126,11 +139,11 @@ def _same_volumes(_found: FoundCheckpoint, _config: HostConfig, data: VolumeData
 
 TASKS = {
     "classify": Task(
-        classify.open_data, _record_subset, _images_of, classify.with_decoder_of, classify.open_staging,
+        classify.open_data, _record_subset, _images_of, _contents_of, classify.with_decoder_of, classify.open_staging,
         classify.build_run, classify.describe_run, _keep_sheet, _image_loader, _image_speed, "images",
     ),
     "segment3d": Task(
-        volume_data.open_data, _nothing, _cases_of, _same_volumes, segment.open_staging, segment.build_run,
-        segment.describe_run, _keep_patches, _patch_loader, volume_data.measure_speed, "patches",
+        volume_data.open_data, _nothing, _cases_of, _unknown_contents, _same_volumes, segment.open_staging,
+        segment.build_run, segment.describe_run, _keep_patches, _patch_loader, volume_data.measure_speed, "patches",
     ),
 }  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from stoker.config import Config
@@ -26,12 +28,12 @@ from stoker.data.images.subset import Subset, choose_subset, split_samples, subs
 from stoker.data.loader import Follow, ImageLoader
 from stoker.data.order import Order, Steps
 from stoker.data.store.staged import StagePlace
-from stoker.data.store.stores import ReadFailure, is_url
+from stoker.data.store.stores import ReadFailure, StoreDown, is_url
 from stoker.errors import StokerError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
 from stoker.redact import redact_text
 from stoker.tasks.building import loader_options, no_data
-from stoker.train.checkpoint.data_changes import Listing
+from stoker.train.checkpoint.data_changes import Listing, looked_at
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
@@ -44,6 +46,8 @@ MOST_FILES_SIZED = 200
 # More than any host decodes in a second with one worker.
 MOST_IMAGES_PER_WORKER_SECOND = 20_000
 ALONE = Ranks()
+# Requests at once for the few samples whose contents are compared.
+READERS = 16
 
 
 def open_samples(
@@ -162,6 +166,28 @@ def listing_of_samples(samples: SampleSet) -> Listing:
     kept[samples.chosen] = True  # ascending, as in the index
     name_bytes = np.asarray(index.name_bytes)[np.repeat(kept, lengths)]
     return Listing(name_bytes, np.cumsum(lengths[kept]), samples.labels(members))
+
+
+def contents_of_samples(config: Config, samples: SampleSet) -> dict[str, Any] | None:
+    """The contents of the samples that a resumed run compares (`Contents`); None if the store does not respond."""
+    cache_dir = None if config.cache_dir is None else Path(config.cache_dir)
+    store = open_sample_store(samples.index, cache_dir=cache_dir, cache_size=config.cache_size)
+    members = samples.indices(np.array(looked_at(len(samples)), np.int64))
+
+    def read(index: int) -> str:
+        place = samples.index.location(index)
+        whole = samples.index.shard_of is None
+        try:
+            return xxhash.xxh3_64_hexdigest(store.read(place.path, place.offset, place.size, whole=whole))
+        except ReadFailure:
+            return ""
+
+    try:
+        with ThreadPoolExecutor(READERS) as pool:
+            hashes = list(pool.map(read, members.tolist()))
+    except StoreDown:
+        return None  # a cache may have all that training needs
+    return {"packed": samples.index.shard_of is not None, "hashes": hashes}
 
 
 def _as_subset(samples: SampleSet, seed: int) -> Subset:

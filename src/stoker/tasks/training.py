@@ -27,6 +27,7 @@ from stoker.tasks.dispatch import RunData, task_for
 from stoker.train.checkpoint.branching import Start, begin, own_checkpoint
 from stoker.train.checkpoint.changes import changes_since
 from stoker.train.checkpoint.data_changes import (
+    Contents,
     Difference,
     Listings,
     data_changed,
@@ -40,6 +41,8 @@ from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.compute import utilisation_of
 from stoker.train.launch import LAUNCHED
+from stoker.train.loader_adjuster import LoaderAdjuster
+from stoker.train.loader_changes import Knob
 from stoker.train.loop import Run, train
 from stoker.train.observer import RunObserver, Silence, run_header
 from stoker.train.progress_line import TrainProgress
@@ -49,6 +52,8 @@ from stoker.train.schedule import lr_warning
 Summary = dict[str, Any]
 ONE_DEVICE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SLURM_STEP_GPUS")
 """Variables that list the GPUs of a process; a launcher that names one has given it that one."""
+ADJUSTED: dict[str, Knob] = {"prefetch_factor": "prefetch", "lookahead": "lookahead_bytes"}
+"""Keys whose value is only where `adjust_loader` begins, unless the config sets them."""
 
 
 def train_here(
@@ -102,8 +107,13 @@ def train_here(
     run = task.build_run(
         config, data, ranks, device, quarantine_file=folder.quarantine_file, staging=staging, say=say_here
     )
-    run = replace(run, data={**run.data, "samples": fingerprint(listings)})
+    contents: Contents = {} if config.fast_dev_run else from_first(lambda: task.contents(config, data), ranks)
+    run = replace(run, data={**run.data, "samples": fingerprint(listings), "contents": contents})
     stack.callback(run.close)
+    if config.adjust_loader:
+        chosen = frozenset(knob for key, knob in ADJUSTED.items() if key in config.model_fields_set)
+        adjuster = LoaderAdjuster(machine.cpus / here, fixed=chosen)
+        run = replace(run, adjust_loader=adjuster.after_step)
     events: tuple[tuple[str, dict[str, Any]], ...] = ()
     changed: list[Difference] = []
     if found is None and replan:
@@ -113,7 +123,7 @@ def train_here(
             say_here(f"warning: {note}")
         run, events = resume(run, found, say_here, replan=replan)
         if not run.progress.finished:
-            changed = _data_changes(found, listings, folder, config, accept=accept_data, say=say_here)
+            changed = _data_changes(found, listings, contents, folder, config, accept=accept_data, say=say_here)
         if run.progress.finished:
             best = "none" if run.progress.best is None else metric.text(run.progress.best)
             early = None if run.stopping is None else run.stopping.reason(run.progress)
@@ -176,13 +186,20 @@ def train_here(
 
 
 def _data_changes(
-    found: FoundCheckpoint, listings: Listings, folder: RunFolder, config: Config, *, accept: bool, say: Say
+    found: FoundCheckpoint,
+    listings: Listings,
+    contents: Contents,
+    folder: RunFolder,
+    config: Config,
+    *,
+    accept: bool,
+    say: Say,
 ) -> list[Difference]:
     """How the data differs from the checkpoint's; raises UserError unless that is accepted."""
     # Of keys that say themselves that they change the data, every change is said in its own line.
     asked = {change.key for change in changes_since(found.state, config_values(config))}
     meant = {"train": {"samples_csv", "train_csv"}, "val": {"samples_csv", "val_csv", "subset_val_per_class"}}
-    changed = differences_since(found.state, listings, folder.samples_file)
+    changed = differences_since(found.state, listings, folder.samples_file, contents)
     unmeant = [one for one in changed if not meant[one.part] & asked]
     if unmeant and not accept:
         raise data_changed(found.path, unmeant)

@@ -173,7 +173,7 @@ def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
     observer.validation_begins(loader.steps())
     most: int | None = None
     try:
-        for number, batch in enumerate(loader.epoch(0)):
+        for number, batch in enumerate(run.stop.unless_leaving(loader.epoch(0))):
             # The last batch may have fewer samples than there are ranks: some ranks then get an empty one.
             if len(batch):
                 # A compiled model is compiled for one size: the first, and largest.

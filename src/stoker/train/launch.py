@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
 
+from stoker.data.store import outage
+from stoker.data.store.stores import StoreDown
 from stoker.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, Interrupted, Preempted, StokerError, UserError
 from stoker.notices import PREEMPTING, blocked_until_heard, handling, heard
 
@@ -26,6 +31,11 @@ GRACE_S = 120.0
 TOLD_S = 5.0
 """A rank that leaves while it trains tells the others itself, within a step; one that leaves before could not."""
 POLL_S = 0.1
+LEAVE_S = 2.0
+"""After a signal, a batch may take this long; a store that does not respond may take minutes. Leaving without it loses
+nothing: the run resumes with that batch."""
+KICK = signal.SIGURG
+"""Makes the main thread look up from a wait; ignored by whoever does not handle it."""
 LAUNCHED = "STOKER_LAUNCHED"
 _PR_SET_PDEATHSIG = 1
 # Loaded here: after a fork beside other threads, the dynamic loader's lock may be held by a thread that is gone.
@@ -36,11 +46,20 @@ class LeaveValidation(Exception):
     """A signal arrived during validation: the resumed run validates and ends the epoch."""
 
 
+class LeaveWait(BaseException):
+    """A signal arrived, and the batch that is waited for did not. Not an Exception: it is raised in the middle of
+    whatever waits, and must not be taken for a failure of that."""
+
+
+T = TypeVar("T")
+
+
 class StopRequest:
     """Whether a signal asked this process to leave, and which; the loop looks at it after each step."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._waiting_since_s: float | None = None
 
     @property
     def wanted(self) -> bool:
@@ -60,18 +79,62 @@ class StopRequest:
             return Interrupted("interrupted", seen, hint=hint)
         return Preempted("preempted", seen, hint=hint)
 
+    def unless_leaving(self, batches: Iterator[T]) -> Iterator[T]:
+        """The same batches; raises LeaveWait if a signal arrives while one is waited for in vain."""
+        while True:
+            self._waiting_since_s = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (LeaveWait, StoreDown):
+                if not self.wanted:
+                    raise
+                outage.abandon()
+                raise LeaveWait from None
+            finally:
+                self._waiting_since_s = None
+            yield batch
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Notes signals inside the block. A second Ctrl-C interrupts at once."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
 
         def note(number: int, _frame: FrameType | None) -> None:
             if number == signal.SIGINT and self.interrupted:
                 raise KeyboardInterrupt
             self.signal = signal.Signals(number)
+            os.write(writing, b"!")  # neither an event nor a new thread: the handler may interrupt itself
 
-        with handling(note, SIGNALS):
-            self.signal = self.signal or heard()
-            yield
+        def leave(_number: int, _frame: FrameType | None) -> None:
+            if self._waiting_since_s is not None:
+                raise LeaveWait
+
+        watch = threading.Thread(target=self._watch, args=(reading,), name="leaving", daemon=True)
+        watch.start()
+        try:
+            with handling(leave, (KICK,)), handling(note, SIGNALS):
+                self.signal = self.signal or heard()
+                if self.wanted:
+                    os.write(writing, b"!")
+                yield
+        finally:
+            self._waiting_since_s = None
+            os.close(writing)  # ends the thread
+            watch.join(2 * LEAVE_S)
+
+    def _watch(self, reading: int) -> None:
+        """Once a signal has arrived, interrupts waits of the main thread that last too long."""
+        main = threading.main_thread().ident
+        with open(reading, "rb", buffering=0) as told:
+            if not told.read(1) or main is None:
+                return
+            heard_s = time.monotonic()
+            while not select.select([told], [], [], POLL_S)[0] or told.read(1):
+                since_s = self._waiting_since_s
+                if since_s is not None and time.monotonic() - max(since_s, heard_s) > LEAVE_S:
+                    signal.pthread_kill(main, KICK)
 
 
 def launch(command: Sequence[str], devices: int, nodes: int, environment: Mapping[str, str] = os.environ) -> int:

@@ -24,7 +24,7 @@ from stoker.run.metric import Metric
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator, Scoring, evaluate, named_scores
-from stoker.train.launch import LeaveValidation, StopRequest
+from stoker.train.launch import LeaveValidation, LeaveWait, StopRequest
 from stoker.train.observer import Observer, Silence
 from stoker.train.optimization import set_lr
 from stoker.train.ranks import Agreement, Ranks, agree, any_rank, gather
@@ -106,6 +106,8 @@ class Run:
     """The names of samples, from their indices in the data set."""
     guard_memory: Callable[[Any], None]
     """Called with the loader of each batch: if memory runs low, makes the loader hold fewer batches."""
+    adjust_loader: Callable[[Any, StepClock], dict[str, Any] | None] = lambda _loader, _clock: None
+    """Called with the training loader after each step: changes how it works, and returns what it decided."""
     data: dict[str, Any] = field(default_factory=dict)
     """What has to be known about the data to use the model again: for volumes classes, ignore label and channels."""
     branched_from: dict[str, Any] | None = None
@@ -137,6 +139,8 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
                         metrics |= evaluate(run, run.val_loader, observer)
                 except LeaveValidation:
                     _leave(run, saver)
+                except LeaveWait:
+                    _leave_waiting(run, saver, reports)
             metrics |= {"seconds": time.monotonic() - began, "clock": run.clock}
             observer.epoch_ends(progress.step, progress.epoch, metrics)
             if (seen := run.scoring.look(metrics)) is not None:
@@ -159,11 +163,14 @@ def _train_epoch(
     steps = min(loader.steps(progress.position) // run.accumulation, left)
     observer.epoch_begins(progress.epoch, run.horizon.steps_per_epoch, run.horizon.steps_per_epoch - steps)
     run.step.model.train()
-    batches = loader.epoch(progress.epoch, progress.position)
+    batches = run.stop.unless_leaving(loader.epoch(progress.epoch, progress.position))
     clock.epoch_begins()
     for _ in range(steps):
-        with clock.waiting():
-            group = list(islice(batches, run.accumulation))
+        try:
+            with clock.waiting():
+                group = list(islice(batches, run.accumulation))
+        except LeaveWait:
+            _leave_waiting(run, saver, reports)
         lr = learning_rate(progress.step, run.horizon, run.peak_lr)
         set_lr(run.step.optimizer, lr)
         with clock.computing():
@@ -176,6 +183,8 @@ def _train_epoch(
         progress.micro_batch = run.step.micro_batch
         clock.step_ends(group)
         run.guard_memory(loader)
+        if (decided := run.adjust_loader(loader, clock)) is not None:
+            observer.event("loader_adjusted", progress.step, decided)
         reports.add(result, group, lr)
         del group, parts, result  # else the next step computes beside the batches of this one
         stopping, due = agreement.flags()
@@ -284,6 +293,15 @@ def _leave(run: Run, saver: Saver) -> NoReturn:
     # Together: a launcher that sees one rank leave may give the others little time.
     any_rank(True, run.ranks)
     raise run.stop.ending(run.progress.step, interrupted=interrupted, saved=saved)
+
+
+def _leave_waiting(run: Run, saver: Saver, reports: _Reports) -> NoReturn:
+    """The same in the middle of a wait for data, where several ranks cannot agree on anything: others may be in the
+    step that this one has no data for. They leave without saving, and resume from the save before."""
+    if run.ranks.world > 1:
+        raise run.stop.ending(run.progress.step, interrupted=run.stop.interrupted, saved=False)
+    reports.settle()
+    _leave(run, saver)
 
 
 def _close_epoch(run: Run, observer: Observer, saver: Saver, value: float | None) -> None:

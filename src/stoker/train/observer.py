@@ -16,6 +16,7 @@ from stoker.machine.host import HostConfig
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import Trackers
 from stoker.train.label_alarm import alarm_text
+from stoker.train.loader_changes import outcome_text
 from stoker.train.progress_line import TrainProgress
 
 if TYPE_CHECKING:
@@ -178,6 +179,12 @@ class RunObserver:
             self._progress.say(alarm_text(details))
         elif name == "nothing_validated":
             self._progress.say(f"warning: no validation metrics: {details['why']}\nhint: {details['hint']}")
+        elif name == "loader_adjusted":
+            if self._clock_file is not None and details["knob"] in ("workers", "prefetch"):
+                now = details["from" if details["decision"] == "undone" else "to"]
+                self._clock_file.loader_changed(step, **{details["knob"]: now})
+            if (line := outcome_text(details, self._unit)) is not None:
+                self._progress.say(line)
 
     def sync(self) -> None:
         self._metrics.sync()

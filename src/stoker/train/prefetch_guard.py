@@ -75,7 +75,7 @@ class PrefetchGuard:
 
     def check(self, loader: Shrinkable) -> None:
         """Looks at memory, at most once a second, and reduces the loader's batches in flight if it runs low."""
-        if loader is not self._loader:
+        if loader is not self._loader or loader.most_in_flight != self._levels[0]:
             self._adopt(loader)
         now = self._clock()
         if now < self._next_check:
@@ -93,7 +93,8 @@ class PrefetchGuard:
             self._maybe_grow(state, now, low)
 
     def _adopt(self, loader: Shrinkable) -> None:
-        """Applies the current limit to another loader: another image size, or validation."""
+        """Applies the current limit to another loader (another image size, or validation), or to one with other
+        workers."""
         self._loader = loader
         self._levels = in_flight_levels(loader.workers, loader.most_in_flight)
         if self._level:

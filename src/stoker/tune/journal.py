@@ -7,11 +7,13 @@ same command takes the recorded trials instead of running them again.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ from stoker.errors import UserError
 from stoker.files import open_to_append, write_text
 from stoker.redact import redact
 from stoker.run.json_lines import Record, read_records
+from stoker.run.lease import is_locked
 from stoker.tune.records import Key, Measured, Outcome, Settings, Step, key_of
 
 FORMAT = 1
@@ -70,6 +73,11 @@ class Journal:
         """
         if self.path is None:
             return None
+        if is_locked(self.path):
+            raise UserError(
+                "search-under-way", f"another `stoker tune` is writing {self.path}",
+                why="two at once would slow each other down, and measure that", hint=f"stoker watch {self.path}",
+            )  # fmt: skip
         records = [] if fresh else list(_read(self.path))
         why_not = _why_not(records, facts)
         same = bool(records) and why_not is None and not fresh
@@ -80,6 +88,10 @@ class Journal:
         self._descriptor = open_to_append(self.path)
         if same:
             self._end_half_line()
+        # Held until this process ends, however it does: `stoker watch` sees by it that the search is under way. The
+        # last thing to do: closing any other descriptor of the file would drop it.
+        with suppress(OSError):
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return None if same else why_not
 
     def recorded(self, settings: Settings) -> Measured | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import config_values
-from stoker.config.reading import load_for_command
+from stoker.config.reading import Resolved, load_for_command
 from stoker.console import Advance, count, progress_bar, say, say_notes
 from stoker.data.store.stores import is_url
 from stoker.doctor.options import read_pace
@@ -61,14 +61,22 @@ class Tuned:
     journal: Path
 
 
-def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> Tuned:
-    """Searches, and writes the result beside the config.
+@dataclass(frozen=True)
+class Opened:
+    """A config that is ready for trials."""
 
-    Raises UserError for what is wrong with the config itself, as `stoker train` does.
-    """
-    target = options.write or path.with_name(DEFAULT_NAME)
-    resolved = load_for_command(path, overrides, None)
-    check_target(target, path, force=options.force)
+    config: HostConfig
+    machine: Machine
+    cpus: int
+    """Of one rank."""
+    pace_s: float | None
+    remarks: list[str]
+    trier: ConfigTrier
+    live: Live
+
+
+def open_config(resolved: Resolved, path: Path, overrides: Sequence[str], options: TuneOptions) -> Opened:
+    """Fits the config to this machine, opens its data once, and says what is special about its trials."""
     machine = _machine(options.ram_bytes)
     config, notes = fit_to_machine(resolved.config, machine)
     say_notes(notes)
@@ -84,14 +92,24 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
         config, pace_s=pace_s, memory_limit_bytes=_memory_limit(options.ram_bytes, config.devices), cpus=cpus,
         ranks=ranks, report=live.report,
     )  # fmt: skip
+    return Opened(config, machine, cpus, pace_s, remarks, trier, live)
+
+
+def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> Tuned:
+    """Searches, and writes the result beside the config.
+
+    Raises UserError for what is wrong with the config itself, as `stoker train` does.
+    """
+    target = options.write or path.with_name(DEFAULT_NAME)
+    resolved = load_for_command(path, overrides, None)
+    check_target(target, path, force=options.force)
+    opened = open_config(resolved, path, overrides, options)
+    config, machine, trier, live = opened.config, opened.machine, opened.trier, opened.live
+    cpus, pace_s, remarks = opened.cpus, opened.pace_s, opened.remarks
     around = _surroundings(config, machine, cpus, options.goal, paced=pace_s is not None)
     start = settings_of(config)
-    journal = Journal(journal_path(target))
-    why_anew = journal.begin(_begin_facts(path, overrides, config, machine, options, start), fresh=options.fresh)
-    if why_anew is not None:
-        say(f"note: {journal.path} is replaced: {why_anew}")
-    if journal.resumed:
-        say(f"resuming: {count(journal.resumed, 'trial')} of {journal.path} will not be run again")
+    facts = _begin_facts(path, overrides, config, machine, options, start)
+    journal = begin_journal(journal_path(target), facts, fresh=options.fresh)
     live.trial_s = options.trial_s
     try:
         began_s = time.monotonic()
@@ -114,6 +132,17 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
         return Tuned(outcome, None, journal.path)
     write_tuned(target, path, resolved, overrides, outcome, machine)
     return Tuned(outcome, target, journal.path)
+
+
+def begin_journal(path: Path, facts: dict[str, Any], *, fresh: bool) -> Journal:
+    """The journal, resumed or new, and says which."""
+    journal = Journal(path)
+    why_anew = journal.begin(facts, fresh=fresh)
+    if why_anew is not None:
+        say(f"note: {journal.path} is replaced: {why_anew}")
+    if journal.resumed:
+        say(f"resuming: {count(journal.resumed, 'trial')} of {journal.path} will not be run again")
+    return journal
 
 
 def plan_fits(config: HostConfig, path: Path | None, machine: Machine) -> Fits:

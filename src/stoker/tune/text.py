@@ -96,7 +96,7 @@ def _headline(outcome: Outcome, unit: str) -> str:
         return "no settings ran to the end"
     after = rate_text(outcome.after, unit)
     if outcome.best == outcome.original:
-        return f"the config is as fast as it gets here: {after}"
+        return f"{outcome.facts.get('subject', 'the config')} is as fast as it gets here: {after}"
     if outcome.before is None:
         return f"the original does not run here; with these changes it does: {after}"
     ratio = outcome.after / outcome.before

@@ -5,23 +5,16 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from stoker.cgroups import PROC
-from stoker.child import kill_all
 from stoker.clock.reading import observed_from
 from stoker.config import config_values
-from stoker.doctor.trials import LEAST_PATIENCE_S
 from stoker.errors import ConfigError, StokerError
 from stoker.machine.host import HostConfig, allowed_cores
-from stoker.machine.memory import read_counters, read_memory, tree_memory, tree_pids
 from stoker.tune.copies import Copies, Ended
+from stoker.tune.guard import MemoryWatch, be_killed_first, memory_left, patience_after
 from stoker.tune.records import Measured, Result, Settings
 from stoker.tune.space import config_with
 
@@ -30,17 +23,6 @@ ALONE = {"devices": 1, "num_nodes": 1, "sync_batchnorm": False}
 NO_MEMORY = frozenset({"out-of-device-memory", "out-of-memory"})
 """Names of errors that say so."""
 KILLED = frozenset({"worker-died"})
-RESERVE = 0.05
-"""Of the memory that is available when a trial starts: left to everybody else."""
-LOOK_EVERY_S = 0.2
-EXACTLY_EVERY_S = 1.5
-"""Reading exactly what processes share takes milliseconds for each of them, on the cores that are being measured."""
-NEAR = 0.8
-"""Of the limit, from which on it is read exactly every time."""
-PATIENT = 4.0
-"""Times what the first run took, beyond which another one hangs."""
-LEAST_WAIT_S = 30.0
-"""A shorter run says little about how long starting many workers may take."""
 COMPILING_S = 600.0
 """On top, for a compiled model: an allowance."""
 DETAIL_LETTERS = 400
@@ -119,7 +101,7 @@ class ConfigTrier:
             "pace_s": pace_s, "cpus": self._cpus, "ranks": self._ranks,
         }  # fmt: skip
         patience_s = self._patience(seconds, compiled=bool(config.compile_model))
-        with MemoryWatch(self._limit()) as watch:
+        with MemoryWatch(memory_left(self._limit_bytes)) as watch:
             ended = self._copies.call(
                 TRIAL, job, timeout_s=patience_s, on_message=self.report, on_start=watch.begin
             )  # fmt: skip
@@ -137,16 +119,7 @@ class ConfigTrier:
     def _patience(self, seconds: float, *, compiled: bool) -> float:
         if self._patience_s is not None:
             return self._patience_s
-        extra_s = COMPILING_S if compiled else 0.0
-        if self._first_took_s is None:
-            return max(LEAST_PATIENCE_S, 10 * seconds) + extra_s
-        return max(LEAST_WAIT_S, PATIENT * self._first_took_s) + 2 * seconds + extra_s
-
-    def _limit(self) -> int | None:
-        """What a trial may take now: what is there, less a reserve, and the limit that was given."""
-        state = read_memory()
-        known = [] if state is None else [int((1 - RESERVE) * state.available_bytes)]
-        return min([*known, *([] if self._limit_bytes is None else [self._limit_bytes])], default=None)
+        return patience_after(self._first_took_s, seconds) + (COMPILING_S if compiled else 0.0)
 
 
 def trial_copies() -> Copies:
@@ -157,8 +130,7 @@ def trial_copies() -> Copies:
 def ending_of(ended: Ended, watch: MemoryWatch, patience_s: float) -> tuple[Result, str]:
     """What a trial that gave no result ended with, and why, in words."""
     if watch.exceeded_bytes is not None:
-        limit = f"{(watch.limit_bytes or 0) / 1e9:.2f} GB"
-        return "out-of-memory", f"it took {watch.exceeded_bytes / 1e9:.2f} GB, and {limit} were left for it"
+        return "out-of-memory", watch.words()
     if ended.too_slow:
         return "hung", f"not finished after {patience_s:.0f} s"
     if ended.error is not None:
@@ -174,58 +146,6 @@ def ending_of(ended: Ended, watch: MemoryWatch, patience_s: float) -> tuple[Resu
     return "crashed", f"the process exited with code {ended.status}"
 
 
-class MemoryWatch:
-    """Ends a process, with everything below it, when they exceed a limit together; remembers the most that they had."""
-
-    def __init__(self, limit_bytes: int | None) -> None:
-        self.limit_bytes = limit_bytes
-        self.peak_bytes: int | None = None
-        self.exceeded_bytes: int | None = None
-        self._pid = self._whole = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="trial-memory", daemon=True)
-
-    def begin(self, pid: int, whole: int | None = None) -> None:
-        """Watches this process, which leads a group of its own. What it shares with `whole`, which it was copied from,
-        counts as its own."""
-        self._pid, self._whole = pid, whole or pid
-        self._thread.start()
-
-    def __enter__(self) -> MemoryWatch:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._over.set()
-        if self._pid:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        exactly_due_s = 0.0
-        while not self._over.wait(LOOK_EVERY_S):
-            about = _about(self._whole)
-            near = self.limit_bytes is not None and about > NEAR * self.limit_bytes
-            if not near and time.monotonic() < exactly_due_s:
-                continue
-            exactly_due_s = time.monotonic() + EXACTLY_EVERY_S
-            memory = tree_memory(self._whole)
-            # Pages of libraries are not counted: others map them as well, and the kernel takes them back first.
-            taken = memory.anonymous_bytes + memory.shared_bytes
-            self.peak_bytes = max(taken, self.peak_bytes or 0)
-            if self.limit_bytes is not None and taken > self.limit_bytes:
-                self.exceeded_bytes = taken
-                kill_all(self._pid, running=True)
-                return
-
-
-def _about(pid: int) -> int:
-    """At most what the processes take, quickly: what they share is counted in each of them."""
-    found = 0
-    for process in tree_pids(pid):
-        status = read_counters(PROC / str(process) / "status")
-        found += status.get("RssAnon", 0) + status.get("RssShmem", 0)
-    return found
-
-
 def _all_problems(error: StokerError) -> str:
     problems = [problem.message for problem in error.problems] if isinstance(error, ConfigError) else []
     return "; ".join([error.seen, *problems])
@@ -233,9 +153,7 @@ def _all_problems(error: StokerError) -> str:
 
 def run_trial(job: dict[str, Any], tell: Report) -> dict[str, Any]:
     """In the child."""
-    # If memory runs out after all, the kernel takes this process, and none of the user's.
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    be_killed_first()
     cores = sorted(allowed_cores())
     if job["cpus"] < len(cores) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores[: job["cpus"]])  # the share of one rank

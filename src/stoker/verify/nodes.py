@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 # Paths and counts that may differ from node to node without another result.
 OWN_KEYS = {
-    "data_root", "index_dir", "cache_dir", "cache_size", "stage_to", "runs_dir", "num_workers", "prefetch_factor",
+    "data_root", "index_dir", "cache_dir", "cache_size", "stage_to", "runs_dir", "num_workers", "adjust_loader",
+    "prefetch_factor",
 }  # fmt: skip
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "nvidia-nvimgcodec-cu13")
 # Ranks that have not met by then will not: nobody wants to wait for the ten minutes that a run would.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import obstore
 import pytest
 
 from stoker.data.images.opening import open_index
@@ -17,6 +18,7 @@ from stoker.data.images.sample_index import IndexUnreadable, SampleIndex
 from stoker.errors import UserError
 from tests.data.images.test_index import Opening, age
 from tests.data.images.test_packing import make_images, pack
+from tests.support.s3_server import S3Server
 
 Damage = Callable[[Path], object]
 
@@ -178,7 +180,7 @@ def test_packing_again_repairs_the_index_and_believes_no_changed_record(a_pack: 
     assert len(open_index(str(packed), "", index_dir=tmp_path / "kept")) == 36
 
 
-def test_shards_that_were_cut_exchanged_or_removed_are_refused(tmp_path: Path) -> None:
+def test_shards_that_were_cut_exchanged_or_removed_are_refused(tmp_path: Path, s3: S3Server) -> None:
     folder = tmp_path / "packed"
     # Files of equal size make shards of equal size: only their content tells them apart.
     for number in range(40):
@@ -191,6 +193,15 @@ def test_shards_that_were_cut_exchanged_or_removed_are_refused(tmp_path: Path) -
     first, second = folder / "shard-000000.tar", folder / "shard-000001.tar"
     assert first.stat().st_size == second.stat().st_size
     whole = [first.read_bytes(), second.read_bytes()]
+    url = s3.put_folder(folder, "damaged-pack")
+    assert len(open_index(url, "", index_dir=tmp_path / "kept")) > 0
+    for content, said in ((whole[1][:-512], "shard-000001.tar has"), (None, "shard-000001.tar is missing")):
+        obstore.delete(s3.client(), "damaged-pack/shard-000001.tar")
+        if content is not None:
+            s3.put("damaged-pack/shard-000001.tar", content)
+        with pytest.raises(UserError, match=said) as caught:
+            open_index(url, "", index_dir=tmp_path / "kept")
+        assert caught.value.name == "pack-damaged"
     for contents, said in (
         ([whole[1], whole[0]], "belongs before"),
         ([whole[0], whole[0]], "belongs before"),

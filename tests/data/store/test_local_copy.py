@@ -73,7 +73,7 @@ def test_a_temporary_file_is_removed_when_its_process_is_gone(tmp_path: Path) ->
 
 
 def test_more_lines_than_fit_the_recent_ones_are_all_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.data.store.local_copy._MOST_RECENT", 10)
+    monkeypatch.setattr("stoker.data.store.copy_manifest._MOST_RECENT", 10)
     copy = LocalCopy(tmp_path, SOURCE)
     for number in range(35):
         copy.put(f"c/{number}", b"x" * number, "old")

@@ -16,7 +16,8 @@ from stoker.data.volumes.labels import BadLabels, LabelRules
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.data.volumes.pack import trial
 from stoker.data.volumes.pack.index import file_names, read_index
-from stoker.data.volumes.pack.packing import VolumePack, gather, look, pack_volumes
+from stoker.data.volumes.pack.making import VolumePack
+from stoker.data.volumes.pack.packing import gather, look, pack_volumes
 from stoker.data.volumes.pack.preprocessing import Preparation, prepare_image
 from stoker.data.volumes.pack.trial import Tried, choose, try_layouts
 from stoker.data.volumes.pack.writing import LAYOUTS, checksum, write_volume

@@ -21,7 +21,7 @@ from stoker.data.images.headers import BadImage, Box
 from stoker.data.images.row_index import RowIndex
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.order import Order, Steps
-from stoker.data.store.reader import Reader
+from stoker.data.store.reader import HeldBack, Reader
 from stoker.data.store.stores import ReadFailure
 from stoker.errors import UserError
 
@@ -30,6 +30,18 @@ Allocate = Callable[[tuple[int, ...]], NDArray[np.uint8]]
 MAX_REPLACEMENTS = 16
 # Batches held besides those in flight by a consumer that holds one: that one, and the one that it has just released.
 IN_HAND = 2
+
+
+@dataclass(frozen=True)
+class LoaderSetup:
+    """How far a loader of threads may go. Batches do not depend on it, so it may change at any time."""
+
+    workers: int
+    prefetch: int
+    """Batches in flight per worker."""
+    lookahead_bytes: int
+    requests: int
+    """Reads under way at once, where reading ahead pays off."""
 
 
 class MadeBatch(Protocol):
@@ -64,6 +76,15 @@ class Source(Protocol):
 
     @property
     def mean_bytes(self) -> float: ...
+
+    @property
+    def requests(self) -> int:
+        """Requests that it may have under way at once."""
+
+    def allow(self, lookahead_bytes: int, requests: int) -> None:
+        """From now on it may read so many bytes ahead, with so many requests at once."""
+
+    def held_back_by(self) -> HeldBack | None: ...
 
     def forget(self) -> None: ...
 
@@ -232,7 +253,7 @@ class Announcer:
         self._epoch = epoch
         self._start = start
         self._count = count
-        self._budget = budget
+        self.budget = budget
         self._stride = stride
         self._next = first
 
@@ -240,7 +261,7 @@ class Announcer:
         """Call before a step is made: announces it, and as many later steps as fit the budget."""
         batch_bytes = max(1.0, self._maker.plan.steps.batch_size * self._maker.reader.mean_bytes)
         # At least two, so that the next batch is fetched while this one is decoded.
-        ahead = max(2, int(self._budget / batch_bytes))
+        ahead = max(2, int(self.budget / batch_bytes))
         last = min(self._count - 1, step + ahead * self._stride)
         while self._next <= last:
             self._maker.announce(self._epoch, self._next, self._start)

@@ -225,6 +225,10 @@ class ProcessEngine(Generic[Made]):
 
     def close(self) -> None:
         """Ends the workers, and lets go of the slots: memory that the consumer still holds stays until it is done."""
+        if outage.is_left():
+            # torch would wait five seconds for each in turn, and they wait for their store.
+            for worker in self._workers():
+                worker.terminate()
         self._iterator = None
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:

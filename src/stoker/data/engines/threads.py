@@ -8,16 +8,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Generic
 
 import torch
 
 from stoker.console import Say
 from stoker.data.engines.buffers import BufferPool
-from stoker.data.engines.making import Announcer, Made, Maker, beyond_flight
-from stoker.data.priority import step_back
+from stoker.data.engines.crew import Crew
+from stoker.data.engines.making import Announcer, LoaderSetup, Made, Maker, beyond_flight
 from stoker.data.store import outage
+from stoker.data.store.reader import HeldBack
 
 
 class ThreadEngine(Generic[Made]):
@@ -35,18 +37,43 @@ class ThreadEngine(Generic[Made]):
         say: Say = lambda _line: None,
     ) -> None:
         self._maker = maker
-        self._workers = workers
+        self.setup = LoaderSetup(workers, prefetch, lookahead, maker.reader.requests)
         self._beyond_flight = beyond_flight(held)
-        self.most_in_flight = self.in_flight = max(1, workers * prefetch)
+        self._limit: int | None = None
+        self._most_so_far = self.most_in_flight
         self._buffers = BufferPool(pinned=pin_memory, say=say)
-        self._lookahead = lookahead
-        self._pool: ThreadPoolExecutor | None = None
+        self._crew: Crew[Made] | None = None
+        self._announcer: Announcer | None = None
         self._pending: deque[Future[Made]] = deque()
+
+    @property
+    def most_in_flight(self) -> int:
+        return max(1, self.setup.workers * self.setup.prefetch)
+
+    @property
+    def in_flight(self) -> int:
+        return self.most_in_flight if self._limit is None else min(self._limit, self.most_in_flight)
 
     def limit(self, batches: int) -> None:
         """Limits the batches in flight from now on; those already made are still yielded."""
-        self.in_flight = max(1, min(batches, self.most_in_flight))
+        # As many as there can be is no limit: with more workers there may be more.
+        self._limit = None if batches >= self.most_in_flight else max(1, batches)
         self._buffers.keep(self.in_flight + self._beyond_flight)
+
+    def adjust(self, setup: LoaderSetup) -> None:
+        """Works like this from now on; a limit on the batches in flight stays."""
+        assert (setup.workers == 0) == (self.setup.workers == 0), "batches are made by threads, or in the consumer's"
+        self.setup = setup
+        self._most_so_far = max(self._most_so_far, self.most_in_flight)
+        if self._crew is not None:
+            self._crew.resize(setup.workers)
+        if self._announcer is not None:
+            self._announcer.budget = setup.lookahead_bytes
+        self._maker.reader.allow(setup.lookahead_bytes, setup.requests)
+
+    def held_back_by(self) -> HeldBack | None:
+        """What keeps the reader from asking for more."""
+        return self._maker.reader.held_back_by()
 
     def ready(self) -> int:
         """Batches that are made and wait for the consumer."""
@@ -55,8 +82,9 @@ class ThreadEngine(Generic[Made]):
     def batches(self, epoch: int, start: int) -> Iterator[Made]:
         """The batches of an epoch, starting at a position."""
         count = self._maker.plan.steps.count(start)
-        announcer = Announcer(self._maker, epoch, start, count, self._lookahead, stride=1, first=0)
-        if self._workers == 0:
+        budget = self.setup.lookahead_bytes
+        announcer = self._announcer = Announcer(self._maker, epoch, start, count, budget, stride=1, first=0)
+        if self.setup.workers == 0:
             try:
                 for step in range(count):
                     announcer.before(step)
@@ -64,7 +92,8 @@ class ThreadEngine(Generic[Made]):
             finally:
                 self._maker.reader.forget()
             return
-        pool = self._threads()
+        if self._crew is None:
+            self._crew = Crew(self.setup.workers)
         stopped = threading.Event()
         pending = self._pending = deque()
         step = 0
@@ -72,10 +101,10 @@ class ThreadEngine(Generic[Made]):
             while step < count or pending:
                 while step < count and len(pending) < self.in_flight:
                     announcer.before(step)
-                    pending.append(pool.submit(self._make_unless, stopped, epoch, step, start))
+                    pending.append(self._crew.submit(partial(self._make_unless, stopped, epoch, step, start)))
                     step += 1
                 yield pending.popleft().result()
-                if self.in_flight < self.most_in_flight:
+                if self.in_flight < self._most_so_far:
                     self._buffers.keep(self.in_flight + self._beyond_flight)
         finally:
             # The consumer left early, or a batch failed: batches that are not begun must not be made.
@@ -89,14 +118,9 @@ class ThreadEngine(Generic[Made]):
         outage.leave()
         # First: a batch may be waiting for it.
         self._maker.reader.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="stoker-loader", initializer=step_back)
-        return self._pool
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
 
     def _make_unless(self, stopped: threading.Event, epoch: int, step: int, start: int) -> Made:
         if stopped.is_set():

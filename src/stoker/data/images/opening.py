@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,10 +45,13 @@ from stoker.data.images.listing import (
 from stoker.data.images.pack.tar_shards import KEY_DIGITS
 from stoker.data.images.sample_index import META, IndexUnreadable, SampleIndex, digest_of, encode_name, load_index
 from stoker.data.images.splits import FoundSplit, find_split, no_split
-from stoker.data.store.stores import ReadFailure, Store, is_url
+from stoker.data.store.stores import ReadFailure, Store, StoreDown, is_url
 from stoker.errors import UserError
 from stoker.files import write_bytes
 from stoker.redact import redact_text
+
+if TYPE_CHECKING:
+    from stoker.data.store.object_store import ObjectStore
 
 # Where a pack keeps its records, until and after it is complete.
 RECORDS = ".pack"
@@ -152,7 +155,25 @@ def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
                 index = _load_if_whole(final) or _fetch(store, place, arrays, raw, final)
         except OSError as error:
             raise not_keepable(place, keep, error) from None
+    if reason := _differing_object(store, index):
+        raise _pack_damaged(place, reason)
     return replace(index, root=place, facts={**index.facts, "notes": damage})
+
+
+def _differing_object(store: ObjectStore, index: SampleIndex) -> str | None:
+    """The same of shards in a store, as far as their sizes tell; one request for a thousand of them."""
+    facts = {str(fact["name"]): int(fact["bytes"]) for fact in index.facts.get("shards", [])}
+    if not facts or store.url.startswith("http"):  # a plain web server cannot list
+        return None
+    try:
+        there = dict(store.list())
+    except StoreDown:
+        return None  # credentials that may read but not list are common
+    for name, known_bytes in facts.items():
+        if (found_bytes := there.get(name)) != known_bytes:
+            seen = "is missing" if found_bytes is None else f"has {found_bytes:,} bytes"
+            return f"{name} {seen}; its index says {known_bytes:,}"
+    return None
 
 
 def _fetch(store: Store, place: str, arrays: list[str], raw: bytes, final: Path) -> SampleIndex:

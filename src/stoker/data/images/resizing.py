@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
+from functools import cache
 from typing import Any, Literal
 
 import cv2
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -22,13 +22,6 @@ RESAMPLING: dict[Interpolation, Image.Resampling] = {
 }
 _REACH: dict[Interpolation, float] = {"bilinear": 1.0, "bicubic": 2.0}
 """Of Pillow's filters, in pixels of the larger image."""
-# The operators behind torch.nn.functional.interpolate(antialias=True), which has no `out`: it returns one plane per
-# colour, and takes more than twice as long for it (results/resize). On x86 they run in the calling thread alone, and
-# without Python's lock.
-_ANTIALIASED: dict[Interpolation, Any] = {
-    "bilinear": torch._C._nn._upsample_bilinear2d_aa,
-    "bicubic": torch._C._nn._upsample_bicubic2d_aa,
-}
 # Above this ratio of all resized pixels to those that the crop keeps, only those of the crop are made, which may
 # differ by a few levels (the test allows 20): a strip of 100 000 x 1 pixels would otherwise become one of
 # 25 600 000 x 256.
@@ -44,12 +37,31 @@ def antialias_into(pixels: Slot, out: Slot, interpolation: Interpolation) -> Non
     """Fills `out` with all of `pixels`, with Pillow's filters and other rounding: a few hundredths of a grey level from
     Pillow on average."""
     source, target = _as_image(pack(pixels)), _as_image(out)
-    _ANTIALIASED[interpolation](source, out.shape[:2], False, None, None, out=target)
+    _antialiasing()[interpolation](source, out.shape[:2], False, None, None, out=target)
 
 
-def _as_image(pixels: Slot) -> torch.Tensor:
-    """A view in the order that torch expects: 1 x channels x rows x columns."""
-    return torch.from_numpy(pixels[None]).permute(0, 3, 1, 2)
+@cache
+def _antialiasing() -> dict[Interpolation, Any]:
+    """The operators behind torch.nn.functional.interpolate(antialias=True), which has no `out`: it returns one plane
+    per colour, and takes more than twice as long for it (results/resize). On x86 they run in the calling thread alone,
+    and without Python's lock."""
+    import torch
+
+    return {"bilinear": torch._C._nn._upsample_bilinear2d_aa, "bicubic": torch._C._nn._upsample_bicubic2d_aa}
+
+
+@cache
+def _from_numpy() -> Any:
+    """Imported when it is needed: the processes that pack images decode them too, and importing torch takes them longer
+    than starting."""
+    import torch
+
+    return torch.from_numpy
+
+
+def _as_image(pixels: Slot) -> Any:
+    """A tensor that is a view in the order that torch expects: 1 x channels x rows x columns."""
+    return _from_numpy()(pixels[None]).permute(0, 3, 1, 2)
 
 
 def pack(pixels: Slot) -> Slot:

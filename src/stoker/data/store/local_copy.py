@@ -16,60 +16,29 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import json
 import mmap
 import os
-import re
-import socket
 import stat
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
-from stoker.data.store.stores import Buffer, ReadFailure, is_url
+from stoker.data.store.copy_manifest import FORGOTTEN, READ_BYTES, CopiedFile, ManifestTable
+from stoker.data.store.copy_names import check_name, remove_abandoned, source_name, temporary_name
+from stoker.data.store.stores import Buffer, ReadFailure
 from stoker.errors import UserError
 from stoker.files import write_text
-from stoker.redact import redact_text
 
 FORMAT = 1
 ABOUT = ".stage.json"
 MANIFEST = ".stage.jsonl"
 SUBSET = "subset.json"
 """Which classes were chosen, if the copy is a part of its source."""
-LONGEST_PART_BYTES = 255
-"""Of a path, between two slashes; the limit of the usual Linux file systems."""
-LONGEST_PATH_BYTES = 4000
-# Lines that were added since the table was sorted; looking one up takes a dictionary, which needs more memory.
-_MOST_RECENT = 50_000
-_READ_BYTES = 8 << 20
-# The size in the line of a file that is no longer to be trusted.
-_FORGOTTEN = -1
-_LINE_START, _SIZE_FIELD = b'{"path":', b',"size":'
-_numbers = itertools.count()
-# Process ids mean nothing on another host that shares the disk.
-_HOST = xxhash.xxh3_64_hexdigest(socket.gethostname().encode())[:6]
-_TEMPORARY = re.compile(rf"\.stage-{_HOST}-(\d+)-\d+\.tmp")
-
-
-class CopiedFile(NamedTuple):
-    """One line of the manifest: a file that is whole and on disk."""
-
-    path: str
-    size: int
-    version: str
-    """What distinguishes it from a later state of the source: the ETag, or the time of a file's last change."""
-    xxh3: str
-    """xxh3-128 of the content, in hexadecimal digits."""
-    verified: str
-    """The kind of checksum of the store that agreed (md5, crc32, crc64nvme …), or "" if only the length did."""
-
-    def line(self) -> bytes:
-        return json.dumps(self._asdict(), separators=(",", ":")).encode() + b"\n"
 
 
 class LocalCopy:
@@ -92,7 +61,7 @@ class LocalCopy:
         self._committing = threading.Lock()
         self._written: list[CopiedFile] = []
         self._folders: set[str] = {""}
-        self._table = _Table()
+        self._table = ManifestTable()
         self._read_to = 0
         self.refresh()
         if not read_only:
@@ -130,10 +99,7 @@ class LocalCopy:
 
     def records(self) -> Iterator[CopiedFile]:
         """Every file of the manifest once, in the order of its lines."""
-        for start in self._table.starts():
-            record = _parse(_read_line(self._manifest, start))
-            if record is not None and record.size != _FORGOTTEN:
-                yield record
+        return self._table.records(self._manifest)
 
     def put(self, path: str, data: Buffer, version: str = "", verified: str = "") -> CopiedFile:
         """Writes a whole file under a temporary name, and gives it its own; it counts after the next `commit`.
@@ -174,7 +140,7 @@ class LocalCopy:
 
     def forget(self, paths: Iterable[str]) -> None:
         """Takes files out of the manifest: they were found to be wrong, and are to be copied again."""
-        lines = [CopiedFile(path, _FORGOTTEN, "", "", "").line() for path in paths]
+        lines = [CopiedFile(path, FORGOTTEN, "", "", "").line() for path in paths]
         if lines:
             write_fully(self._manifest, b"\n" + b"".join(lines))
             self.refresh()
@@ -206,7 +172,7 @@ class LocalCopy:
     def refresh(self) -> None:
         """Reads the lines that were added since, by any process."""
         with self._lock:
-            while part := os.pread(self._manifest, _READ_BYTES, self._read_to):
+            while part := os.pread(self._manifest, READ_BYTES, self._read_to):
                 end = part.rfind(b"\n") + 1
                 if not end:
                     break  # a line that is just being written, or was cut off
@@ -349,117 +315,6 @@ class PartialFile:
             self._descriptor = -1
 
 
-class _Lines(NamedTuple):
-    """Hashes of paths in ascending order, and where the line of each begins; arrays of numpy."""
-
-    keys: Any
-    starts: Any
-
-
-class _Table:
-    """From a path to its line in the manifest: 16 bytes a line, because ImageNet has 1.28 million.
-
-    Paths are found by a hash; the line itself then says whether it is the right one. numpy is imported only when
-    there are many lines, so that a short command starts sooner."""
-
-    def __init__(self) -> None:
-        self._sorted: _Lines | None = None
-        self._recent: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._recent) + (0 if self._sorted is None else len(self._sorted.keys))
-
-    def add(self, text: bytes, at: int) -> None:
-        """Adds whole lines that are at this place of the manifest."""
-        recent = dict(self._recent) if len(text) > _READ_BYTES // 8 else self._recent
-        start = 0
-        while start < len(text):
-            end = text.index(b"\n", start)
-            if text.startswith(_LINE_START, start) and (size := text.find(_SIZE_FIELD, start, end)) > 0:
-                recent[xxhash.xxh3_64_intdigest(text[start + len(_LINE_START) : size])] = at + start
-            start = end + 1
-        if len(recent) > _MOST_RECENT:
-            # Replaced at once, and before the recent ones are: threads look lines up without a lock.
-            self._sorted, recent = self._merged(recent), {}
-        self._recent = recent
-
-    def _merged(self, recent: dict[int, int]) -> _Lines:
-        import numpy as np
-
-        keys, starts = np.fromiter(recent.keys(), np.uint64), np.fromiter(recent.values(), np.int64)
-        if self._sorted is not None:
-            keys = np.concatenate([self._sorted.keys, keys])
-            starts = np.concatenate([self._sorted.starts, starts])
-        order = np.lexsort((starts, keys))
-        last = np.flatnonzero(np.append(keys[order][1:] != keys[order][:-1], True))
-        return _Lines(keys[order][last], starts[order][last])
-
-    def find(self, path: str, manifest: int) -> CopiedFile | None:
-        key = xxhash.xxh3_64_intdigest(json.dumps(path).encode())
-        start = self._recent.get(key)
-        if start is None:
-            lines = self._sorted
-            if lines is None:
-                return None
-            place = int(lines.keys.searchsorted(lines.keys.dtype.type(key)))
-            if place == len(lines.keys) or lines.keys[place] != key:
-                return None
-            start = int(lines.starts[place])
-        record = _parse(_read_line(manifest, start))
-        return record if record is not None and record.path == path and record.size != _FORGOTTEN else None
-
-    def starts(self) -> list[int]:
-        """Where every line begins, in their order."""
-        known = [] if self._sorted is None else self._sorted.starts.tolist()
-        return sorted([*known, *self._recent.values()])
-
-
-def check_name(path: str) -> None:
-    """Raises ReadFailure for a name that cannot be a file inside the copy, or could be taken for one of ours."""
-    parts = path.split("/")
-    if path.startswith("/"):
-        raise ReadFailure(path, "bad name", "it begins with a slash")
-    if ".." in parts or "." in parts:
-        raise ReadFailure(path, "bad name", "it contains a part '.' or '..', which would lead elsewhere")
-    if "" in parts:
-        raise ReadFailure(path, "bad name", "it has an empty part: a file system cannot keep two slashes in a row")
-    if "\0" in path:
-        raise ReadFailure(path, "bad name", "it contains a zero byte")
-    if len(path) > LONGEST_PART_BYTES // 4:  # a character has up to four bytes
-        encoded = [len(part.encode("utf-8", "surrogateescape")) for part in parts]
-        if max(encoded) > LONGEST_PART_BYTES:
-            raise ReadFailure(path, "bad name", f"a part of it has {max(encoded)} bytes; file systems allow 255")
-        if sum(encoded) + len(parts) > LONGEST_PATH_BYTES:
-            raise ReadFailure(path, "bad name", f"it has {sum(encoded) + len(parts)} bytes; the limit is 4,000")
-    if parts[0].startswith(".stage"):
-        raise ReadFailure(path, "bad name", "names that begin with .stage are the copy's own records")
-
-
-def source_name(source: str) -> str:
-    """What a copy is known to be a copy of: a URL without secrets, or the absolute path of a folder."""
-    if is_url(source) and not source.startswith("file://"):
-        return redact_text(source).rstrip("/")
-    return os.path.realpath(os.path.expanduser(source.removeprefix("file://")))  # noqa: PTH111
-
-
-def temporary_name(folder: str) -> str:
-    """A new name for a file that is being written; of this process, so that the next one can tell who left it."""
-    return f"{folder}/.stage-{_HOST}-{os.getpid()}-{next(_numbers)}.tmp"
-
-
-def remove_abandoned(folder: str) -> int:
-    """Removes the temporary files of processes of this host that are gone; returns how many."""
-    removed = 0
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            found = _TEMPORARY.fullmatch(entry.name)
-            if found is not None and not _is_running(int(found[1])):
-                with suppress(OSError):
-                    os.unlink(entry.path)  # noqa: PTH108
-                    removed += 1
-    return removed
-
-
 def sync_file_system(descriptor: int) -> None:
     """Writes everything of a file system to its disk: one call for thousands of files."""
     if _syncfs is None or _syncfs(descriptor) != 0:
@@ -485,33 +340,6 @@ def _find_syncfs() -> Any:
 
 
 _syncfs = _find_syncfs()
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # another user's
-    return True
-
-
-def _parse(line: bytes) -> CopiedFile | None:
-    try:
-        found: Any = json.loads(line.partition(b"\n")[0])
-        record = CopiedFile(**found)
-    except (ValueError, TypeError):
-        return None
-    kinds = (str, int, str, str, str)
-    return record if all(isinstance(value, kind) for value, kind in zip(record, kinds, strict=True)) else None
-
-
-def _read_line(manifest: int, start: int) -> bytes:
-    line = os.pread(manifest, 512, start)
-    while b"\n" not in line and (more := os.pread(manifest, 1 << 15, start + len(line))):
-        line += more
-    return line
 
 
 def _read_about(path: str) -> dict[str, Any] | None:

@@ -260,13 +260,14 @@ class ObjectStore:
         delay_s = FIRST_DELAY_S
         with outage.waiting(self.url, since_s):
             while True:
-                is_leaving = not outage.pause(delay_s)
+                if not outage.pause(delay_s):
+                    return StoreDown(UNREACHABLE, f"{self.url} does not respond; the process is about to end")
                 fault = self._fault_of_store(None)
                 if fault is None:
                     self._back_s = time.monotonic()
                     return None
                 waited_s = time.monotonic() - since_s
-                if fault.name != UNREACHABLE or is_leaving or waited_s > self.patience.retry_s:
+                if fault.name != UNREACHABLE or waited_s > self.patience.retry_s:
                     return StoreDown(
                         fault.name, f"{fault.seen}; waited for {waited_s:.0f} s", why=fault.why, hint=fault.hint
                     )

@@ -1,23 +1,33 @@
-"""Which store is being waited for, as all processes of a run see it: workers wait, and the main process says so."""
+"""Which store is being waited for, as all processes of a run see it: workers wait, and the main process says so.
+
+Whoever shows progress in a line of its own asks `text` and says `told_elsewhere`; for all others a thread says it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.sharedctypes import RawValue
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
+from stoker.console import say
+
 SLOTS = 128
 """One for each process that may wait; two that share one only say less."""
 SAID_AFTER_S = 2.0
+SAID_EVERY_S = 10.0
+_LOOK_EVERY_S = 0.5
 _URL_BYTES = 248
 _ENDPOINTS = 16
+_FILE_VARIABLE = "STOKER_OUTAGES_FILE"
 
 
 class _Slot(ctypes.Structure):
@@ -41,6 +51,8 @@ _waits: list[tuple[float, str]] = []
 _leaving = threading.Event()
 _state: Any = _State()
 _is_shared = False
+_is_told_elsewhere = False
+_teller: threading.Thread | None = None
 
 
 def shared() -> Any:
@@ -51,6 +63,7 @@ def shared() -> Any:
             kept, _state = _state, RawValue(_State)
             ctypes.memmove(ctypes.addressof(_state), ctypes.addressof(kept), ctypes.sizeof(_State))
             _is_shared = True
+    _tell()  # only the others may have to wait
     return _state
 
 
@@ -58,6 +71,35 @@ def adopt(state: Any) -> None:
     """Makes this process say and see what the one that started it does."""
     global _state, _is_shared
     _state, _is_shared = state, True
+    told_elsewhere()
+
+
+def share_with_children() -> None:
+    """Does the same for programs that are started with this process's environment, and call `adopt_from_parent`; a file
+    in memory, where the system has such, since nothing but plain data can be handed to them."""
+    global _state, _is_shared
+    if not hasattr(os, "memfd_create"):
+        return
+    with _lock:
+        if _FILE_VARIABLE not in os.environ:
+            number = os.memfd_create("stoker-outages")
+            os.ftruncate(number, ctypes.sizeof(_State))
+            kept, _state = _state, _State.from_buffer(mmap.mmap(number, ctypes.sizeof(_State)))
+            ctypes.memmove(ctypes.addressof(_state), ctypes.addressof(kept), ctypes.sizeof(_State))
+            os.environ[_FILE_VARIABLE], _is_shared = f"/proc/{os.getpid()}/fd/{number}", True
+    _tell()
+
+
+def adopt_from_parent() -> None:
+    """Makes this program say and see what the one that started it does, if that wants it to."""
+    with suppress(OSError, ValueError, KeyError), Path(os.environ[_FILE_VARIABLE]).open("r+b") as file:
+        adopt(_State.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(_State))))
+
+
+def told_elsewhere() -> None:
+    """Makes this process say nothing of its own accord."""
+    global _is_told_elsewhere
+    _is_told_elsewhere = True
 
 
 @contextmanager
@@ -65,6 +107,7 @@ def waiting(url: str, since_s: float) -> Iterator[None]:
     """Says that a store is waited for, since a moment of `time.monotonic`, which is the same in all processes."""
     mark = since_s, url
     _change(mark, begins=True)
+    _tell()
     try:
         yield
     finally:
@@ -82,6 +125,16 @@ def leave() -> None:
         _leaving.set()
 
 
+def abandon() -> None:
+    """Says that nobody will wait for what is being read: the process is about to end."""
+    _leaving.set()
+
+
+def is_left() -> bool:
+    """Whether whoever reads should be left behind, because a store may not respond for minutes."""
+    return _leaving.is_set() or current() is not None
+
+
 def current() -> Wait | None:
     """The store that has been waited for the longest, by any process of the run."""
     found = [(slot.since_s, slot.url) for slot in _state.slots if slot.since_s]
@@ -95,6 +148,29 @@ def text() -> str | None:
     """The same in words, once it has lasted long enough to be worth saying."""
     wait = current()
     return None if wait is None or wait.since_s < SAID_AFTER_S else f"waiting for {wait.url} since {wait.since_s:.0f} s"
+
+
+def _tell() -> None:
+    """Starts the thread that says what is waited for, unless somebody else does."""
+    global _teller
+    with _lock:
+        if not _is_told_elsewhere and _teller is None:
+            _teller = threading.Thread(target=_say_waits, name="stoker-waiting", daemon=True)
+            _teller.start()
+
+
+def _say_waits() -> None:
+    said, due_s = "", 0.0
+    while not _is_told_elsewhere:
+        time.sleep(_LOOK_EVERY_S)
+        found, now_s = text(), time.monotonic()
+        if found is None and said:
+            say(f"{said}: it responds again" if not _leaving.is_set() else said)
+            said, due_s = "", 0.0
+        elif found is not None and now_s >= due_s:
+            say(found)
+            due_s = now_s + SAID_EVERY_S
+        said = found or said
 
 
 def note_reached(endpoint: str) -> None:

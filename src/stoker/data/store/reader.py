@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,14 @@ from numpy.typing import NDArray
 from stoker.data.images.row_index import RowIndex, span_of
 from stoker.data.images.sample_index import SampleIndex, decode_name
 from stoker.data.priority import step_back
+from stoker.data.store import outage
 from stoker.data.store.blocking import Blocking
 from stoker.data.store.stores import Buffer, ReadFailure, Store, StoreDown
 
 Found: TypeAlias = Buffer | ReadFailure
 Indices = NDArray[np.int64]
+HeldBack = Literal["lookahead_bytes", "requests"]
+"""What keeps a reader from asking its store for more at this moment."""
 
 # The first reads of each call are timed, and every n-th read of a thread that reads ahead.
 TIMED_READS = 4
@@ -39,6 +42,8 @@ FIRST_ESTIMATE_BYTES = 110_000
 # A whole epoch may be announced at once; only this many of its indices are Python objects at any time.
 _PIECE = 1024
 CLOSING_S = 5.0
+# Threads whose store does not respond end with the process.
+CLOSING_IN_OUTAGE_S = 0.5
 
 
 class _Place(NamedTuple):
@@ -113,6 +118,31 @@ class Reader:
         return self._held
 
     @property
+    def requests(self) -> int:
+        """Reads under way at once, if reads block."""
+        return self._most_threads
+
+    def allow(self, lookahead_bytes: int, requests: int) -> None:
+        """Changes how much is read ahead, from the next read on; threads that are too many stay idle."""
+        with self._lock:
+            self._budget, self._most_threads = lookahead_bytes, requests
+            self._wake_a_thread()
+
+    def held_back_by(self) -> HeldBack | None:
+        """What keeps it from asking for more: its bytes are full, or all requests are under way."""
+        with self._lock:
+            if not self._blocking.blocks:
+                return None
+            index = self._announced.first()
+            if index is None and not self._urgent:
+                # Everything that was announced is under way: announcing more takes more bytes.
+                return "lookahead_bytes" if self._in_flight else None
+            if len(self._in_flight) >= self._most_threads:
+                return "requests"
+            full = index is not None and self._held and self._held + self._size(index) > self._budget
+            return "lookahead_bytes" if full else None
+
+    @property
     def mean_bytes(self) -> float:
         """Estimated mean size of a sample."""
         return self._mean_bytes
@@ -171,7 +201,7 @@ class Reader:
         self.forget()
         with self._lock:
             self._give_up(RuntimeError("the reader was closed"))
-        deadline = time.monotonic() + CLOSING_S
+        deadline = time.monotonic() + (CLOSING_IN_OUTAGE_S if outage.is_left() else CLOSING_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         _open_readers.discard(self)
@@ -245,7 +275,9 @@ class Reader:
     def _next_read(self) -> _Read | None:
         with self._lock:
             while self._failure is None:
-                read = self._urgent.popleft() if self._urgent else self._next_ahead()
+                read = None
+                if len(self._in_flight) < self._most_threads:
+                    read = self._urgent.popleft() if self._urgent else self._next_ahead()
                 if read is not None:
                     self._in_flight.add(read)
                     self._wake_a_thread()

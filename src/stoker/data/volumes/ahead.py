@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.priority import step_back
+from stoker.data.store.reader import HeldBack
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef
 from stoker.data.volumes.volume import ArrayVolume, Region, Shape, Volume, Voxels
@@ -58,6 +59,7 @@ class ReadAhead:
     def __init__(self, volumes: OpenVolumes, budget_bytes: int) -> None:
         self._volumes = volumes
         self._budget = budget_bytes
+        self._most_in_flight = MOST_IN_FLIGHT
         self._lock = threading.Lock()
         self._work_to_do = threading.Condition(self._lock)
         self._queue: deque[_Read] = deque()
@@ -71,9 +73,30 @@ class ReadAhead:
         _open.add(self)
 
     @property
+    def requests(self) -> int:
+        """Regions under way at once, each of them many requests."""
+        return self._most_in_flight
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of regions that are read, or being read, and not yet taken."""
         return self._held
+
+    def allow(self, budget_bytes: int, requests: int) -> None:
+        """Changes how much is read ahead, from the next region on."""
+        with self._lock:
+            self._budget, self._most_in_flight = budget_bytes, requests
+            self._allowed = min(self._allowed, requests)
+            self._wake_a_thread()
+
+    def held_back_by(self) -> HeldBack | None:
+        """What keeps it from reading more regions: its bytes are full, or as many as allowed are under way."""
+        with self._lock:
+            if not self._queue:
+                return "lookahead_bytes" if self._in_flight else None
+            if self._in_flight >= self._most_in_flight:
+                return "requests"
+            return "lookahead_bytes" if self._held and self._held + self._queue[0].bytes > self._budget else None
 
     def expect(self, wanted: Wanted, size: int) -> None:
         """Announces a region of about this many bytes; regions are read in the order of their announcements."""
@@ -136,7 +159,7 @@ class ReadAhead:
             return
         if self._idle:
             self._work_to_do.notify()
-        elif len(self._threads) < MOST_IN_FLIGHT and not self._is_closed:
+        elif len(self._threads) < self._most_in_flight and not self._is_closed:
             thread = threading.Thread(target=self._work, name="stoker-volumes", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -175,7 +198,7 @@ class ReadAhead:
                 read.error = error
             with self._lock:
                 self._in_flight -= 1
-                self._allowed = min(self._allowed + 1, MOST_IN_FLIGHT)
+                self._allowed = min(self._allowed + 1, self._most_in_flight)
                 # Its bytes count until it is taken; if somebody waits for it already, or nobody will, until now.
                 if read.is_dropped:
                     self._held -= read.bytes

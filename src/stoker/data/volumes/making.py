@@ -21,6 +21,7 @@ from stoker.data.batch import BadSample
 from stoker.data.draws import REPLACEMENT, mix
 from stoker.data.engines.making import MAX_REPLACEMENTS, Allocate
 from stoker.data.order import Steps
+from stoker.data.store.reader import HeldBack
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.ahead import ReadAhead, Wanted
 from stoker.data.volumes.cases import Case
@@ -213,6 +214,19 @@ class PatchReader:
                 rules.check_values(case.id, volume.name, voxels)
             z, y, x = (-a for a in placement.region.start)
             label[inside.moved((z, y, x)).slices] = voxels
+
+    @property
+    def requests(self) -> int:
+        """Regions under way at once."""
+        return self._ahead.requests
+
+    def allow(self, lookahead_bytes: int, requests: int) -> None:
+        """Changes how much is read ahead."""
+        self._ahead.allow(lookahead_bytes, requests)
+
+    def held_back_by(self) -> HeldBack | None:
+        """What keeps it from reading more ahead; None if nothing does, as with local volumes."""
+        return self._ahead.held_back_by()
 
     def forget(self) -> None:
         """Drops what was announced and not read: the epoch ended, or the consumer left it."""

@@ -16,7 +16,9 @@ from stoker.doctor.attach import timeline
 from stoker.doctor.attach.inside import ring
 from stoker.doctor.attach.inside.ring import FetchRecord, Habits, StepRecord
 from stoker.doctor.attach.inside.stages import STAGE_COUNT
+from stoker.doctor.attach.loop_facts import habits_of, memory_of, threads_of
 from stoker.doctor.attach.preparing import preparation_of, shown_path
+from stoker.doctor.attach.processes import Seen, seen_from
 from stoker.doctor.attach.timeline import About, FetchFile, StepFile
 from stoker.errors import UserError
 from stoker.files import open_regular
@@ -53,8 +55,10 @@ def read_attached(folder: Path) -> Observed:
     return recording.observed
 
 
-def read_recording(folder: Path, host: HostFacts | None = None, rank: int = 0) -> Recording:
-    """Whatever was recorded so far; never raises for what is missing."""
+def read_recording(
+    folder: Path, host: HostFacts | None = None, rank: int = 0, seen: Sequence[Seen] | None = None
+) -> Recording:
+    """Whatever was recorded so far; never raises for what is missing. `seen`: its processes, watched from outside."""
     abouts, fetches = read_about(folder), read_fetches(folder)
     notes = list(dict.fromkeys(note for about in abouts.values() for note in about.notes))
     notes += [_death(worker, code) for about in abouts.values() for worker, code in about.died.items()]
@@ -71,7 +75,9 @@ def read_recording(folder: Path, host: HostFacts | None = None, rank: int = 0) -
     others = sum(1 for other in abouts.values() if other.rank not in (None, about.rank) and other.loaders)
     if others:
         notes.append(f"{others + 1} ranks trained; these are the times of rank {about.rank}")
-    return Recording(_observe(process, about, fetches, host or _host_of(abouts), notes), tuple(notes))
+    if seen is None:
+        seen = [each for other in abouts.values() for each in seen_from(other.facts.get("processes"))]
+    return Recording(_observe(process, about, fetches, host or _host_of(abouts), notes, seen), tuple(notes))
 
 
 def _death(worker: int, code: int) -> str:
@@ -100,7 +106,12 @@ def _training_process(files: Sequence[StepFile], abouts: dict[int, About], rank:
 
 
 def _observe(
-    process: StepFile, about: About, fetches: Sequence[FetchFile], host: HostFacts | None, notes: list[str]
+    process: StepFile,
+    about: About,
+    fetches: Sequence[FetchFile],
+    host: HostFacts | None,
+    notes: list[str],
+    seen: Sequence[Seen],
 ) -> Observed | None:
     records = process.records
     feeding = timeline.training_loaders(records)
@@ -145,6 +156,9 @@ def _observe(
         storage=_storage(made),
         accelerator=_accelerator(about.facts),
         preparation=preparation_of(made),
+        memory=memory_of(seen, process.pid, made, about),
+        threads=threads_of(seen, process.pid, made, about),
+        habits=habits_of(about, records, feeding),
         scaled_in_32_bits=about.facts.get("scaled_in_32_bits"),
         scaled_at=shown_path(about.facts.get("scaled_at")),
         torch_version=about.facts.get("torch"),
@@ -268,6 +282,8 @@ def _take_in(about: About, said: dict[str, Any]) -> None:
         about.died[said["worker_died"]] = said["exit_code"]
     elif "workers_of" in said:
         about.worker_pids.setdefault(said["workers_of"], []).extend(said["pids"])
+    elif "held" in said:
+        about.held[said.pop("held")] = said
     elif "loader" in said:
         about.loaders[said.pop("loader")] = said
     else:
@@ -322,6 +338,10 @@ def _read_fetch(path: Path, data: bytes) -> FetchFile:
             (entries, size, vanished, _text(name))
             for entries, size, vanished, name in _table(data, ring.CACHE, ring.CACHES_AT, ring.CACHE_COUNT)
             if _text(name)
+        ),
+        grown=tuple(
+            (before, now, keyed, _text(name))
+            for before, now, keyed, name in _table(data, ring.GROWN, ring.GROWN_AT, ring.GROWN_COUNT) if _text(name)
         ),
         spots=tuple(
             (took, line, *_text(names).split("\t", 2))

@@ -29,6 +29,7 @@ from stoker.doctor.attach.inside.session import (
     STEPS_VARIABLE,
     rank_of_environment,
 )
+from stoker.doctor.attach.processes import ProcessWatch
 from stoker.doctor.attach.reading import has_records, read_recording
 from stoker.errors import UsageError, UserError
 from stoker.machine.host import HostWatch
@@ -137,10 +138,11 @@ def run_attached(command: list[str], *, steps: int | None = None, seconds: float
     try:
         child = _start(command, folder, steps, seconds)
         with _signals_passed_on(child):
-            host, stopped = _watch(child, folder, seconds)
+            processes = ProcessWatch(folder)
+            host, stopped = _watch(child, folder, seconds, processes)
         if stopped:
             _end(child, folder)
-        recording = read_recording(folder, host.facts() if host else None, rank_of_environment() or 0)
+        recording = read_recording(folder, host.facts() if host else None, rank_of_environment() or 0, processes.seen())
         notes = list(recording.notes)
         if stopped:
             notes.append("the script was stopped after the requested steps or seconds")
@@ -213,7 +215,9 @@ def _in_foreground() -> bool:
         os.close(descriptor)
 
 
-def _watch(child: subprocess.Popen[bytes], folder: Path, seconds: float | None) -> tuple[HostWatch | None, bool]:
+def _watch(
+    child: subprocess.Popen[bytes], folder: Path, seconds: float | None, processes: ProcessWatch
+) -> tuple[HostWatch | None, bool]:
     """Waits until the script ends, or has recorded enough (True)."""
     host: HostWatch | None = None
     started_s = looked_s = time.monotonic()
@@ -225,6 +229,8 @@ def _watch(child: subprocess.Popen[bytes], folder: Path, seconds: float | None) 
         now_s = time.monotonic()
         if host is None and began:
             host = HostWatch()
+        if began:
+            processes.look()
         if host is not None and now_s - looked_s > HOST_LOOK_S:
             looked_s = now_s
             host.look()

@@ -64,6 +64,8 @@ class FetchFile:
     """Calls, elements and name of each filtering function."""
     caches: tuple[tuple[int, int, int, str], ...] = ()
     """Entries, bytes (-1 if unknown), vanished entries and name."""
+    grown: tuple[tuple[int, int, int, str], ...] = ()
+    """Entries at first, entries now, 1 for a dict, and name."""
     spots: tuple[tuple[int, int, str, str, str], ...] = ()
     """Time in ns, line, function, called library function and path."""
 
@@ -93,6 +95,8 @@ class About:
     died: dict[int, int] = field(default_factory=dict)
     """Workers that were killed, with minus the signal number."""
     notes: list[str] = field(default_factory=list)
+    held: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Containers of the loop that got longer, by name."""
 
     @property
     def rank(self) -> int | None:

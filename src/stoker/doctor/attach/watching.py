@@ -14,6 +14,7 @@ from pathlib import Path
 from stoker.clock.observed import Observed
 from stoker.doctor.attach.inside import session
 from stoker.doctor.attach.inside.session import start
+from stoker.doctor.attach.processes import ProcessWatch
 from stoker.doctor.attach.reading import ABOUT_FILES, Recording, read_attached, read_recording
 from stoker.doctor.attach.running import ON_PATH
 from stoker.errors import UserError
@@ -33,11 +34,12 @@ class Watch:
         self.folder = folder
         self._session = opened
         self._host = HostWatch()
+        self._processes = ProcessWatch(folder)
         self._stopping = threading.Event()
         self._pid = os.getpid()
         # A spawned worker imports the script again and gets here too: one watch over the host is enough.
         if multiprocessing.parent_process() is None:
-            # Once a second, 0.3 ms: /dev/shm and memory have only momentary values.
+            # Once a second, a millisecond or less: /dev/shm and memory have only momentary values.
             threading.Thread(target=self._look, name="stoker-watch", daemon=True).start()
             atexit.register(self._keep_host)
 
@@ -57,12 +59,13 @@ class Watch:
     def _look(self) -> None:
         while not self._stopping.wait(HOST_LOOK_S):
             self._host.look()
+            self._processes.look()
 
     def _keep_host(self) -> None:
         if os.getpid() == self._pid and not self._stopping.is_set():
             self._stopping.set()
             with suppress(OSError, ValueError):
-                self._session.say(host=asdict(self._host.facts()))
+                self._session.say(host=asdict(self._host.facts()), processes=self._processes.as_records())
 
 
 _watches: list[Watch] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 from stoker.doctor.checks.case import PACK, STARVED, Case, Hit, check, speedup_without
+from stoker.doctor.checks.habits import MAKE_ONCE
 from stoker.doctor.checks.samples import COSTLY_S
 from stoker.doctor.preparing import sample_cpu_s
 from stoker.doctor.words import time_text
@@ -88,9 +89,11 @@ def epoch_start_stalls(case: Case) -> Hit | None:
     shape, mean_s = case.observed.loader, statistics.fmean(case.observed.epoch_starts_s[1:])
     message = f"the first batch of an epoch takes {mean_s:.1f} s, {share:.0%} of the time"
     if shape is not None and shape.persistent is False:
-        fix = case.setting("persistent_workers", True)
+        habits = case.observed.habits
+        anew = habits is not None and habits.loader_builds > 1
+        fix = MAKE_ONCE if anew else case.setting("persistent_workers", True)
         return Hit(f"{message}: workers are restarted every epoch", fix, speedup_without(share))
-    if shape is not None and shape.workers == 0:
+    if shape is not None and shape.workers == 0 and case.filling is None:
         return Hit(message, case.setting("num_workers", 2))
     return Hit(message, "longer epochs: repeat the dataset within one")
 

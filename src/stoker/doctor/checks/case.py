@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stoker.clock.observed import Observed
+from stoker.doctor.growth import Filling, filling
 from stoker.doctor.records import Prediction
 from stoker.plan.records import PACKED_BYTES, Estimate, Finding
 
@@ -149,10 +150,16 @@ class Case:
 
     @property
     def own_cores(self) -> float:
-        """Cores that the workers and the loop use."""
-        observed = self.observed
+        """Cores that the workers, the threads that libraries start in them, and the loop use."""
+        observed, threads = self.observed, self.observed.threads
         loop = (observed.consumer_cpu_s or 0.0) / observed.elapsed_s if observed.elapsed_s > 0 else 0.0
-        return (self.cores_used or 0.0) + loop
+        beside = 0.0 if threads is None else (threads.worker_threads_cpu_s or 0.0) / threads.watched_s
+        return (self.cores_used or 0.0) + loop + beside
+
+    @cached_property
+    def filling(self) -> Filling | None:
+        """What fills the memory; as long as something does, more workers are not advised."""
+        return filling(self.observed)
 
     @cached_property
     def takes_turns(self) -> bool:

@@ -26,7 +26,7 @@ def too_few_workers(case: Case) -> Hit | None:
     shape, host = case.observed.loader, case.observed.host
     if not case.starved or shape is None or host is None or case.split is None:
         return None
-    if case.is_blocked or not _has_free_cores(case) or case.takes_turns:
+    if case.is_blocked or not _has_free_cores(case) or case.takes_turns or case.filling is not None:
         return None
     prediction = case.prediction("workers")
     if prediction is not None and prediction.speedup.expected < 1:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from stoker.clock.observed import Observed
-from stoker.doctor.checks import beyond_waiting, contention, cores, habits, samples, storage
+from stoker.doctor.checks import beyond_waiting, contention, cores, habits, memory, samples, storage, threads
 from stoker.doctor.checks.case import Case, Check
 from stoker.doctor.records import Diagnosis, Need, Prediction
 from stoker.doctor.words import time_text
 from stoker.plan.records import Finding
 
-MODULES = (samples, contention, storage, cores, beyond_waiting, habits)
+MODULES = (samples, contention, storage, cores, beyond_waiting, threads, memory, habits)
 """In order: why the loop waits for data (needless work, then what stops the workers, what blocks them, and what they
 compute), and everything else. Of the checks with the same loss, the first that fires names the cause."""
 CHECKS = tuple(check for module in MODULES for check in vars(module).values() if isinstance(check, Check))

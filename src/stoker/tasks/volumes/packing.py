@@ -10,10 +10,9 @@ from stoker.console import Say, format_table, progress_bar, say_notes, say_warni
 from stoker.data.images.pack.folder import check_destination, claim_destination
 from stoker.data.volumes.cases import CaseList, Part, open_cases
 from stoker.data.volumes.labels import LabelRules
+from stoker.data.volumes.pack.making import RECORDS, VolumePack
 from stoker.data.volumes.pack.packing import (
-    RECORDS,
     PackResult,
-    VolumePack,
     gather,
     look,
     pack_volumes,

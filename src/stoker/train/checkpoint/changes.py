@@ -19,10 +19,11 @@ _REST_OF_EPOCH = "the rest of this epoch takes other samples: some come twice, s
 
 FREE = (
     # Where and how fast, but not what: the same bits, apart from the order in which ranks add up.
-    "index_dir", "cache_dir", "cache_size", "stage_to", "lookahead", "loader", "num_workers", "prefetch_factor",
-    "pin_memory", "persistent_workers", "worker_start", "run_name", "runs_dir", "devices", "num_nodes", "strategy",
-    "accelerator", "numa_binding", "rank_timeout", "log_every", "checkpoint_every_steps", "checkpoint_every",
-    "save_top_k", "wandb", "wandb_project", "wandb_name", "tensorboard", "csv", "val_batch_size", "volume_cache",
+    "index_dir", "cache_dir", "cache_size", "stage_to", "lookahead", "loader", "num_workers", "adjust_loader",
+    "prefetch_factor", "pin_memory", "persistent_workers", "worker_start", "run_name", "runs_dir", "devices",
+    "num_nodes", "strategy", "accelerator", "numa_binding", "rank_timeout", "log_every", "checkpoint_every_steps",
+    "checkpoint_every", "save_top_k", "wandb", "wandb_project", "wandb_name", "tensorboard", "csv",
+    "val_batch_size", "volume_cache",
     # A trial run keeps no checkpoint, so it is never the one that resumes.
     "fast_dev_run",
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Whether a run that resumes gets the data that it was trained on: its samples by name and class, and in which order.
 
 Which sample comes when is a function of the seed, the epoch and the position among N samples, so a file that was added,
-removed or renamed moves the others. A file that was overwritten keeps its name, and is not noticed.
+removed or renamed moves the others. A file that was overwritten keeps its name: of the contents a few samples are
+compared, which tells whether the data was made again, and not whether one file was.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from stoker.files import atomic_file
 from stoker.train.checkpoint.changes import from_hint
 
 PARTS = ("train", "val")
+LOOKED_AT = 64
+"""Samples of a part whose contents are compared: where one file of twenty is another, one of these is, 96 of 100 times.
+By content and not by time or version: a copy of the data has others of both."""
 # Names of files repeat each other: of ImageNet, the fastest level leaves 3.5 of 56 MB, in 0.3 s.
 COMPRESSION = 1
 
@@ -47,6 +51,14 @@ class Listing:
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
 
+    def names(self, numbers: Sequence[int]) -> list[str]:
+        """The names of a few samples."""
+        ends = self.name_ends
+        return [
+            bytes(self.name_bytes[int(ends[at - 1]) if at else 0 : int(ends[at])]).decode("utf-8", "surrogateescape")
+            for at in numbers
+        ]
+
     def by_name(self) -> dict[str, int]:
         """The mark of each sample by its name."""
         text, ends = self.name_bytes.tobytes(), self.name_ends.tolist()
@@ -65,6 +77,16 @@ def listing_of(names: Sequence[str], marks: Sequence[int]) -> Listing:
 
 Listings = Mapping[str, Listing | None]
 """By part: train, and val if there is one."""
+
+
+Contents = Mapping[str, dict[str, Any] | None]
+"""By part, `hashes` of the samples that are looked at, "" where one could not be read, and whether they were `packed`:
+packing may encode images anew, and whoever trains on with the pack means to. None if nobody looked."""
+
+
+def looked_at(samples: int) -> list[int]:
+    """The samples whose contents are compared, spread over the whole part."""
+    return sorted({number * samples // LOOKED_AT for number in range(LOOKED_AT)}) if samples else []
 
 
 def fingerprint(listings: Listings) -> dict[str, Any]:
@@ -86,6 +108,9 @@ class Difference:
     """With other labels."""
     known: bool = True
     """Whether the names of the earlier samples are known."""
+    rewritten: tuple[str, ...] = ()
+    """With other contents, of those that were looked at; all else is the same."""
+    looked_at: int = 0
 
     def __str__(self) -> str:
         named = [
@@ -93,7 +118,10 @@ class Difference:
             for names, what in ((self.removed, "removed"), (self.added, "added"), (self.marked, "with other labels"))
             if names
         ]
-        if not self.known:
+        if self.rewritten:
+            named = [f"{len(self.rewritten)} of {self.looked_at} that were read have other contents: "]
+            named[0] += some(list(self.rewritten))
+        elif not self.known:
             named = ["the names of the earlier samples were not kept"]
         elif not named:
             named = ["the same samples in another order"]
@@ -103,12 +131,15 @@ class Difference:
     def as_event(self) -> dict[str, Any]:
         """For metrics.jsonl; names are a few of them."""
         kinds = {"added": self.added, "removed": self.removed, "marked": self.marked}
+        kinds |= {"rewritten": self.rewritten} if self.rewritten else {}
         return {"before": self.before, "after": self.after} | {
             name: {"samples": len(names), "some": list(names[:10])} for name, names in kinds.items()
         }
 
 
-def differences_since(state: Mapping[str, Any], now: Listings, kept: Path) -> list[Difference]:
+def differences_since(
+    state: Mapping[str, Any], now: Listings, kept: Path, contents: Contents | None = None
+) -> list[Difference]:
     """What differs from the data of a checkpoint; `kept` is the run's file of names. Earlier versions recorded nothing:
     then nothing differs."""
     saved = (state.get("data") or {}).get("samples")
@@ -119,7 +150,10 @@ def differences_since(state: Mapping[str, Any], now: Listings, kept: Path) -> li
     for part in PARTS:
         before, after = saved.get(part), ours[part]
         # A run may be resumed with validation or without it.
-        if before == after or before is None or after is None:
+        if before is None or after is None:
+            continue
+        if before == after:
+            found += _rewritten(part, now[part], (state["data"].get("contents") or {}).get(part), contents)
             continue
         earlier = load_listings(kept) if earlier is None else earlier
         then, listing = earlier.get(part), now[part]
@@ -129,6 +163,25 @@ def differences_since(state: Mapping[str, Any], now: Listings, kept: Path) -> li
         else:
             found.append(_compared(part, then, listing))
     return found
+
+
+def _rewritten(part: str, listing: Listing | None, then: Any, contents: Contents | None) -> list[Difference]:
+    """Samples with other contents; none if they were not looked at, then or now."""
+    now = None if contents is None else contents.get(part)
+    if listing is None or not isinstance(then, dict) or now is None or then.get("packed") != now["packed"]:
+        return []
+    hashes = then.get("hashes")
+    if not isinstance(hashes, list) or len(hashes) != len(now["hashes"]):
+        return []  # of a version that looks at others
+    numbers = [
+        number
+        for number, old, new in zip(looked_at(len(listing)), hashes, now["hashes"], strict=True)
+        if old and new and old != new  # neither is one that could not be read
+    ]
+    if not numbers:
+        return []
+    names = tuple(listing.names(numbers))
+    return [Difference(part, len(listing), len(listing), rewritten=names, looked_at=len(now["hashes"]))]
 
 
 def _compared(part: str, then: Listing, now: Listing) -> Difference:
@@ -156,7 +209,9 @@ def meaning(found: Sequence[Difference]) -> str:
     """What other data means for a run."""
     parts = {one.part for one in found}
     words = []
-    if "train" in parts:
+    if any(one.part == "train" and one.rewritten for one in found):
+        words.append("the steps so far were trained on other images")
+    elif "train" in parts:
         words.append(
             "which sample comes when follows from the seed, the epoch and the number of samples: the rest of this "
             "epoch takes others, some twice and some not at all"

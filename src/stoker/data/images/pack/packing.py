@@ -37,6 +37,7 @@ from stoker.data.images.pack.tar_shards import END, sample_footprint
 from stoker.data.images.parquet_files import LAYOUT, row_groups, sizes_of_images
 from stoker.data.images.sample_index import SampleIndex, digest_of
 from stoker.data.order import permute
+from stoker.data.store import outage
 from stoker.errors import UserError
 from stoker.files import write_text
 
@@ -217,6 +218,7 @@ def _make_shards(
         made.append(shard)
         _check_skipped(source.pack, made, len(tasks), total, max_bad_fraction)
 
+    outage.share_with_children()
     try:
         share_out(
             make_shards,

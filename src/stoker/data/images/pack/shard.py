@@ -33,6 +33,7 @@ from stoker.data.images.pack.tar_shards import (
 from stoker.data.images.parquet_files import open_sample_store
 from stoker.data.images.restart_rows import encode_with_rows, read_layout
 from stoker.data.images.sample_index import SampleIndex
+from stoker.data.store import outage
 from stoker.data.store.stores import ReadFailure, Store
 from stoker.files import sync_folder
 
@@ -161,6 +162,7 @@ class ShardDone:
 def make_shards(pickled_source: bytes, parent: Parent) -> None:
     """A worker's loop: makes one shard after the other, reporting images as they are done."""
     source: Source = pickle.loads(pickled_source)  # noqa: S301 - from our own parent process, over a private socket
+    outage.adopt_from_parent()
     for message in parent.messages():
         parent.answer(asdict(make_shard(source, ShardTask.of_message(message), parent.send)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections import OrderedDict, defaultdict, deque
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,9 @@ SMALLEST_CACHE_BYTES = 100_000
 MOST_ENTRIES = 4096
 WEIGHED_ENTRIES = 32
 MOST_ATTRIBUTES = 200
+COUNTED = (list, dict, set, deque, OrderedDict, defaultdict)
+GREW = 8
+"""Entries that a container must have got to be named."""
 
 
 class Files:
@@ -96,13 +100,24 @@ class Caches:
     def __init__(self) -> None:
         self.found: dict[str, tuple[int, int, int]] = {}
         """By name: entries, bytes (-1 if unknown), and entries that have vanished."""
+        self.lengths: dict[str, tuple[int, int, bool]] = {}
+        """Of every container: entries at first, entries now, and whether it is a dict."""
         self._keys: dict[str, set[Any]] = {}
 
     def look(self, dataset: Any) -> None:
-        """Looks through the data set's attributes, and those of its own objects."""
+        """Looks through the data set's attributes, those of its own objects, and the variables of its module."""
         left = [MOST_ATTRIBUTES]
         self._look_into(dataset, "self", 2, left, set())
         self._look_at_memoized(dataset)
+        module = sys.modules.get(type(dataset).__module__)
+        for name, value in list(vars(module).items())[:MOST_ATTRIBUTES] if module is not None else ():
+            if not name.startswith("__"):
+                self._count(name, value)
+
+    def _count(self, name: str, value: Any) -> None:
+        if type(value) in COUNTED:
+            first = self.lengths.get(name, (len(value), 0, False))[0]
+            self.lengths[name] = first, len(value), isinstance(value, dict)
 
     def _look_into(self, holder: Any, name: str, deep: int, left: list[int], seen: set[int]) -> None:
         for attribute, value in list(getattr(holder, "__dict__", {}).items()):
@@ -111,6 +126,7 @@ class Caches:
             left[0] -= 1
             seen.add(id(value))
             path = f"{name}.{attribute}"
+            self._count(path, value)
             if isinstance(value, dict):
                 self._weigh(path, value)
             elif deep and hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
@@ -140,6 +156,8 @@ class Caches:
                     continue
                 about = info()
                 if about.misses:
+                    first = self.lengths.get(f"{prefix}{name}", (about.currsize, 0, True))[0]
+                    self.lengths[f"{prefix}{name}"] = first, about.currsize, True
                     self.found[f"{prefix}{name}"] = about.currsize, -1, max(0, about.misses - about.currsize)
 
 
@@ -226,3 +244,8 @@ class Watched:
         for place, (name, (entries, size, vanished)) in enumerate(heaviest):
             at = ring.CACHES_AT + place * ring.CACHE.size
             ring.CACHE.pack_into(self._header, at, entries, size, vanished, name.encode(errors="replace")[:96])
+        grown = [(name, *counts) for name, counts in self._caches.lengths.items() if counts[1] >= counts[0] + GREW]
+        grown.sort(key=lambda each: each[1] - each[2])
+        for place, (name, first, entries, keyed) in enumerate(grown[: ring.GROWN_COUNT]):
+            at = ring.GROWN_AT + place * ring.GROWN.size
+            ring.GROWN.pack_into(self._header, at, first, entries, int(keyed), name.encode(errors="replace")[:88])

@@ -15,7 +15,8 @@ from typing import Any
 
 from stoker.doctor.attach.inside import ring, session
 from stoker.doctor.attach.inside.fetching import fetches
-from stoker.doctor.attach.inside.session import Session, leading_rank, rank_of_environment
+from stoker.doctor.attach.inside.loop import Loop, place_of
+from stoker.doctor.attach.inside.session import Session, leading_rank, rank_of_environment, ranks_here
 
 
 class LoaderNumbers:
@@ -23,6 +24,8 @@ class LoaderNumbers:
 
     def __init__(self) -> None:
         self._holders: list[tuple[tuple[Any, ...], Any]] = []
+        self.builds: dict[int, int] = {}
+        """By number, how often it was made."""
 
     def number_of(self, loader: Any) -> int:
         for number, (_, held) in enumerate(self._holders, 1):
@@ -33,8 +36,10 @@ class LoaderNumbers:
         for number, (known, held) in enumerate(self._holders, 1):
             if held() is None and known == signature:
                 self._holders[number - 1] = signature, weakref.ref(loader)
+                self.builds[number] += 1
                 return number
         self._holders.append((signature, weakref.ref(loader)))
+        self.builds[len(self._holders)] = 1
         return len(self._holders)
 
 
@@ -97,6 +102,7 @@ class StepLog:
         self._pending: deque[tuple[int, Any, Any]] = deque(maxlen=MOST_PENDING_EVENTS)
         self._described = False
         self._leads = rank_of_environment() in (None, leading_rank())
+        self.loop = Loop()
 
     def optimizer_stepped(self, optimizer: Any) -> None:
         """Counts a step; the loaders that were read since the previous one have fed it."""
@@ -108,6 +114,7 @@ class StepLog:
         if not self._described:
             self._described = True
             self._describe(optimizer)
+        self.loop.optimizer_stepped(optimizer, self._session)
 
     def batch(
         self,
@@ -142,6 +149,7 @@ class StepLog:
         elif enough:
             ring.STEP_MARKS.pack_into(self._ring.memory, ring.STEP_MARKS_AT, 0, 1, self._began)
         if enough:
+            self.loop.stop_counting(self._session)
             self._session.recording = False
 
     def over(self, loader: int, enter: int, enter_cpu: int) -> None:
@@ -190,6 +198,7 @@ class StepLog:
         """Once, at the first optimizer step: what is trained, and on which device."""
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         facts: dict[str, Any] = {"convolves_3d": any(weight.ndim == 5 for weight in weights)}
+        facts |= {"threads": sys.modules["torch"].get_num_threads(), "ranks_here": ranks_here()}
         cuda, distributed = sys.modules.get("torch.cuda"), sys.modules.get("torch.distributed")
         if cuda is not None and cuda.is_initialized():
             facts |= {"device": cuda.get_device_name(), "devices": cuda.device_count()}
@@ -219,6 +228,8 @@ class _Process:
 
     def forget(self) -> None:
         """After a fork: the log and the workers belong to the parent."""
+        if self.log is not None:
+            self.log.loop.forget()
         self.log = None
         self.workers.clear()
 
@@ -234,7 +245,7 @@ def patch_loaders(module: Any) -> None:
     many.__init__ = _with_its_workers(many.__init__)
     base.__next__ = _clocked_next(base.__next__)
     os.register_at_fork(after_in_child=process.forget)
-    atexit.register(_name_killed_workers)
+    atexit.register(_say_what_is_left)
     session_here = session.current()
     torch = module.torch
     if session_here is not None:
@@ -281,7 +292,8 @@ def _named_after_its_loader(original: Any) -> Any:
             try:
                 number, shape = process.numbers.number_of(loader), shape_of(loader)
                 self._stoker_loader, self._stoker_sizes = number, (shape["samples"], shape["batch_size"])
-                opened.say(loader=number, **shape)
+                builds = process.numbers.builds[number]
+                opened.say(loader=number, builds=builds, iterated_at=place_of(sys._getframe(1)), **shape)
             except Exception as error:
                 opened.note(f"a loader could not be described: {type(error).__name__}: {error}")
         original(self, loader, *args, **kwargs)
@@ -330,6 +342,7 @@ def _clocked_next(original: Any) -> Any:
             raise
         try:
             log.batch(number, first, ready, _samples(self), started_us, enter, enter_cpu, entered)
+            log.loop.batch_taken(sys._getframe(1), enter, opened)
         except Exception as error:
             opened.failed("a wait could not be recorded", error)
         return data
@@ -337,10 +350,10 @@ def _clocked_next(original: Any) -> Any:
     return __next__
 
 
-def _name_killed_workers() -> None:
-    """At the end of the process: which workers were killed.
+def _say_what_is_left() -> None:
+    """At the end of the process: which workers were killed, and what was counted in a short run.
 
-    Not when a batch is taken: torch raises its error from a signal handler, wherever the script happens to be."""
+    The former not when a batch is taken: torch raises its error from a signal handler, wherever the script is."""
     opened = session.current()
     with contextlib.suppress(Exception):
         for number, worker in process.workers:
@@ -348,6 +361,8 @@ def _name_killed_workers() -> None:
             # torch and multiprocessing themselves end workers with SIGTERM.
             if opened is not None and code is not None and code < 0 and code != -signal.SIGTERM:
                 opened.say(worker_died=number, exit_code=code)
+        if opened is not None and opened.recording and process.log is not None:
+            process.log.loop.stop_counting(opened)
 
 
 def _ready(iterator: Any) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from stoker.doctor.attach.inside.stages import STAGE_COUNT
 
-VERSION = 3
+VERSION = 4
 MAGIC = b"STKR"
 HEADER_BYTES = 12288
 HEAD = struct.Struct("<4sIII")  # magic, version, record size, capacity
@@ -53,6 +53,9 @@ WORKED_AT = 4608
 CACHE_COUNT = 4
 CACHE = struct.Struct("<qqq96s")  # entries, bytes or -1, entries that have vanished, name
 CACHES_AT = 5120
+GROWN_COUNT = 4
+GROWN = struct.Struct("<qqq88s")  # entries at first, entries now, whether it is a dict, name
+GROWN_AT = 5632
 SPOT_COUNT = 24
 SPOT = struct.Struct("<qi244s")  # ns, line, names
 SPOTS_AT = 6144

@@ -19,6 +19,7 @@ STEPS_VARIABLE = "STOKER_ATTACH_STEPS"
 SECONDS_VARIABLE = "STOKER_ATTACH_SECONDS"
 LEADING_RANK_VARIABLE = "STOKER_ATTACH_RANK"
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
+RANKS_HERE_VARIABLES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 # A run of months must not fill a disk with notes.
 MOST_LINES = 4000
 
@@ -88,6 +89,15 @@ def rank_of_environment() -> int | None:
     return None
 
 
+def ranks_here() -> int:
+    """How many ranks a launcher started on this host, this one included."""
+    for name in RANKS_HERE_VARIABLES:
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return max(1, int(value))
+    return 1
+
+
 def leading_rank() -> int:
     """The rank whose steps count: 0, or our own if the doctor itself was started once for each rank."""
     value = os.environ.get(LEADING_RANK_VARIABLE, "")
@@ -97,8 +107,9 @@ def leading_rank() -> int:
 FETCHERS = "torch.utils.data._utils.fetch"
 LOADERS = "torch.utils.data.dataloader"
 OPTIMIZERS = "torch.optim.optimizer"
+MODULES = "torch.nn.modules.module"
 SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler")
-WATCHED = frozenset({FETCHERS, LOADERS, OPTIMIZERS, *SCALERS, *STAGE_TARGETS})
+WATCHED = frozenset({FETCHERS, LOADERS, OPTIMIZERS, MODULES, *SCALERS, *STAGE_TARGETS})
 
 
 class _PatchingFinder:
@@ -161,6 +172,10 @@ def patch(name: str, module: Any) -> None:
             from stoker.doctor.attach.inside.iterating import patch_optimizers
 
             patch_optimizers(module)
+        elif name == MODULES:
+            from stoker.doctor.attach.inside.loop import modes
+
+            modes.patch(module)
         elif name in SCALERS:
             from stoker.doctor.attach.inside.precision import patch_scalers
 

@@ -1,0 +1,65 @@
+"""Memory that grows until it is full."""
+
+from __future__ import annotations
+
+from stoker.doctor.checks.case import Case, Hit, check
+from stoker.doctor.growth import Filling
+from stoker.doctor.words import bytes_text, long_time_text
+
+
+def _unless_something_else_is_wrong(_case: Case) -> float:
+    """The verdict only where nothing takes the loop's time: then it is what ends the run."""
+    return -1.0
+
+
+@check("memory-grows", "memory grows until it is full", loss=_unless_something_else_is_wrong)
+def memory_grows(case: Case) -> Hit | None:
+    """What: the workers, or the training process, take more and more memory, and it will be full.
+
+    Why: the kernel kills the run then, often at night. Each worker has its own copy of what the data set keeps, so more
+    workers only make it happen sooner: none are advised as long as this goes on.
+
+    Example: `self.cache[index] = volume` in __getitem__, 4 workers: 1.2 GB an hour, full after 40 minutes.
+    """
+    found = case.filling
+    if found is None:
+        return None
+    host = case.observed.host
+    assert host is not None
+    assert host.available_bytes is not None
+    hourly = bytes_text(3600 * found.bytes_per_second)
+    who = "the training process grows"
+    if found.workers:
+        who = "the worker grows" if found.workers == 1 else f"each of {found.workers} workers grows"
+        who += f" by {bytes_text(60 * found.each_bytes_per_second)} a minute"
+    return Hit(
+        f"{who}, at {hourly} an hour in all: {bytes_text(host.available_bytes)} of memory are left, and full in "
+        f"{long_time_text(found.full_in_s)}{_evidence(found)}",
+        _fix(found),
+    )
+
+
+def _evidence(found: Filling) -> str:
+    held = found.held
+    if held is None:
+        return ""
+    if held.keeps_graph:
+        return f"; `{held.name}` keeps the autograd graph of every step ({held.before:,}, then {held.now:,})"
+    where = " in each worker" if found.workers > 1 else ""
+    return f"; `{held.name}` went from {held.before:,} to {held.now:,} entries{where}"
+
+
+def _fix(found: Filling) -> str:
+    held = found.held
+    if held is not None and held.keeps_graph:
+        return f"keep loss.item() or loss.detach() in `{held.name}`, not the loss itself"
+    if not found.workers:
+        return "find what the loop keeps" if held is None else f"keep less in `{held.name}`, or empty it every epoch"
+    if held is None:
+        return (
+            "find what the data set keeps, once in each worker; lists of Python objects are copied when they are read, "
+            "arrays are not"
+        )
+    if held.keyed:
+        return f"keep a fixed number of entries in `{held.name}`, or fill it before the loader starts: forks share it"
+    return f"do not append to `{held.name}` in the data set: every worker has a list of its own"

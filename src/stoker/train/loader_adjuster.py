@@ -1,0 +1,303 @@
+"""Adjusts the training loader while it runs: one change at a time, measured, kept or undone; then it settles.
+
+What is tried and kept is decided in loader_changes.py; here it is measured and done. Samples, order and crops do not
+depend on it. Worker processes stay as they are: each has its share of the steps from the start."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stoker.clock.costs import run_queue_s
+from stoker.clock.steps import StepClock
+from stoker.data.engines.making import LoaderSetup
+from stoker.data.store.reader import HeldBack
+from stoker.machine.loader_memory import STATED
+from stoker.machine.memory import MemoryState, read_memory
+from stoker.train.loader_changes import (
+    Change,
+    Knob,
+    Look,
+    Room,
+    is_idle,
+    is_kept,
+    is_steady,
+    mean_of,
+    possible_changes,
+)
+from stoker.train.prefetch_guard import LOW_AT_MOST_BYTES, LOW_SHARE
+
+LOOK_S = 1.0
+"""A look is no shorter: kernels count in ticks, and single steps differ."""
+LOOK_STEPS = 8
+LOOKS = 5
+"""Before and after a change, so that their spread says what is noise."""
+IDLE_LOOKS = 15
+"""Workers that nobody needs are only in the way of others: no hurry."""
+STALLED_TIMES = 5
+MOST_STALLS = 2
+HOLD_S = 60.0
+MOST_HOLD_S = 3600.0
+"""What did not help is tried again after a minute, then after twice as long each time, up to an hour."""
+
+Event = dict[str, Any]
+
+
+class Adjustable(Protocol):
+    """A loader whose set-up may change while it runs (stoker.data.loader.BatchLoader)."""
+
+    @property
+    def setup(self) -> LoaderSetup | None: ...
+
+    @property
+    def batch_bytes(self) -> int: ...
+
+    @property
+    def most_in_flight(self) -> int: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    def ready(self) -> int: ...
+
+    def held_back_by(self) -> HeldBack | None: ...
+
+    def adjust(self, setup: LoaderSetup) -> None: ...
+
+
+@dataclass
+class _Trial:
+    """A change that is being tried."""
+
+    change: Change
+    before: list[Look]
+    settling: int
+    """Steps whose batches were asked for before the change."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The clock's sums of an epoch at one moment."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+    wait_s: float = 0.0
+    made_s: float = 0.0
+    cpu_s: float | None = 0.0
+    fetch_s: float = 0.0
+    bytes_read: int = 0
+    batches: int = 0
+
+
+class LoaderAdjuster:
+    """Call `after_step` once per step, from the training thread: most calls read a clock and count what is ready."""
+
+    def __init__(
+        self,
+        cores: float,
+        *,
+        fixed: frozenset[Knob] = frozenset(),
+        read: Callable[[], MemoryState | None] = read_memory,
+        look_s: float = LOOK_S,
+        look_steps: int = LOOK_STEPS,
+        hold_s: float = HOLD_S,
+    ) -> None:
+        self._cores = cores
+        self._fixed = fixed
+        self._read = read
+        self._look_s = look_s
+        self._look_steps = look_steps
+        self._hold_s = hold_s
+        self._loader: Adjustable | None = None
+        self._setup: LoaderSetup | None = None
+        """What has been kept so far; another loader of the run gets it, too."""
+        self._first_requests = 0
+        self._trial: _Trial | None = None
+        self._held: dict[tuple[Knob, bool], tuple[float, int]] = {}
+        """By number and direction: until when it is not tried again, and how often it was held."""
+        self._looks: list[Look] = []
+        self._idle_looks = 0
+        self._stalls = 0
+        self._read_bytes = 0
+        """Bytes read for a batch."""
+        self.is_settled = False
+        """Nothing is being tried, and what might help was tried not long ago."""
+        self._begin(_Mark())
+
+    def after_step(self, loader: Adjustable, clock: StepClock) -> Event | None:
+        """What was decided after this step, if anything: a record for the run's files."""
+        if loader.setup is None or loader.setup.workers == 0:
+            return None
+        if loader is not self._loader:
+            self._adopt(loader)
+        if clock.steps <= self._mark.steps:  # another epoch: what was left of the last one is not looked at
+            self._begin(_Mark())
+        self._ready += loader.ready() / max(1, loader.in_flight)
+        self._asked += 1
+        trial = self._trial
+        if trial is not None:
+            if loader.in_flight < loader.most_in_flight and trial.change.is_more:
+                return self._undo(loader, "memory ran low")
+            if trial.settling > 0:
+                trial.settling -= 1
+                self._begin(_mark(clock))
+                return None
+        steps = clock.steps - self._mark.steps
+        # The sums of an epoch include the wait for its first batch, which no set-up of the loader can hide.
+        if steps < self._look_steps or clock.total_s - self._mark.seconds < self._look_s:
+            return None
+        look = self._look(loader, clock)
+        if self._is_stall(look):
+            return None
+        self._looks.append(look)
+        return self._decide(loader) if trial is None else self._judge(loader, trial)
+
+    def _adopt(self, loader: Adjustable) -> None:
+        """Another image size: the same set-up, and everything may be tried anew."""
+        self._loader, setup = loader, loader.setup
+        assert setup is not None
+        self._first_requests = self._first_requests or setup.requests
+        if self._setup is not None:
+            loader.adjust(self._setup)
+        self._setup = loader.setup
+        self._trial = None
+        self._held.clear()
+        self._looks.clear()
+        self._idle_looks = 0
+        self._begin(_Mark())
+
+    def _begin(self, mark: _Mark) -> None:
+        """Begins a look."""
+        self._mark = mark
+        self._queued_s, self._ran_s = run_queue_s(), time.thread_time()
+        self._ready, self._asked = 0.0, 0
+
+    def _look(self, loader: Adjustable, clock: StepClock) -> Look:
+        before, now = self._mark, _mark(clock)
+        first_s = (clock.first_wait_s or 0.0) if before.steps == 0 else 0.0
+        seconds = max(1e-9, now.seconds - before.seconds - first_s)
+        made_s = max(1e-9, now.made_s - before.made_s)
+        queued_s, setup = run_queue_s(), loader.setup
+        assert setup is not None
+        crowded_s = None if queued_s is None or self._queued_s is None else queued_s - self._queued_s
+        cpu_s = None if now.cpu_s is None or before.cpu_s is None else now.cpu_s - before.cpu_s
+        look = Look(
+            seconds=seconds,
+            samples=now.samples - before.samples,
+            wait_share=max(0.0, now.wait_s - before.wait_s - first_s) / seconds,
+            ready_share=self._ready / max(1, self._asked),
+            busy_share=min(1.0, made_s / (seconds * setup.workers)),
+            cpu_share=None if cpu_s is None else min(1.0, cpu_s / made_s),
+            fetch_share=(now.fetch_s - before.fetch_s) / made_s,
+            crowded_share=None if crowded_s is None else crowded_s / seconds,
+            loop_share=min(1.0, (time.thread_time() - self._ran_s) / seconds),
+            held_back_by=loader.held_back_by(),
+        )
+        self._read_bytes = (now.bytes_read - before.bytes_read) // max(1, now.batches - before.batches)
+        self._begin(now)
+        return look
+
+    def _is_stall(self, look: Look) -> bool:
+        """Whether something else held the run up, such as a store that was away: that says nothing about the loader.
+        Several in a row are how it is now."""
+        known = self._looks or ([] if self._trial is None else self._trial.before)
+        stalled = bool(known) and look.seconds > STALLED_TIMES * statistics.median(one.seconds for one in known)
+        self._stalls = self._stalls + 1 if stalled else 0
+        return 0 < self._stalls <= MOST_STALLS
+
+    def _decide(self, loader: Adjustable) -> Event | None:
+        """Begins a trial, if something may help."""
+        setup = loader.setup
+        assert setup is not None
+        del self._looks[:-LOOKS]
+        self._idle_looks = self._idle_looks + 1 if is_idle(self._looks[-1]) else 0
+        if len(self._looks) < LOOKS or not is_steady(self._looks):
+            return None
+        seen, now_s = mean_of(self._looks), time.monotonic()
+        room, idle_for_long = self._room(loader), self._idle_looks >= IDLE_LOOKS
+        for change in possible_changes(seen, setup, room, idle_for_long=idle_for_long):
+            until_s, _ = self._held.get((change.knob, change.is_more), (0.0, 0))
+            if now_s >= until_s:
+                self._trial = _Trial(change, list(self._looks), settling=loader.most_in_flight)
+                self._looks.clear()
+                self.is_settled = False
+                loader.adjust(change.made(setup))
+                return _event("tried", change, rate_before=seen.rate)
+        self.is_settled = True
+        return None
+
+    def _judge(self, loader: Adjustable, trial: _Trial) -> Event | None:
+        """Keeps or undoes what was tried, once there is enough to compare."""
+        if len(self._looks) < LOOKS:
+            return None
+        if not is_kept(trial.change, trial.before, self._looks):
+            return self._undo(loader, trial.change.why)
+        change = trial.change
+        self._setup, self._trial = loader.setup, None
+        if change.is_more:
+            # Otherwise a load that changes would make it go back and forth.
+            self._hold(change.knob, is_more=False)
+        self._idle_looks = 0
+        return _event("kept", change, rate_before=mean_of(trial.before).rate, rate_after=mean_of(self._looks).rate)
+
+    def _undo(self, loader: Adjustable, why: str) -> Event:
+        trial = self._trial
+        assert trial is not None
+        assert self._setup is not None
+        loader.adjust(self._setup)
+        self._hold(trial.change.knob, is_more=trial.change.is_more)
+        after = mean_of(self._looks).rate if self._looks else None
+        self._trial = None
+        self._looks.clear()
+        self._idle_looks = 0
+        return _event("undone", trial.change, rate_before=mean_of(trial.before).rate, rate_after=after, why=why)
+
+    def _hold(self, knob: Knob, *, is_more: bool) -> None:
+        _, times = self._held.get((knob, is_more), (0.0, 0))
+        self._held[knob, is_more] = time.monotonic() + min(MOST_HOLD_S, self._hold_s * 2**times), times + 1
+
+    def _room(self, loader: Adjustable) -> Room:
+        state = self._read()
+        setup = loader.setup
+        assert setup is not None
+        spare = None
+        if state is not None:
+            # Twice the mark below which the prefetch is reduced, as for raising that again.
+            spare = max(0, state.available_bytes - 2 * int(min(LOW_SHARE * state.limit_bytes, LOW_AT_MOST_BYTES)))
+        return Room(
+            cores=self._cores,
+            spare_bytes=spare,
+            batch_bytes=loader.batch_bytes,
+            worker_bytes=STATED.thread + self._read_bytes,
+            first_requests=self._first_requests,
+            is_limited=loader.in_flight < loader.most_in_flight,
+            fixed=self._fixed,
+        )
+
+
+def _mark(clock: StepClock) -> _Mark:
+    cost = clock.cost
+    ran_s, queued_s = cost.on_cpu_s, cost.run_queue_s
+    fetch = cost.stages.get("fetch")
+    return _Mark(
+        steps=clock.steps,
+        seconds=clock.total_s,
+        samples=clock.samples,
+        wait_s=clock.wait_s,
+        made_s=cost.wall_s,
+        cpu_s=None if ran_s is None or queued_s is None else ran_s + queued_s,
+        fetch_s=cost.fetch_s,
+        bytes_read=cost.bytes_read,
+        batches=0 if fetch is None else fetch.calls,
+    )
+
+
+def _event(decision: str, change: Change, *, why: str | None = None, **rates: float | None) -> Event:
+    """A record of a decision, as metrics.jsonl holds it."""
+    rounded = {name: rate if rate is None else round(rate, 2) for name, rate in rates.items()}
+    about = {"decision": decision, "knob": change.knob, "from": change.before, "to": change.after}
+    return about | {"why": why or change.why} | rounded

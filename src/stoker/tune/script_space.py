@@ -1,0 +1,138 @@
+"""Which value of a placeholder is worth the next trial, from what the timers saw in the best so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stoker.clock.observed import Observed
+from stoker.doctor.checks.case import Case
+from stoker.doctor.preparing import workers_that_fit
+from stoker.doctor.what_if import MOST_WORKERS, WORKERS_PER_CORE, LoaderModel, model_of, rate_of, speed_up, with_loader
+from stoker.tune.ladder import Propose
+from stoker.tune.placeholders import Placeholder, Template
+from stoker.tune.records import Candidate, State, Value, key_of
+
+COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Workers that are tried; the number of cores joins them."""
+MOST_PREFETCH = 16
+MOST_DOUBLINGS = 6
+WAITS = 0.03
+"""Share of the steps' time spent waiting for data from which on the loader is worth a trial: below, even a perfect one
+would gain no more than that."""
+
+
+def proposals(template: Template, cpus: int) -> Propose:
+    """What `search` asks for the next candidate; None when there is nothing left."""
+
+    def propose(state: State) -> Candidate | None:
+        return next(
+            (one for one in _candidates(template, state, cpus) if not state.is_done(state.best | one.change)), None
+        )
+
+    return propose
+
+
+def _candidates(template: Template, state: State, cpus: int) -> Iterator[Candidate]:
+    """In the order in which they are worth a trial."""
+    measured = state.measured
+    if measured is None and all(run.result == "crashed" for run in state.runs.get(key_of(state.original), ())):
+        return  # it does not run at all
+    observed = None if measured is None else measured.observed
+    model = None if observed is None else model_of(observed)
+    share = None if measured is None else measured.wait_share
+    waits = share is None or share >= WAITS
+    if waits and "num_workers" in template:
+        yield from _workers(template["num_workers"], state, observed, model, cpus)
+    if waits and "prefetch_factor" in template:
+        yield from _prefetch(template["prefetch_factor"], state, model)
+    for place in template.places:
+        if place.name == "batch_size" and place.values is None:
+            yield from _batch_sizes(place, state)
+        elif place.name not in ("num_workers", "prefetch_factor"):
+            yield from _given_values(place, state)
+
+
+def _workers(
+    place: Placeholder, state: State, observed: Observed | None, model: LoaderModel | None, cpus: int
+) -> Iterator[Candidate]:
+    """The number that the simulation likes best, then the neighbours of the best so far."""
+    now = state.best["num_workers"]
+    assert isinstance(now, int)
+    fit = None if observed is None else workers_that_fit(observed)
+    most = min(MOST_WORKERS, WORKERS_PER_CORE * cpus, MOST_WORKERS if fit is None else fit)
+    # DataLoader refuses prefetch_factor without workers.
+    least = 1 if "prefetch_factor" in state.best else 0
+    ladder = place.values or tuple(sorted({*(n for n in COUNTS if least <= n <= most), min(cpus, most), now}))
+    counts = sorted(n for n in ladder if isinstance(n, int))
+    if observed is not None and Case(observed).takes_turns and place.values is None:
+        return  # the workers wait for one another: more of them do not help
+    waiting = (
+        ""
+        if observed is None
+        else f"{observed.wait_share or 0:.0%} of a step is spent waiting for data".replace("%", " %")
+    )
+    if not _was_changed("num_workers", state):
+        rates = {n: rate_of(with_loader(n)(model)) for n in counts} if model is not None else {}
+        # Of those that are about as fast, the one that needs least memory.
+        near_best = [n for n, rate in rates.items() if rate >= 0.97 * max(rates.values())]
+        jump = min(near_best, default=min(counts, key=lambda n: abs(n - cpus)))
+        if jump != now:
+            why = f"{waiting}; the simulation reaches most with {jump}" if rates else "one worker for each core"
+            yield _loader_candidate("num_workers", jump, why, model, with_loader(jump) if model else None)
+    at = counts.index(now) if now in counts else 0
+    for n in (*counts[at + 1 : at + 2], *counts[max(0, at - 1) : at]):
+        direction = "one step up" if n > now else "one step down"
+        yield _loader_candidate(
+            "num_workers", n, f"{direction} from the best so far", model, with_loader(n) if model else None
+        )
+
+
+def _prefetch(place: Placeholder, state: State, model: LoaderModel | None) -> Iterator[Candidate]:
+    now, workers = state.best["prefetch_factor"], state.best.get("num_workers")
+    assert isinstance(now, int)
+    if place.values is not None:
+        yield from _given_values(place, state)
+        return
+    shown = workers if isinstance(workers, int) else None if model is None else model.setup.workers
+    if shown != 0 and 2 * now <= max(MOST_PREFETCH, now):
+        change = with_loader(shown, 2 * now) if shown is not None and model is not None else None
+        why = "more batches in flight bridge single slow ones"
+        yield _loader_candidate("prefetch_factor", 2 * now, why, model, change)
+
+
+def _loader_candidate(name: str, value: int, why: str, model: LoaderModel | None, change: object) -> Candidate:
+    predicted = speed_up(model, change) if model is not None and callable(change) else None
+    return Candidate({name: value}, why, predicted)
+
+
+def _batch_sizes(place: Placeholder, state: State) -> Iterator[Candidate]:
+    """Doubles until memory is full or it does not pay; only if the first doubling did not pay, halves."""
+    now, start = state.best["batch_size"], place.start
+    assert isinstance(now, int)
+    assert isinstance(start, int)
+    seen = _values_seen("batch_size", state)
+    if state.measured is None:
+        least = min(value for value in seen if isinstance(value, int))
+        if least > 1:
+            yield Candidate({"batch_size": least // 2}, "it does not run with a larger one")
+    elif 2 * now not in seen and now < start << MOST_DOUBLINGS:
+        yield Candidate({"batch_size": 2 * now}, "larger batches keep the device busier, until memory is full")
+    elif now <= start and now > 1 and now // 2 not in seen:
+        yield Candidate({"batch_size": now // 2}, "twice as many did not pay")
+
+
+def _given_values(place: Placeholder, state: State) -> Iterator[Candidate]:
+    """Each value that the user listed, once."""
+    seen = _values_seen(place.name, state)
+    for value in place.values or ():
+        if value not in seen:
+            yield Candidate({place.name: value}, "listed in the command")
+
+
+def _values_seen(name: str, state: State) -> Sequence[Value]:
+    """Every value that was run or skipped so far."""
+    return [state.original[name], *(step.settings[name] for step in state.steps if name in step.settings)]
+
+
+def _was_changed(name: str, state: State) -> bool:
+    return any(value != state.original[name] for value in _values_seen(name, state))

@@ -37,6 +37,9 @@ ADDRESSES = 1_500_000_000
 STARTING_S = 0.03
 """After the start of the process: while it opens its data."""
 BUDGET_S = 20 * 60.0
+MARK = "STOKER_BENCH_TUNE"
+"""An environment variable by which processes that were left behind are found."""
+ENDING_S = 3.0
 
 Hit = Callable[[int], object]
 """What happens to the process with this number."""
@@ -75,7 +78,7 @@ class Fault:
     starting: Hit | None = None
     measuring: Hit | None = None
     data: str | None = None
-    """What happens to the data while the trial measures: `block` or `vanish`."""
+    """What happens to the data while the trial measures: `pipes` that nobody writes to, or `vanish`."""
     little_memory: bool = False
 
 
@@ -90,7 +93,7 @@ FAULTS = (
     Fault("stops while it measures", (1, 5), measuring=partial(_send, signal.SIGSTOP)),
     Fault("exceeds its memory", (2, 3), little_memory=True),
     Fault("cannot allocate", (3, 6), starting=_take_addresses),
-    Fault("its files never answer", (2,), data="block"),
+    Fault("its files become pipes", (2,), data="pipes"),
     Fault("its files vanish", (4,), data="vanish"),
 )
 
@@ -165,7 +168,7 @@ class FaultyTrier:
 def damaged(folder: Path, kind: str | None) -> Iterator[Callable[[], None]]:
     """A function that takes the files of a folder away, once, or puts pipes in their places that nobody writes to."""
     aside, pipes = folder.with_name(folder.name + ".aside"), folder.with_name(folder.name + ".pipes")
-    for path in folder.rglob("*") if kind == "block" else ():
+    for path in folder.rglob("*") if kind == "pipes" else ():
         if path.is_file():
             pipe = pipes / path.relative_to(folder)
             pipe.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +178,7 @@ def damaged(folder: Path, kind: str | None) -> Iterator[Callable[[], None]]:
         if aside.exists():
             return
         folder.rename(aside)
-        if kind == "block":
+        if kind == "pipes":
             pipes.rename(folder)  # at once: files that are missing for a while would be another fault
 
     try:
@@ -187,9 +190,35 @@ def damaged(folder: Path, kind: str | None) -> Iterator[Callable[[], None]]:
             aside.rename(folder)
 
 
+def _marked() -> set[int]:
+    """All processes that descend from this one, orphans included: they have inherited the mark."""
+    found, mark = set(), f"{MARK}={os.getpid()}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(int(folder.name))
+    return found
+
+
+def _left_behind(before: set[int]) -> set[int]:
+    """New processes that do not end within a moment, but for the one that trials are copied from: it waits for more."""
+    end_s = time.monotonic() + ENDING_S
+    while True:
+        left = set()
+        for pid in _marked() - before:
+            with suppress(OSError):
+                if _parent(pid) != os.getpid():
+                    left.add(pid)
+        if not left or time.monotonic() > end_s:
+            return left
+        time.sleep(0.1)
+
+
 def survive(bed: Bed, seconds: float) -> list[dict[str, Any]]:
     """One row per search; expects a scenario that was made ready, whose data is in a folder."""
     known: dict[Key, Measured] = {}
+    os.environ[MARK] = str(os.getpid())
+    bed.copies.close()  # it starts anew with the mark
     assert bed.config.data_root is not None
     data = Path(bed.config.data_root)
 
@@ -206,7 +235,7 @@ def survive(bed: Bed, seconds: float) -> list[dict[str, Any]]:
     for fault in FAULTS:
         for wanted in fault.trials:
             at = min(wanted, without.trials - 1)
-            before = len(tree_pids(os.getpid()))
+            before = _marked()
             row: dict[str, Any] = {"fault": fault.name, "trial": at}
             try:
                 trier, outcome = tuned(fault, at)
@@ -214,8 +243,7 @@ def survive(bed: Bed, seconds: float) -> list[dict[str, Any]]:
                 row |= {"result": None, "survived": False, "error": f"{type(error).__name__}: {error}"}
             else:
                 injected = trier.faulty is not None and trier.faulty.result != "measured"
-                # The process that trials are copied from may be another one now, but nothing else may be left.
-                valid = key_of(outcome.best) in trier.ran and len(tree_pids(os.getpid())) <= before
+                valid = key_of(outcome.best) in trier.ran and not _left_behind(before)
                 row |= {
                     "result": None if trier.faulty is None else trier.faulty.result,
                     "detail": "" if trier.faulty is None else trier.faulty.detail,

@@ -11,7 +11,7 @@ from typing import Literal
 from stoker.tune.records import Settings, Value, key_of
 
 Limit = Literal["cpu", "storage", "consumer", "memory"]
-Axes = Mapping[str, tuple[Value, ...]]
+Axes = dict[str, tuple[Value, ...]]
 
 NEVER_LIMITS = 20.0
 """Pace of a consumer that takes everything at once, relative to what the loader delivers to it."""
@@ -20,7 +20,7 @@ MB = 1_000_000
 ENGINES = ("thread", "process")
 LOADER: Axes = {"num_workers": (0, 1, 2, 4), "loader": ENGINES, "prefetch_factor": (2, 8)}
 BATCHES_AHEAD: Axes = {"num_workers": (1, 2, 4), "loader": ENGINES, "prefetch_factor": (1, 8)}
-BYTES_AHEAD: Axes = {"num_workers": (1, 2, 4), "loader": ENGINES, "lookahead": (MB, 256 * MB)}
+BYTES_AHEAD: Axes = {"num_workers": (1, 4, 8), "loader": ENGINES, "lookahead": (MB, 256 * MB)}
 CHUNKS_KEPT: Axes = {"num_workers": (1, 2, 4), "loader": ENGINES, "volume_cache": (0, 256 * MB)}
 
 
@@ -111,7 +111,7 @@ SCENARIOS = (
     Scenario(
         "volumes from S3, 50 ms", "storage", "tiff",
         {"num_workers": 1, "loader": "thread", "prefetch_factor": 1, "lookahead": MB},
-        axes=BYTES_AHEAD, keys=_PATCHES, link=Link(50),
+        axes=BYTES_AHEAD | {"num_workers": (1, 2, 4, 8)}, keys=_PATCHES, link=Link(50),
     ),
 )  # fmt: skip
 

@@ -163,6 +163,15 @@ def test_a_compute_bound_model_gets_only_what_concerns_its_step() -> None:
     assert proposed(config, state(config), paced=True) == []
 
 
+def test_a_pack_is_tried_first_where_the_loop_waits() -> None:
+    config = fitted()
+    at = state(config, wait_share=0.6)
+    start = at.original | {"data_root": "images"}
+    at = State(start, start, {key_of(start): at.runs[key_of(at.original)]})
+    assert proposed(config, at, packed="shards")[0] == {"data_root": "shards"}
+    assert {"data_root": "shards"} not in proposed(config, at, packed="images")
+
+
 def test_what_does_not_run_gets_fewer_workers_and_batches() -> None:
     config = fitted(num_workers=8, prefetch_factor=4)
     start = settings_of(config)

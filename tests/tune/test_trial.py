@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stoker.cli import main
 from stoker.config import load_config
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.machine.memory import tree_pids
@@ -86,6 +87,19 @@ def test_the_same_training_has_the_same_ledger_whatever_the_loader_does(attempt:
         assert attempt(change).ledger == original.ledger, change
     for change in ({"seed": 1}, {"img_size": 40}, {"gradient_accumulation": 1}, {"horizontal_flip": 0.1}):
         assert attempt(change).ledger != original.ledger, change
+
+
+def test_a_pack_counts_only_with_the_same_pixels(
+    attempt: Callable[..., Measured], config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = load(config_file).data_root or ""
+    assert main(["pack", data, str(tmp_path / "same")]) == 0
+    assert main(["pack", data, str(tmp_path / "small"), "--longest", "24"]) == 0
+    capsys.readouterr()
+    original = attempt(compare_pixels=True)
+    assert original.result == "measured", original.detail
+    assert attempt({"data_root": str(tmp_path / "same")}, compare_pixels=True).ledger == original.ledger
+    assert attempt({"data_root": str(tmp_path / "small")}, compare_pixels=True).ledger != original.ledger
 
 
 def test_the_real_step_is_fed_what_the_paced_consumer_is(attempt: Callable[..., Measured]) -> None:

@@ -65,6 +65,14 @@ def tune(
         str | None,
         typer.Option(metavar="SIZE", help="Memory for the training, e.g. 16GB. [default: what the machine has left]"),
     ] = None,
+    packed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|URL",
+            help="The same data packed by `stoker pack`, or a copy of it: tried instead of data_root. Counts only if "
+            "every pixel is the same.",
+        ),
+    ] = None,
     ablate: Annotated[
         bool,
         typer.Option(
@@ -100,7 +108,7 @@ def tune(
     if script is not None:
         given = {
             f"CONFIG ({config})": config, "--pace": pace, "--write": write, "--also": also, "--price": price,
-            "--force": force, "--ablate": ablate,
+            "--force": force, "--ablate": ablate, "--packed": packed,
         }  # fmt: skip
         _refuse_with_script([name for name, value in given.items() if value])
     elif config is None:
@@ -117,7 +125,7 @@ def tune(
 
     options = TuneOptions(
         budget_s=budget_s, trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
-        price_per_hour=price, ram_bytes=ram_bytes, force=force, fresh=fresh,
+        price_per_hour=price, ram_bytes=ram_bytes, packed=packed, force=force, fresh=fresh,
     )  # fmt: skip
     if script is not None:
         return _tune_script(script, options, json=json)

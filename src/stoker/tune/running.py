@@ -47,6 +47,8 @@ class TuneOptions:
     price_per_hour: float | None = None
     ram_bytes: int | None = None
     """For the training itself; None: what this machine has left."""
+    packed: str | None = None
+    """The same data in another place, to be tried as `data_root`."""
     force: bool = False
     fresh: bool = False
 
@@ -57,7 +59,7 @@ class Tuned:
 
     outcome: Outcome
     target: Path | None
-    """The result; None if nothing is better than the original, or if the search was interrupted."""
+    """The result; None if the search was interrupted."""
     journal: Path
 
 
@@ -90,7 +92,7 @@ def open_config(resolved: Resolved, path: Path, overrides: Sequence[str], option
     live = Live("patches" if config.task == "segment3d" else "images")
     trier = ConfigTrier(
         config, pace_s=pace_s, memory_limit_bytes=_memory_limit(options.ram_bytes, config.devices), cpus=cpus,
-        ranks=ranks, report=live.report,
+        ranks=ranks, compare_pixels=options.packed is not None, report=live.report,
     )  # fmt: skip
     return Opened(config, machine, cpus, pace_s, remarks, trier, live)
 
@@ -108,6 +110,9 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     cpus, pace_s, remarks = opened.cpus, opened.pace_s, opened.remarks
     around = _surroundings(config, machine, cpus, options.goal, paced=pace_s is not None)
     start = settings_of(config)
+    if options.packed is not None:
+        start["data_root"] = config.data_root
+        around = replace(around, packed=options.packed)
     facts = _begin_facts(path, overrides, config, machine, options, start)
     journal = begin_journal(journal_path(target), facts, fresh=options.fresh)
     live.trial_s = options.trial_s
@@ -272,7 +277,7 @@ def _begin_facts(
         "same": {
             "config": config_values(config),
             "host": [socket.gethostname(), machine.cpus, machine.accelerators],
-            "options": [options.goal, options.pace, options.trial_s, options.ram_bytes],
+            "options": [options.goal, options.pace, options.trial_s, options.ram_bytes, options.packed],
         },
     }
 

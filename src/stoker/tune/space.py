@@ -37,9 +37,10 @@ TUNED = {
 }
 HARMLESS = frozenset(
     # Where a trial runs a single rank, its number of devices says nothing about the training.
-    {*LOADER_KEYS, *STEP_KEYS, "decoder", "volume_cache", "devices", "num_nodes", "sync_batchnorm"}
+    {*LOADER_KEYS, *STEP_KEYS, "decoder", "volume_cache", "data_root", "devices", "num_nodes", "sync_batchnorm"}
 )
-"""Keys that cannot change a training; batch_size and gradient_accumulation are compared as their product."""
+"""Keys that cannot change a training; batch_size and gradient_accumulation are compared as their product, and data from
+another place by its pixels."""
 
 WORKER_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 NEARLY_BEST = 0.98
@@ -73,6 +74,8 @@ class Surroundings:
     """Whether the same update in other batches is another training: batch norm sees other batches, and mixing finds
     other partners."""
     goal: Goal = "throughput"
+    packed: str | None = None
+    """The same data in shards, or a copy of it elsewhere."""
 
 
 Values = Callable[[State, Surroundings], Iterator[Candidate]]
@@ -207,6 +210,11 @@ def _lookahead(state: State, around: Surroundings) -> Iterator[Candidate]:
         yield Candidate({"lookahead": 4 * now}, "workers wait for the object store; fetch further ahead")
 
 
+def _packed(state: State, around: Surroundings) -> Iterator[Candidate]:
+    if around.packed is not None and state.best["data_root"] != around.packed:
+        yield Candidate({"data_root": around.packed}, _waiting(state) + "; the same data from the other place")
+
+
 def _decoder(state: State, around: Surroundings) -> Iterator[Candidate]:
     # In draft mode decoders give different pixels.
     if state.best.get("decoder") not in ("auto", None) and around.config.decode_mode != "draft":
@@ -261,6 +269,7 @@ def _split(state: State, around: Surroundings) -> Iterator[Candidate]:
 
 
 KNOBS = (
+    Knob(("data_root",), "data", _packed),
     Knob(("num_workers",), "data", _workers),
     Knob(("loader",), "data", _engine),
     Knob(("prefetch_factor",), "data", _prefetch),

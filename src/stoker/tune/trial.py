@@ -44,6 +44,7 @@ class ConfigTrier:
         cpus: int = 1,
         ranks: int = 1,
         patience_s: float | None = None,
+        compare_pixels: bool = False,
         report: Report = lambda _seconds: None,
         copies: Copies | None = None,
     ) -> None:
@@ -58,6 +59,7 @@ class ConfigTrier:
         self._limit_bytes = memory_limit_bytes
         self._cpus, self._ranks = cpus, ranks
         self._patience_s = patience_s
+        self._compare_pixels = compare_pixels
         self._first_took_s: float | None = None
 
     def run(self, settings: Settings, seconds: float) -> Measured:
@@ -98,7 +100,7 @@ class ConfigTrier:
             pace_s *= config.batch_size / self.config.batch_size
         job = {
             "kind": kind, "config": config_values(config.model_copy(update=ALONE)), "seconds": seconds,
-            "pace_s": pace_s, "cpus": self._cpus, "ranks": self._ranks,
+            "pace_s": pace_s, "cpus": self._cpus, "ranks": self._ranks, "pixels": self._compare_pixels,
         }  # fmt: skip
         patience_s = self._patience(seconds, compiled=bool(config.compile_model))
         with MemoryWatch(memory_left(self._limit_bytes)) as watch:

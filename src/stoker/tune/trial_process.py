@@ -45,7 +45,8 @@ LONGEST = 2.5
 """Times the wanted seconds, for batches that take long."""
 
 Job = dict[str, Any]
-"""`seconds`, `cpus`, `pace_s` (None: the real model), `ranks`, `began` (time.time() when its process was asked for)."""
+"""`seconds`, `cpus`, `pace_s` (None: the real model), `ranks`, `pixels` (whether they are part of the ledger), `began`
+(time.time() when its process was asked for)."""
 
 
 def run_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class _Trial:
         self.config, self.job = config, job
         self.host = HostWatch()
         self.clock = StepClock(keep=KEPT_BATCHES)
-        self.ledger = Ledger(config, job["ranks"])
+        self.ledger = Ledger(config, job["ranks"], pixels=job["pixels"])
         self.windows: list[float] = []
         self.start_s: float | None = None
         self.epoch_samples: int | None = None
@@ -143,13 +144,14 @@ class _Trial:
 class Ledger:
     """Hash of which samples were fed, with which draws and labels, and of everything else that a training depends on.
 
-    The same for any division of an update into batches.
+    The same for any division of an update into batches. `pixels`: what was decoded counts, too.
     """
 
     _COLUMNS = ("indices", "labels", "keys", "flips", "starts", "shapes", "orders", "matrices", "offsets", "elastic")
     """Of a batch of images or patches, as far as it has them."""
 
-    def __init__(self, config: HostConfig, ranks: int) -> None:
+    def __init__(self, config: HostConfig, ranks: int, *, pixels: bool = False) -> None:
+        self._pixels = pixels
         values = config_values(config)
         total = config.batch_size * config.gradient_accumulation
         settings = {name: value for name, value in values.items() if name not in HARMLESS}
@@ -179,6 +181,8 @@ class Ledger:
             self._hash.update(str(shape).encode())
         columns = [getattr(batch, name, None) for name in self._COLUMNS]
         self._hash.update(np.hstack([_row_bytes(column, taken) for column in columns if column is not None]).tobytes())
+        if self._pixels:
+            self._hash.update(batch.images[:taken].contiguous().numpy())
 
     def end_of_epoch(self, updates: int) -> None:
         """Takes the length of an epoch."""

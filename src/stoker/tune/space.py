@@ -22,7 +22,7 @@ from stoker.doctor.what_if import (
     with_loader,
 )
 from stoker.machine.host import HostConfig
-from stoker.tune.ladder import AT_CEILING
+from stoker.tune.ladder import AT_CEILING, EXPECTED
 from stoker.tune.objective import Goal
 from stoker.tune.records import Candidate, Settings, State, Value
 
@@ -159,14 +159,15 @@ def _workers(state: State, around: Surroundings) -> Iterator[Candidate]:
         most = max(rates.values())
         wanted = min(count for count, rate in rates.items() if rate >= NEARLY_BEST * most)
         if wanted != now and not _workers_were_changed(state):
-            yield Candidate(
-                {"num_workers": wanted}, _waiting(state) + f"; {wanted} workers are predicted to be enough",
-                speed_up(model, with_loader(wanted)),
-            )  # fmt: skip
+            gain = speed_up(model, with_loader(wanted))
+            if gain.expected >= EXPECTED or now > around.cpus:
+                why = _waiting(state) + f"; {wanted} workers are predicted to be enough"
+                yield Candidate({"num_workers": wanted}, why, gain if gain.expected >= EXPECTED else None)
     place = counts.index(now)
     if place + 1 < len(counts):
         more = counts[place + 1]
-        predicted = None if model is None else speed_up(model, with_loader(more))
+        # With cores to spare it is always tried: on a busy machine the simulation expected nothing of a first worker.
+        predicted = None if model is None or now < around.cpus else speed_up(model, with_loader(more))
         yield Candidate({"num_workers": more}, _waiting(state) + "; one step up", predicted)
     if place > 0:
         fewer = counts[place - 1]

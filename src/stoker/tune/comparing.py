@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from stoker.tune.records import Measured
+from stoker.tune.records import Measured, Settings
 
 Score = Callable[[Measured], float | None]
 """What is maximised; None if the run does not say."""
@@ -70,6 +70,31 @@ def compare(candidate: Sequence[Measured], best: Sequence[Measured], score: Scor
         return None
     error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
     return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
+
+
+def is_cheaper(settings: Settings, than: Settings) -> bool:
+    """Whether settings need fewer workers or batches in memory than others, and no more of anything."""
+    pairs = [(_number(settings, name), _number(than, name)) for name in ("num_workers", "prefetch_factor", "lookahead")]
+    others = [name for name in settings if name not in ("num_workers", "prefetch_factor", "lookahead")]
+    if any(settings[name] != than.get(name) for name in others):
+        return False
+    return all(ours <= theirs for ours, theirs in pairs) and any(ours < theirs for ours, theirs in pairs)
+
+
+def mean_rate(runs: Sequence[Measured]) -> float | None:
+    """Samples per second of the good ones among these runs."""
+    rates = [rate for run in runs if (rate := run.samples_per_second) is not None]
+    return sum(rates) / len(rates) if rates else None
+
+
+def percent(ratio: float) -> str:
+    """+12 %"""
+    return f"{ratio - 1:+.0%}".replace("%", " %")
+
+
+def _number(settings: Settings, name: str) -> float:
+    value = settings.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _deviation(logs: Sequence[float]) -> float:

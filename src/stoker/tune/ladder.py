@@ -12,12 +12,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
-from stoker.tune.comparing import Comparison, compare, spread_of
+from stoker.tune.comparing import Comparison, compare, is_cheaper, mean_rate, percent, spread_of
 from stoker.tune.journal import Journal
 from stoker.tune.objective import Objective, run_facts
-from stoker.tune.records import Candidate, Key, Measured, Outcome, Settings, State, Step, Trier, key_of
+from stoker.tune.records import (
+    Candidate,
+    Key,
+    Listener,
+    Measured,
+    Nobody,
+    Outcome,
+    Settings,
+    State,
+    Step,
+    Trier,
+    key_of,
+)
 
 AT_CEILING = 0.95
 """Share of the ceiling from which a search ends: the rest would not pay for the trials."""
@@ -38,28 +50,6 @@ MOST_REPEATED = 8
 Propose = Callable[[State], Candidate | None]
 Fits = Callable[[Settings], str | None]
 """Why the plan refuses these settings; None if they fit."""
-
-
-class Listener(Protocol):
-    """Is told how the search goes; must not raise."""
-
-    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:
-        """A run begins; `role` is baseline, candidate, best or confirmation."""
-
-    def trial_ends(self, number: int, measured: Measured) -> None: ...
-
-    def step(self, step: Step) -> None:
-        """A decision was taken."""
-
-
-class Nobody:
-    """A listener that ignores everything."""
-
-    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None: ...
-
-    def trial_ends(self, number: int, measured: Measured) -> None: ...
-
-    def step(self, step: Step) -> None: ...
 
 
 def search(
@@ -170,7 +160,7 @@ class _Ladder:
         failed = next((run for run in runs if run.result != "measured"), None)
         reason = "the original"
         if failed is not None:
-            reason += f"; {_failure(failed)}" if good else f" does not run: {_failure(failed)}"
+            reason += f"; {failed.failure}" if good else f" does not run: {failed.failure}"
         self._add(_baseline_step(self.original, reason, tuple(runs)))
 
     def _why_skip(self, candidate: Candidate, settings: Settings) -> str | None:
@@ -179,14 +169,14 @@ class _Ladder:
             return f"the plan says it would not fit: {refused}"
         predicted = candidate.predicted
         if predicted is not None and predicted.expected < EXPECTED and predicted.high < CANNOT_HELP:
-            return f"predicted to gain nothing ({_percent(predicted.expected)}, at most {_percent(predicted.high)})"
+            return f"predicted to gain nothing ({percent(predicted.expected)}, at most {percent(predicted.high)})"
         return None
 
     def _try(self, candidate: Candidate, settings: Settings) -> None:
         first = self._run(settings, candidate.change, "candidate")
         mine, against = [first], self._of(self.best)[-2:]
         if first.result != "measured":
-            self._decide(candidate, settings, "not kept", _failure(first), mine)
+            self._decide(candidate, settings, "not kept", first.failure, mine)
             return
         seen = self._compare(mine, against)
         if seen is None:
@@ -202,7 +192,7 @@ class _Ladder:
             against = [*against[-1:], between]
             failed = next((run for run in mine if run.result != "measured"), None)
             if failed is not None:
-                self._decide(candidate, settings, "not kept", f"the second time, {_failure(failed)}", mine, against)
+                self._decide(candidate, settings, "not kept", f"the second time, {failed.failure}", mine, against)
                 return
             seen = self._compare(mine, against) or seen
         words = f"{seen.words()}"
@@ -224,12 +214,13 @@ class _Ladder:
             seen, mine, against = self._confirmation(self.best)
             holds = seen is None if not self._scores(against) else seen is not None and _holds(seen, self)
             holds = holds and bool(self._scores(mine))
+            failed = next((run.failure for run in (*mine, *against) if run.result != "measured"), "not measured")
             self._add(
                 Step(
                     number=len(self.steps), settings=dict(self.best), change=_difference(self.original, self.best),
                     why="from fresh starts, in turns with the original",
                     decision="confirmed" if holds else "not confirmed",
-                    reason=seen.words() if seen is not None else _first_failure([*mine, *against]),
+                    reason=seen.words() if seen is not None else failed,
                     measured=tuple(mine), against=tuple(against), speedup=None if seen is None else seen.ratio,
                 )
             )  # fmt: skip
@@ -276,7 +267,7 @@ class _Ladder:
                 ours, theirs = runs[0].raw_samples_per_second, self._rate(self.best)
                 failed = runs[0].result not in ("measured", "different-training")
                 ratio = ours / theirs if ours and theirs and not failed else None
-            reason = refused or (_failure(runs[0]) if ratio is None else f"{_percent(ratio)}, but a different training")
+            reason = refused or (runs[0].failure if ratio is None else f"{percent(ratio)}, but a different training")
             step = Step(
                 number=len(self.steps) + len(self.others), settings=settings, change=candidate.change,
                 why=candidate.why, decision="skipped" if refused else "not kept", reason=reason,
@@ -291,7 +282,7 @@ class _Ladder:
         before, after = (next((r for r in runs[::-1] if r.result == "measured"), None) for runs in (against, mine))
         whole_run = run_facts(self.objective, before, after, self.price_per_hour)
         return Outcome(
-            original=self.original, best=self.best, before=_mean_rate(against), after=_mean_rate(mine),
+            original=self.original, best=self.best, before=mean_rate(against), after=mean_rate(mine),
             stopped=stopped, ceiling=self.ceiling, trials=self.trials, took_s=self._spent_s(),
             steps=tuple(self.steps), other_training=tuple(self.others),
             facts={
@@ -395,19 +386,10 @@ class _Ladder:
         return compare(mine, against, self.objective.score, spread_of(self.runs.values(), self.objective.score))
 
     def _rate(self, settings: Settings) -> float | None:
-        return _mean_rate(self._of(settings))
+        return mean_rate(self._of(settings))
 
 
 CHANGES_THE_STEP = ("compile_model", "compile_mode", "channels_last", "batch_size", "gradient_accumulation")
-
-
-def is_cheaper(settings: Settings, than: Settings) -> bool:
-    """Whether settings need fewer workers or batches in memory than others, and no more of anything."""
-    pairs = [(_number(settings, name), _number(than, name)) for name in ("num_workers", "prefetch_factor", "lookahead")]
-    others = [name for name in settings if name not in ("num_workers", "prefetch_factor", "lookahead")]
-    if any(settings[name] != than.get(name) for name in others):
-        return False
-    return all(ours <= theirs for ours, theirs in pairs) and any(ours < theirs for ours, theirs in pairs)
 
 
 def _baseline_step(original: Settings, reason: str, runs: tuple[Measured, ...] = ()) -> Step:
@@ -417,11 +399,6 @@ def _baseline_step(original: Settings, reason: str, runs: tuple[Measured, ...] =
     )  # fmt: skip
 
 
-def _number(settings: Settings, name: str) -> float:
-    value = settings.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0
-
-
 def _holds(seen: Comparison, ladder: _Ladder) -> bool:
     """Whether the confirmation shows what was promised: a gain, or for a cheaper setting no loss."""
     return seen.is_gain or (is_cheaper(ladder.best, ladder.original) and seen.gain >= 0)
@@ -429,31 +406,3 @@ def _holds(seen: Comparison, ladder: _Ladder) -> bool:
 
 def _difference(before: Settings, after: Settings) -> Settings:
     return {name: value for name, value in after.items() if before.get(name) != value}
-
-
-def _mean_rate(runs: Sequence[Measured]) -> float | None:
-    rates = [rate for run in runs if (rate := run.samples_per_second) is not None]
-    return sum(rates) / len(rates) if rates else None
-
-
-_WORDS = {
-    "out-of-memory": "out of memory",
-    "killed": "its process was killed",
-    "hung": "it hung",
-    "crashed": "it crashed",
-    "refused": "it was refused",
-    "different-training": "a different training",
-    "measured": "not measured",
-}
-
-
-def _failure(run: Measured) -> str:
-    return _WORDS[run.result] + (f": {run.detail}" if run.detail else "")
-
-
-def _first_failure(runs: Sequence[Measured]) -> str:
-    return next((_failure(run) for run in runs if run.result != "measured"), "not measured")
-
-
-def _percent(ratio: float) -> str:
-    return f"{ratio - 1:+.0%}".replace("%", " %")

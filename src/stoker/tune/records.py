@@ -52,6 +52,22 @@ class Measured:
         """The same for another training, whose speed does not count in the search."""
         return sum(self.windows) / len(self.windows) if self.windows else None
 
+    @property
+    def failure(self) -> str:
+        """How it failed, in words."""
+        return FAILURES[self.result] + (f": {self.detail}" if self.detail else "")
+
+
+FAILURES = {
+    "out-of-memory": "out of memory",
+    "killed": "its process was killed",
+    "hung": "it hung",
+    "crashed": "it crashed",
+    "refused": "it was refused",
+    "different-training": "a different training",
+    "measured": "not measured",
+}
+
 
 class Trier(Protocol):
     """Tries settings: of a config, of a script, or made up in a test."""
@@ -137,7 +153,29 @@ class State:
     def share_of_ceiling(self) -> float | None:
         good = [run.samples_per_second for run in self.runs.get(key_of(self.best), ())]
         rates = [rate for rate in good if rate is not None]
-        return max(rates) / self.ceiling if rates and self.ceiling else None
+        return sum(rates) / len(rates) / self.ceiling if rates and self.ceiling else None
+
+
+class Listener(Protocol):
+    """Is told how the search goes; must not raise."""
+
+    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:
+        """A run begins; `role` is baseline, candidate, best or confirmation."""
+
+    def trial_ends(self, number: int, measured: Measured) -> None: ...
+
+    def step(self, step: Step) -> None:
+        """A decision was taken."""
+
+
+class Nobody:
+    """A listener that ignores everything."""
+
+    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None: ...
+
+    def trial_ends(self, number: int, measured: Measured) -> None: ...
+
+    def step(self, step: Step) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from stoker.config.yaml_file import read_yaml_file
 from stoker.errors import ConfigError, UsageError, UserError
 from stoker.files import write_text
 from stoker.machine.host import Machine, fit_to_machine
+from stoker.redact import redact_text
 from stoker.tune.records import Outcome, Settings, Step
 from stoker.tune.space import config_with, settings_of
 
@@ -72,7 +73,7 @@ def write_tuned(
 ) -> None:
     """Writes the result; it loads to exactly the settings that were confirmed."""
     changes = [*_from_command_line(resolved), *tuned_changes(outcome, fit_to_machine(resolved.config, machine)[0])]
-    header = _header(path, overrides, outcome)
+    header = redact_text(_header(path, target, overrides, outcome))
     text = _edited(path, header, changes)
     if text is None or not _is_right(text, target, changes, resolved.config, outcome.best, machine):
         # Spread over several lines, in braces, or below a base that is elsewhere: all keys are written instead.
@@ -119,14 +120,14 @@ def _step_that_set(steps: Sequence[Step], key: str, value: Any) -> Step | None:
     return kept[-1] if kept else None
 
 
-def _header(path: Path, overrides: Sequence[str], outcome: Outcome) -> str:
+def _header(path: Path, target: Path, overrides: Sequence[str], outcome: Outcome) -> str:
     rates = ""
     if outcome.before and outcome.after:
         unit = outcome.facts.get("unit", "samples")
         gain = outcome.after / outcome.before - 1
         rates = f"{outcome.before:,.0f} -> {outcome.after:,.0f} {unit}/s ({gain:+.0%}), ".replace("%", " %")
     added = f" with {' '.join(overrides)}" if overrides else ""
-    return f"{MARK}{path.name}:{added} {rates}{outcome.trials} trials; {journal_path(path).name} has them all."
+    return f"{MARK}{path.name}:{added} {rates}{outcome.trials} trials; {journal_path(target).name} has them all."
 
 
 def _edited(path: Path, header: str, changes: Sequence[Change]) -> str | None:

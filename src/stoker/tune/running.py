@@ -22,9 +22,9 @@ from stoker.errors import StokerError, UserError
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.machine.memory import read_memory, used_by_others_bytes
 from stoker.tune.journal import Journal
-from stoker.tune.ladder import Fits, Nobody, search
+from stoker.tune.ladder import Fits, search
 from stoker.tune.objective import Goal, Objective
-from stoker.tune.records import Measured, Outcome, Settings, Step
+from stoker.tune.records import Measured, Nobody, Outcome, Settings, Step
 from stoker.tune.result import DEFAULT_NAME, check_target, journal_path, write_tuned
 from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
 from stoker.tune.text import running_text, step_text

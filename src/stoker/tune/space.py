@@ -48,12 +48,14 @@ WAITS = 0.02
 """Share of the time that the loop waits, below which the loader has nothing to gain."""
 COMPUTES = 0.1
 """The same for computing."""
+MOSTLY_COMPUTES = 0.1
+"""Share of the time that the loop waits, below which the step comes first: above it, the loader has a sure gain."""
 MOST_PREFETCH = 16
 MOST_LOOKAHEAD = 4_000_000_000
 MOST_CACHE = 64_000_000_000
-TIME_TO_COMPILE_S = 240.0
-"""Left of the budget, from which a compiled model is tried: an allowance, since nothing tells how long compiling
-takes."""
+TIME_TO_COMPILE_S = 720.0
+"""Left of the budget, from which a compiled model is tried: it is compiled again for the confirmation. An allowance,
+since nothing tells before how long compiling takes."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def _losses(state: State, around: Surroundings) -> list[Loss]:
         found.append("data")
     if not around.paced and measured is not None and (waits is None or 1 - waits >= COMPUTES):
         found.append("compute")
-    if len(found) == 2 and waits is not None and waits < 0.5:
+    if len(found) == 2 and waits is not None and waits < MOSTLY_COMPUTES:
         found.reverse()
     if around.goal != "throughput":
         found.append("start")
@@ -153,7 +155,7 @@ def _workers(state: State, around: Surroundings) -> Iterator[Candidate]:
         rates = {count: rate_of(with_loader(count)(model)) for count in counts}
         most = max(rates.values())
         wanted = min(count for count, rate in rates.items() if rate >= NEARLY_BEST * most)
-        if wanted != now and not _was_changed(state, "num_workers"):
+        if wanted != now and not _workers_were_changed(state):
             yield Candidate(
                 {"num_workers": wanted}, _waiting(state) + f"; {wanted} workers are predicted to be enough",
                 speed_up(model, with_loader(wanted)),
@@ -318,8 +320,10 @@ def _observed(state: State) -> Observed | None:
     return None if state.measured is None else state.measured.observed
 
 
-def _was_changed(state: State, key: str) -> bool:
-    return any(key in step.change for step in state.steps)
+def _workers_were_changed(state: State) -> bool:
+    """With this engine: another one needs another number of them."""
+    engine = state.best["loader"]
+    return any("num_workers" in step.change and step.settings["loader"] == engine for step in state.steps)
 
 
 def _blocked_share(observed: Observed) -> float:

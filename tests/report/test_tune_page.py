@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from stoker.cli import main
+from stoker.errors import UserError
 from stoker.report.page import report_document, report_page
 from stoker.report.tune_document import TuneReader
+from stoker.report.watch_web import WatchServer
+from stoker.tune.journal import Journal
 from tests.support.browser import browser_page
 from tests.support.tuned_journal import EVIL, START, write_journal
+from tests.support.waiting import wait_until
 
 
 def test_the_page_shows_what_was_tried_and_why_and_runs_nothing(
@@ -56,11 +62,42 @@ def test_the_document_has_the_figures_of_the_outcome(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "tune.html").exists()
 
 
-def test_a_search_is_running_while_its_process_writes_the_journal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+HOLDS_A_JOURNAL = """
+import sys
+from pathlib import Path
+from stoker.tune.journal import Journal
+journal = Journal(Path(sys.argv[1]))
+journal.begin({"same": {"host": ["box", 2]}})
+print("begun", flush=True)
+for line in sys.stdin:
+    journal.note("ceiling", samples_per_second=float(line))
+    print("noted", flush=True)
+"""
+
+
+def test_a_search_is_shown_live_until_its_process_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tune.jsonl"
     write_journal(path, end=False)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_A_JOURNAL, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stdin is not None
+    assert writer.stdout.readline() == "begun\n"
+    with WatchServer(TuneReader(path).document) as live:
+        first = live.document()["tune"]
+        assert (first["state"], first["figures"]["after"]) == ("running", 200)
+        page = report_page(live.document(), live=True)
+        assert "connect-src &#x27;self&#x27;" in page
+        writer.stdin.write("500\n")
+        writer.stdin.flush()
+        assert writer.stdout.readline() == "noted\n"
+        wait_until(lambda: live.document()["tune"]["figures"]["ceiling"] == 500)
+        with pytest.raises(UserError, match="another `stoker tune` is writing"):
+            Journal(path).begin({"same": {}})
+        writer.kill()
+        writer.communicate()
+        wait_until(lambda: live.document()["tune"]["state"] == "stopped")
     assert main(["watch", str(path), "--once"]) == 0
     shown = capsys.readouterr().out
     assert "stopped" in shown.splitlines()[0]
@@ -78,8 +115,9 @@ def test_a_damaged_journal_has_a_page_that_says_so(tmp_path: Path) -> None:
     end = {"kind": "end", "facts": [], "best": 3, "before": "fast", "other_training": {"a": 1}, "stopped": ["x"]}
     path.write_text("".join(json.dumps(line) + "\n" for line in (odd, end, ["no record"])) + "half a li")
     document = TuneReader(path).document()
-    assert "1 lines are not JSON" in " ".join(document["missing"])
+    assert "1 line not in JSON" in " ".join(document["missing"])
     report_page(report_document([document]))
+    assert main(["report", str(path)]) == 1, "it does not begin as a journal does"
 
 
 def test_two_searches_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

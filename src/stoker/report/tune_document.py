@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from stoker.console import count
+from stoker.errors import UserError
 from stoker.report.figures import rounded
 from stoker.report.run_files import clip
-from stoker.run.json_lines import JsonLines, Kept, Record, finite, number
+from stoker.run.json_lines import JsonLines, Kept, Record, finite, number, read_records
 from stoker.run.lease import is_locked
 
 JOURNAL = "tune.jsonl"
@@ -28,11 +30,26 @@ def is_tune(document: Document) -> bool:
 
 
 def find_journal(path: Path) -> Path | None:
-    """The journal that is meant by its own path or its folder's; None if there is none."""
+    """The journal that is meant by its own path or its folder's; None if there is none.
+
+    Raises UserError for a file that is not a journal."""
     if path.suffix == ".jsonl" and path.is_file():
-        return path
+        if _begins_as_journal(path):
+            return path
+        raise UserError(
+            "not-a-journal", f"{path} is not a journal of `stoker tune`", why="its first line does not begin a search",
+            hint=f"stoker report {path.parent}",
+        )  # fmt: skip
     named = sorted(path.glob(f"*.{JOURNAL}")) if path.is_dir() else []
     return next((file for file in (path / JOURNAL, *named, path / ABLATION) if file.is_file()), None)
+
+
+def _begins_as_journal(path: Path) -> bool:
+    try:
+        first = next(read_records(path), {})
+    except OSError:
+        return False
+    return first.get("kind") == "begin"
 
 
 class TuneReader:
@@ -91,11 +108,11 @@ class TuneReader:
         elif not begin:
             found.append(f"{self.journal.name} has no beginning: it is not the journal of a search.")
         if lines.broken:
-            found.append(f"{self.journal.name}: {lines.broken:,} lines are not JSON and were skipped.")
+            found.append(f"{self.journal.name}: {count(lines.broken, 'line')} not in JSON and skipped.")
         if lines.problem is not None:
             found.append(f"{self.journal.name} was not read: {lines.problem}.")
         if lines.records.left_out:
-            found.append(f"{self.journal.name}: {lines.records.left_out:,} lines are too many, and were left out.")
+            found.append(f"{self.journal.name}: {count(lines.records.left_out, 'line')} too many, and left out.")
         return [clip(text) for text in found]
 
 

@@ -12,8 +12,7 @@ from stoker.console import count, format_table, say
 from stoker.data.store.stores import is_url
 from stoker.errors import UsageError
 from stoker.tune.ablate import TOGETHER, Ablation, Contribution, ablate, sources_of
-from stoker.tune.journal import Journal
-from stoker.tune.running import TuneOptions, open_config
+from stoker.tune.running import TuneOptions, begin_journal, open_config
 from stoker.tune.text import rate_text, settings_text
 
 NAME = "ablate.jsonl"
@@ -31,13 +30,12 @@ def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) ->
     remote = config.data_root is not None and is_url(config.data_root)
     on_gpu, paced = bool(opened.machine.accelerators), opened.pace_s is not None
     sources = sources_of(config, on_gpu=on_gpu, remote=remote, paced=paced)
-    journal = Journal(path.with_name(NAME))
     facts = {
         "time": time.time(), "what": "ablation", "config": str(path), "overrides": list(overrides),
         "unit": live.unit, "trial_s": options.trial_s, "budget_s": options.budget_s, "pace": options.pace,
         "same": {"host": [socket.gethostname(), opened.machine.cpus, opened.machine.accelerators]},
     }  # fmt: skip
-    journal.begin(facts, fresh=True)
+    journal = begin_journal(path.with_name(NAME), facts, fresh=True)
     try:
         found = ablate(
             opened.trier, config, sources, trial_s=options.trial_s, journal=journal, tell=live.begin,

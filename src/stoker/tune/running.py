@@ -143,7 +143,15 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
 def begin_journal(path: Path, facts: dict[str, Any], *, fresh: bool) -> Journal:
     """The journal, resumed or new, and says which."""
     journal = Journal(path)
-    why_anew = journal.begin(facts, fresh=fresh)
+    try:
+        why_anew = journal.begin(facts, fresh=fresh)
+    except OSError as error:
+        raise UserError(
+            "journal-not-writable",
+            f"{path} cannot be written: {error.strerror or error}",
+            why="it records every trial, so that an interrupted search can resume",
+            hint="run it in a folder of yours, or for a config: --write ~/tuned.yaml",
+        ) from None
     if why_anew is not None:
         say(f"note: {journal.path} is replaced: {why_anew}")
     if journal.resumed:

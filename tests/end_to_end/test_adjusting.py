@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from stoker.clock.costs import run_queue_s
 from stoker.clock.reading import read_observed
 from stoker.config import load_config
 from stoker.machine import host
 from stoker.tasks import training
+from stoker.train import loader_changes
 from stoker.train.loader_adjuster import LoaderAdjuster
 from tests.end_to_end.conftest import Ledger
 from tests.support.tiny_training import assert_same_end, metrics, write_config, write_images
@@ -25,7 +27,12 @@ WORKERS = 3
 
 @pytest.fixture
 def adjusted_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is a look, and `auto` is three workers: one core does not need them."""
+    """Every step is a look, `auto` is three workers, and the training thread always seems to lack its core, however
+    busy this machine is."""
+    if run_queue_s() is None:
+        pytest.skip("this kernel does not say how long a thread waits for a core")
+    for name, value in (("CROWDED_FROM", 0.0), ("WAITS_FROM", 2.0), ("STEADY", 1e9)):
+        monkeypatch.setattr(loader_changes, name, value)
     monkeypatch.setattr(training, "LoaderAdjuster", partial(LoaderAdjuster, look_s=0.0, look_steps=1))
     monkeypatch.setattr(host, "workers_for", lambda *_counts, **_kinds: WORKERS)
 
@@ -51,9 +58,8 @@ def test_an_adjusted_run_trains_the_same_as_a_fixed_one_also_after_a_resume(
 
     assert decisions(runs["fixed"]) == []
     decided = decisions(runs["adjusted"])
-    assert decided, "three workers for one core, and nothing was tried"
     first, second = decided[:2]
-    assert (first["decision"], first["from"]) == ("tried", WORKERS if first["knob"] == "workers" else 2)
+    assert (first["decision"], first["knob"], first["from"], first["to"]) == ("tried", "workers", WORKERS, WORKERS - 1)
     assert second["decision"] in ("kept", "undone")
     assert "loader: " in capfd.readouterr().err
     headers = [
@@ -61,9 +67,7 @@ def test_an_adjusted_run_trains_the_same_as_a_fixed_one_also_after_a_resume(
         for line in map(json.loads, (runs["adjusted"] / "clock.jsonl").read_text().splitlines())
         if line.get("event") == "clock"
     ]
-    changed = [one for one in decided if one["knob"] == "workers"]
-    assert headers[0] == WORKERS
-    assert not changed or set(headers) > {WORKERS}
+    assert headers[:2] == [WORKERS, WORKERS - 1]
     observed = read_observed(runs["adjusted"])
     assert observed.loader is not None
     assert observed.loader.workers == headers[-1]

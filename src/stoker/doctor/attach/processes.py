@@ -156,10 +156,11 @@ def seen_from(records: Any) -> list[Seen]:
     found = []
     for record in records if isinstance(records, list) else ():
         with suppress(TypeError, ValueError, KeyError, AttributeError):
-            threads = [
+            before, now = (
                 {int(thread): (int(ran), int(waited)) for thread, (ran, waited) in record[name].items()}
                 for name in ("threads_before", "threads_now")
-            ]
-            series = [[(float(at), float(size)) for at, size in record[name]] for name in ("points", "own_points")]
-            found.append(Seen(int(record["pid"]), *series, float(record["first_s"]), float(record["last_s"]), *threads))
+            )
+            points, own = ([(float(at), float(size)) for at, size in record[name]] for name in ("points", "own_points"))
+            first_s, last_s = float(record["first_s"]), float(record["last_s"])
+            found.append(Seen(int(record["pid"]), points, own, first_s, last_s, before, now))
     return found

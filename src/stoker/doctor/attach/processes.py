@@ -160,7 +160,7 @@ def seen_from(records: Any) -> list[Seen]:
                 {int(thread): (int(ran), int(waited)) for thread, (ran, waited) in record[name].items()}
                 for name in ("threads_before", "threads_now")
             )
-            points, own = ([(float(at), float(size)) for at, size in record[key]] for key in ("points", "own_points"))
+            points, own = ([(float(at), float(size)) for at, size in record[name]] for name in ("points", "own_points"))
             first_s, last_s = float(record["first_s"]), float(record["last_s"])
             found.append(Seen(int(record["pid"]), points, own, first_s, last_s, before, now))
     return found

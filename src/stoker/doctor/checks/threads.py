@@ -17,9 +17,8 @@ FAST = 0.05
 """Of the steps, the fastest: those in which all threads happened to run at once."""
 BESIDE = 0.25
 """Share of the workers' CPU time in threads beside their own, from which they are worth mentioning."""
-LEAST_CORES = 0.1
-"""Of all workers together: handing batches over takes a thread too, and so do our own looks; in small steps they took
-0.04 cores."""
+LEAST_S = 0.005
+"""A batch, of all such threads: handing it over takes a thread too, and so do our own looks; together about 1 ms."""
 CROWDED = 0.85
 """Of all cores in use: below it, threads of workers find idle cores."""
 
@@ -129,7 +128,7 @@ def workers_start_threads(case: Case) -> Hit | None:
     beside = seen.worker_threads_cpu_s / max(1e-9, seen.worker_cpu_s + seen.worker_threads_cpu_s)
     cores = seen.worker_threads_cpu_s / seen.watched_s
     full = case.own_cores >= CROWDED * host.cpus or case.waits_for_cores
-    if beside < BESIDE or cores < LEAST_CORES or not full:
+    if beside < BESIDE or cores * case.observed.elapsed_s < LEAST_S * case.observed.steps or not full:
         return None
     return Hit(
         f"threads that libraries start in the workers take {cores:.1f} of {host.cpus} cores, "

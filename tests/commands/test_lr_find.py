@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,9 @@ from PIL import Image
 from stoker.cli import main
 from stoker.tasks.demo import write_digits
 from tests.conftest import PROJECT, Run
+from tests.support.ready_process import ReadyProcess
 from tests.support.trained import train_on_colours, write_colours
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.waiting import wait_until
 
 SMALL = ["epochs=2", "num_workers=1", "batch_size=32", "subset_train_per_class=40", "subset_val_per_class=2"]
 
@@ -56,8 +55,8 @@ def test_it_suggests_a_rate_that_is_neither_tiny_nor_huge(stoker: Run, digits: P
 @pytest.mark.slow
 def test_it_stops_where_the_loss_diverges(stoker: Run, digits: Path, tmp_path: Path) -> None:
     ended = stoker(
-        "lr-find", PROJECT / "configs/demo.yaml", f"data_root={digits}", *SMALL, "--steps", "40", "--min", "0.01",
-        "--max", "1e6", "scale_lr=false",
+        "lr-find", PROJECT / "configs/demo.yaml", f"data_root={digits}", *SMALL, "--steps", "40", "--sweeps", "1",
+        "--min", "0.01", "--max", "1e6", "scale_lr=false",
     )  # fmt: skip
     assert ended.code in (0, 1), ended.err
     assert "the loss diverged at" in ended.out
@@ -87,20 +86,13 @@ def test_it_begins_each_sweep_from_a_checkpoint_in_mid_run(tmp_path: Path, capsy
     assert files_below(tmp_path) == before
 
 
-def test_ctrl_c_leaves_nothing_behind(digits: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stoker", "lr-find", str(PROJECT / "configs/demo.yaml"), f"data_root={digits}"]
-    process = subprocess.Popen(
-        [*command, "--steps", "5000"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"HOME": str(tmp_path / "home")},
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        assert "range test" in process.stderr.readline(), "it is under way"
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 130
-        assert "stopped by Ctrl-C" in process.stderr.read()
-    finally:
-        process.kill()
+def test_ctrl_c_leaves_nothing_behind(ready: ReadyProcess, digits: Path, tmp_path: Path) -> None:
+    words = ["lr-find", PROJECT / "configs/demo.yaml", f"data_root={digits}", "--steps", "5000"]
+    process = ready.start(*words, cwd=tmp_path, HOME=str(tmp_path / "home"))
+    process.wait_for(lambda: "range test" in process.err)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal signals every process of the group
+    assert process.wait() == 130
+    assert "stopped by Ctrl-C" in process.err
     assert files_below(tmp_path) == set()
     wait_until(lambda: not group_exists(process.pid))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from stoker.data.volumes.cases import open_cases
 from stoker.data.volumes.opening import open_volume
 from stoker.data.volumes.scrolls import write_scrolls
 from stoker.data.volumes.volume import whole
+from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import metrics
 from tests.support.tiny_volumes import write_volume_config
 from tests.support.waiting import DEADLINE_S, wait_until
@@ -75,12 +75,12 @@ def test_the_layout_is_tried_shown_and_kept(source: Path, tmp_path: Path, capsys
     assert content(tmp_path / "packed") == before
 
 
-def test_a_killed_pack_is_no_pack_and_continues_where_it_was(source: Path, tmp_path: Path) -> None:
+def test_a_killed_pack_is_no_pack_and_continues_where_it_was(ready: ReadyProcess, source: Path, tmp_path: Path) -> None:
     records = tmp_path / "packed" / ".pack" / "cases"
-    command = [sys.executable, "-m", "stoker", "pack", source, tmp_path / "packed", "--layout", "raw", "--workers", "1"]
-    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE) as running:
-        wait_until(lambda: list(records.rglob("*.json")))
-        os.kill(running.pid, signal.SIGKILL)
+    running = ready.start("pack", source, "packed", "--layout", "raw", "--workers", "1", cwd=tmp_path)
+    wait_until(lambda: list(records.rglob("*.json")))
+    running.send(signal.SIGKILL)
+    running.wait()
     (tmp_path / "packed" / "volumes.json").unlink(missing_ok=True)  # it may have been faster than us
     done = {path: path.stat().st_mtime_ns for path in records.rglob("*.json")}
     (tmp_path / "packed" / "train" / "images" / ".x.npy.tmp").write_bytes(b"half a volume")

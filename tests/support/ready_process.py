@@ -23,7 +23,8 @@ PROJECT = Path(__file__).parents[2]
 SERVER = """
 import atexit, ctypes, json, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # no orphan of a test that was killed
-import stoker.cli, stoker.commands.train, stoker.tasks.training
+import stoker.cli, stoker.commands.train, stoker.plan.planning, stoker.tasks.training, stoker.verify.running
+import matplotlib.pyplot  # looks for the fonts of this machine, in every new home
 from importlib import import_module
 
 def run(wish):
@@ -85,7 +86,7 @@ class Started:
 
     @property
     def err(self) -> str:
-        return self.err_file.read_text()
+        return self.err_file.read_text() if self.err_file.exists() else ""  # the fork may not have got that far
 
     def poll(self) -> int | None:
         if self.code is None:

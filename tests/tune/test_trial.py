@@ -94,7 +94,7 @@ def test_a_pack_counts_only_with_the_same_pixels(
 ) -> None:
     data = load(config_file).data_root or ""
     assert main(["pack", data, str(tmp_path / "same")]) == 0
-    assert main(["pack", data, str(tmp_path / "small"), "--longest", "24"]) == 0
+    assert main(["pack", data, str(tmp_path / "small"), "--longest", "16"]) == 0
     capsys.readouterr()
     original = attempt(compare_pixels=True)
     assert original.result == "measured", original.detail

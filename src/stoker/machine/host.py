@@ -10,6 +10,9 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from stoker.cgroups import (
     CGROUP_ROOT,
@@ -66,8 +69,8 @@ class HostConfig(Config):
     """A config resolved for one machine: the numbers of workers and devices are known, and it asks for nothing that
     the machine lacks."""
 
-    num_workers: int
-    devices: int
+    num_workers: Annotated[int, Field(ge=0)]
+    devices: Annotated[int, Field(ge=1)]
 
 
 def fit_to_machine(config: Config, machine: Machine) -> tuple[HostConfig, list[str]]:

@@ -51,6 +51,8 @@ _waits: list[tuple[float, str]] = []
 _leaving = threading.Event()
 _state: Any = _State()
 _is_shared = False
+_file: str | None = None
+"""Where the state is, if in a file."""
 _is_told_elsewhere = False
 _teller: threading.Thread | None = None
 
@@ -64,36 +66,47 @@ def shared() -> Any:
             ctypes.memmove(ctypes.addressof(_state), ctypes.addressof(kept), ctypes.sizeof(_State))
             _is_shared = True
     _tell()  # only the others may have to wait
-    return _state
+    # What is in a file cannot be handed over, but its name can.
+    return _state if _file is None else _file
 
 
 def adopt(state: Any) -> None:
     """Makes this process say and see what the one that started it does."""
-    global _state, _is_shared
-    _state, _is_shared = state, True
+    global _state, _is_shared, _file
+    if isinstance(state, str):
+        _state, _file = _mapped(state), state
+    else:
+        _state, _file = state, None
+    _is_shared = True
     told_elsewhere()
 
 
 def share_with_children() -> None:
     """Does the same for programs that are started with this process's environment, and call `adopt_from_parent`; a file
     in memory, where the system has such, since nothing but plain data can be handed to them."""
-    global _state, _is_shared
+    global _state, _is_shared, _file
     if not hasattr(os, "memfd_create"):
         return
     with _lock:
-        if _FILE_VARIABLE not in os.environ:
+        if _file is None:
             number = os.memfd_create("stoker-outages")
             os.ftruncate(number, ctypes.sizeof(_State))
             kept, _state = _state, _State.from_buffer(mmap.mmap(number, ctypes.sizeof(_State)))
             ctypes.memmove(ctypes.addressof(_state), ctypes.addressof(kept), ctypes.sizeof(_State))
-            os.environ[_FILE_VARIABLE], _is_shared = f"/proc/{os.getpid()}/fd/{number}", True
+            _file, _is_shared = f"/proc/{os.getpid()}/fd/{number}", True
+        os.environ[_FILE_VARIABLE] = _file
     _tell()
 
 
 def adopt_from_parent() -> None:
     """Makes this program say and see what the one that started it does, if that wants it to."""
-    with suppress(OSError, ValueError, KeyError), Path(os.environ[_FILE_VARIABLE]).open("r+b") as file:
-        adopt(_State.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(_State))))
+    with suppress(OSError, ValueError, KeyError):
+        adopt(os.environ[_FILE_VARIABLE])
+
+
+def _mapped(path: str) -> _State:
+    with Path(path).open("r+b") as file:
+        return _State.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(_State)))
 
 
 def told_elsewhere() -> None:

@@ -32,8 +32,7 @@ LEAST_OF_A_CORE = 0.5
 MOST_WORKERS = 32
 MOST_PREFETCH = 8
 MOST_TIMES_REQUESTS = 4
-# A gain below this is not worth the memory, a loss below this is not worth a worker; both are within what two intervals
-# of one and the same loader differ by on a busy host.
+# A gain below this is not worth the memory, a loss below this is not worth a worker. Judgement, not measurement.
 LEAST_GAIN = 0.03
 MOST_LOSS = 0.02
 # Rates of single looks that differ by more belong to a load that is just changing.

@@ -124,7 +124,8 @@ class _Ladder:
     def climb(self) -> str:
         """Tries candidates until there is nothing left, no time, or nothing to gain; returns which."""
         self._baseline()
-        if any(run.result == "refused" for run in self.runs.get(key_of(self.original), ())):
+        runs = self.runs.get(key_of(self.original), ())
+        if any(run.result == "refused" for run in runs) and not any(run.result == "measured" for run in runs):
             return "the original is refused"
         repeated = 0
         while True:

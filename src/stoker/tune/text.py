@@ -97,9 +97,9 @@ def _headline(outcome: Outcome, unit: str) -> str:
     after = rate_text(outcome.after, unit)
     if outcome.best == outcome.original:
         subject = outcome.facts.get("subject", "the config")
-        if outcome.stopped in ("budget", "interrupted"):
-            return f"nothing faster was found so far; {subject} as it is: {after}"
-        return f"{subject} is as fast as it gets here: {after}"
+        if outcome.stopped == "compute-bound":
+            return f"{subject} is as fast as it gets here: {after}"
+        return f"nothing faster was found; {subject} as it is: {after}"
     if outcome.before is None:
         return f"the original does not run here; with these changes it does: {after}"
     ratio = outcome.after / outcome.before

@@ -207,7 +207,8 @@ def hardware_for(
 def cpu_caveats(cpus: int) -> list[str]:
     """How much figures that were measured on these cores are worth."""
     load = os.getloadavg()[0]
-    said = [f"the model's time: measured on these cores just now; another measurement may differ by {SPREAD:.0%}"]
+    spread = f"{100 * SPREAD:.0f} %"
+    said = [f"the model's time: measured on these cores just now; another measurement may differ by {spread}"]
     if load > BUSY_LOAD * cpus:
         said.append(f"this machine is busy (load {load:.1f} on {cpus} cores): idle, it would be faster")
     return said

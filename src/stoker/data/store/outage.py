@@ -87,7 +87,7 @@ def share_with_children() -> None:
     global _state, _is_shared, _file
     if not hasattr(os, "memfd_create"):
         return
-    with _lock:
+    with _lock, suppress(OSError):  # a limit of file sizes: then the others say nothing
         if _file is None:
             number = os.memfd_create("stoker-outages")
             os.ftruncate(number, ctypes.sizeof(_State))

@@ -301,3 +301,26 @@ def test_a_notice_in_an_outage_saves_leaves_and_resumes_to_the_same_bits(
     assert resumed.returncode == 0, resumed.stderr
     proxy.stop()
     assert_same_end(run, undisturbed / "runs" / "tiny")
+
+
+PACKS_AND_LOADS = """
+import pickle, subprocess, sys, time
+from stoker.data.store import outage
+
+if len(sys.argv) > 1:
+    outage.adopt(pickle.loads(bytes.fromhex(sys.argv[1])))
+    print(outage.current().url)
+else:
+    outage.share_with_children()
+    handed = pickle.dumps(outage.shared()).hex()
+    with outage.waiting("s3://bucket/far", time.monotonic() - 9):
+        subprocess.run([sys.executable, __file__, handed], check=True)
+"""
+
+
+def test_loader_processes_of_a_program_that_also_packs_see_the_same_waits(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PACKS_AND_LOADS)
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.stdout == "s3://bucket/far\n", done.stderr

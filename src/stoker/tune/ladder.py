@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from stoker.tune.comparing import Comparison, compare, is_cheaper, mean_rate, percent, spread_of
+from stoker.tune.comparing import FLOOR, Comparison, compare, is_cheaper, mean_rate, percent, spread_of
 from stoker.tune.journal import Journal
 from stoker.tune.objective import Objective, run_facts
 from stoker.tune.records import (
@@ -42,6 +42,8 @@ CANNOT_HELP = 1.06
 """With no gain expected: the upper end of a prediction below which a run is not worth its time. The model's own error
 alone reaches up to 1.04 where nothing changes (doctor/what_if.py)."""
 EXPECTED = 1.01
+MOST_ROUNDS = 4
+"""Runs of a candidate that looks faster, on a machine whose noise hides it."""
 FOR_CONFIRMATION = 4
 """Runs that are set aside for the end; two of them are usually enough."""
 MOST_REPEATED = 8
@@ -186,16 +188,19 @@ class _Ladder:
         cheaper = is_cheaper(settings, self.best)
         sure = seen.gain > max(CLEAR, 2 * seen.noise)
         hopeless = not seen.may_be_gain and not (cheaper and seen.gain > -seen.noise)
-        if not (sure or hopeless) and self._may_run(2):
+        undecided = not (sure or hopeless)
+        while undecided and len(mine) < MOST_ROUNDS and self._may_run(2):
             # In turns, so that a machine that changes its speed meanwhile favours neither.
             between = self._run(self.best, {}, "best")
             mine.append(self._run(settings, candidate.change, "candidate"))
-            against = [*against[-1:], between]
+            against = [*against[1 - len(mine) :], between]
             failed = next((run for run in mine if run.result != "measured"), None)
             if failed is not None:
-                self._decide(candidate, settings, "not kept", f"the second time, {failed.failure}", mine, against)
+                self._decide(candidate, settings, "not kept", f"run again, {failed.failure}", mine, against)
                 return
             seen = self._compare(mine, against) or seen
+            # What looks like a gain gets more rounds; no other question is worth them.
+            undecided = not seen.is_gain and seen.gain > math.log1p(FLOOR)
         words = f"{seen.words()}"
         if seen.is_gain:
             self._keep(candidate, settings, words, mine, against, seen)

@@ -10,6 +10,10 @@ from stoker.doctor.preparing import USABLE
 HORIZON_S = 24 * 3600.0
 """Memory that lasts for a day longer is not what a run dies of: an epoch, a restart or an end comes first."""
 
+SURE_ALONE_S = 60.0
+"""Without something that was seen to get longer, memory has to grow for as long: allocators and caches of a young
+process grow for a while, too (a step of a second, watched for nine, looked like 33 GB an hour)."""
+
 
 @dataclass(frozen=True)
 class Filling:
@@ -41,12 +45,15 @@ def filling(observed: Observed) -> Filling | None:
     if total <= 0 or host.available_bytes / total > HORIZON_S:
         return None
     in_workers = count * each > loop
+    held = next((held for held in memory.held if held.in_worker is in_workers), None)
+    if held is None and memory.watched_s < SURE_ALONE_S:
+        return None
     return Filling(
         bytes_per_second=total,
         full_in_s=host.available_bytes / total,
         workers=count if in_workers else 0,
         each_bytes_per_second=each if in_workers else loop,
-        held=next((held for held in memory.held if held.in_worker is in_workers), None),
+        held=held,
     )
 
 

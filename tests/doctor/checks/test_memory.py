@@ -115,3 +115,9 @@ def test_losses_that_are_kept_with_their_graph_are_named() -> None:
 def test_growth_is_no_finding_if_it_lasts_for_days_or_the_memory_is_unknown() -> None:
     assert "memory-grows" not in found_in(grows(LIST, available=500e9))
     assert "memory-grows" not in found_in(replace(grows(LIST), host=HostFacts(cpus=8)))
+
+
+def test_growth_that_nothing_explains_counts_only_after_a_minute() -> None:
+    assert "memory-grows" not in found_in(grows(watched_s=20.0))
+    assert "memory-grows" in found_in(grows(watched_s=90.0))
+    assert "memory-grows" in found_in(grows(LIST, watched_s=20.0))

@@ -33,7 +33,7 @@ OnStart = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a copy ended: with a result, with an error, or neither."""
+    """How a copy ended. Without a result or an error, it was killed or exited by itself."""
 
     result: Any = None
     error: StokerError | None = None

@@ -19,6 +19,7 @@ from stoker.tune.journal import Journal
 from stoker.tune.objective import Objective, run_facts
 from stoker.tune.records import (
     Candidate,
+    Decision,
     Key,
     Listener,
     Measured,
@@ -190,7 +191,7 @@ class _Ladder:
         hopeless = not seen.may_be_gain and not (cheaper and seen.gain > -seen.noise)
         undecided = not (sure or hopeless)
         while undecided and len(mine) < MOST_ROUNDS and self._may_run(2):
-            # In turns, so that a machine that changes its speed meanwhile favours neither.
+            # Alternating, so that neither side profits when the machine gets faster or slower.
             between = self._run(self.best, {}, "best")
             mine.append(self._run(settings, candidate.change, "candidate"))
             against = [*against[1 - len(mine) :], between]
@@ -338,7 +339,7 @@ class _Ladder:
         self,
         candidate: Candidate,
         settings: Settings,
-        decision: str,
+        decision: Decision,
         reason: str,
         mine: Sequence[Measured] = (),
         against: Sequence[Measured] = (),
@@ -347,7 +348,7 @@ class _Ladder:
         self._add(
             Step(
                 number=len(self.steps), settings=settings, change=candidate.change, why=candidate.why,
-                decision=decision, reason=reason, predicted=candidate.predicted, measured=tuple(mine),  # type: ignore[arg-type]
+                decision=decision, reason=reason, predicted=candidate.predicted, measured=tuple(mine),
                 against=tuple(against), speedup=None if seen is None else seen.ratio,
             )
         )  # fmt: skip

@@ -12,7 +12,7 @@ from stoker.tune.records import Settings, Value
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_-]*"
 _PLACE = re.compile(rf"\{{\{{({_NAME}(?:=[^{{}}]*)?)\}}\}}|\{{({_NAME})(?:=([^{{}}]*))?\}}")
-"""`{{name}}`, which stands for the text `{name}`, or a place. JSON in braces has quotes, and is neither."""
+"""A placeholder, or `{{name}}`, which is passed on as `{name}`. JSON does not match: its names are in quotes."""
 _CUT_OFF = re.compile(rf"\{{({_NAME})=[^{{}}]*$")
 _WORKER_FLAG = re.compile(r"-j|--(?:num[-_]|data[-_]|n[-_])?workers")
 

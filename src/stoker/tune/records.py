@@ -88,6 +88,9 @@ class Candidate:
     """Speed-up over the best so far; None where no model predicts it."""
 
 
+Decision = Literal["kept", "not kept", "skipped", "baseline", "confirmed", "not confirmed"]
+
+
 @dataclass(frozen=True)
 class Step:
     """One line of the journal: what was tried or left out, why, and what was decided."""
@@ -96,7 +99,7 @@ class Step:
     settings: Settings
     change: Settings
     why: str
-    decision: Literal["kept", "not kept", "skipped", "baseline", "confirmed", "not confirmed"]
+    decision: Decision
     reason: str
     """Why it was decided so: '+12 % ± 3 %', 'inside the noise', 'the plan says it would not fit: ...'."""
     predicted: Estimate | None = None

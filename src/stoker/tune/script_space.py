@@ -7,18 +7,13 @@ from collections.abc import Iterator, Sequence
 from stoker.clock.observed import Observed
 from stoker.doctor.checks.case import Case
 from stoker.doctor.preparing import workers_that_fit
-from stoker.doctor.what_if import MOST_WORKERS, WORKERS_PER_CORE, LoaderModel, model_of, rate_of, speed_up, with_loader
+from stoker.doctor.what_if import LoaderModel, model_of
 from stoker.tune.ladder import Propose
+from stoker.tune.loader_ladder import WAITS, prefetch_candidates, worker_candidates, worker_counts
 from stoker.tune.placeholders import Placeholder, Template
 from stoker.tune.records import Candidate, State, Value, key_of
 
-COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Workers that are tried; the number of cores joins them."""
-MOST_PREFETCH = 16
 MOST_DOUBLINGS = 6
-WAITS = 0.03
-"""Share of the steps' time spent waiting for data from which on the loader is worth a trial: below, even a perfect one
-would gain no more than that."""
 
 
 def proposals(template: Template, cpus: int) -> Propose:
@@ -55,36 +50,17 @@ def _candidates(template: Template, state: State, cpus: int) -> Iterator[Candida
 def _workers(
     place: Placeholder, state: State, observed: Observed | None, model: LoaderModel | None, cpus: int
 ) -> Iterator[Candidate]:
-    """The number that the simulation likes best, then the neighbours of the best so far."""
     now = state.best["num_workers"]
     assert isinstance(now, int)
-    fit = None if observed is None else workers_that_fit(observed)
-    most = min(MOST_WORKERS, WORKERS_PER_CORE * cpus, MOST_WORKERS if fit is None else fit)
-    # DataLoader refuses prefetch_factor without workers.
-    least = 1 if "prefetch_factor" in state.best else 0
-    ladder = place.values or tuple(sorted({*(n for n in COUNTS if least <= n <= most), min(cpus, most), now}))
-    counts = sorted(n for n in ladder if isinstance(n, int))
     if observed is not None and Case(observed).takes_turns and place.values is None:
         return  # the workers wait for one another: more of them do not help
-    waiting = (
-        ""
-        if observed is None
-        else f"{observed.wait_share or 0:.0%} of a step is spent waiting for data".replace("%", " %")
-    )
-    if not _was_changed("num_workers", state):
-        rates = {n: rate_of(with_loader(n)(model)) for n in counts} if model is not None else {}
-        # Of those that are about as fast, the one that needs least memory.
-        near_best = [n for n, rate in rates.items() if rate >= 0.97 * max(rates.values())]
-        jump = min(near_best, default=min(counts, key=lambda n: abs(n - cpus)))
-        if jump != now:
-            why = f"{waiting}; the simulation reaches most with {jump}" if rates else "one worker for each core"
-            yield _loader_candidate("num_workers", jump, why, model, with_loader(jump) if model else None)
-    at = counts.index(now) if now in counts else 0
-    for n in (*counts[at + 1 : at + 2], *counts[max(0, at - 1) : at]):
-        direction = "one step up" if n > now else "one step down"
-        yield _loader_candidate(
-            "num_workers", n, f"{direction} from the best so far", model, with_loader(n) if model else None
-        )
+    fit = None if observed is None else workers_that_fit(observed)
+    # DataLoader refuses prefetch_factor without workers.
+    least = 1 if "prefetch_factor" in state.best else 0
+    counts = sorted(n for n in place.values or worker_counts(cpus, now, least=least, most=fit) if isinstance(n, int))
+    share = 0.0 if observed is None else observed.wait_share or 0.0
+    waiting = f"{100 * share:.0f} % of a step is spent waiting for data" if observed is not None else "not measured yet"
+    yield from worker_candidates(now, counts, cpus, model, waiting, changed=_was_changed("num_workers", state))
 
 
 def _prefetch(place: Placeholder, state: State, model: LoaderModel | None) -> Iterator[Candidate]:
@@ -94,15 +70,7 @@ def _prefetch(place: Placeholder, state: State, model: LoaderModel | None) -> It
         yield from _given_values(place, state)
         return
     shown = workers if isinstance(workers, int) else None if model is None else model.setup.workers
-    if shown != 0 and 2 * now <= max(MOST_PREFETCH, now):
-        change = with_loader(shown, 2 * now) if shown is not None and model is not None else None
-        why = "more batches in flight bridge single slow ones"
-        yield _loader_candidate("prefetch_factor", 2 * now, why, model, change)
-
-
-def _loader_candidate(name: str, value: int, why: str, model: LoaderModel | None, change: object) -> Candidate:
-    predicted = speed_up(model, change) if model is not None and callable(change) else None
-    return Candidate({name: value}, why, predicted)
+    yield from prefetch_candidates(now, shown, model)
 
 
 def _batch_sizes(place: Placeholder, state: State) -> Iterator[Candidate]:

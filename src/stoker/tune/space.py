@@ -1,7 +1,7 @@
 """What can be tuned of a config, one declaration per key: which loss it addresses, and which values are worth a run.
 
 Everything here leaves the training as it is: the same samples, crops, labels and total batch. What would change it is
-in `OTHER_TRAINING`, and is measured only when asked for.
+in `other_training`, and is measured only when asked for.
 """
 
 from __future__ import annotations
@@ -12,17 +12,10 @@ from typing import Any, Literal
 
 from stoker.clock.observed import Observed
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
-from stoker.doctor.what_if import (
-    MOST_WORKERS,
-    WORKERS_PER_CORE,
-    LoaderModel,
-    model_of,
-    rate_of,
-    speed_up,
-    with_loader,
-)
+from stoker.doctor.what_if import LoaderModel, model_of
 from stoker.machine.host import HostConfig
-from stoker.tune.ladder import AT_CEILING, EXPECTED
+from stoker.tune.ladder import AT_CEILING
+from stoker.tune.loader_ladder import WAITS, prefetch_candidates, worker_candidates, worker_counts
 from stoker.tune.objective import Goal
 from stoker.tune.records import Candidate, Settings, State, Value
 
@@ -42,16 +35,10 @@ HARMLESS = frozenset(
 """Keys that cannot change a training; batch_size and gradient_accumulation are compared as their product, and data from
 another place by its pixels."""
 
-WORKER_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-NEARLY_BEST = 0.98
-"""Share of the best predicted rate from which fewer workers are enough."""
-WAITS = 0.02
-"""Share of the time that the loop waits, below which the loader has nothing to gain."""
 COMPUTES = 0.1
-"""The same for computing."""
+"""Share of the time that the loop computes, below which the step has nothing to gain."""
 MOSTLY_COMPUTES = 0.1
 """Share of the time that the loop waits, below which the step comes first: above it, the loader has a sure gain."""
-MOST_PREFETCH = 16
 MOST_LOOKAHEAD = 4_000_000_000
 MOST_CACHE = 64_000_000_000
 TIME_TO_COMPILE_S = 720.0
@@ -145,7 +132,7 @@ def _losses(state: State, around: Surroundings) -> list[Loss]:
 
 def _workers(state: State, around: Surroundings) -> Iterator[Candidate]:
     now = _whole(state.best, "num_workers")
-    counts = _counts(around.cpus, now)
+    counts = worker_counts(around.cpus, now)
     model = _model(state)
     if state.measured is None:  # it does not run at all
         yield from (
@@ -154,30 +141,9 @@ def _workers(state: State, around: Surroundings) -> Iterator[Candidate]:
             if 0 < count < now
         )
         return
-    if now > around.cpus:
-        # Measured on crowded cores, the simulation's times are too long: it asked for 12 processes where 2 were best.
-        yield Candidate({"num_workers": around.cpus}, "more workers than cores hinder each other; one for each core")
-    if model is not None:
-        rates = {count: rate_of(with_loader(count)(model)) for count in counts}
-        most = max(rates.values())
-        wanted = min(count for count, rate in rates.items() if rate >= NEARLY_BEST * most)
-        if wanted != now and not _workers_were_changed(state):
-            gain = speed_up(model, with_loader(wanted))
-            if gain.expected >= EXPECTED or now > around.cpus:
-                why = _waiting(state) + f"; {wanted} workers are predicted to be enough"
-                yield Candidate({"num_workers": wanted}, why, gain if gain.expected >= EXPECTED else None)
-    place = counts.index(now)
-    if place + 1 < len(counts):
-        more = counts[place + 1]
-        # With cores to spare it is always tried: on a busy machine the simulation expected nothing of a first worker.
-        predicted = None if model is None or now < around.cpus else speed_up(model, with_loader(more))
-        yield Candidate({"num_workers": more}, _waiting(state) + "; one step up", predicted)
-    if place > 0:
-        fewer = counts[place - 1]
-        # The simulation shares cores without loss: it does not know that too many workers hinder each other.
-        predicted = None if model is None or now > around.cpus else speed_up(model, with_loader(fewer))
-        if fewer > 0 or predicted is None or predicted.expected > 1:
-            yield Candidate({"num_workers": fewer}, "fewer workers hinder each other less", predicted)
+    yield from worker_candidates(
+        now, counts, around.cpus, model, _waiting(state), changed=_workers_were_changed(state)
+    )  # fmt: skip
 
 
 def _engine(state: State, around: Surroundings) -> Iterator[Candidate]:  # noqa: ARG001
@@ -197,12 +163,7 @@ def _prefetch(state: State, around: Surroundings) -> Iterator[Candidate]:  # noq
         if now > 1:
             yield Candidate({"prefetch_factor": 1}, "the original does not run; fewer batches need less memory")
         return
-    if now >= MOST_PREFETCH:
-        return
-    model = _model(state)
-    more = 2 * now
-    predicted = None if model is None else speed_up(model, with_loader(workers, more))
-    yield Candidate({"prefetch_factor": more}, "more batches in flight even out slow ones", predicted)
+    yield from prefetch_candidates(now, workers, _model(state))
 
 
 def _lookahead(state: State, around: Surroundings) -> Iterator[Candidate]:
@@ -317,11 +278,6 @@ def _present(config: HostConfig, change: dict[str, Value]) -> dict[str, Value]:
 
 
 # What candidates are chosen by.
-
-
-def _counts(cpus: int, now: int) -> list[int]:
-    most = max(now, min(MOST_WORKERS, max(4, WORKERS_PER_CORE * cpus)))
-    return sorted({count for count in (*WORKER_COUNTS, cpus, now) if count <= most})
 
 
 def _model(state: State) -> LoaderModel | None:

@@ -28,8 +28,17 @@ from stoker.data.store.object_store import Patience
 from stoker.data.store.stores import ReadFailure
 from stoker.stage.concurrency import Concurrency, RateLimit
 from stoker.stage.records import Events, SourceFile, Tick, jitter, writing
-from stoker.stage.s3_connection import BUFFER_BYTES, Connection, Fault, Large, Task
-from stoker.stage.s3_refusals import ERROR_BYTES, TOO_FAST, judge_refusal, unreachable
+from stoker.stage.s3_connection import (
+    BUFFER_BYTES,
+    ERROR_BYTES,
+    TOO_FAST,
+    Connection,
+    Fault,
+    Large,
+    Task,
+    judge_refusal,
+    unreachable,
+)
 from stoker.stage.s3_requests import LONGEST_HEAD_BYTES, BadResponse, Head, S3Place, Signer, agreed_checksum, parse_head
 
 BUFFERED_BYTES = 1 << 20

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any
 
+from stoker.doctor.attach.inside.habits import COUNTED
 from stoker.doctor.attach.inside.sampling import LIBRARY, USERS, sampler
 from stoker.doctor.attach.inside.session import Session
 
@@ -31,7 +32,6 @@ SAME_MODEL = 0.9
 DIFFERENT_IN_EVAL = ("BatchNorm", "Dropout", "DropPath", "StochasticDepth")
 LOOK_EVERY_NS = 1_000_000_000
 LOOK_EVERY_BATCHES = 8
-CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 OUTWARDS, LOOPS = 40, 3
 """Frames that we walk outwards, and how many of the user's own among them are looked at."""
 MOST_NAMES = 300
@@ -193,11 +193,11 @@ class Kept:
                 variables.clear()
         if frame.f_globals is not variables:
             for name, value in list(frame.f_globals.items())[:MOST_NAMES]:
-                if type(value) in CONTAINERS and not name.startswith("__"):
+                if type(value) in COUNTED and not name.startswith("__"):
                     self._weigh(name, value, opened)
 
     def _weigh(self, name: str, value: Any, opened: Session) -> None:
-        if type(value) in CONTAINERS:
+        if type(value) in COUNTED:
             size = len(value)
         else:
             size = _added_up(value)

@@ -62,13 +62,9 @@ def config_of(root: str, work: Path, settings: tuple[str, ...] = ()) -> HostConf
 
 
 @contextmanager
-def proxied(situation: Situation, port: int) -> Iterator[str]:
-    """The URL of a proxy to the server, with the latency and bandwidth of this situation."""
-    numbers = [
-        port,
-        situation.latency_ms,
-        *([situation.megabytes_per_second] if situation.megabytes_per_second else []),
-    ]
+def proxied(port: int, latency_ms: float, megabytes_per_second: float | None) -> Iterator[str]:
+    """The URL of a proxy to the server on this port, as a process of its own."""
+    numbers = [port, latency_ms, *([megabytes_per_second] if megabytes_per_second else [])]
     proxy = subprocess.Popen(
         [sys.executable, "-m", "tests.support.proxy", *map(str, numbers)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT,
@@ -116,7 +112,7 @@ def main() -> int:
         subprocess.run(pack, check=True, capture_output=True)
         for number in range(arguments.rounds):
             for situation in SITUATIONS:
-                with proxied(situation, server.port) as endpoint:
+                with proxied(server.port, situation.latency_ms, situation.megabytes_per_second) as endpoint:
                     os.environ.update(server.environment(endpoint))
                     stages = situation.fix == "staging"
                     before = config_of(f"s3://{BUCKET}" if stages else str(local), work, situation.settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,9 @@ import zarr
 from PIL import Image
 from tests.support.s3_server import BUCKET, S3Server, running_s3_server
 
-from bench.loaders import PROJECT, link_copies
-from bench.tune_scenarios import Link, Scenario
+from bench.cures import proxied
+from bench.loaders import link_copies
+from bench.tune_scenarios import Scenario
 from stoker.data.volumes.scrolls import scroll_volume, write_scrolls
 
 # Each file is linked many times, so that an epoch is longer than a trial: its start is not what is measured here.
@@ -48,12 +48,13 @@ class Data:
     @contextmanager
     def served(self, scenario: Scenario) -> Iterator[str]:
         """The scenario's data_root; while it is in use, AWS_* variables point at its server."""
-        if scenario.link is None:
+        link = scenario.link
+        if link is None:
             yield str(self._folder(scenario.data, SAMPLES))
             return
         url = self._upload(scenario.data)
         assert self._server is not None
-        with _proxied(self._server.port, scenario.link) as endpoint:
+        with proxied(self._server.port, link.latency_ms, link.megabytes_per_second) as endpoint:
             os.environ.update(self._server.environment(endpoint))
             yield url
 
@@ -113,19 +114,3 @@ def write_compressed(root: Path) -> None:
             made[...] = array
     rows = "".join(f"v{number},s{number}\n" for number in range(VOLUMES))
     (root / "train.csv").write_text(f"id,scroll_id\n{rows}")
-
-
-@contextmanager
-def _proxied(port: int, link: Link) -> Iterator[str]:
-    """The URL of a proxy to the server, as a process of its own."""
-    numbers = [port, link.latency_ms, *([] if link.megabytes_per_second is None else [link.megabytes_per_second])]
-    proxy = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.proxy", *map(str, numbers)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT,
-    )  # fmt: skip
-    try:
-        assert proxy.stdout is not None
-        yield f"http://127.0.0.1:{proxy.stdout.readline().strip()}"
-    finally:
-        proxy.kill()
-        proxy.wait()

@@ -1,10 +1,10 @@
 """`stoker tune` against an exhaustive grid, Optuna's default sampler and `num_workers = cpu_count / 2`.
 
-For each scenario (bench/tune_scenarios.py) tune runs as the command does, with a paced consumer. The grid over workers,
-engine and prefetching (or look-ahead, or cache) is measured with the same trials, in random order; points near its best
-twice. Optuna then searches the table of the grid with as many trials as tune ran, with many seeds: it sees one round
-and is judged by the other. The largest of many noisy values is too large, so at the end everybody's choice is measured
-again in fresh rounds, in turns; the shares come from those, and the grid's own figures are kept beside them.
+For each scenario (bench/tune_scenarios.py) tune runs as the command does, with a paced consumer. Optuna then searches
+the same space with as many trials (bench/tune_optuna.py). The grid over workers, engine and prefetching (or look-ahead,
+or cache) is measured with the same trials, in random order; points near its best twice. The largest of many noisy
+values is too large, so at the end everybody's choice is measured again in fresh rounds, in turns; the shares come from
+those, and the grid's own figures are kept beside them.
 
 Then twenty searches in which one trial is killed, hangs, crashes or runs out of memory (bench/tune_faults.py).
 """
@@ -16,20 +16,18 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.loaders import PROJECT
-from bench.peers.environments import python_of
 from bench.quiet import wait_for_quiet
 from bench.rounds import RESULTS, Spread, keep, ratio
 from bench.tune_bed import Bed, Row, fresh_rounds, made_ready, measure_grid, shown
 from bench.tune_data import Data
 from bench.tune_faults import survive
+from bench.tune_optuna import Optuna, search_for_real, search_in_table, started
 from bench.tune_scenarios import FAULTY, SCENARIOS, Scenario
 from stoker.tune.records import Measured, Outcome, Settings, key_of
 
@@ -38,33 +36,36 @@ MOST_TRIALS, MOST_MINUTES = 25, 20
 WINS = 10 / 12
 EQUAL = 0.02
 """Shares that differ by less are called equal: tune itself calls no smaller gain one."""
-NEARLY_ALWAYS = 0.9
-"""Share of Optuna's seeds that must be within 5 %, to say how many trials it needs."""
 FAULTS_MINUTES = 5.0
 APART = 0.05
 Result = dict[str, Any]
 
 
-def measure(scenario: Scenario, data: Data, work: Path, arguments: argparse.Namespace) -> Result:
+def measure(scenario: Scenario, data: Data, work: Path, optuna: Optuna | None, arguments: argparse.Namespace) -> Result:
     """One row of the result."""
     order = random.Random(scenario.name)
     began_s = time.monotonic()
     with data.served(scenario) as root, made_ready(scenario, root, work, arguments.seconds) as bed:
         outcome = bed.tune(arguments.seconds)
-        rows = measure_grid(bed, arguments.seconds, arguments.grid_rounds, order)
-        best = max(rows, key=lambda row: row.mean)
-        peer = optuna_of(scenario, rows, outcome.trials, arguments.seeds)
+        peer: Result | None = None
         contenders = {
             "tune": outcome.best,
-            "grid": best.settings,
             "cpu_count / 2": bed.start | {"num_workers": max(1, (os.cpu_count() or 1) // 2)},
             "start": bed.start,
         }
-        if peer is not None and peer["median_choice"] is not None:
-            contenders["optuna"] = rows[peer["median_choice"]].settings
-        found = fresh_rounds(bed, contenders, arguments.seconds, arguments.rounds, order, apart=APART)
+        if optuna is not None:
+            # A seed of its own for each scenario: the same one would begin every study with the same settings.
+            found = search_for_real(optuna, bed, outcome.trials, arguments.seconds, order.randrange(2**31))
+            if found is not None:
+                contenders["optuna"] = found
+        rows = measure_grid(bed, arguments.seconds, arguments.grid_rounds, order)
+        contenders["grid"] = max(rows, key=lambda row: row.mean).settings
+        if optuna is not None:
+            table = search_in_table(optuna, bed, rows, outcome.trials, arguments.seeds, WITHIN)
+            peer = {"version": optuna.version, "ran": "optuna" in contenders, "in_the_table": table}
+        runs = fresh_rounds(bed, contenders, arguments.seconds, arguments.rounds, order, apart=APART)
         took_minutes = (time.monotonic() - began_s) / 60
-        return row_of(bed, outcome, rows, peer, contenders, found) | {"minutes": round(took_minutes, 1)}
+        return row_of(bed, outcome, rows, peer, contenders, runs) | {"minutes": round(took_minutes, 1)}
 
 
 def row_of(
@@ -82,7 +83,7 @@ def row_of(
         "within": share.median >= 1 - WITHIN,
         "speedup_over_start": _ratio(spreads["tune"], spreads["start"]).as_dict(),
         "over_half_the_cores": _ratio(spreads["tune"], spreads["cpu_count / 2"]).as_dict(),
-        "over_optuna_median": _ratio(spreads["tune"], spreads["optuna"]).as_dict() if "optuna" in spreads else None,
+        "over_optuna": _ratio(spreads["tune"], spreads["optuna"]).as_dict() if "optuna" in spreads else None,
         "optuna": peer,
         "limit_samples_per_second": {
             "pace": round(pace, 1),
@@ -127,55 +128,10 @@ def _noise(rows: list[Row]) -> float | None:
     return round(statistics.median(found), 4) if found else None
 
 
-def optuna_of(scenario: Scenario, rows: list[Row], trials: int, seeds: int) -> Result | None:
-    """What Optuna chooses from the table; None if it cannot be installed here.
-
-    Each seed is judged by the round that it did not see, relative to the point that was best in the one it saw."""
-    python = python_of("optuna")
-    if python is None:
-        return None
-    job = {
-        "axes": {name: list(values) for name, values in scenario.axes.items()},
-        "rows": [{"at": row.at, "values": row.values} for row in rows],
-        "trials": MOST_TRIALS,
-        "seeds": seeds,
-    }
-    command = [str(python), "-m", "bench.peers.optuna_lookup"]
-    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, cwd=PROJECT)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    answer = json.loads(done.stdout)
-    measured = [number for number, row in enumerate(rows) if row.values]
-
-    def share_of(seed: int, after: int) -> float:
-        saw, other, chosen = seed % 2, 1 - seed % 2, answer["chosen"][seed][after - 1]
-        best = max(measured, key=lambda number: rows[number].value(saw))
-        # A study without a single good trial ends with nothing.
-        return 0.0 if chosen is None else rows[chosen].value(other) / rows[best].value(other)
-
-    def share_within(after: int) -> float:
-        return statistics.fmean(share_of(seed, after) >= 1 - WITHIN for seed in range(seeds))
-
-    ranked = sorted((share_of(seed, trials), seed) for seed in range(seeds))
-    only, median_seed = [share for share, _ in ranked], ranked[(seeds - 1) // 2][1]
-    enough = next((after for after in range(1, MOST_TRIALS + 1) if share_within(after) >= NEARLY_ALWAYS), None)
-    return {
-        "version": answer["version"],
-        "seeds": seeds,
-        "trials": trials,
-        "mean_share_of_grid": round(statistics.fmean(only), 4),
-        "median_share_of_grid": round(statistics.median(only), 4),
-        "worst_tenth": round(only[len(only) // 10], 4),
-        "within": round(share_within(trials), 3),
-        "trials_until_within": enough,
-        "median_choice": answer["chosen"][median_seed][trials - 1],
-    }
-
-
 def summary_of(rows: list[Result], faults: list[Result]) -> Result:
     """The figures to publish."""
-    against_optuna = [row["share_of_grid"]["median"] - row["optuna"]["mean_share_of_grid"]
-                      for row in rows if row["optuna"]]  # fmt: skip
+    # A study in which nothing ran has lost.
+    against_optuna = [row["over_optuna"]["median"] - 1 if row["over_optuna"] else 1.0 for row in rows if row["optuna"]]
     against_half = [row["over_half_the_cores"]["median"] - 1 for row in rows]
     return {
         "scenarios": len(rows),
@@ -218,10 +174,10 @@ def reached(summary: Result) -> bool:
 
 def line_of(row: Result) -> str:
     share, peer, half = row["share_of_grid"], row["optuna"], row["over_half_the_cores"]
-    other = "-" if peer is None else f"{peer['mean_share_of_grid']:.3f}"
+    other = "-" if peer is None or row["over_optuna"] is None else f"{row['over_optuna']['median']:.2f}"
     return (
         f"{row['scenario']:<34}{share['median']:.3f} ({share['min']:.3f}-{share['max']:.3f}) of the grid's best, "
-        f"Optuna {other}, {half['median']:.2f}x cpu_count / 2, {row['speedup_over_start']['median']:.2f}x the start; "
+        f"{other}x Optuna, {half['median']:.2f}x cpu_count / 2, {row['speedup_over_start']['median']:.2f}x the start; "
         f"{row['tune']['trials']} trials, {row['tune']['minutes']:.1f} min, {row['tune']['stopped']}; "
         f"{row['settings']['tune']} (grid: {row['settings']['grid']})"
     )
@@ -267,7 +223,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="stoker-tune-") as name:
         work = Path(name)
         os.environ["XDG_CACHE_HOME"] = str(work / "cache")
-        with Data(work / "data", arguments.images) as data:
+        with Data(work / "data", arguments.images) as data, started(work) as optuna:
             for number, scenario in enumerate(wanted):
                 if arguments.minutes is not None and spent() >= arguments.minutes:
                     break
@@ -277,7 +233,7 @@ def main() -> int:
                     left = f", about {minutes:.0f} min left"
                 sys.stderr.write(f"== {scenario.name} ({number + 1} of {len(wanted)}{left})\n")
                 wait_for_quiet(arguments.patience)
-                rows.append(measure(scenario, data, work, arguments))
+                rows.append(measure(scenario, data, work, optuna, arguments))
                 print(line_of(rows[-1]), flush=True)
                 kept()
             if inject and (arguments.minutes is None or spent() < arguments.minutes):

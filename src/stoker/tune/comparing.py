@@ -73,12 +73,20 @@ def compare(candidate: Sequence[Measured], best: Sequence[Measured], score: Scor
 
 
 def is_cheaper(settings: Settings, than: Settings) -> bool:
-    """Whether settings need fewer workers or batches in memory than others, and no more of anything."""
-    pairs = [(_number(settings, name), _number(than, name)) for name in ("num_workers", "prefetch_factor", "lookahead")]
+    """Whether settings take less memory than others, and no more of anything."""
+    pairs = list(zip(_taken(settings), _taken(than), strict=True))
     others = [name for name in settings if name not in ("num_workers", "prefetch_factor", "lookahead")]
     if any(settings[name] != than.get(name) for name in others):
         return False
     return all(ours <= theirs for ours, theirs in pairs) and any(ours < theirs for ours, theirs in pairs)
+
+
+def _taken(settings: Settings) -> tuple[float, float, float]:
+    """Workers, batches in flight, look-ahead."""
+    workers = _number(settings, "num_workers")
+    # A script may have a number of workers of its own, which is always the same.
+    in_flight = (workers if "num_workers" in settings else 1.0) * _number(settings, "prefetch_factor")
+    return workers, in_flight, _number(settings, "lookahead")
 
 
 def mean_rate(runs: Sequence[Measured]) -> float | None:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stoker.doctor.what_if import MOST_WORKERS, WORKERS_PER_CORE, LoaderModel, rate_of, speed_up, with_loader
+from stoker.doctor.what_if import (
+    MOST_WORKERS,
+    WORKERS_PER_CORE,
+    Change,
+    LoaderModel,
+    rate_of,
+    speed_up,
+    with_loader,
+)
+from stoker.plan.records import Estimate
 from stoker.tune.ladder import EXPECTED
-from stoker.tune.records import Candidate
+from stoker.tune.records import Candidate, Settings
 
 WORKER_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers that are tried; the number of cores joins them."""
 NEARLY_BEST = 0.98
 """Share of the best predicted rate from which fewer workers are enough."""
 MOST_PREFETCH = 16
+MOST_KEPT_PREFETCH = 8
+"""That comes along with another number of workers; more has to show by itself that it helps."""
 WAITS = 0.02
 """Share of the time that the loop waits, below which the loader has nothing to gain."""
 
@@ -24,39 +35,68 @@ def worker_counts(cpus: int, now: int, *, least: int = 0, most: int | None = Non
 
 
 def worker_candidates(
-    now: int, counts: Sequence[int], cpus: int, model: LoaderModel | None, waiting: str, *, changed: bool
-) -> Iterator[Candidate]:
+    now: int, counts: Sequence[int], cpus: int, model: LoaderModel | None, waiting: str, *, changed: bool,
+    prefetch: int | None = None,
+) -> Iterator[Candidate]:  # fmt: skip
     """What the simulation expects to be enough, or one for each core; then the neighbours of the best so far.
 
-    `changed`: another number was tried before, so there is nothing to jump to any more.
+    `changed`: another number was tried before, so there is nothing to jump to any more. `prefetch`: batches in flight
+    per worker, if they may change too. Fewer workers then keep as many batches in flight: 8 workers with one batch each
+    were faster than 2 with one, because of the batches, and slower than 2 with eight (results/tune).
     """
+
+    def to(count: int) -> Settings:
+        change: Settings = {"num_workers": count}
+        if prefetch is not None and 0 < count < now:
+            in_flight = min(MOST_KEPT_PREFETCH, -(-now * prefetch // count))
+            change |= {"prefetch_factor": in_flight} if in_flight > prefetch else {}
+        return change
+
+    def predicted(change: Settings) -> Estimate | None:
+        return None if model is None else speed_up(model, _change_of(change))
+
     one_per_core = min(counts, key=lambda count: abs(count - cpus))
     if now > cpus > 0 and one_per_core < now:
         # Measured on crowded cores, the simulation's times are too long: it asked for 12 processes where 2 were best.
         why = "more workers than cores hinder each other; one for each core"
-        yield Candidate({"num_workers": one_per_core}, why)
+        yield Candidate(to(one_per_core), why)
     elif model is None and not changed:
         yield Candidate({"num_workers": one_per_core}, waiting + "; one worker for each core")
     if model is not None and not changed:
-        rates = {count: rate_of(with_loader(count)(model)) for count in counts}
-        most = max(rates.values())
-        wanted = min(count for count, rate in rates.items() if rate >= NEARLY_BEST * most)
-        gain = speed_up(model, with_loader(wanted))
+        wanted, in_flight = _enough(model, counts, prefetch)
+        change: Settings = {"num_workers": wanted}
+        change |= {} if prefetch in (None, in_flight) or wanted == 0 else {"prefetch_factor": in_flight}
+        gain = speed_up(model, _change_of(change))
         if wanted != now and (gain.expected >= EXPECTED or now > cpus):
-            why = f"{waiting}; {wanted} workers are predicted to be enough"
-            yield Candidate({"num_workers": wanted}, why, gain if gain.expected >= EXPECTED else None)
+            each = f" with {in_flight} batches each" if "prefetch_factor" in change else ""
+            why = f"{waiting}; {wanted} workers{each} are predicted to be enough"
+            yield Candidate(change, why, gain if gain.expected >= EXPECTED else None)
     place = counts.index(now)
     if place + 1 < len(counts):
-        more = counts[place + 1]
+        change = to(counts[place + 1])
         # With cores to spare it is always tried: on a busy machine the simulation expected nothing of a first worker.
-        predicted = None if model is None or now < cpus else speed_up(model, with_loader(more))
-        yield Candidate({"num_workers": more}, waiting + "; one step up", predicted)
+        yield Candidate(change, waiting + "; one step up", None if now < cpus else predicted(change))
     if place > 0:
-        fewer = counts[place - 1]
+        change = to(counts[place - 1])
         # The simulation shares cores without loss: it does not know that too many workers hinder each other.
-        predicted = None if model is None or now > cpus else speed_up(model, with_loader(fewer))
-        if fewer > 0 or predicted is None or predicted.expected > 1:
-            yield Candidate({"num_workers": fewer}, "fewer workers hinder each other less", predicted)
+        gain_of_fewer = None if now > cpus else predicted(change)
+        if change["num_workers"] or gain_of_fewer is None or gain_of_fewer.expected > 1:
+            yield Candidate(change, "fewer workers hinder each other less", gain_of_fewer)
+
+
+def _enough(model: LoaderModel, counts: Sequence[int], prefetch: int | None) -> tuple[int, int | None]:
+    """The fewest workers that the simulation expects to be enough, with the fewest batches in flight for each."""
+    more = [] if prefetch is None else [2**n * prefetch for n in (1, 2, 3) if 2**n * prefetch <= MOST_KEPT_PREFETCH]
+    factors = [prefetch, *more]
+    rates = {(count, each): rate_of(with_loader(count, each)(model)) for count in counts for each in factors}
+    most = max(rates.values())
+    return next(choice for choice, rate in rates.items() if rate >= NEARLY_BEST * most)
+
+
+def _change_of(settings: Settings) -> Change:
+    workers, prefetch = settings["num_workers"], settings.get("prefetch_factor")
+    assert isinstance(workers, int)
+    return with_loader(workers, prefetch if isinstance(prefetch, int) else None)
 
 
 def prefetch_candidates(now: int, workers: int | None, model: LoaderModel | None) -> Iterator[Candidate]:

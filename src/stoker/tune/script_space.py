@@ -37,7 +37,9 @@ def _candidates(template: Template, state: State, cpus: int) -> Iterator[Candida
     share = None if measured is None else measured.wait_share
     waits = share is None or share >= WAITS
     if waits and "num_workers" in template:
-        yield from _workers(template["num_workers"], state, observed, model, cpus)
+        free = "prefetch_factor" in template and template["prefetch_factor"].values is None
+        prefetch = state.best["prefetch_factor"] if free else None
+        yield from _workers(template["num_workers"], state, observed, model, cpus, prefetch)
     if waits and "prefetch_factor" in template:
         yield from _prefetch(template["prefetch_factor"], state, model)
     for place in template.places:
@@ -48,7 +50,12 @@ def _candidates(template: Template, state: State, cpus: int) -> Iterator[Candida
 
 
 def _workers(
-    place: Placeholder, state: State, observed: Observed | None, model: LoaderModel | None, cpus: int
+    place: Placeholder,
+    state: State,
+    observed: Observed | None,
+    model: LoaderModel | None,
+    cpus: int,
+    prefetch: Value,
 ) -> Iterator[Candidate]:
     now = state.best["num_workers"]
     assert isinstance(now, int)
@@ -60,7 +67,10 @@ def _workers(
     counts = sorted(n for n in place.values or worker_counts(cpus, now, least=least, most=fit) if isinstance(n, int))
     share = 0.0 if observed is None else observed.wait_share or 0.0
     waiting = f"{100 * share:.0f} % of a step is spent waiting for data" if observed is not None else "not measured yet"
-    yield from worker_candidates(now, counts, cpus, model, waiting, changed=_was_changed("num_workers", state))
+    yield from worker_candidates(
+        now, counts, cpus, model, waiting, changed=_was_changed("num_workers", state),
+        prefetch=prefetch if isinstance(prefetch, int) else None,
+    )  # fmt: skip
 
 
 def _prefetch(place: Placeholder, state: State, model: LoaderModel | None) -> Iterator[Candidate]:

@@ -142,7 +142,8 @@ def _workers(state: State, around: Surroundings) -> Iterator[Candidate]:
         )
         return
     yield from worker_candidates(
-        now, counts, around.cpus, model, _waiting(state), changed=_workers_were_changed(state)
+        now, counts, around.cpus, model, _waiting(state), changed=_workers_were_changed(state),
+        prefetch=_whole(state.best, "prefetch_factor"),
     )  # fmt: skip
 
 
@@ -235,7 +236,7 @@ def _split(state: State, around: Surroundings) -> Iterator[Candidate]:
 
 KNOBS = (
     Knob(("data_root",), "data", _packed),
-    Knob(("num_workers",), "data", _workers),
+    Knob(("num_workers", "prefetch_factor"), "data", _workers),
     Knob(("loader",), "data", _engine),
     Knob(("prefetch_factor",), "data", _prefetch),
     Knob(("lookahead",), "data", _lookahead),

@@ -41,8 +41,11 @@ smallest gain that counts."""
 ENOUGH_BATCHES = 40
 FEWEST_BATCHES = 20
 """Workers hand over several batches at once: with fewer, the last of them would decide the rate."""
+UNSURE = 0.04
+"""The same, from which on a trial goes on beyond its time: with a huge image now and then, two seconds of the same
+settings differed by a third."""
 LONGEST = 2.5
-"""Times the wanted seconds, for batches that take long."""
+"""Times the wanted seconds, for batches that take long and for rates that vary."""
 
 Job = dict[str, Any]
 """`seconds`, `cpus`, `pace_s` (None: the real model), `ranks`, `pixels` (whether they are part of the ledger), `began`
@@ -133,12 +136,15 @@ class _Trial:
     def _is_over(self, elapsed_s: float) -> bool:
         if not self.windows or not self.ledger.is_full:
             return False
-        if elapsed_s >= self._seconds and (self._batches >= self._least or elapsed_s >= LONGEST * self._seconds):
+        if elapsed_s >= LONGEST * self._seconds:
             return True
-        if len(self.windows) < FEWEST_PARTS or self._batches < max(ENOUGH_BATCHES, self._least):
+        if len(self.windows) < FEWEST_PARTS or self._batches < self._least:
             return False
         mean = statistics.fmean(self.windows)
-        return statistics.stdev(self.windows) / mean / math.sqrt(len(self.windows)) < AGREED
+        error = statistics.stdev(self.windows) / mean / math.sqrt(len(self.windows))
+        if elapsed_s >= self._seconds:
+            return error < UNSURE
+        return self._batches >= ENOUGH_BATCHES and error < AGREED
 
 
 class Ledger:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from PIL import Image
 
 from bench.peers.environments import python_of
 from bench.quiet import wait_for_quiet
-from bench.rounds import keep
+from bench.rounds import RESULTS, keep
 from bench.verdict_cases.cases import CASES, HABITS, LOOP, Case, Script
 from stoker.data.volumes.scrolls import write_scrolls
 
@@ -166,11 +167,51 @@ def _right(rows: list[dict[str, Any]]) -> float:
     return sum(bool(row["right"]) for row in rows) / len(rows)
 
 
+def row_of(case: Case, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the doctor said about a case; tried again if others took the cores."""
+    tries = 1
+    wait_for_quiet(arguments.patience)
+    document = run(case, folder, arguments.seconds, arguments.nice)
+    while document["verdict"] == DISTURBED and case.loop is None and tries < TRIES:
+        tries += 1
+        wait_for_quiet(arguments.patience)
+        document = run(case, folder, arguments.seconds, arguments.nice)
+    right, said = is_right(case, document), said_in(case, document)
+    sys.stderr.write(f"{'right' if right else 'WRONG'}  {case.name}: {said}")
+    sys.stderr.write("\n" if right else f"; {json.dumps(document)[:900]}\n")
+    return {
+        "case": case.name, "truth": truth_of(case), "verdict": said, "right": right, "tries": tries,
+        "held_out": case.held_out, "wait_share": document["wait_share"],
+        "findings": [finding["id"] for finding in document["findings"]],
+    }  # fmt: skip
+
+
+def earlier() -> list[dict[str, Any]]:
+    """The rows of a run that was not finished."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        document = json.loads((RESULTS / "verdicts" / "result.json").read_text())["measured"]
+        if not document["complete"]:
+            rows: list[dict[str, Any]] = document["rows"]
+            return rows
+    return []
+
+
+def summary_of(rows: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
+    held_out = [row for row in rows if row["held_out"]]
+    by_kind = Counter(row["case"].split(":")[0] for row in rows)
+    document = {"cases": len(rows), "complete": complete, "right": round(_right(rows), 4), "by_script": dict(by_kind)}
+    if held_out:
+        document |= {"held_out": len(held_out), "right_of_held_out": round(_right(held_out), 4)}
+    return document | {"confusion": confusion(rows).splitlines(), "rows": rows}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="only cases whose name contains this")
     parser.add_argument("--held-out", action="store_true", help="only the cases that no threshold was tuned on")
     parser.add_argument("--tuned", action="store_true", help="only the others")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of a run that was not finished")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after this; --resume continues")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for idle cores before each run")
     parser.add_argument("--nice", type=int, default=0, help="nice level; negative on a busy machine (needs root)")
@@ -181,7 +222,8 @@ def main() -> int:
     cases = [case for case in cases if not (case.held_out and arguments.tuned)]
     installed = {script for script in {case.script for case in cases} if python_of(ENVIRONMENTS.get(script, script))}
     cases = [case for case in cases if case.script in installed]
-    rows: list[dict[str, Any]] = []
+    rows = earlier() if arguments.resume else []
+    done, began_s = {row["case"] for row in rows}, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stoker-verdicts-") as name:
         folder = Path(name)
         if any(case.script != "loop" for case in cases):
@@ -189,33 +231,20 @@ def main() -> int:
         if any(case.script == "volumes" for case in cases):
             write_scrolls(folder / "volumes", volumes=VOLUMES, shape=(VOLUME_SIDE,) * 3, tests=0)
         for case in cases:
-            tries = 1
-            wait_for_quiet(arguments.patience)
-            document = run(case, folder, arguments.seconds, arguments.nice)
-            while document["verdict"] == DISTURBED and case.loop is None and tries < TRIES:
-                tries += 1
-                wait_for_quiet(arguments.patience)
-                document = run(case, folder, arguments.seconds, arguments.nice)
-            right = is_right(case, document)
-            said = said_in(case, document)
-            rows.append({"case": case.name, "truth": truth_of(case), "verdict": said, "right": right, "tries": tries,
-                         "held_out": case.held_out,
-                         "wait_share": document["wait_share"],
-                         "findings": [finding["id"] for finding in document["findings"]]})  # fmt: skip
-            sys.stderr.write(f"{'right' if right else 'WRONG'}  {case.name}: {said}")
-            sys.stderr.write("\n" if right else f"; {json.dumps(document)[:900]}\n")
-    share, held_out = _right(rows), [row for row in rows if row["held_out"]]
+            if case.name in done:
+                continue
+            if (time.monotonic() - began_s) / 60 > arguments.minutes:
+                break
+            rows.append(row_of(case, folder, arguments))
+    held_out = [row for row in rows if row["held_out"]]
     print(confusion(rows))
-    print(f"{share:.1%} of {len(rows)} right")
+    print(f"{_right(rows):.1%} of {len(rows)} right")
     if held_out:
         print(f"{_right(held_out):.1%} of {len(held_out)} held-out cases right")
     if not arguments.dry:
-        by_kind = Counter(row["case"].split(":")[0] for row in rows)
-        document = {"cases": len(rows), "right": round(share, 4), "by_script": dict(by_kind)}
-        if held_out:
-            document |= {"held_out": len(held_out), "right_of_held_out": round(_right(held_out), 4)}
-        print(f"wrote {keep('verdicts', document | {'confusion': confusion(rows).splitlines(), 'rows': rows})}")
-    return 0 if share >= RIGHT else 1
+        complete = {row["case"] for row in rows} >= {case.name for case in CASES}
+        print(f"wrote {keep('verdicts', summary_of(rows, complete=complete))}")
+    return 0 if _right(rows) >= RIGHT else 1
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def _foreign(script: Script) -> list[Case]:
         case("slow consumer", "compute-bound", step_ms=40, spin_ms=0.5, workers=2),
     ]
     if script == "torch":
-        computing = {"step_products": 40, "step_ms": 0.0}
+        computing = {"step_cpu_ms": 60.0, "step_ms": 0.0}
         common.append(case("model and workers on the same cores", "shared-cores", **computing, spin_ms=8, workers=2))
     if script == "lightning":
         return common

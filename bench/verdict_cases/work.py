@@ -26,8 +26,8 @@ class Faults:
     prefetch: int = 2
     batch: int = 8
     step_ms: float = 5.0
-    step_products: int = 0
-    """Of 500 x 500 matrices in each step: a model that computes on the CPU."""
+    step_cpu_ms: float = 0.0
+    """Of all cores in each step, if nothing else needed them: a model that computes on the CPU."""
     seconds: float = 4.0
     epoch_batches: int = 100_000
     sleep_ms: float = 0.0

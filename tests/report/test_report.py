@@ -186,6 +186,18 @@ def test_a_prediction_that_was_tried_is_shown_once(tmp_path: Path) -> None:
     assert told == [("num_workers 2 -> 8", None), ("num_workers 2 -> 6", 1.35)]
 
 
+def test_what_the_adjusting_loader_decided_is_told_in_words(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    change = {"kind": "event", "event": "loader_adjusted", "knob": "workers", "from": 1, "to": 2, "why": "it waited"}
+    rates = {"rate_before": 100.0, "rate_after": 150.0}
+    with (folder / "metrics.jsonl").open("a") as file:
+        for more in ({"decision": "tried"}, {"decision": "kept", **rates}, {"decision": "kept", "rate_after": "?"}):
+            file.write(json.dumps(change | {"step": 7} | more) + "\n")
+    told, damaged = [event["details"] for event in read(folder)["events"] if event["event"] == "loader_adjusted"]
+    assert told == "loader: 2 workers instead of 1, 100 -> 150 images/s: it waited"
+    assert "rate_after: ?" in damaged, "a line that does not fit is shown as it is"
+
+
 def test_secrets_that_got_into_a_file_do_not_get_into_the_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     write_lines(

@@ -12,7 +12,7 @@ from stoker.config import Config
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig, Machine, fit_to_machine
 from stoker.run.json_lines import read_records
-from stoker.tune.ablate import TOGETHER, Contribution, ablate, sources_of
+from stoker.tune.ablate import TOGETHER, Ablation, Contribution, ablate, sources_of
 from stoker.tune.journal import Journal
 from stoker.tune.records import Measured, Settings
 from tests.support.tiny_training import write_config, write_images
@@ -68,6 +68,33 @@ def test_each_source_is_compared_with_the_whole_config_run_beside_it(tmp_path: P
     assert len([line for line in lines if line["kind"] == "trial"]) == trier.trials
     labels = {line["label"] for line in lines if line["kind"] == "source"}
     assert labels == set(rows)
+
+
+def test_after_an_interruption_only_the_missing_trials_are_run(tmp_path: Path) -> None:
+    whole = config(compile_model=False)
+    sources = sources_of(whole, on_gpu=False, remote=False)
+
+    class Interrupted(MadeUp):
+        def run(self, settings: Settings, seconds: float) -> Measured:
+            if self.trials == 7:
+                raise KeyboardInterrupt
+            return super().run(settings, seconds)
+
+    def run(trier: MadeUp, name: str) -> Ablation:
+        journal = Journal(tmp_path / name)
+        journal.begin({"same": {}})
+        try:
+            return ablate(trier, whole, sources, trial_s=1, journal=journal, tell=lambda _text: None)
+        finally:
+            journal.close()
+
+    uninterrupted = run(MadeUp(), "whole.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupted(), "resumed.jsonl")
+    rest = MadeUp()
+    rest.trials = 7  # the machine is as slow as it had become
+    assert run(rest, "resumed.jsonl").as_dict() == uninterrupted.as_dict()
+    assert rest.trials == uninterrupted.trials
 
 
 def test_a_config_that_does_not_run_is_an_error() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from stoker.plan.records import Estimate
 from stoker.run.json_lines import read_records
+from stoker.tune.comparing import is_cheaper
 from stoker.tune.journal import Journal
 from stoker.tune.ladder import MOST_TRIALS, search
 from stoker.tune.objective import Objective
@@ -63,6 +64,12 @@ def test_on_a_tie_the_cheaper_setting_wins_only_if_it_is_not_slower() -> None:
     equal = tune(MadeUp(speed=lambda _settings: 100.0, noise=0.0), start, propose=one_change)
     assert equal.best == start | {"num_workers": 2}
     assert "cheaper" in equal.steps[1].reason
+    # Fewer workers with as many batches in flight are cheaper, with more batches in flight they are not.
+    eight: Settings = {"num_workers": 8, "prefetch_factor": 1, "lookahead": 5}
+    assert is_cheaper(eight | {"num_workers": 2, "prefetch_factor": 4}, eight)
+    assert not is_cheaper(eight | {"num_workers": 2, "prefetch_factor": 5}, eight)
+    assert not is_cheaper(eight, eight)
+    assert is_cheaper({"prefetch_factor": 1}, {"prefetch_factor": 2}), "workers of a script that are not tuned"
     slower = {8: 100.0, 2: 99.0}
     other = tune(MadeUp(speed=lambda s: slower[s["num_workers"]], noise=0.0), start, propose=one_change)  # type: ignore[index]
     assert other.best == start

@@ -15,7 +15,7 @@ from stoker.config import Config
 from stoker.doctor.simulation import Setup, Work, simulate
 from stoker.machine.host import HostConfig, Machine, fit_to_machine
 from stoker.tune.ladder import search
-from stoker.tune.records import Measured, Outcome, Settings, State, key_of
+from stoker.tune.records import Measured, Outcome, Settings, State, Step, key_of
 from stoker.tune.space import (
     HARMLESS,
     KNOBS,
@@ -42,6 +42,8 @@ class Simulated:
     """Share of a batch's CPU time for which a thread holds Python's lock, of which the prediction knows nothing."""
     crowding: float = 0.0
     """What each worker beyond the cores costs all others, of which it knows nothing either."""
+    huge_every: int = 0
+    """Batches of which one takes eight times as long as the others."""
     ran: list[Settings] = field(default_factory=list)
 
     def rate(self, settings: Settings) -> float:
@@ -49,11 +51,15 @@ class Simulated:
         cpu_s = self.cpu_s * (1 + self.crowding * max(0.0, workers - self.cores))
         processes = settings["loader"] == "process" and workers > 0
         setup = Setup(workers, prefetch, processes, self.cores)
-        works = [Work(cpu_s * (1 + 0.3 * math.sin(i)), self.blocked_s * (1 + 0.3 * math.cos(i))) for i in range(240)]
+        works = [Work(self._cpu_s(i, cpu_s), self.blocked_s * (1 + 0.3 * math.cos(i))) for i in range(240)]
         found = simulate(setup, works, [Work(0.0, self.pace_s)] * 240).batches_per_second
         if not processes and workers > 0 and self.locked:
             found = min(found, 1 / (self.locked * cpu_s))
         return found * BATCH
+
+    def _cpu_s(self, number: int, cpu_s: float) -> float:
+        huge = bool(self.huge_every) and number % self.huge_every == 0
+        return cpu_s * (8 if huge else 1 + 0.3 * math.sin(number))
 
     def run(self, settings: Settings, seconds: float) -> Measured:
         self.ran.append(dict(settings))
@@ -63,7 +69,7 @@ class Simulated:
         wait_s = max(0.0, step_s - self.pace_s)
         batches = tuple(
             BatchTime(
-                wall_s=self.cpu_s + self.blocked_s, cpu_s=self.cpu_s * (1 + 0.3 * math.sin(i)), runq_s=0.0,
+                wall_s=self.cpu_s + self.blocked_s, cpu_s=self._cpu_s(i, self.cpu_s), runq_s=0.0,
                 blocked_s=self.blocked_s * (1 + 0.3 * math.cos(i)), samples=BATCH,
             )
             for i in range(100)
@@ -104,6 +110,15 @@ MACHINES: dict[str, tuple[Callable[[], Simulated], dict[str, Any]]] = {
     "workers hinder each other": (lambda: Simulated(0.1, 0.0, 0.01, crowding=0.05), {"num_workers": 12}),
     "processes to begin with": (lambda: Simulated(0.05, 0.05, 0.02), {"num_workers": 1, "loader": "process"}),
     "one core": (lambda: Simulated(0.02, 0.02, 0.03, cores=1.0), {"num_workers": 0}),
+    # One batch each is too few, and more workers make up for it, but hinder each other.
+    "a huge batch now and then": (
+        lambda: Simulated(0.02, 0.0, 0.018, cores=2.0, crowding=0.1, huge_every=9),
+        {"num_workers": 1, "prefetch_factor": 1},
+    ),
+    "a huge batch now and then, crowded": (
+        lambda: Simulated(0.02, 0.0, 0.018, cores=2.0, crowding=0.1, huge_every=9),
+        {"num_workers": 8, "prefetch_factor": 1},
+    ),
 }
 
 
@@ -180,6 +195,31 @@ def test_what_does_not_run_gets_fewer_workers_and_batches() -> None:
     assert changes[0] == {"num_workers": 6}
     assert {"prefetch_factor": 1} in changes
     assert all(change.get("num_workers", 0) < 8 for change in changes)  # type: ignore[operator]
+
+
+def test_fewer_workers_keep_as_many_batches_in_flight() -> None:
+    config = fitted(num_workers=16, prefetch_factor=1)
+    changes = proposed(config, state(config, wait_share=0.6), paced=True)
+    assert changes[0] == {"num_workers": 4, "prefetch_factor": 4}
+    assert {"num_workers": 12, "prefetch_factor": 2} in changes
+    config = fitted(num_workers=16, prefetch_factor=4)
+    changes = proposed(config, state(config, wait_share=0.6), paced=True)
+    assert changes[0] == {"num_workers": 4, "prefetch_factor": 8}, "more than eight have to prove themselves"
+
+
+def test_what_has_just_helped_is_taken_further_before_anything_else() -> None:
+    config = fitted(num_workers=2, lookahead="1MB")
+    stages = {"fetch": StageTime(1.0, blocked_s=1.0)}
+    observed = Observed(source="trial", steps=1, samples=1, elapsed_s=1.0, wait_s=0.6, stages=stages)
+    at = state(config, wait_share=0.6, observed=observed)
+    further = {"lookahead": 4_000_000}
+    assert proposed(config, at, paced=True, remote=True)[0] != further
+    best = at.original | further
+    kept = Step(1, best, further, "", "kept", "")
+    again = State(at.original, best, {**at.runs, key_of(best): at.runs[key_of(at.original)]}, (kept,))
+    candidate = proposer(Surroundings(config, cpus=4, paced=True, remote=True))(again)
+    assert candidate is not None
+    assert candidate.change == {"lookahead": 16_000_000}
 
 
 def test_another_training_is_proposed_only_by_name() -> None:

@@ -18,6 +18,7 @@ from stoker.tune.copies import Copies
 from stoker.tune.records import Measured, Settings
 from stoker.tune.space import settings_of
 from stoker.tune.trial import ConfigTrier, trial_copies
+from stoker.tune.trial_process import is_enough
 from tests.support.tiny_training import write_config, write_images
 from tests.support.waiting import is_running, wait_until
 
@@ -87,6 +88,20 @@ def test_the_same_training_has_the_same_ledger_whatever_the_loader_does(attempt:
         assert attempt(change).ledger == original.ledger, change
     for change in ({"seed": 1}, {"img_size": 40}, {"gradient_accumulation": 1}, {"horizontal_flip": 0.1}):
         assert attempt(change).ledger != original.ledger, change
+
+
+def test_a_trial_is_short_where_its_rate_is_steady_and_long_where_it_is_not() -> None:
+    def ends_after(*rates: float) -> float:
+        """Seconds of a trial of 6, in windows of 1 with 20 batches each."""
+        windows = [rates[number % len(rates)] for number in range(20)]
+        return next(
+            number for number in range(1, 20) if is_enough(windows[:number], 20 * number, 20, float(number), 6.0)
+        )  # fmt: skip
+
+    assert ends_after(100.0, 100.5) == 3
+    assert ends_after(100.0, 105.0) == 6
+    assert 6 < ends_after(100.0, 130.0) < 15
+    assert ends_after(100.0, 400.0) == 15, "not for ever"
 
 
 def test_a_pack_counts_only_with_the_same_pixels(

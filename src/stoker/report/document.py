@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from stoker.run.folder import RunFolder, find_run, is_run
 from stoker.run.json_lines import JsonLines, Kept, Record, number
 from stoker.run.lease import is_held
 from stoker.run.metrics import ABOUT
+from stoker.train.loader_changes import outcome_text
 
 JUDGE_EVERY_S = 5.0
 JUDGING_SHARE = 0.05
@@ -139,7 +141,7 @@ class RunReader:
             "config": {"changed": changed_from_defaults(config), "all": config},
             "environment": read_environment(folder.environment_file),
             "checkpoints": list_checkpoints(folder.checkpoints),
-            "events": _describe_events(events),
+            "events": _describe_events(events, "patches" if config.get("task") == "segment3d" else "images"),
             "missing": self._missing(steps, config),
         }
 
@@ -198,17 +200,24 @@ def need_row(need: Need) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _describe_events(events: Sequence[Record]) -> list[dict[str, Any]]:
+def _describe_events(events: Sequence[Record], unit: str) -> list[dict[str, Any]]:
     """Everything but checkpoints, the newest last."""
-    shown = [event for event in events if event.get("event") != "checkpoint"][-SHOWN_EVENTS:]
-    return [
-        {
-            "event": clip(event.get("event")),
-            "step": rounded(number(event, "step")),
-            "details": clip(", ".join(f"{name}: {value}" for name, value in event.items() if name not in ABOUT)),
-        }
-        for event in shown
-    ]
+    found = []
+    for event in events:
+        name, details = event.get("event"), event_text(event, unit)
+        if name != "checkpoint" and details is not None:
+            found.append(
+                {"event": clip(name), "step": rounded(number(event, "step")), "details": clip(details)}
+            )  # fmt: skip
+    return found[-SHOWN_EVENTS:]
+
+
+def event_text(event: Record, unit: str) -> str | None:
+    """What happened, in words where we have them; None if another event says it better."""
+    if event.get("event") == "loader_adjusted":
+        with suppress(KeyError, TypeError, ValueError):  # a damaged line
+            return outcome_text(event, unit)
+    return ", ".join(f"{name}: {value}" for name, value in event.items() if name not in ABOUT)
 
 
 def _changed_ns(path: Path) -> int | None:

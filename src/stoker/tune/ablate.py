@@ -154,7 +154,8 @@ def ablate(
 ) -> Ablation:
     """The contribution of each source; a round that no time is left for is left out, but never the first.
 
-    `tell` gets what is running, `told` what was found about a source so far.
+    `tell` gets what is running, `told` what was found about a source so far. Trials that the journal has from before an
+    interruption are not run again.
     """
     switched = [source for source in sources if not source.is_off]
     together = {
@@ -171,9 +172,11 @@ def ablate(
     def run(settings: Settings, what: str) -> Measured:
         nonlocal trials
         trials += 1
-        tell(f"{trials}. {what}")
-        measured = trier.run(settings, trial_s)
-        journal.trial(settings, measured)
+        measured = journal.recorded(settings)
+        if measured is None:
+            tell(f"{trials}. {what}")
+            measured = trier.run(settings, trial_s)
+            journal.trial(settings, measured)
         return measured
 
     while done < rounds and (done == 0 or has_time()):

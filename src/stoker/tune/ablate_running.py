@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from stoker.config import config_values
 from stoker.config.reading import load_for_command
 from stoker.console import count, format_table, say
 from stoker.data.store.stores import is_url
@@ -33,9 +34,13 @@ def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) ->
     facts = {
         "time": time.time(), "what": "ablation", "config": str(path), "overrides": list(overrides),
         "unit": live.unit, "trial_s": options.trial_s, "budget_s": options.budget_s, "pace": options.pace,
-        "same": {"host": [socket.gethostname(), opened.machine.cpus, opened.machine.accelerators]},
+        "same": {
+            "config": config_values(config),
+            "host": [socket.gethostname(), opened.machine.cpus, opened.machine.accelerators],
+            "options": [options.pace, options.trial_s, options.ram_bytes],
+        },
     }  # fmt: skip
-    journal = begin_journal(path.with_name(NAME), facts, fresh=True)
+    journal = begin_journal(path.with_name(NAME), facts, fresh=options.fresh)
     try:
         found = ablate(
             opened.trier, config, sources, trial_s=options.trial_s, journal=journal, tell=live.begin,

@@ -98,8 +98,10 @@ def proposer(around: Surroundings) -> Callable[[State], Candidate | None]:
     """The next change that is worth a run: what limits most comes first."""
 
     def propose(state: State) -> Candidate | None:
+        kept = next((step.change for step in reversed(state.steps) if step.decision == "kept"), {})
         for loss in _losses(state, around):
-            for knob in KNOBS:
+            # What has just helped comes first: of look-ahead, the next four steps often help, too.
+            for knob in sorted(KNOBS, key=lambda knob: not set(knob.keys) & set(kept)):
                 if knob.loss != loss:
                     continue
                 for candidate in knob.candidates(state, around):

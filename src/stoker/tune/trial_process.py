@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -136,15 +137,19 @@ class _Trial:
     def _is_over(self, elapsed_s: float) -> bool:
         if not self.windows or not self.ledger.is_full:
             return False
-        if elapsed_s >= LONGEST * self._seconds:
-            return True
-        if len(self.windows) < FEWEST_PARTS or self._batches < self._least:
-            return False
-        mean = statistics.fmean(self.windows)
-        error = statistics.stdev(self.windows) / mean / math.sqrt(len(self.windows))
-        if elapsed_s >= self._seconds:
-            return error < UNSURE
-        return self._batches >= ENOUGH_BATCHES and error < AGREED
+        return is_enough(self.windows, self._batches, self._least, elapsed_s, self._seconds)
+
+
+def is_enough(windows: Sequence[float], batches: int, least: int, elapsed_s: float, wanted_s: float) -> bool:
+    """Whether a trial has measured enough: sooner where its windows agree, later where they do not."""
+    if elapsed_s >= LONGEST * wanted_s:
+        return True
+    if len(windows) < FEWEST_PARTS or batches < least:
+        return False
+    error = statistics.stdev(windows) / statistics.fmean(windows) / math.sqrt(len(windows))
+    if elapsed_s >= wanted_s:
+        return error < UNSURE
+    return batches >= ENOUGH_BATCHES and error < AGREED
 
 
 class Ledger:

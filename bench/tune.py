@@ -2,7 +2,7 @@
 
 For each scenario (bench/tune_scenarios.py) tune runs as the command does, with a paced consumer. Optuna then searches
 the same space with as many trials (bench/tune_optuna.py). The grid over workers, engine and prefetching (or look-ahead,
-or cache) is measured with the same trials, in random order; points near its best twice. The largest of many noisy
+or cache) is measured with the same trials, in random order; its best points twice. The largest of many noisy
 values is too large, so at the end everybody's choice is measured again in fresh rounds, in turns; the shares come from
 those, and the grid's own figures are kept beside them.
 

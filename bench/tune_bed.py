@@ -28,8 +28,8 @@ BUDGET_S = 20 * 60.0
 LOADER_ALONE: Settings = {"num_workers": 2, "loader": "thread", "prefetch_factor": 4}
 """What a pace is relative to, with far look-ahead and large caches."""
 TAKES_NO_TIME_S = 1e-4
-WORTH_A_SECOND_RUN = 0.9
-"""Of the best so far: a point of the grid below this is not measured again."""
+WORTH_A_SECOND_RUN, MOST_SECOND_RUNS = 0.9, 5
+"""Of the best so far: a point of the grid below this is not measured again, nor one that so many were faster than."""
 
 
 @dataclass
@@ -169,13 +169,15 @@ class Row:
 
 
 def measure_grid(bed: Bed, seconds: float, rounds: int, order: random.Random) -> list[Row]:
-    """Every point once, in random order; those near the best again in each further round."""
+    """Every point once, in random order; the best ones again in each further round."""
     rows = rows_of(bed.scenario, bed.start)
     for row in rows:
         row.refused = bed.fits(row.settings) if bed.ram_bytes is not None else None
     for number in range(rounds):
         best = max((row.mean for row in rows), default=0.0)
         chosen = [row for row in rows if row.refused is None and row.mean >= WORTH_A_SECOND_RUN * best]
+        if number:
+            chosen = sorted(chosen, key=lambda row: row.mean)[-MOST_SECOND_RUNS:]
         order.shuffle(chosen)
         for row in chosen:
             rate = bed.run(row.settings, seconds).samples_per_second

@@ -81,10 +81,6 @@ SCENARIOS = (
         "a few huge images", "cpu", "uneven", {"num_workers": 1, "loader": "thread", "prefetch_factor": 1},
         axes=BATCHES_AHEAD, keys={"batch_size": 8, "img_size": 128}, pace=0.8,
     ),
-    Scenario(
-        "slow consumer", "consumer", "photos", {"num_workers": 2, "loader": "thread", "prefetch_factor": 2},
-        keys=_PHOTOS, pace=0.25,
-    ),
     Scenario("slow consumer, no workers", "consumer", "photos", {"num_workers": 0}, keys=_PHOTOS, pace=0.4),
     Scenario(
         "little memory", "memory", "photos", {"num_workers": 1, "loader": "thread", "prefetch_factor": 1},
@@ -113,6 +109,10 @@ SCENARIOS = (
         "volumes from S3, 50 ms", "storage", "tiff",
         {"num_workers": 1, "loader": "thread", "prefetch_factor": 1, "lookahead": MB},
         axes=BYTES_AHEAD | {"num_workers": (1, 2, 4, 8)}, keys=_PATCHES, link=Link(50),
+    ),
+    Scenario(
+        "slow consumer", "consumer", "photos", {"num_workers": 2, "loader": "thread", "prefetch_factor": 2},
+        keys=_PHOTOS, pace=0.25,
     ),
 )  # fmt: skip
 

@@ -42,9 +42,9 @@ smallest gain that counts."""
 ENOUGH_BATCHES = 40
 FEWEST_BATCHES = 20
 """Workers hand over several batches at once: with fewer, the last of them would decide the rate."""
-UNSURE = 0.04
+UNSURE = 0.08
 """The same, from which on a trial goes on beyond its time: with a huge image now and then, two seconds of the same
-settings differed by a third."""
+settings differed by a third. Half of it is what whole batches in short windows amount to."""
 LONGEST = 2.5
 """Times the wanted seconds, for batches that take long and for rates that vary."""
 

@@ -4,7 +4,8 @@ For each scenario (bench/tune_scenarios.py) tune runs as the command does, with 
 the same space with as many trials (bench/tune_optuna.py). The grid over workers, engine and prefetching (or look-ahead,
 or cache) is measured with the same trials, in random order; its best points twice. The largest of many noisy
 values is too large, so at the end everybody's choice is measured again in fresh rounds, in turns; the shares come from
-those, and the grid's own figures are kept beside them.
+those, and the grid's own figures are kept beside them. Decoding takes a fixed CPU time per image (bench/steady): a
+core of a shared host is by a third faster in one second than in the next, and hid differences of a tenth.
 
 Then twenty searches in which one trial is killed, hangs, crashes or runs out of memory (bench/tune_faults.py).
 """
@@ -31,6 +32,7 @@ from bench.tune_optuna import Optuna, search_for_real, search_in_table, started
 from bench.tune_scenarios import FAULTY, SCENARIOS, Scenario
 from stoker.tune.records import Measured, Outcome, Settings, key_of
 
+STEADY = Path(__file__).parent / "steady"
 WITHIN = 0.05
 MOST_TRIALS, MOST_MINUTES = 25, 20
 WINS = 10 / 12
@@ -198,7 +200,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="scenarios whose name contains this, or `faults`; repeatable")
     parser.add_argument("--resume", action="store_true", help="keep the rows that results/tune has")
     parser.add_argument("--minutes", type=float, help="begin no other scenario after this time; --resume continues")
-    parser.add_argument("--seconds", type=float, default=2.0, help="that a trial measures")
+    parser.add_argument("--seconds", type=float, default=1.5, help="that a trial measures")
     parser.add_argument("--rounds", type=int, default=2, help="fresh rounds; one more where they disagree")
     parser.add_argument("--grid-rounds", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=50, help="of Optuna")
@@ -224,6 +226,7 @@ def main() -> int:
         work = Path(name)
         os.environ["XDG_CACHE_HOME"] = str(work / "cache")
         with Data(work / "data", arguments.images) as data, started(work) as optuna:
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STEADY), os.environ.get("PYTHONPATH")]))
             for number, scenario in enumerate(wanted):
                 if arguments.minutes is not None and spent() >= arguments.minutes:
                     break

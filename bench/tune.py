@@ -1,11 +1,13 @@
 """`stoker tune` against an exhaustive grid, Optuna's default sampler and `num_workers = cpu_count / 2`.
 
-For each scenario (bench/tune_scenarios.py) tune runs as the command does, with a paced consumer. Optuna then searches
-the same space with as many trials (bench/tune_optuna.py). The grid over workers, engine and prefetching (or look-ahead,
-or cache) is measured with the same trials, in random order; its best points twice. The largest of many noisy
-values is too large, so at the end everybody's choice is measured again in fresh rounds, in turns; the shares come from
-those, and the grid's own figures are kept beside them. Decoding takes a fixed CPU time per image (bench/steady): a
-core of a shared host is by a third faster in one second than in the next, and hid differences of a tenth.
+For each scenario (bench/tune_scenarios.py) tune runs as the command does, with a paced consumer. The grid over workers,
+engine and prefetching (or look-ahead, or cache) is measured with the same trials, in random order; its best points
+twice. Optuna searches the table of the grid with as many trials as tune ran, or, with --for-real, the space that tune
+searches (bench/tune_optuna.py). The largest of many noisy values is too large, so at the end everybody's choice is
+measured again in fresh rounds, in turns; the shares come from those, and the grid's own figures are kept beside them.
+
+Decoding takes a fixed CPU time per image (bench/steady): a core of a shared host is by a third faster in one second
+than in the next, and that hid differences of a tenth.
 
 Then twenty searches in which one trial is killed, hangs, crashes or runs out of memory (bench/tune_faults.py).
 """
@@ -39,6 +41,8 @@ WINS = 10 / 12
 EQUAL = 0.02
 """Shares that differ by less are called equal: tune itself calls no smaller gain one."""
 FAULTS_MINUTES = 5.0
+FRESH = 2.0
+"""Times the length of a trial: these decide."""
 APART = 0.05
 Result = dict[str, Any]
 
@@ -49,23 +53,22 @@ def measure(scenario: Scenario, data: Data, work: Path, optuna: Optuna | None, a
     began_s = time.monotonic()
     with data.served(scenario) as root, made_ready(scenario, root, work, arguments.seconds) as bed:
         outcome = bed.tune(arguments.seconds)
-        peer: Result | None = None
+        rows = measure_grid(bed, arguments.seconds, arguments.grid_rounds, order)
         contenders = {
             "tune": outcome.best,
+            "grid": max(rows, key=lambda row: row.mean).settings,
             "cpu_count / 2": bed.start | {"num_workers": max(1, (os.cpu_count() or 1) // 2)},
             "start": bed.start,
         }
+        peer: Result | None = None
         if optuna is not None:
-            # A seed of its own for each scenario: the same one would begin every study with the same settings.
-            found = search_for_real(optuna, bed, outcome.trials, arguments.seconds, order.randrange(2**31))
-            if found is not None:
-                contenders["optuna"] = found
-        rows = measure_grid(bed, arguments.seconds, arguments.grid_rounds, order)
-        contenders["grid"] = max(rows, key=lambda row: row.mean).settings
-        if optuna is not None:
-            table = search_in_table(optuna, bed, rows, outcome.trials, arguments.seeds, WITHIN)
-            peer = {"version": optuna.version, "ran": "optuna" in contenders, "in_the_table": table}
-        runs = fresh_rounds(bed, contenders, arguments.seconds, arguments.rounds, order, apart=APART)
+            choice, table = search_in_table(optuna, bed, rows, outcome.trials, arguments.seeds, WITHIN)
+            if arguments.for_real:
+                # A seed of its own for each scenario: the same one would begin every study with the same settings.
+                choice = search_for_real(optuna, bed, outcome.trials, arguments.seconds, order.randrange(2**31))
+            peer = {"version": optuna.version, "for_real": arguments.for_real, "in_the_table": table}
+            contenders |= {} if choice is None else {"optuna": choice}
+        runs = fresh_rounds(bed, contenders, FRESH * arguments.seconds, arguments.rounds, order, apart=APART)
         took_minutes = (time.monotonic() - began_s) / 60
         return row_of(bed, outcome, rows, peer, contenders, runs) | {"minutes": round(took_minutes, 1)}
 
@@ -204,6 +207,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="fresh rounds; one more where they disagree")
     parser.add_argument("--grid-rounds", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=50, help="of Optuna")
+    parser.add_argument("--for-real", action="store_true", help="Optuna also runs a study with trials of its own")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for idle cores")
     parser.add_argument("--dry", action="store_true", help="do not write to results/")
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Optuna's default sampler on the scenarios of `bench/tune.py`: for real, and on the table of the grid.
+"""Optuna's default sampler on the scenarios of `bench/tune.py`: on the table of the grid, and for real.
 
-For real, it searches what tune searches, with the same trials, the same number of them, and one study: that is what a
-user would do. The grid's table is far coarser, so a study on it often tries everything; but it costs no trials, so many
-seeds show how much luck is in a study.
+The table is far coarser than what tune searches, so a study often tries everything; but trials cost nothing there, so
+many seeds show how much luck is in a study. For real, it searches what tune searches, with the same trials, as many of
+them, in a single study: that is what a user would do.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def search_for_real(optuna: Optuna, bed: Bed, trials: int, seconds: float, seed:
 
 def search_in_table(
     optuna: Optuna, bed: Bed, rows: list[Row], trials: int, seeds: int, within: float
-) -> dict[str, Any]:  # fmt: skip
-    """Each seed sees one round of the grid, and is judged by the other, relative to the point that was best in the
-    one it saw."""
+) -> tuple[Settings | None, dict[str, Any]]:  # fmt: skip
+    """What the median seed chooses, and how good the choices of all are: each sees one round of the grid, and is judged
+    by the other, relative to the point that was best in the one it saw."""
     axes = bed.scenario.axes
     space = {
         name: list(values) if isinstance(values[0], str) else {"low": 0, "high": len(values) - 1}
@@ -143,9 +143,10 @@ def search_in_table(
     def share_within(after: int) -> float:
         return statistics.fmean(share_of(seed, after) >= 1 - within for seed in range(seeds))
 
-    shares = sorted(share_of(seed, trials) for seed in range(seeds))
+    ranked = sorted((share_of(seed, trials), seed) for seed in range(seeds))
+    shares, median_choice = [share for share, _ in ranked], chosen[ranked[(seeds - 1) // 2][1]][trials - 1]
     enough = next((after for after in range(1, MOST_TRIALS + 1) if share_within(after) >= NEARLY_ALWAYS), None)
-    return {
+    return None if median_choice is None else rows[median_choice].settings, {
         "seeds": seeds,
         "trials": trials,
         "mean_share_of_grid": round(statistics.fmean(shares), 4),

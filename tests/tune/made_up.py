@@ -37,9 +37,12 @@ class MadeUp:
     bad: Callable[[Settings], str | None] = lambda _settings: None
     """How these settings always end, if they do not work."""
     ran: list[Settings] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """How long each run was asked to measure."""
 
     def run(self, settings: Settings, seconds: float) -> Measured:
         self.ran.append(dict(settings))
+        self.seconds.append(seconds)
         result: Any = self.faults.get(len(self.ran)) or self.bad(settings)
         if result is not None and result != "different-training":
             return Measured(result, took_s=1.0, detail="made up")

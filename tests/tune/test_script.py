@@ -117,7 +117,7 @@ def test_a_search_finds_the_workers_that_a_script_needs(
     monkeypatch.chdir(tmp_path)
     words = ["--samples", "4000", "--epochs", "99", "--sleep-ms", "8", "--spin-ms", "0"]
     script = [sys.executable, str(SCRIPTS / "plain.py"), "--workers", "{num_workers=0|2}", *words]
-    assert main(["tune", "--trial-seconds", "1", "--json", "--", *script]) == 0
+    assert main(["tune", "--trial-seconds", "1", "--budget", "60s", "--json", "--", *script]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["best"] == {"num_workers": 2}
     assert found["command"] == [*script[:3], "2", *script[4:]]

@@ -47,6 +47,10 @@ MOST_ROUNDS = 4
 """Runs of a candidate that looks faster, on a machine whose noise hides it."""
 FOR_CONFIRMATION = 4
 """Runs that are set aside for the end; two of them are usually enough."""
+WANTED_SPREAD = 0.015
+"""Standard deviation of repeated runs: two runs then differ from two others by 3 % at most, by chance."""
+MOST_LONGER, WORTH_LONGER = 6.0, 1.5
+"""Times the wanted length of a trial: noise that this does not average out is slower than trials are."""
 MOST_REPEATED = 8
 """Proposals in a row that were tried before: then there is nothing new."""
 
@@ -150,7 +154,7 @@ class _Ladder:
                 self._try(candidate, settings)
 
     def _baseline(self) -> None:
-        """The original, twice: how fast it is, and how much two runs differ."""
+        """The original, twice: how fast it is, and how much two runs differ; if much, again with longer trials."""
         refused = self.fits(self.original)
         if refused is not None:
             self._add(_baseline_step(self.original, f"not run: the plan says it would not fit: {refused}"))
@@ -161,11 +165,28 @@ class _Ladder:
         good = [run for run in runs if run.result == "measured"]
         if len(good) == 1:
             runs.append(self._run(self.original, {}, "baseline"))
+        elif len(good) == 2 and self._lengthen(good):
+            # What shorter trials showed says nothing about the noise of these.
+            self.runs.clear()
+            runs = [self._run(self.original, {}, "baseline") for _ in range(2)]
+            good = [run for run in runs if run.result == "measured"]
         failed = next((run for run in runs if run.result != "measured"), None)
         reason = "the original"
         if failed is not None:
             reason += f"; {failed.failure}" if good else f" does not run: {failed.failure}"
         self._add(_baseline_step(self.original, reason, tuple(runs)))
+
+    def _lengthen(self, runs: Sequence[Measured]) -> bool:
+        """Makes the trials longer where repeated runs differ, as far as the budget allows; False if they stay."""
+        spread = spread_of(self.runs.values(), self.objective.score)
+        starting_s = max(0.0, max(run.took_s for run in runs) - self.trial_s)
+        room_s = (self.budget_s - self._spent_s()) / max(1, self.most_trials - self.trials) - starting_s
+        longer_s = min(self.trial_s * min(MOST_LONGER, (spread / WANTED_SPREAD) ** 2), room_s)
+        if longer_s < WORTH_LONGER * self.trial_s:
+            return False
+        self.trial_s = longer_s
+        self.tell.lengthened(longer_s, spread)
+        return True
 
     def _why_skip(self, candidate: Candidate, settings: Settings) -> str | None:
         refused = self.fits(settings)

@@ -167,6 +167,9 @@ class Listener(Protocol):
 
     def trial_ends(self, number: int, measured: Measured) -> None: ...
 
+    def lengthened(self, seconds: float, spread: float) -> None:
+        """Trials take so long from now on, because repeated runs differ by this standard deviation (a share)."""
+
     def step(self, step: Step) -> None:
         """A decision was taken."""
 
@@ -177,6 +180,8 @@ class Nobody:
     def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None: ...
 
     def trial_ends(self, number: int, measured: Measured) -> None: ...
+
+    def lengthened(self, seconds: float, spread: float) -> None: ...
 
     def step(self, step: Step) -> None: ...
 

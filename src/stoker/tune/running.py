@@ -199,6 +199,10 @@ class Live(Nobody):
     def trial_ends(self, number: int, measured: Measured) -> None:  # noqa: ARG002
         self.close()
 
+    def lengthened(self, seconds: float, spread: float) -> None:
+        self.trial_s = seconds
+        say(f"note: repeated runs differ by {100 * spread:.0f} %, so trials take {seconds:.0f} s from now on")
+
     def step(self, step: Step) -> None:
         self.close()
         say(step_text(step, self.unit))

@@ -203,7 +203,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="scenarios whose name contains this, or `faults`; repeatable")
     parser.add_argument("--resume", action="store_true", help="keep the rows that results/tune has")
     parser.add_argument("--minutes", type=float, help="begin no other scenario after this time; --resume continues")
-    parser.add_argument("--seconds", type=float, default=1.5, help="that a trial measures")
+    parser.add_argument("--seconds", type=float, default=1.2, help="that a trial measures")
     parser.add_argument("--rounds", type=int, default=2, help="fresh rounds; one more where they disagree")
     parser.add_argument("--grid-rounds", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=50, help="of Optuna")

@@ -24,12 +24,12 @@ from stoker.tune.running import TuneOptions, plan_fits, tune_config
 from stoker.tune.space import Surroundings, config_with, settings_of
 from stoker.tune.trial import ConfigTrier, trial_copies
 
-BUDGET_S = 4 * 60.0
-"""A fifth of the command's default, with trials that are shorter in proportion: a scenario must not take an hour."""
+BUDGET_S = 150.0
+"""An eighth of the command's default, and trials that are shorter in proportion: a scenario takes minutes."""
 LOADER_ALONE: Settings = {"num_workers": 2, "loader": "thread", "prefetch_factor": 4}
 """What a pace is relative to, with far look-ahead and large caches."""
 TAKES_NO_TIME_S = 1e-4
-WORTH_A_SECOND_RUN, MOST_SECOND_RUNS = 0.9, 5
+WORTH_A_SECOND_RUN, MOST_SECOND_RUNS = 0.9, 3
 """Of the best so far: a point of the grid below this is not measured again, nor one that so many were faster than."""
 
 

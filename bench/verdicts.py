@@ -33,6 +33,7 @@ FOLDER = Path(__file__).parent / "verdict_cases"
 ENVIRONMENTS: dict[Script, str] = {"transformers": "huggingface", "accelerate": "huggingface"}
 """Environments of the scripts that do not have one of the same name."""
 RIGHT = 0.95
+TIMEOUT_S = 120.0
 TRIES = 3
 DISTURBED = "cores-are-taken"
 NOTHING = "nothing in the loop"
@@ -117,15 +118,17 @@ def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
             python = python_of(ENVIRONMENTS.get(case.script, case.script))
             script = [str(python), str(FOLDER / f"{case.script}_script.py"), json.dumps(faults)]
             command = [sys.executable, "-m", "stoker", "doctor", "--json", "--", *script]
-        done = subprocess.run(
-            ["nice", "-n", str(nice), *before, *command], capture_output=True, text=True, timeout=300,
-            cwd=FOLDER.parents[1], env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])},
-        )  # fmt: skip
-    try:
-        document: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        sys.stderr.write(done.stderr[-2000:])
-        return {"verdict": f"exit {done.returncode}", "wait_share": None, "findings": []}
+        try:
+            done = subprocess.run(
+                ["nice", "-n", str(nice), *before, *command], capture_output=True, text=True, timeout=TIMEOUT_S,
+                cwd=FOLDER.parents[1], env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])},
+            )  # fmt: skip
+            document: dict[str, Any] = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            return {"verdict": f"nothing after {TIMEOUT_S:.0f} s", "wait_share": None, "findings": []}
+        except ValueError:
+            sys.stderr.write(done.stderr[-2000:])
+            return {"verdict": f"exit {done.returncode}", "wait_share": None, "findings": []}
     return document
 
 
@@ -208,6 +211,7 @@ def summary_of(rows: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="only cases whose name contains this")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many cases at the beginning")
     parser.add_argument("--held-out", action="store_true", help="only the cases that no threshold was tuned on")
     parser.add_argument("--tuned", action="store_true", help="only the others")
     parser.add_argument("--resume", action="store_true", help="keep the rows of a run that was not finished")
@@ -230,7 +234,7 @@ def main() -> int:
             write_pictures(folder)
         if any(case.script == "volumes" for case in cases):
             write_scrolls(folder / "volumes", volumes=VOLUMES, shape=(VOLUME_SIDE,) * 3, tests=0)
-        for case in cases:
+        for case in cases[arguments.skip :]:
             if case.name in done:
                 continue
             if (time.monotonic() - began_s) / 60 > arguments.minutes:

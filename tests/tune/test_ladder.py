@@ -56,18 +56,24 @@ def test_a_close_call_is_run_in_turns_with_the_best_so_far() -> None:
     assert [settings["num_workers"] for settings in trier.ran[:5]] == [1, 1, 2, 1, 2]
 
 
-def test_where_repeated_runs_differ_trials_take_longer_as_far_as_the_budget_allows() -> None:
+def test_where_repeated_runs_hide_the_answer_trials_take_longer_as_far_as_the_budget_allows() -> None:
     def lengths(noise: float, budget_s: float) -> list[float]:
-        trier = MadeUp(noise=noise)
-        tune(trier, propose=lambda _state: None, budget_s=budget_s)
+        trier = MadeUp(speed=lambda _settings: 100.0, noise=noise)
+        tune(trier, START | {"num_workers": 8}, propose=one_change, budget_s=budget_s)
         return trier.seconds
 
-    assert lengths(0.005, 1e6) == [1.0, 1.0]
-    assert lengths(0.2, 1e6) == [1.0, 1.0, 6.0, 6.0], "and the original is measured again, so that all are alike"
-    _, _, *longer = lengths(0.2, 100.0)
-    assert all(2 < length < 100 / (MOST_TRIALS - 2) for length in longer)
-    assert len(longer) == 2
-    assert lengths(0.2, 30.0) == [1.0, 1.0], "there is no time for it"
+    def one_change(state: State) -> Candidate | None:
+        return None if len(state.steps) > 1 else Candidate({"num_workers": 2}, "fewer")
+
+    assert set(lengths(0.005, 1e6)) == {1.0}
+    short, longer = lengths(0.1, 1e6)[:3], lengths(0.1, 1e6)[3:]
+    assert short == [1.0, 1.0, 1.0], "the original twice, and the candidate"
+    assert len(longer) >= 2
+    assert all(2.0 < length <= 6.0 for length in longer), "both again, so that all are alike"
+    limited = lengths(0.1, 80.0)[3:]
+    assert limited
+    assert all(1.5 <= length < 80 / (MOST_TRIALS - 3) for length in limited)
+    assert set(lengths(0.1, 30.0)) == {1.0}, "there is no time for it"
 
 
 def test_on_a_tie_the_cheaper_setting_wins_only_if_it_is_not_slower() -> None:

@@ -121,6 +121,10 @@ class _Ladder:
         self._began_s = time.monotonic()
         self._took_s = 0.0
         self._longest_s = 0.0
+        self._starting_s = 0.0
+        self._longest_trial_s = MOST_LONGER * self.trial_s
+        self._alike: dict[Key, list[Measured]] = {}
+        """Runs that took as long as trials take now: shorter ones differ more."""
         self._ledger: str | None = None
         self._earlier: list[Settings] = []
         """Settings that were the best once, newest last."""
@@ -154,7 +158,7 @@ class _Ladder:
                 self._try(candidate, settings)
 
     def _baseline(self) -> None:
-        """The original, twice: how fast it is, and how much two runs differ; if much, again with longer trials."""
+        """The original, twice: how fast it is, and how much two runs differ."""
         refused = self.fits(self.original)
         if refused is not None:
             self._add(_baseline_step(self.original, f"not run: the plan says it would not fit: {refused}"))
@@ -165,28 +169,11 @@ class _Ladder:
         good = [run for run in runs if run.result == "measured"]
         if len(good) == 1:
             runs.append(self._run(self.original, {}, "baseline"))
-        elif len(good) == 2 and self._lengthen(good):
-            # What shorter trials showed says nothing about the noise of these.
-            self.runs.clear()
-            runs = [self._run(self.original, {}, "baseline") for _ in range(2)]
-            good = [run for run in runs if run.result == "measured"]
         failed = next((run for run in runs if run.result != "measured"), None)
         reason = "the original"
         if failed is not None:
             reason += f"; {failed.failure}" if good else f" does not run: {failed.failure}"
         self._add(_baseline_step(self.original, reason, tuple(runs)))
-
-    def _lengthen(self, runs: Sequence[Measured]) -> bool:
-        """Makes the trials longer where repeated runs differ, as far as the budget allows; False if they stay."""
-        spread = spread_of(self.runs.values(), self.objective.score)
-        starting_s = max(0.0, max(run.took_s for run in runs) - self.trial_s)
-        room_s = (self.budget_s - self._spent_s()) / max(1, self.most_trials - self.trials) - starting_s
-        longer_s = min(self.trial_s * min(MOST_LONGER, (spread / WANTED_SPREAD) ** 2), room_s)
-        if longer_s < WORTH_LONGER * self.trial_s:
-            return False
-        self.trial_s = longer_s
-        self.tell.lengthened(longer_s, spread)
-        return True
 
     def _why_skip(self, candidate: Candidate, settings: Settings) -> str | None:
         refused = self.fits(settings)
@@ -211,6 +198,8 @@ class _Ladder:
         sure = seen.gain > max(CLEAR, 2 * seen.noise)
         hopeless = not seen.may_be_gain and not (cheaper and seen.gain > -seen.noise)
         undecided = not (sure or hopeless)
+        if undecided and self._may_run(4) and self._lengthen():
+            mine, against = [], []
         while undecided and len(mine) < MOST_ROUNDS and self._may_run(2):
             # Alternating, so that neither side profits when the machine gets faster or slower.
             between = self._run(self.best, {}, "best")
@@ -231,6 +220,18 @@ class _Ladder:
         else:
             inside = "" if seen.gain < -seen.noise else ", inside the noise"
             self._decide(candidate, settings, "not kept", words + inside, mine, against, seen)
+
+    def _lengthen(self) -> bool:
+        """Makes the trials longer where repeated runs differ, as far as the budget allows; False if they stay."""
+        spread = spread_of(self._alike.values(), self.objective.score)
+        room_s = (self.budget_s - self._spent_s()) / max(1, self.most_trials - self.trials) - self._starting_s
+        longer_s = min(self.trial_s * (spread / WANTED_SPREAD) ** 2, self._longest_trial_s, room_s)
+        if longer_s < WORTH_LONGER * self.trial_s:
+            return False
+        self.trial_s = longer_s
+        self._alike.clear()
+        self.tell.lengthened(longer_s, spread)
+        return True
 
     def confirm(self) -> None:
         """Compares the best with the original from fresh starts, in turns; if the gain does not hold, falls back to
@@ -332,7 +333,9 @@ class _Ladder:
             self._ledger = measured.ledger
         self._took_s += measured.took_s
         self._longest_s = max(self._longest_s, measured.took_s)
-        self.runs.setdefault(key_of(settings), []).append(measured)
+        self._starting_s = max(self._starting_s, measured.took_s - self.trial_s)
+        for runs in (self.runs, self._alike):
+            runs.setdefault(key_of(settings), []).append(measured)
         return measured
 
     def _checked(self, measured: Measured) -> Measured:
@@ -411,7 +414,7 @@ class _Ladder:
         return [value for run in runs if (value := self.objective.score(run))]
 
     def _compare(self, mine: Sequence[Measured], against: Sequence[Measured]) -> Comparison | None:
-        return compare(mine, against, self.objective.score, spread_of(self.runs.values(), self.objective.score))
+        return compare(mine, against, self.objective.score, spread_of(self._alike.values(), self.objective.score))
 
     def _rate(self, settings: Settings) -> float | None:
         return mean_rate(self._of(settings))

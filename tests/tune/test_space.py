@@ -207,19 +207,29 @@ def test_fewer_workers_keep_as_many_batches_in_flight() -> None:
     assert changes[0] == {"num_workers": 4, "prefetch_factor": 8}, "more than eight have to prove themselves"
 
 
-def test_what_has_just_helped_is_taken_further_before_anything_else() -> None:
+def test_where_workers_wait_for_a_store_it_is_read_further_ahead_first() -> None:
     config = fitted(num_workers=2, lookahead="1MB")
-    stages = {"fetch": StageTime(1.0, blocked_s=1.0)}
-    observed = Observed(source="trial", steps=1, samples=1, elapsed_s=1.0, wait_s=0.6, stages=stages)
-    at = state(config, wait_share=0.6, observed=observed)
-    further = {"lookahead": 4_000_000}
-    assert proposed(config, at, paced=True, remote=True)[0] != further
-    best = at.original | further
-    kept = Step(1, best, further, "", "kept", "")
+
+    def first(blocked_s: float, **keys: Any) -> Settings:
+        stages = {"fetch": StageTime(1.0, blocked_s=blocked_s)}
+        observed = Observed(source="trial", steps=1, samples=1, elapsed_s=1.0, wait_s=0.6, stages=stages)
+        return proposed(config, state(config, wait_share=0.6, observed=observed), paced=True, **keys)[0]
+
+    assert first(0.9, remote=True) == {"lookahead": 4_000_000}
+    assert first(0.01, remote=True) != {"lookahead": 4_000_000}
+    assert first(0.9, remote=False) != {"lookahead": 4_000_000}
+
+
+def test_what_has_just_helped_is_taken_further_before_anything_else() -> None:
+    config = fitted(task="segment3d", num_workers=2, volume_cache="256MB")
+    at = state(config, wait_share=0.6)
+    assert "num_workers" in proposed(config, at, paced=True)[0]
+    best = at.original | {"volume_cache": 1_024_000_000}
+    kept = Step(1, best, {"volume_cache": 1_024_000_000}, "", "kept", "")
     again = State(at.original, best, {**at.runs, key_of(best): at.runs[key_of(at.original)]}, (kept,))
-    candidate = proposer(Surroundings(config, cpus=4, paced=True, remote=True))(again)
+    candidate = proposer(Surroundings(config, cpus=4, paced=True))(again)
     assert candidate is not None
-    assert candidate.change == {"lookahead": 16_000_000}
+    assert candidate.change == {"volume_cache": 4_096_000_000}
 
 
 def test_another_training_is_proposed_only_by_name() -> None:

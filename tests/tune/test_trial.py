@@ -102,6 +102,8 @@ def test_a_trial_is_short_where_its_rate_is_steady_and_long_where_it_is_not() ->
     assert ends_after(100.0, 120.0) == 6
     assert 6 < ends_after(100.0, 170.0) < 15
     assert ends_after(100.0, 900.0) == 15, "not for ever"
+    assert not is_enough([100.0] * 6, 10, 64, 6.0, 1.0), "workers hand over several batches at once"
+    assert is_enough([100.0] * 6, 10, 64, 16.0, 1.0)
 
 
 def test_a_pack_counts_only_with_the_same_pixels(

@@ -238,10 +238,11 @@ def _split(state: State, around: Surroundings) -> Iterator[Candidate]:
 
 KNOBS = (
     Knob(("data_root",), "data", _packed),
+    # Before the workers: while they wait for the store, more of them only wait, too (results/tune).
+    Knob(("lookahead",), "data", _lookahead),
     Knob(("num_workers", "prefetch_factor"), "data", _workers),
     Knob(("loader",), "data", _engine),
     Knob(("prefetch_factor",), "data", _prefetch),
-    Knob(("lookahead",), "data", _lookahead),
     Knob(("volume_cache",), "data", _cache),
     Knob(("decoder",), "data", _decoder),
     Knob(("pin_memory",), "data", _pinned),

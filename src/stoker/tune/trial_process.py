@@ -45,6 +45,8 @@ FEWEST_BATCHES = 20
 UNSURE = 0.08
 """The same, from which on a trial goes on beyond its time: with a huge image now and then, two seconds of the same
 settings differed by a third. Half of it is what whole batches in short windows amount to."""
+FOR_THE_LEAST_S = 15.0
+"""However short a trial is meant to be: three seconds of 16 processes were anything between 320 and 800 images/s."""
 LONGEST = 2.5
 """Times the wanted seconds, for batches that take long and for rates that vary."""
 
@@ -142,7 +144,7 @@ class _Trial:
 
 def is_enough(windows: Sequence[float], batches: int, least: int, elapsed_s: float, wanted_s: float) -> bool:
     """Whether a trial has measured enough: sooner where its windows agree, later where they do not."""
-    if elapsed_s >= LONGEST * wanted_s:
+    if elapsed_s >= max(LONGEST * wanted_s, 0.0 if batches >= least else FOR_THE_LEAST_S):
         return True
     if len(windows) < FEWEST_PARTS or batches < least:
         return False

@@ -13,7 +13,7 @@ from typing import Any
 from stoker.data.images.decoding import Decoding
 
 LEAST_S, SECONDS_PER_BYTE = 0.5e-3, 30e-9
-"""About 1.7 times what a photo took on a fast day."""
+"""About twice what a photo took here."""
 BLOCK = bytes(40_000)
 
 _crop_into = Decoding.crop_into

@@ -46,7 +46,7 @@ UNSURE = 0.08
 """The same, from which on a trial goes on beyond its time: with a huge image now and then, two seconds of the same
 settings differed by a third. Half of it is what whole batches in short windows amount to."""
 FOR_THE_LEAST_S = 15.0
-"""However short a trial is meant to be: three seconds of 16 processes were anything between 320 and 800 images/s."""
+"""However short a trial is meant to be: three seconds of 16 processes were anything between 320 and 450 images/s."""
 LONGEST = 2.5
 """Times the wanted seconds, for batches that take long and for rates that vary."""
 

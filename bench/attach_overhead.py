@@ -2,89 +2,72 @@
 
 Batches are made in the training process (num_workers=0) so that the step pays the whole cost; with workers, most of it
 would fall on them. Images are JPEGs decoded by Pillow and augmented by torchvision, which uses every kind of timer.
-For a step 'without', the original functions of torch, Pillow, torchvision and `open` are put back first, and the thread
-that looks at the stack is ended. We compare the thread's CPU time, which stays stable when other programs use the same
-cores, and report wall time next to it. What the looking thread itself takes is measured over steps in a row, at the
-rate of the first thousand looks, which later ones do not reach; it is added.
+For a step 'without', recording is switched off, as it is after the last step that was asked for; what the replaced
+functions then still take is measured apart and added. (Putting the original functions back for every other step
+measures that as well: Python forgets what it has learnt about a class when a method of it is replaced.) We compare the
+thread's CPU time, which stays stable when other programs use the same cores, and report wall time next to it. What the
+looking thread itself takes is measured over steps in a row, at the rate of the first thousand looks, which later ones
+do not reach; it is added too. The first batches of a process are all split into stages, later ones in part: both are
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import builtins
-import io
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
-import PIL.ImageFile
 import torch
-import torch.utils.data._utils.fetch
 import torchvision
-from torch.optim.optimizer import _global_optimizer_post_hooks
-from torch.utils.data import dataloader
 from torchvision import transforms
 
 from bench.rounds import Spread, keep
-from stoker.doctor.attach.inside import sampling
-from stoker.doctor.attach.inside.sampling import sampler
+from stoker.doctor.attach.inside import fetching, sampling, session
 from stoker.doctor.attach.inside.session import start
+from stoker.doctor.attach.inside.stages import DECODE, timed
 
 LARGEST_RATIO = 1.02
 """For 20 ms steps."""
 PICTURE_SIDE = 256
 
 
+FIRST_BATCHES = fetching.STAGES_BELOW
+
+
 class Case(NamedTuple):
-    """A script: its batch size and the length of its step."""
+    """A script: its batch size and the length of its step; and whether these are its first batches."""
 
     batch_size: int
     step_ms: float
+    first: bool = False
 
 
 # Computing fills whatever part of the step loading the images leaves.
-CASES = {"20 ms steps": Case(4, 20.0), "2 ms steps": Case(1, 2.0)}
+CASES = {"20 ms steps": Case(4, 20.0), "20 ms steps, first batches": Case(4, 20.0, first=True),
+         "2 ms steps": Case(1, 2.0), "2 ms steps, first batches": Case(1, 2.0, first=True)}  # fmt: skip
 
 
-class Patches:
-    """Switches every function that the timers replaced between the original and the timed version."""
+def nothing(*_: Any) -> None:
+    """What a replaced function is compared on."""
 
-    def __init__(self, hooks: dict[int, Any], hooks_before: set[int]) -> None:
-        fetch = torch.utils.data._utils.fetch
-        # Creating an iterator stays timed: it happens once per epoch, and an iterator without a name is not watched.
-        owners: list[tuple[Any, str]] = [
-            (fetch._MapDatasetFetcher, "fetch"), (dataloader._BaseDataLoaderIter, "__next__"),
-            (PIL.Image, "open"), (PIL.ImageFile.ImageFile, "load"), (transforms.Compose, "__call__"),
-        ]  # fmt: skip
-        self._swaps = [(owner, name, getattr(owner, name), getattr(owner, name).__wrapped__) for owner, name in owners]
-        self._hooks, self._ours = hooks, {k: hook for k, hook in hooks.items() if k not in hooks_before}
-        assert self._ours
-        self._plain_open = io.open
-        self._clocked_open: Any = None
 
-    def on(self) -> None:
-        for owner, name, clocked, _ in self._swaps:
-            setattr(owner, name, clocked)
-        self._hooks.update(self._ours)
-        if self._clocked_open is not None:
-            builtins.open = io.open = self._clocked_open
-        sampler.start()
-
-    def off(self) -> None:
-        sampler.stop()
-        for owner, name, _, plain in self._swaps:
-            setattr(owner, name, plain)
-        for key in self._ours:
-            self._hooks.pop(key, None)
-        if io.open is not self._plain_open:
-            self._clocked_open = io.open
-        builtins.open = io.open = self._plain_open
+def passing_on_s() -> float:
+    """What a replaced function takes longer while nothing is recorded."""
+    replaced, calls = timed(nothing, DECODE), 20_000
+    took = []
+    for function in (nothing, replaced) * 9:
+        began = time.thread_time()
+        for _ in range(calls):
+            function(1)
+        took.append((time.thread_time() - began) / calls)
+    return min(took[1::2]) - min(took[::2])
 
 
 def write_pictures(folder: Path, count: int) -> None:
@@ -107,7 +90,16 @@ def spin(seconds: float) -> None:
         pass
 
 
-def measure(case: Case, folder: Path, patches: Patches, rounds: int, pairs: int) -> dict[str, Any]:
+def capped_mean(took: list[float], more: float = 0.0) -> float:
+    """The mean of steps of which none counts for more than the median and a quarter of it."""
+    most = 1.25 * statistics.median(took)
+    return statistics.mean(min(each, most) for each in took) + more
+
+
+def measure(case: Case, folder: Path, rounds: int, pairs: int) -> dict[str, Any]:
+    opened = session.current()
+    assert opened is not None
+    fetching.STAGES_BELOW = sys.maxsize if case.first else FIRST_BATCHES
     pipeline = transforms.Compose([transforms.Resize(232), transforms.CenterCrop(224), transforms.ToTensor()])
     data = torchvision.datasets.ImageFolder(str(folder), pipeline)
     loader: Any = torch.utils.data.DataLoader(data, batch_size=case.batch_size, shuffle=True, drop_last=True)
@@ -125,25 +117,33 @@ def measure(case: Case, folder: Path, patches: Patches, rounds: int, pairs: int)
         took = time.thread_time() - cpu
         return time.perf_counter() - wall, took, time.process_time() - whole - took
 
-    patches.off()
+    opened.recording = True
+    for _ in range(FIRST_BATCHES):
+        step(0.0)
+    clock = list(fetching.fetches.totals.values())[-1].clock
+    calls = sum(clock.calls)
+    for _ in range(FIRST_BATCHES):
+        step(0.0)
+    passing_s = passing_on_s() * (sum(clock.calls) - calls) / FIRST_BATCHES * (1 if case.first else 4)
+    opened.recording = False
     alone = statistics.median(step(0.0)[1] for _ in range(30))
     compute_s = max(0.0, case.step_ms / 1000 - alone)
-    turns: list[tuple[str, Callable[[], None]]] = [("with", patches.on), ("without", patches.off)]
+    turns = [("with", True), ("without", False)]
     cpu_ratios, wall_ratios, looking, plain_ms = [], [], [], []
     for number in range(rounds):
         cpu: dict[str, list[float]] = {"with": [], "without": []}
         wall: dict[str, list[float]] = {"with": [], "without": []}
         for pair in range(pairs):
             # The order alternates from pair to pair.
-            for name, switch in turns if pair % 2 == 0 else turns[::-1]:
-                switch()
+            for name, opened.recording in turns if pair % 2 == 0 else turns[::-1]:
                 step_wall, step_cpu, _ = step(compute_s)
                 wall[name].append(step_wall)
                 cpu[name].append(step_cpu)
-        # The median over single steps: an interrupted step says nothing about the timers.
-        cpu_ratios.append(statistics.median(cpu["with"]) / statistics.median(cpu["without"]))
-        wall_ratios.append(statistics.median(wall["with"]) / statistics.median(wall["without"]))
-        patches.on()
+        # Single steps are capped: an interrupted step says nothing about the timers. Not their median: only some of
+        # the batches are split into stages.
+        cpu_ratios.append(capped_mean(cpu["with"], passing_s) / capped_mean(cpu["without"]))
+        wall_ratios.append(capped_mean(wall["with"], passing_s) / capped_mean(wall["without"]))
+        opened.recording = True
         together = [step(compute_s) for _ in range(pairs)]
         looking.append(sum(beside for _, _, beside in together) / sum(own for _, own, _ in together))
         plain_ms.append(statistics.median(cpu["without"]) * 1000)
@@ -153,6 +153,7 @@ def measure(case: Case, folder: Path, patches: Patches, rounds: int, pairs: int)
         "images_a_batch": case.batch_size,
         "step_ms_without": Spread(tuple(plain_ms)).as_dict(),
         "making_the_batch_ms": round(alone * 1000, 3),
+        "passing_on_us": round(passing_s * 1e6, 2),
         "cpu_time_with_over_without": Spread(tuple(cpu_ratios)).as_dict(),
         "wall_time_with_over_without": Spread(tuple(wall_ratios)).as_dict(),
         "looking_thread_over_step": Spread(tuple(looking)).as_dict(),
@@ -171,13 +172,8 @@ def main() -> int:
         pictures.mkdir()
         records.mkdir()
         write_pictures(pictures, 64)
-        hooks: Any = _global_optimizer_post_hooks
-        before = set(hooks)
         start(str(records))
-        patches = Patches(hooks, before)
-        measured = {
-            name: measure(case, pictures, patches, options.rounds, options.pairs) for name, case in CASES.items()
-        }
+        measured = {name: measure(case, pictures, options.rounds, options.pairs) for name, case in CASES.items()}
         left = sorted(path.name.split("-")[0] for path in records.iterdir())
         assert "steps" in left and "fetch" in left, f"the timers did not run: {left}"  # noqa: PT018
     keep("attach_overhead", measured)

@@ -29,7 +29,8 @@ from bench.rounds import RESULTS, keep
 from bench.verdict_cases.cases import CASES, HABITS, LOOP, Case, Script
 from stoker.data.volumes.scrolls import write_scrolls
 
-FOLDER = Path(__file__).parent / "verdict_cases"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "bench" / "verdict_cases"
 ENVIRONMENTS: dict[Script, str] = {"transformers": "huggingface", "accelerate": "huggingface"}
 """Environments of the scripts that do not have one of the same name."""
 RIGHT = 0.95
@@ -121,7 +122,7 @@ def run(case: Case, folder: Path, seconds: float, nice: int) -> dict[str, Any]:
         try:
             done = subprocess.run(
                 ["nice", "-n", str(nice), *before, *command], capture_output=True, text=True, timeout=TIMEOUT_S,
-                cwd=FOLDER.parents[1], env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])},
+                cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
             )  # fmt: skip
             document: dict[str, Any] = json.loads(done.stdout)
         except subprocess.TimeoutExpired:

@@ -16,8 +16,13 @@ from stoker.doctor.attach.inside.stages import COLLATE, FETCH, READ_AND_DECODE, 
 
 # Asking how much was read takes 5 µs, twice, and adding up arrays as long: for every batch at first, then for some.
 ALWAYS_BELOW, THEN_EVERY = 16, 8
-# Writing the sums takes 15 µs: after every batch that took a thousand times as long, otherwise ten times a second. A
-# worker is ended without notice, and its batches since the last write are missing from its sums.
+# Timing the stages of a sample takes up to 0.1 ms: for every batch at first, and always where batches take long on
+# average; then for a quarter of them, which stand for the others as well. Multiples of the golden ratio choose them:
+# every fourth would be the one that opens a file of four batches, or never that one.
+STAGES_BELOW, ALWAYS_FROM_NS = 64, 100_000_000
+GOLDEN, CHOSEN_BELOW = 0x9E3779B1, 2**30
+# Writing the sums takes 15 µs, three times as much with cold caches: after every batch of 10 ms or more, otherwise ten
+# times a second. A worker is ended without notice, and its batches since the last write are missing from its sums.
 WRITE_AFTER_NS = 10_000_000
 WRITE_EVERY_NS = 100_000_000
 
@@ -57,7 +62,9 @@ class FetchTotals:
         self._watched = Watched(self._ring.memory, worker >= 0, fetches.is_forked)
         self.clock.on_open = self._watched.files.opened
         self._about = worker, threads, int(self.clock.knows_run_queue)
-        self._batches = self._samples = 0
+        self._batches = self._samples = self._samples_in_stages = self._took_ns = 0
+        self.in_stages = True
+        """Whether the batch that is prepared now is split into stages."""
         self._size = -1
         self._fetched_before = self._collected_before = 0
         self._reads_before = 0
@@ -80,12 +87,12 @@ class FetchTotals:
 
     def sample_ends(self, began_ns: int, index: Any) -> None:
         """Counts a sample, and keeps its name if it is among the slowest."""
-        took_ns = time.perf_counter_ns() - began_ns
-        self.clock.close_piece()
+        clock = self.clock
+        took_ns = clock.settle() - began_ns
         # Waiting for a core is not the sample's fault, and neither is a full garbage collection: the first one in a
         # forked worker copies every page that it shares with the parent, and took 200 ms for samples of 1 ms.
-        took_ns = max(0, took_ns - (self.clock.queued_ns + collections.took_ns - self._queued))
-        path, self.clock.opened = self.clock.opened, None
+        took_ns = max(0, took_ns - (clock.queued_ns + collections.took_ns - self._queued))
+        path, clock.opened = clock.opened, None
         if path is not None and not self._path_written:
             self._write_path(path)
         self._watched.files.sample_ends()
@@ -114,19 +121,34 @@ class FetchTotals:
         full = os.fsencode(os.path.abspath(os.fspath(path)))  # noqa: PTH100 - may be bytes
         ring.PATH.pack_into(self._ring.memory, ring.PATH_AT, full[: ring.PATH.size])
 
+    def choose(self) -> bool:
+        """Whether the next batch is split into stages."""
+        self.in_stages = (
+            self._batches < STAGES_BELOW
+            or self._batches * GOLDEN % 2**32 < CHOSEN_BELOW
+            or self._took_ns > ALWAYS_FROM_NS * self._batches
+        )
+        return self.in_stages
+
     def batch_begins(self) -> None:
         clock = self.clock
-        self._fetched_before = _fetched_ns(clock)
         self._collected_before = collections.took_ns
-        self._reads_before = clock.calls[FETCH] + clock.calls[SOCKET] + clock.calls[READ_AND_DECODE]
         # The first batch reads what is imported for it as well.
         self._read_before = self._bytes_read() if self._batches and self._now_and_then() else None
+        if not self.in_stages:
+            clock.begin_whole()
+            return
+        self._fetched_before = _fetched_ns(clock)
+        self._reads_before = clock.calls[FETCH] + clock.calls[SOCKET] + clock.calls[READ_AND_DECODE]
         clock.begin()
         sampler.begin(self.spots, clock.began_ns)
 
     def batch_ends(self) -> None:
-        sampler.thread = 0
-        self.clock.end()
+        if self.in_stages:
+            sampler.thread = 0
+            self.clock.end()
+        else:
+            self.clock.end_whole()
 
     def batch_made(self, epoch: int, samples: int, data: Any, dataset: Any) -> None:
         """Records a batch whose timing has ended."""
@@ -143,12 +165,14 @@ class FetchTotals:
         reads = clock.calls[FETCH] + clock.calls[SOCKET] + clock.calls[READ_AND_DECODE]
         self._ring.append(
             clock.began_ns, clock.took_ns, clock.ran_ns, clock.queue_ns if clock.knows_run_queue else -1,
-            max(0, _fetched_ns(clock) - self._fetched_before) if reads > self._reads_before else -1,
+            max(0, _fetched_ns(clock) - self._fetched_before) if self.in_stages and reads > self._reads_before else -1,
             self._size, samples, epoch, self._number, (collections.took_ns - self._collected_before) // 1000,
         )  # fmt: skip
         self._number += 1
         self._batches += 1
         self._samples += samples
+        self._samples_in_stages += samples if self.in_stages else 0
+        self._took_ns += clock.took_ns
         long_ago = clock.began_ns - self._written_ns > WRITE_EVERY_NS
         if long_ago or clock.took_ns > WRITE_AFTER_NS or self._batches < ALWAYS_BELOW:
             self._written_ns = clock.began_ns
@@ -162,10 +186,12 @@ class FetchTotals:
     def _write_totals(self) -> None:
         clock, memory = self.clock, self._ring.memory
         read = self._read_bytes * self._batches // self._read_batches if self._read_batches else -1
+        sums = clock.socket_bytes, *clock.wall, *clock.off_core, *clock.run_queue, *clock.calls
+        if 0 < self._samples_in_stages < self._samples:
+            sums = tuple(each * self._samples // self._samples_in_stages for each in sums)
         ring.TOTALS.pack_into(
-            memory, ring.TOTALS_AT, self._batches, self._samples, read, clock.socket_bytes, *self._about,
-            *clock.wall, *clock.off_core, *clock.run_queue, *clock.calls,
-        )  # fmt: skip
+            memory, ring.TOTALS_AT, self._batches, self._samples, read, sums[0], *self._about, *sums[1:]
+        )
         ring.HISTOGRAM.pack_into(memory, ring.HISTOGRAM_AT, *self._histogram)
         self._watched.write(self.spots.sampled_ns, self.spots.looks, clock.worked)
 
@@ -231,6 +257,10 @@ class TimedIterator:
     def __iter__(self) -> TimedIterator:
         return self
 
+    def passed(self, samples: int) -> None:
+        """Counts samples that were taken without us."""
+        self._place += samples
+
     def __next__(self) -> Any:
         began = self._totals.sample_begins()
         item = next(self._iterator)
@@ -255,7 +285,7 @@ class _Fetches:
 
     def forget(self) -> None:
         """After a fork: what is here belongs to the parent."""
-        here.clock = None
+        here.clock, here.preparing = None, False
         self.__init__()  # type: ignore[misc]
         self.is_forked = True
 
@@ -285,12 +315,14 @@ def _clocked(original: Any, attribute: str) -> Any:
         opened = session.current()
         if opened is None or not opened.recording:
             return original(self, possibly_batched_index)
-        if here.clock is not None:  # a loader inside a dataset: its time belongs to the outer batch
+        if here.preparing:  # a loader inside a dataset: its time belongs to the outer batch
             return original(self, possibly_batched_index)
         try:
             totals = fetches.totals.get(fetches.loader) or _begin_totals(opened)
             source, collate = self.__dict__[attribute], self.collate_fn
             timed_source, timed_collate = _with_clocks(self, attribute, source, collate, totals)
+            if not totals.choose():
+                timed_source, timed_collate = source, collate
         except Exception as error:  # the script comes first
             opened.failed("a fetch could not be timed", error)
             return original(self, possibly_batched_index)
@@ -304,7 +336,10 @@ def _clocked(original: Any, attribute: str) -> Any:
             setattr(self, attribute, source)
             self.collate_fn = collate
         try:
-            totals.batch_made(self._stoker_epoch, _samples(possibly_batched_index, data), data, source)
+            samples = _samples(possibly_batched_index, data)
+            totals.batch_made(self._stoker_epoch, samples, data, source)
+            if timed_source is source and attribute != "dataset":
+                self._stoker[2].passed(samples)
         except Exception as error:
             opened.failed("a batch could not be recorded", error)
         return data

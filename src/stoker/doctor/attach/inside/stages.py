@@ -86,9 +86,16 @@ STAGE_TARGETS: dict[str, tuple[tuple[str, int], ...]] = {
 }  # fmt: skip
 
 
-# A shorter piece counts as run, and one that was off its core for less as not queued: asking for a thread's CPU time
-# takes 0.3 to 1.2 µs, reading schedstat about 3 µs.
+# A shorter piece counts as run, and one that was off its core for less as not queued. Between two images, with cold
+# caches, asking for a thread's CPU time takes about 5 µs and reading schedstat 20.
 WORTH_ASKING_NS = 20_000
+WORTH_A_CLOSER_LOOK = 0.05
+"""Of the time between two settlements that this thread was off its core."""
+CLOSER_LOOKS = 8
+# Where time goes of which we only know that the thread did not run: a thread that slept was reading, one that waited
+# for a core was computing.
+_SLEEPING = (SOCKET, FETCH, READ_AND_DECODE, OTHER, COLLATE, PREPROCESS, AUGMENT, DECODE)
+_COMPUTING = _SLEEPING[::-1]
 WRAPPED = "_stoker_wrapped"
 
 _wall_ns = time.perf_counter_ns
@@ -98,9 +105,10 @@ _cpu_ns = time.thread_time_ns
 class StageClock:
     """Splits the time of a loader's batches, one after another, in the thread that prepares them.
 
-    Each boundary ends a piece of time and adds it to the stage on top: wall time, time on a core, and time waiting
-    for a core. The kernel is asked for the second only if the piece was long, and for the third only if the first two
-    differ: most pieces are short and never left their core. The lists are sums over all batches so far."""
+    Each boundary ends a piece of time and adds it to the stage on top. How much of it this thread ran, slept, or waited
+    for a core is settled once for each sample. Most samples never leave their core; after one that did, the kernel is
+    asked at every boundary for a while, so that each stage gets its own share. The lists are sums over all batches so
+    far."""
 
     def __init__(self) -> None:
         self.socket_bytes = 0
@@ -125,25 +133,52 @@ class StageClock:
         """The stage on top."""
         self._stack: list[int] = []
         self._off_before = 0
-        self._last_wall = self._last_cpu = self._asked_wall = 0
+        self._last_wall = self._last_cpu = self._asked_wall = self._settled_wall = 0
+        self._asked_walls = [0] * STAGE_COUNT
+        self._off_since = 0
+        self._closer = CLOSER_LOOKS
+        self._queues = True
 
     def begin(self) -> None:
         """Starts a batch; this thread's calls count from here on."""
         self._stack.clear()
         self.stage = OTHER
-        schedule = read_schedule() if self.knows_run_queue else None
-        self.queued_ns = self.queue_ns = schedule[1] if schedule else 0
         here.clock = self
-        self._off_before = sum(self.off_core)
+        self._off_before, self._off_since = sum(self.off_core), 0
+        self._asked_walls = self.wall[:]
+        self.begin_whole()
+        self._last_wall = self._settled_wall = self.began_ns
+
+    def begin_whole(self) -> None:
+        """Starts a batch that is not split into stages."""
+        here.preparing = True
+        # Without a baseline, waiting between batches counts as well, up to what this thread was off its core.
+        if self._queues and self.knows_run_queue:
+            schedule = read_schedule()
+            self.queued_ns = schedule[1] if schedule else self.queued_ns
+        self.queue_ns = self.queued_ns
+        self._queues = False
         self._last_cpu = _cpu_ns()
-        self._last_wall = self._asked_wall = self.began_ns = _wall_ns()
+        self._asked_wall = self.began_ns = _wall_ns()
 
     def end(self) -> None:
         """Ends the batch."""
-        self.close_piece()
-        here.clock = None
-        self.took_ns = self._last_wall - self.began_ns
-        off_core = sum(self.off_core) - self._off_before
+        self.settle()
+        here.clock, here.preparing = None, False
+        self._sum_up(self._last_wall, sum(self.off_core) - self._off_before)
+
+    def end_whole(self) -> None:
+        """Ends a batch that is not split into stages."""
+        here.preparing = False
+        wall = _wall_ns()
+        off_core = max(0, self._off_core_at(wall))
+        if off_core > WORTH_A_CLOSER_LOOK * (wall - self.began_ns):
+            self._queued_of(off_core)
+            self._closer = CLOSER_LOOKS
+        self._sum_up(wall, off_core)
+
+    def _sum_up(self, wall: int, off_core: int) -> None:
+        self.took_ns = wall - self.began_ns
         self.ran_ns = self.took_ns - off_core
         self.queue_ns = min(off_core, self.queued_ns - self.queue_ns)
 
@@ -152,47 +187,94 @@ class StageClock:
         took = wall - self._last_wall
         self._last_wall = wall
         self.wall[top] += took
-        if took > WORTH_ASKING_NS:
+        if self._closer and took > WORTH_ASKING_NS:
             self._ask(wall, took, top)
         self._stack.append(top)
         self.stage = stage
         self.calls[stage] += 1
 
     def leave(self) -> None:
-        self.close_piece()
-        self.stage = self._stack.pop() if self._stack else OTHER
-
-    def close_piece(self) -> None:
-        """Adds the time since the last boundary to the stage on top."""
         wall, top = _wall_ns(), self.stage
         took = wall - self._last_wall
         self._last_wall = wall
         self.wall[top] += took
-        if took > WORTH_ASKING_NS:
+        if self._closer and took > WORTH_ASKING_NS:
             self._ask(wall, took, top)
+        self.stage = self._stack.pop() if self._stack else OTHER
+
+    def settle(self) -> int:
+        """Adds the time since the last boundary to the stage on top, and shares out the time off the core that is not
+        yet known; returns the time in ns."""
+        wall, top = _wall_ns(), self.stage
+        took = wall - self._last_wall
+        self._last_wall = wall
+        self.wall[top] += took
+        if wall - self._asked_wall > WORTH_ASKING_NS:
+            if self._closer:
+                self._ask(wall, took, top)
+            else:
+                self._share_out(wall)
+        if self._off_since > max(WORTH_ASKING_NS, WORTH_A_CLOSER_LOOK * (wall - self._settled_wall)):
+            self._closer = CLOSER_LOOKS
+        elif self._closer:
+            self._closer -= 1
+        self._off_since, self._settled_wall = 0, wall
+        return wall
 
     def _ask(self, wall: int, took: int, stage: int) -> None:
         """Asks the kernel how much of a long piece this thread did not run, and why."""
+        off_core = min(took, self._off_core_at(wall))
+        if off_core > 0:
+            self._off_since += off_core
+            self.off_core[stage] += off_core
+            self.run_queue[stage] += self._queued_of(off_core)
+        self._asked_walls = self.wall[:]
+
+    def _share_out(self, wall: int) -> None:
+        """The same for all pieces since the kernel was asked."""
+        before, self._asked_walls, since = self._asked_walls, self.wall[:], wall - self._asked_wall
+        off_core = self._off_core_at(wall)
+        # An interrupt, or the host's own work: that much is lost anywhere.
+        if off_core < WORTH_A_CLOSER_LOOK * since:
+            return
+        self._off_since += off_core
+        queued = self._queued_of(off_core)
+        room = [now - then for now, then in zip(self.wall, before, strict=True)]
+        for left, stages, is_queue in ((queued, _COMPUTING, True), (off_core - queued, _SLEEPING, False)):
+            for stage in stages:
+                part = min(left, room[stage])
+                room[stage] -= part
+                left -= part
+                self.off_core[stage] += part
+                self.run_queue[stage] += part if is_queue else 0
+
+    def _off_core_at(self, wall: int) -> int:
+        """Time since the last question that this thread did not run."""
         cpu = _cpu_ns()
         off_core = (wall - self._asked_wall) - (cpu - self._last_cpu)
         self._asked_wall, self._last_cpu = wall, cpu
-        if off_core <= 0:
-            return
-        off_core = min(took, off_core)
-        self.off_core[stage] += off_core
-        if off_core > WORTH_ASKING_NS and self.knows_run_queue:
-            schedule = read_schedule()
-            if schedule is not None:
-                self.run_queue[stage] += min(off_core, schedule[1] - self.queued_ns)
-                self.queued_ns = schedule[1]
+        return off_core
+
+    def _queued_of(self, off_core: int) -> int:
+        """How much of it was spent waiting for a core."""
+        if off_core <= WORTH_ASKING_NS or not self.knows_run_queue:
+            return 0
+        schedule = read_schedule()
+        if schedule is None:
+            return 0
+        self._queues = True
+        queued, self.queued_ns = min(off_core, schedule[1] - self.queued_ns), schedule[1]
+        return queued
 
 
 class _Here(threading.local):
     clock: StageClock | None = None
+    preparing: bool = False
+    """Whether this thread is preparing a batch, split into stages or not."""
 
 
 here = _Here()
-"""The clock of the thread that is preparing a batch; None in every other thread."""
+"""The clock of the thread that is preparing a batch in stages; None in every other thread."""
 
 
 def timed(function: Callable[..., Any], stage: int, only_with: str | None = None) -> Callable[..., Any]:
@@ -206,30 +288,47 @@ def timed(function: Callable[..., Any], stage: int, only_with: str | None = None
         clock = here.clock
         if clock is None or (only_with is not None and not getattr(args[0], only_with, True)):
             return function(*args, **kwargs)
-        now = stage
-        if stage == PREPROCESS:
-            if clock.stage == PREPROCESS:  # one filter calls another: the outer one is what the user called
-                return function(*args, **kwargs)
-            now = AUGMENT if clock.stage == AUGMENT else PREPROCESS
+        outer = clock.calling
+        clock.calling = name
+        clock.enter(stage)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            clock.leave()
+            clock.calling = outer
+
+    @functools.wraps(function)
+    def receive(*args: Any, **kwargs: Any) -> Any:
+        got = call(*args, **kwargs)
+        clock = here.clock
+        if clock is not None:
+            clock.socket_bytes += _bytes_of(got)
+        return got
+
+    @functools.wraps(function)
+    def preprocess(*args: Any, **kwargs: Any) -> Any:
+        clock = here.clock
+        # One filter calls another: the outer one is what the user called.
+        if clock is None or clock.stage == PREPROCESS:
+            return function(*args, **kwargs)
         outer, clock.calling = clock.calling, name
-        clock.enter(now)
+        clock.enter(AUGMENT if clock.stage == AUGMENT else PREPROCESS)
         try:
             got = function(*args, **kwargs)
         finally:
             clock.leave()
             clock.calling = outer
-        if stage == SOCKET:
-            clock.socket_bytes += _bytes_of(got)
-        elif stage == PREPROCESS and args:
+        if args:
             counts = clock.worked.setdefault(name, [0, 0])
             counts[0] += 1
             counts[1] += int(getattr(args[0], "size", 0))
         return got
 
-    setattr(call, WRAPPED, True)
+    chosen = {SOCKET: receive, PREPROCESS: preprocess}.get(stage, call)
+    setattr(chosen, WRAPPED, True)
     # TorchScript compiles a function from its source: point it to the original (torchvision.io's are scripted).
-    call.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": function})
-    return call
+    chosen.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": function})
+    return chosen
 
 
 def known_as(function: Any) -> str:

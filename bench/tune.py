@@ -84,6 +84,7 @@ def row_of(
     return {
         "scenario": bed.scenario.name,
         "limited_by": bed.scenario.limit,
+        "budget_s": bed.scenario.budget_s,
         "share_of_grid": share.as_dict(),
         "within": share.median >= 1 - WITHIN,
         "speedup_over_start": _ratio(spreads["tune"], spreads["start"]).as_dict(),

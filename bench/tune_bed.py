@@ -24,8 +24,6 @@ from stoker.tune.running import TuneOptions, plan_fits, tune_config
 from stoker.tune.space import Surroundings, config_with, settings_of
 from stoker.tune.trial import ConfigTrier, trial_copies
 
-BUDGET_S = 150.0
-"""An eighth of the command's default, and trials that are shorter in proportion: a scenario takes minutes."""
 LOADER_ALONE: Settings = {"num_workers": 2, "loader": "thread", "prefetch_factor": 4}
 """What a pace is relative to, with far look-ahead and large caches."""
 TAKES_NO_TIME_S = 1e-4
@@ -86,8 +84,8 @@ class Bed:
     def tune(self, seconds: float) -> Outcome:
         """What the command does."""
         options = TuneOptions(
-            budget_s=BUDGET_S, trial_s=seconds, pace=f"{1e3 * self.pace_s:.6f}ms", ram_bytes=self.ram_bytes,
-            write=self.path.with_name("tuned.yaml"), force=True, fresh=True,
+            budget_s=self.scenario.budget_s, trial_s=seconds, pace=f"{1e3 * self.pace_s:.6f}ms",
+            ram_bytes=self.ram_bytes, write=self.path.with_name("tuned.yaml"), force=True, fresh=True,
         )  # fmt: skip
         outcome = tune_config(self.path, (), options).outcome
         for step in outcome.steps:

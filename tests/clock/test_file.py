@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from stoker.clock.file import ClockFile, clock_header
 from stoker.clock.observed import LoaderShape
 from stoker.clock.reading import observed_from, read_observed
 from stoker.clock.steps import StepClock
+from stoker.doctor.diagnosing import diagnosis_of
 from stoker.errors import UserError
 from stoker.machine.host import HostWatch
 from stoker.run.folder import RunFolder
@@ -202,6 +204,47 @@ def test_a_file_without_its_first_line_is_not_guessed_at(tmp_path: Path) -> None
     with pytest.raises(UserError) as caught:
         read_observed(tmp_path)
     assert caught.value.name == "no-clock"
+
+
+def grown(own: float, workers: float, *, points: int = 40, first: int = 0) -> list[dict[str, Any]]:
+    """Lines of a run whose processes grow by so many bytes a second, with a look every ten seconds."""
+    return [
+        {"kind": "step", "time": 1e9 + 10 * at, "step": at + 1, "steps": 1, "samples": 256, "elapsed_s": 1.0,
+         "wait_s": 0.5, "host": {"cpus": 8, "available_bytes": 20_000_000_000},
+         "memory": {"own_bytes": 1e9 + 10 * own * at, "children_bytes": 8e8 + 10 * workers * at}}
+        for at in range(first, first + points)
+    ]  # fmt: skip
+
+
+def test_memory_that_grows_beyond_its_caches_is_seen_in_a_runs_own_lines() -> None:
+    start = {"kind": "event", "event": "clock", **header(), "may_grow_bytes": 500_000_000}
+    seen = observed_from([start, *grown(0, 8e6)], "these")
+    assert seen.memory is not None
+    assert seen.memory.watched_s == 390
+    assert seen.memory.worker_bytes_per_second == pytest.approx(1e6, rel=0.01)
+    assert (seen.memory.loop_bytes_per_second, seen.memory.loop_grown_bytes) == (0, 0)
+    found = next(each for each in diagnosis_of(seen).findings if each.id == "memory-grows")
+    assert found.message.startswith("each of 8 workers grows by 60 MB a minute, at 29 GB an hour in all: 20 GB")
+    assert "the same command continues" in (found.fix or "")
+    fills_a_cache = observed_from([start, *grown(0, 1e6)], "these")
+    assert "memory-grows" not in {each.id for each in diagnosis_of(fills_a_cache).findings}
+    # After a restart the process is another one, with its own memory.
+    again = observed_from([start, *grown(0, 8e6), start, *grown(0, 0, first=40)], "these")
+    assert again.memory is not None
+    assert (again.memory.watched_s, again.memory.worker_bytes_per_second) == (390, 0)
+
+
+def test_what_a_run_and_its_workers_have_for_themselves_is_written(tmp_path: Path) -> None:
+    clock, file = StepClock(), ClockFile(tmp_path / "clock.jsonl", header(), HostWatch())
+    clock.epoch_begins()
+    clock.step_ends([Made(1)])
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(int)
+        file.epoch(1, 0, clock.take_interval())
+    file.close()
+    memory = json.loads((tmp_path / "clock.jsonl").read_text().splitlines()[1])["memory"]
+    assert memory["own_bytes"] > 10_000_000
+    assert memory["children_bytes"] > 1_000_000
 
 
 def test_a_name_that_is_not_utf8_can_be_written(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from stoker.tune.journal import Journal
 from stoker.tune.ladder import MOST_TRIALS, search
 from stoker.tune.objective import Objective
 from stoker.tune.records import Candidate, Measured, Outcome, Settings, State
+from stoker.tune.text import outcome_text
 from tests.tune.made_up import START, MadeUp, neighbours, rises_to_four, was_run
 
 BEST: Settings = {"num_workers": 4, "loader": "process", "prefetch_factor": 2}
@@ -74,6 +75,20 @@ def test_where_repeated_runs_hide_the_answer_trials_take_longer_as_far_as_the_bu
     assert limited
     assert all(1.5 <= length < 80 / (MOST_TRIALS - 3) for length in limited)
     assert set(lengths(0.1, 30.0)) == {1.0}, "there is no time for it"
+
+
+def test_what_the_noise_hides_is_said_with_what_would_help() -> None:
+    def said(noise: float, budget_s: float) -> str:
+        trier = MadeUp(speed=lambda _settings: 100.0, noise=noise)
+        outcome = tune(trier, propose=more_workers, budget_s=budget_s)
+        return " ".join(line for line in outcome_text(outcome, None).splitlines() if "cannot be seen" in line)
+
+    def more_workers(state: State) -> Candidate | None:
+        return None if len(state.steps) > 1 else Candidate({"num_workers": 2}, "more")
+
+    assert said(0.005, 30.0) == ""
+    assert said(0.1, 30.0).endswith(" % cannot be seen here in trials of 1 s; a larger --budget makes them longer")
+    assert said(0.3, 1e6).endswith(" % cannot be seen here in trials of 6 s"), "longer ones would not average it out"
 
 
 def test_on_a_tie_the_cheaper_setting_wins_only_if_it_is_not_slower() -> None:

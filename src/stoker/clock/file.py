@@ -41,6 +41,8 @@ class HostLook(Protocol):
 
     def facts(self) -> HostFacts: ...
 
+    def processes(self) -> tuple[int, int] | None: ...
+
 
 class ClockFile:
     """Appends what the clock measured; like metrics.jsonl, a full disk delays nothing."""
@@ -89,7 +91,7 @@ class ClockFile:
             self._host_due_s, self._host_told = time.monotonic() + HOST_EVERY_S, True
             host = self._watch.facts()
             record["host"] = {name: value for name, value in asdict(host).items() if value is not None}
-            record["memory"] = _memory(host.page_cache_bytes, host.shm_used_bytes)
+            record["memory"] = _memory(host.page_cache_bytes, host.shm_used_bytes, self._watch.processes())
         return record
 
 
@@ -118,11 +120,13 @@ def clock_header(
     accelerator: AcceleratorFacts | None = None,
     storage: StorageFacts | None = None,
     convolves_3d: bool | None = None,
+    may_grow_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """The first line of a start: how the run of the lines below it is set up."""
+    """The first line of a start: how the run of the lines below it is set up. `may_grow_bytes` is what its caches and
+    buffers may take, beyond what they have at first."""
     header: dict[str, Any] = {"format": FORMAT, "loader": _known(loader), "cpus": cpus, "world": world}
     header |= {"torch": torch_version, "device": device, "convolves_3d": convolves_3d}
-    header |= {"accelerator": _known(accelerator), "storage": _known(storage)}
+    header |= {"accelerator": _known(accelerator), "storage": _known(storage), "may_grow_bytes": may_grow_bytes}
     header["batch_columns"] = list(BATCH_COLUMNS)
     return {name: value for name, value in header.items() if value is not None}
 
@@ -131,9 +135,12 @@ def _known(record: Any) -> dict[str, Any] | None:
     return None if record is None else {name: value for name, value in asdict(record).items() if value is not None}
 
 
-def _memory(available: int | None, shm_used: int | None) -> dict[str, int]:
-    """Bytes at the end of the interval: this process, available, shared memory, the device's allocator."""
+def _memory(available: int | None, shm_used: int | None, processes: tuple[int, int] | None) -> dict[str, int]:
+    """Bytes at the end of the interval: this process, available, shared memory, the device's allocator; and what this
+    process and its workers have for themselves."""
+    own, children = processes or (None, None)
     found = {"available_bytes": available, "shm_used_bytes": shm_used, "process_bytes": None}
+    found |= {"own_bytes": own, "children_bytes": children}
     with suppress(OSError, ValueError):
         found["process_bytes"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     torch = sys.modules.get("torch")  # imported in every process that trains

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from stoker.clock.file import FORMAT, HEADER
+from stoker.clock.growth import growth_rate, thinned
 from stoker.clock.observed import (
     AcceleratorFacts,
     BatchTime,
     HostFacts,
     LoaderShape,
+    MemoryGrowth,
     Observed,
     SlowSample,
     StageTime,
@@ -184,6 +186,8 @@ class ClockSums:
         before = self._header
         if not self._run.is_empty if before is None else _setup_of(before) != _setup_of(header):
             self._setup = _Sums()
+        # A process that has just started, or other workers: what was seen before says nothing about their memory.
+        self._setup.memory.clear()
         self._header = header
 
     def _add_interval(self, record: Record) -> None:
@@ -229,6 +233,8 @@ class _Sums:
         self._shm_used_bytes: float | None = None
         self._shares: dict[str, list[float]] = {"throttled_share": [0, 0.0], "cpu_busy_share": [0, 0.0]}
         """How often each was measured, and the sum."""
+        self.memory: list[tuple[float, float, float]] = []
+        """When, and the bytes of the training process and of its workers."""
 
     def add(self, record: Record) -> None:
         self.is_empty = False
@@ -244,6 +250,7 @@ class _Sums:
         self._add_newest(record)
         self._add_slowest(record)
         self._add_host(record.get("host"))
+        self._add_memory(record)
 
     def _add_stages(self, stages: Any) -> None:
         for name, stage in stages.items() if isinstance(stages, dict) else ():
@@ -293,6 +300,31 @@ class _Sums:
                 sums[0] += 1
                 sums[1] += share
 
+    def _add_memory(self, record: Record) -> None:
+        memory, at_s = record.get("memory"), _amount(record, "time")
+        if isinstance(memory, dict) and at_s is not None:
+            own, children = _amount(memory, "own_bytes"), _amount(memory, "children_bytes")
+            if own is not None and children is not None:
+                self.memory = thinned([*self.memory, (at_s, own, children)])
+
+    def _memory_growth(self, header: Record, loader: LoaderShape) -> MemoryGrowth | None:
+        if not self.memory:
+            return None
+        began, ended = self.memory[0], self.memory[-1]
+        grown_own, grown_children = ended[1] - began[1], ended[2] - began[2]
+        own = growth_rate([(at_s, bytes_) for at_s, bytes_, _ in self.memory])
+        children = growth_rate([(at_s, bytes_) for at_s, _, bytes_ in self.memory])
+        if grown_own + grown_children <= (_amount(header, "may_grow_bytes") or 0.0):
+            own, children = (None if rate is None else 0.0 for rate in (own, children))
+        workers = loader.workers if loader.engine == "process" else 0
+        return MemoryGrowth(
+            watched_s=ended[0] - began[0],
+            worker_bytes_per_second=children / workers if workers and children is not None else None,
+            loop_bytes_per_second=own,
+            worker_grown_bytes=grown_children / workers if workers else None,
+            loop_grown_bytes=grown_own,
+        )
+
     def stage_times(self) -> dict[str, StageTime]:
         found = {}
         for name, sums in self._stages.items():
@@ -334,6 +366,7 @@ class _Sums:
             accelerator=self._accelerator_facts(header),
             torch_version=_of_kind(header.get("torch"), str),
             convolves_3d=_of_kind(header.get("convolves_3d"), bool),
+            memory=self._memory_growth(header, loader),
             missing=_missing(header, stages),
         )
 

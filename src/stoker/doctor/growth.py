@@ -1,27 +1,11 @@
-"""How fast memory grows, whether it will be full, when, and what fills it. Pure; for checks and predictions."""
+"""Whether memory that grows will be full, when, and what fills it. Pure; for checks and predictions."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stoker.clock.observed import Held, MemoryGrowth, Observed
 from stoker.doctor.preparing import USABLE
-
-WARM_UP = 1 / 3
-"""Share of the time that is left out: imports, first batches, allocators and caches that fill."""
-FEWEST_POINTS = 6
-LEAST_BYTES = 16e6
-"""Growth after the warm-up below which it is noise: what Python and malloc keep moves by a few megabytes."""
-LEVELS_OFF = 0.5
-"""The second half must grow at least at this share of the first half's rate."""
-NOISE = 3.0
-"""Times the typical distance of a point from the line, that the growth must exceed."""
-MOST_POINTS = 64
-
-Point = tuple[float, float]
-"""Seconds, bytes."""
 
 HORIZON_S = 24 * 3600.0
 """Memory that lasts for a day longer is not what a run dies of: an epoch, a restart or an end comes first."""
@@ -94,39 +78,3 @@ def _fits(observed: Observed, memory: MemoryGrowth, workers: int) -> bool:
     assert observed.host.available_bytes is not None
     entry_bytes = max(0.0, grown) / max(1, held.now - held.before)
     return entry_bytes * (samples - held.now) * max(1, workers) <= USABLE * observed.host.available_bytes
-
-
-def growth_rate(points: Sequence[Point]) -> float | None:
-    """Bytes a second; 0 if there is no lasting growth, None if there are too few points to say."""
-    if len(points) < FEWEST_POINTS:
-        return None
-    began_s, ended_s = points[0][0], points[-1][0]
-    late = [point for point in points if point[0] >= began_s + WARM_UP * (ended_s - began_s)]
-    if len(late) < FEWEST_POINTS:
-        return None
-    rate = _slope(late)
-    grown = rate * (late[-1][0] - late[0][0])
-    start = statistics.median(size - rate * at for at, size in late)
-    noise = statistics.median(abs(size - rate * at - start) for at, size in late)
-    if grown < LEAST_BYTES or grown < NOISE * noise:
-        return 0.0
-    # The halves meet in the middle point, so that each has at least half of the points.
-    middle = len(late) // 2
-    first, second = _slope(late[: middle + 1]), _slope(late[middle:])
-    return rate if second >= LEVELS_OFF * max(first, rate) else 0.0
-
-
-def _slope(points: Sequence[Point]) -> float:
-    """Theil and Sen's: the median over all pairs, which a few jumps do not move."""
-    slopes = [
-        (later[1] - earlier[1]) / (later[0] - earlier[0])
-        for number, earlier in enumerate(points)
-        for later in points[number + 1 :]
-        if later[0] > earlier[0]
-    ]
-    return statistics.median(slopes) if slopes else 0.0
-
-
-def thinned(points: list[Point]) -> list[Point]:
-    """Every second point, once there are too many; the first and the newest stay."""
-    return points if len(points) <= MOST_POINTS else [*points[:-1:2], points[-1]]

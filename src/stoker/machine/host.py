@@ -25,7 +25,7 @@ from stoker.cgroups import (
 )
 from stoker.clock.observed import HostFacts
 from stoker.config.schema import Config
-from stoker.machine.memory import read_host_memory, read_memory
+from stoker.machine.memory import own_and_children_bytes, read_host_memory, read_memory
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its size is read
 CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -229,6 +229,10 @@ class HostWatch:
             page_cache_bytes=_available_bytes(machine.ram_bytes),
             available_bytes=available,
         )
+
+    def processes(self) -> tuple[int, int] | None:
+        """Memory that this process and its descendants have for themselves."""
+        return own_and_children_bytes()
 
     def _begin(self) -> None:
         self._shm_used = self._available = None

@@ -66,6 +66,19 @@ def tree_pids(root: int) -> list[int]:
     return found
 
 
+def own_and_children_bytes() -> tuple[int, int] | None:
+    """Heaps and buffers of this process, and of all its descendants; None where the system does not report it. Pages
+    that a fork shares count in both, which does not matter to how fast they grow."""
+    own, children, me = None, 0, os.getpid()
+    for pid in tree_pids(me):
+        held = read_counters(PROC / str(pid) / "status").get("RssAnon")
+        if pid == me:
+            own = held
+        else:
+            children += held or 0
+    return None if own is None else (own, children)
+
+
 @dataclass(frozen=True)
 class MemoryState:
     """Memory under the nearest limit: the host's, or that of a cgroup of this process."""

@@ -95,7 +95,15 @@ def run_header(
         accelerator=_accelerator_facts(run.device),
         storage=storage,
         convolves_3d=any(isinstance(module, nn.Conv3d) for module in run.model.modules()),
+        may_grow_bytes=_may_grow_bytes(config),
     )
+
+
+def _may_grow_bytes(config: HostConfig) -> int:
+    """What the loader may keep while it runs: bytes read ahead, in each process, and decoded chunks of volumes."""
+    processes = 1 + (config.num_workers if config.loader == "process" else 0)
+    kept = config.volume_cache if config.task == "segment3d" else 0
+    return processes * config.lookahead + kept
 
 
 def _accelerator_facts(device: torch.device) -> AcceleratorFacts | None:

@@ -72,6 +72,11 @@ def compare(candidate: Sequence[Measured], best: Sequence[Measured], score: Scor
     return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
 
 
+def smallest_gain(spread: float) -> float:
+    """The smallest gain that two runs against two others would show, as a share: 0.06."""
+    return max(FLOOR, math.expm1(SURE * spread))
+
+
 def is_cheaper(settings: Settings, than: Settings) -> bool:
     """Whether settings take less memory than others, and no more of anything."""
     pairs = list(zip(_taken(settings), _taken(than), strict=True))

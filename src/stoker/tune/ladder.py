@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from stoker.tune.comparing import FLOOR, Comparison, compare, is_cheaper, mean_rate, percent, spread_of
+from stoker.tune.comparing import FLOOR, Comparison, compare, is_cheaper, mean_rate, percent, smallest_gain, spread_of
 from stoker.tune.journal import Journal
 from stoker.tune.objective import Objective, run_facts
 from stoker.tune.records import (
@@ -310,12 +310,15 @@ class _Ladder:
         mine, against = self._confirmed or (self._of(self.best), self._of(self.original))
         before, after = (next((r for r in runs[::-1] if r.result == "measured"), None) for runs in (against, mine))
         whole_run = run_facts(self.objective, before, after, self.price_per_hour)
+        spread = spread_of(self._alike.values(), self.objective.score)
         return Outcome(
             original=self.original, best=self.best, before=mean_rate(against), after=mean_rate(mine),
             stopped=stopped, ceiling=self.ceiling, trials=self.trials, took_s=self._spent_s(),
             steps=tuple(self.steps), other_training=tuple(self.others),
             facts={
-                "objective": self.objective.goal, "confirmed": self._confirmed is not None, **whole_run, **self.facts,
+                "objective": self.objective.goal, "confirmed": self._confirmed is not None,
+                "smallest_gain": smallest_gain(spread), "trial_s": self.trial_s,
+                "could_be_longer": self.trial_s * WORTH_LONGER < self._longest_trial_s, **whole_run, **self.facts,
             },
         )  # fmt: skip
 

@@ -11,6 +11,8 @@ from stoker.console import clock, count, format_table, megabytes
 from stoker.tune.records import Measured, Outcome, Settings, Step
 
 SIZES = ("lookahead", "volume_cache")
+WORTH_SAYING = 0.05
+"""A gain that people would want: if trials cannot show it, we say so."""
 STOPPED = {
     "compute-bound": "the loop is compute-bound: it runs at the speed of its model",
     "budget": "the budget of time or trials is used up",
@@ -72,6 +74,7 @@ def outcome_text(outcome: Outcome, target: Path | None) -> str:
                 "%", " %"
             )
         )
+    lines += _unseen(outcome)
     lines += _whole_run(facts)
     failures = [step for step in outcome.steps if any(run.result != "measured" for run in step.measured)]
     if failures:
@@ -105,6 +108,16 @@ def _headline(outcome: Outcome, unit: str) -> str:
     ratio = outcome.after / outcome.before
     confirmed = "" if outcome.facts.get("confirmed") else " (not confirmed)"
     return f"{rate_text(outcome.before, unit)} -> {after}: {ratio:.2f} times as fast{confirmed}"
+
+
+def _unseen(outcome: Outcome) -> list[str]:
+    """What the noise of this machine hides."""
+    hidden = outcome.facts.get("smallest_gain")
+    if hidden is None or hidden < WORTH_SAYING or outcome.stopped in ("compute-bound", "interrupted"):
+        return []
+    below = f"{hidden:.0%}".replace("%", " %")
+    line = f"gains below {below} cannot be seen here in trials of {outcome.facts['trial_s']:.0f} s"
+    return [line + ("; a larger --budget makes them longer" if outcome.facts.get("could_be_longer") else "")]
 
 
 def _whole_run(facts: dict[str, Any]) -> list[str]:

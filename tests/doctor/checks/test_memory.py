@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from stoker.clock.growth import Point, growth_rate, thinned
 from stoker.clock.observed import Held, HostFacts, LoaderShape, MemoryGrowth, Observed
 from stoker.doctor.diagnosing import diagnosis_of
-from stoker.doctor.growth import Point, growth_rate, thinned
 from stoker.doctor.text import doctor_text
 from tests.doctor.checks.observations import BATCH, starved
 

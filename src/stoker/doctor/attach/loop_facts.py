@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from stoker.clock.growth import growth_rate
 from stoker.clock.observed import DeviceRead, Held, LoopHabits, LoopThreads, MemoryGrowth
 from stoker.doctor.attach.inside.ring import LAST, StepRecord
 from stoker.doctor.attach.preparing import shown_path
 from stoker.doctor.attach.processes import Seen
 from stoker.doctor.attach.timeline import About, FetchFile
-from stoker.doctor.growth import growth_rate
 
 MOST_OF_IT = 0.5
 """Of the time of watching, that a worker must have lived for its memory to count."""

@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from stoker.clock.growth import Point, thinned
 from stoker.doctor.attach.inside import ring
-from stoker.doctor.growth import Point, thinned
 
 LOOK_S = 0.25
 RARELY = 200

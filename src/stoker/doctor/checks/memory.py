@@ -6,6 +6,9 @@ from stoker.doctor.checks.case import Case, Hit, check
 from stoker.doctor.growth import Filling
 from stoker.doctor.words import bytes_text, long_time_text
 
+RESTART = "end the run in time with Ctrl-C or SIGTERM: it saves, and the same command continues at that step"
+"""For our own training, in which no code of the user's keeps anything."""
+
 
 def _unless_something_else_is_wrong(_case: Case) -> float:
     """The verdict only where nothing takes the loop's time: then it is what ends the run."""
@@ -18,6 +21,8 @@ def memory_grows(case: Case) -> Hit | None:
 
     Why: the kernel kills the run then, often at night. Each worker has its own copy of what the data set keeps, so more
     workers only make it happen sooner: none are advised as long as this goes on.
+
+    A run of ours may fill its caches first (`volume_cache`, `lookahead`): only what grows beyond them counts.
 
     Example: `self.cache[index] = volume` in __getitem__, 4 workers: 1.2 GB an hour, full after 40 minutes.
     """
@@ -35,7 +40,7 @@ def memory_grows(case: Case) -> Hit | None:
     return Hit(
         f"{who}, at {hourly} an hour in all: {bytes_text(host.available_bytes)} of memory are left, and full in "
         f"{long_time_text(found.full_in_s)}{_evidence(found)}",
-        _fix(found),
+        RESTART if case.observed.source == "run" else _fix(found),
     )
 
 

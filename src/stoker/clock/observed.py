@@ -190,7 +190,7 @@ class Preparation:
     """Of that array: 4 for the patch of a volume with channels."""
     batches_seen: int = 0
     shape_changes: int = 0
-    """Of the batches seen, how many had another shape than the one that the same worker made before."""
+    """Of the batches seen, how many had another shape than the one before."""
     shapes: tuple[str, ...] = ()
     """Two that followed each other."""
     size_spread: float = 1.0

@@ -13,6 +13,10 @@ import torch
 
 from stoker.doctor.attach.inside.habits import Caches, Files, Memory, Shapes
 from stoker.doctor.attach.inside.precision import in_32_bits
+from stoker.doctor.attach.inside.ring import BUCKETS, Habits
+from stoker.doctor.attach.inside.stages import STAGE_COUNT
+from stoker.doctor.attach.preparing import preparation_of
+from stoker.doctor.attach.timeline import FetchFile
 
 ENTRY = np.zeros(50_000, np.float32)
 
@@ -86,6 +90,34 @@ def test_shapes_change_only_if_a_sample_does() -> None:
     assert (shapes.smallest, shapes.largest, shapes.dimensions) == (64, 216, 5)
     shapes.look([torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)], 2)  # a list of images is not a batch of one shape
     assert shapes.seen == 4
+
+
+def worker(number: int, side: int, changes: int = 0, seen: int = 50) -> FetchFile:
+    """A worker that made batches of one shape, unless there are changes."""
+    none, size = (0,) * STAGE_COUNT, side**2
+    return FetchFile(
+        pid=100 + number, loader=0, batches=seen, samples=4 * seen, read_bytes=None, socket_bytes=0, worker=number,
+        threads=1, knows_run_queue=False, wall_ns=none, cpu_ns=none, run_queue_ns=none, calls=none,
+        histogram=(0,) * (2 * BUCKETS), slow=(), path=None, records=(),
+        habits=Habits(shapes_seen=seen, shape_changes=changes, elements=seen * size, smallest=size, largest=size,
+                      dimensions=4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workers", "changes"),
+    [
+        ([worker(0, 8), worker(1, 8)], 0),
+        ([worker(0, 8), worker(1, 12)], 100),  # in turn: every batch
+        ([worker(0, 8), worker(1, 12), worker(2, 12)], 100),  # two of three
+        ([worker(0, 8, changes=20), worker(1, 8, changes=25)], 45),
+        ([worker(-1, 8)], 0),  # no workers
+    ],
+)
+def test_shapes_that_differ_between_workers_change_from_batch_to_batch(workers: list[FetchFile], changes: int) -> None:
+    seen = preparation_of(workers)
+    assert seen is not None
+    assert seen.shape_changes == changes
 
 
 def test_memory_of_a_worker_counts_what_it_allocates() -> None:

@@ -36,11 +36,25 @@ def preparation_of(files: Sequence[FetchFile]) -> Preparation | None:
         sample_elements=sum(each.elements for each in habits) / seen if seen else None,
         sample_dimensions=max(each.dimensions for each in habits) - 1 if seen else None,
         batches_seen=seen,
-        shape_changes=sum(each.shape_changes for each in habits),
+        shape_changes=_shape_changes(files),
         shapes=next((file.shapes for file in files if file.shapes), ()),
         size_spread=max(size for _, size in sizes) / smallest if smallest else 1.0,
         worker_bytes=max(private, default=None),
     )
+
+
+def _shape_changes(files: Sequence[FetchFile]) -> int:
+    """How many of the batches seen had another shape than the one before.
+
+    A worker knows only its own batches. The loop takes them from all workers in turn: two workers with one shape each,
+    but not the same, are a change at every step."""
+    changes = sum(file.habits.shape_changes for file in files)
+    steady = [file for file in files if file.worker >= 0 and file.habits.shapes_seen and not file.habits.shape_changes]
+    sizes = {file.worker: file.habits.largest for file in steady}
+    in_turn = [sizes[worker] for worker in sorted(sizes)]
+    different = sum(size != after for size, after in zip(in_turn, [*in_turn[1:], *in_turn[:1]], strict=True))
+    seen = sum(file.habits.shapes_seen for file in steady)
+    return changes + (seen * different // len(in_turn) if in_turn else 0)
 
 
 def _spots_of(files: Sequence[FetchFile]) -> tuple[HotSpot, ...]:

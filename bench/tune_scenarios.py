@@ -98,7 +98,7 @@ SCENARIOS = (
         "S3 at 6 MB/s", "storage", "photos",
         {"num_workers": 4, "loader": "process", "prefetch_factor": 1, "lookahead": MB},
         # Small batches: a trial takes at least twenty, and few images a second come through.
-        axes=BYTES_AHEAD, keys=_PHOTOS | {"batch_size": 8}, link=Link(20, 6), budget_s=300.0,
+        axes=BYTES_AHEAD, keys=_PHOTOS | {"batch_size": 8}, link=Link(20, 6), budget_s=200.0,
     ),
     Scenario(
         "compressed volumes, nothing kept", "cpu", "zarr",
@@ -111,7 +111,7 @@ SCENARIOS = (
     Scenario(
         "volumes from S3, 50 ms", "storage", "tiff",
         {"num_workers": 1, "loader": "thread", "prefetch_factor": 1, "lookahead": MB},
-        axes=BYTES_AHEAD | {"num_workers": (1, 2, 4, 8)}, keys=_PATCHES, link=Link(50), budget_s=300.0,
+        axes=BYTES_AHEAD | {"num_workers": (1, 2, 4, 8)}, keys=_PATCHES, link=Link(50), budget_s=200.0,
     ),
     Scenario(
         "slow consumer", "consumer", "photos", {"num_workers": 2, "loader": "thread", "prefetch_factor": 2},

@@ -34,7 +34,7 @@ FOLDER = ROOT / "bench" / "verdict_cases"
 ENVIRONMENTS: dict[Script, str] = {"transformers": "huggingface", "accelerate": "huggingface"}
 """Environments of the scripts that do not have one of the same name."""
 RIGHT = 0.95
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 TRIES = 3
 DISTURBED = "cores-are-taken"
 NOTHING = "nothing in the loop"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.machine.memory import tree_pids
+from stoker.tune import trial_process
 from stoker.tune.copies import Copies
 from stoker.tune.records import Measured, Settings
 from stoker.tune.space import settings_of
@@ -88,6 +90,29 @@ def test_the_same_training_has_the_same_ledger_whatever_the_loader_does(attempt:
         assert attempt(change).ledger == original.ledger, change
     for change in ({"seed": 1}, {"img_size": 40}, {"gradient_accumulation": 1}, {"horizontal_flip": 0.1}):
         assert attempt(change).ledger != original.ledger, change
+
+
+@pytest.mark.parametrize("root", ["s3://bucket/photos", None])
+def test_what_a_loader_has_read_ahead_over_a_link_is_used_up_before_anything_is_measured(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, root: str | None
+) -> None:
+    """The first batch comes after 4 s, in which 200 samples were fetched; 50 a second come over the link."""
+    now_s, taken = 100.0, 0
+    monkeypatch.setattr(trial_process.time, "perf_counter", lambda: now_s)
+    config = load(config_file, "gradient_accumulation=1")
+    config = config if root is None else config.model_copy(update={"data_root": root})
+    trial = trial_process._Trial(config, {"seconds": 1.2, "ranks": 1, "pixels": False, "began": 0.0}, lambda _s: None)
+    trial.ledger._left = 0
+    for _ in range(2000):
+        taken += 8
+        now_s = max(now_s + 8 / 400, 104.0, 100 + taken / 50)  # the cores make 400 a second
+        if trial.step(1, 8):
+            break
+    assert trial._measured_from_s is not None
+    if root is None:
+        assert trial._measured_from_s < 104.5, "a local folder has no such store"
+    else:
+        assert statistics.fmean(trial.windows) == pytest.approx(50, rel=0.1)
 
 
 def test_a_trial_is_short_where_its_rate_is_steady_and_long_where_it_is_not() -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from stoker.clock.file import HEADER, clock_header, interval_record
 from stoker.clock.steps import Interval, StepClock
 from stoker.config import config_values
+from stoker.data.store.stores import is_url
 from stoker.doctor.trial_process import build_trial, ceiling_trial
 from stoker.machine.host import HostConfig, HostWatch
 from stoker.machine.loader_speed import WARM_UP_STEPS, ReportSeconds
@@ -47,6 +48,10 @@ UNSURE = 0.08
 settings differed by a third. Half of it is what whole batches in short windows amount to."""
 FOR_THE_LEAST_S = 15.0
 """However short a trial is meant to be: three seconds of 16 processes were anything between 320 and 450 images/s."""
+FILLED_AT_MOST_S = 10.0
+"""Where a link limits, a loader that reads far ahead has a store of samples by the time of its first batch, and hands
+them out at the speed of its cores: 377 images/s where 46 a second come through. For as long as it had time to fill, it
+may use it up before anything is measured; at most so long."""
 LONGEST = 2.5
 """Times the wanted seconds, for batches that take long and for rates that vary."""
 
@@ -94,6 +99,9 @@ class _Trial:
         queued = config.num_workers * (config.prefetch_factor or 2)
         self._warm_up = max(WARM_UP_STEPS * config.gradient_accumulation, queued)
         self._least = max(FEWEST_BATCHES, 4 * config.num_workers)
+        self._remote = config.data_root is not None and is_url(config.data_root)
+        self._asked_s = time.perf_counter()
+        self._filled_s = 0.0
         self._batches = 0
         self._began_s: float | None = None
         self._measured_from_s: float | None = None
@@ -107,9 +115,11 @@ class _Trial:
         self._batches += batches
         if self._began_s is None:
             self._began_s, self.start_s = now_s, time.time() - self.job["began"]
+            self._filled_s = min(FILLED_AT_MOST_S, now_s - self._asked_s) if self._remote else 0.0
             return False
         if self._measured_from_s is None:
-            if self._batches >= self._warm_up or now_s - self._began_s > self._seconds:
+            warm_s = now_s - self._began_s
+            if warm_s >= self._filled_s and (self._batches >= self._warm_up or warm_s > self._seconds):
                 self._begin(now_s)
             return False
         self._window_samples += samples

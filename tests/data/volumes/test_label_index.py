@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,35 @@ def test_an_index_is_built_once_and_again_if_the_file_changes(
     assert built == ["b", "a", "a"]
     assert len(said) == 1
     assert "the label index of a " in said[0]
+
+
+def test_a_kept_map_is_opened_without_pythons_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads open maps side by side, and those of Python 3.11 disturb one another in the parser."""
+    label = scroll_volume((20, 30, 40), seed=1)[1]
+    made = map_labels("c", ArrayVolume("x", label), RULES)
+    file = tmp_path / "map.npy"
+    np.save(file, label_index._packed(made))
+
+    def parse(*_: Any) -> Any:
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    monkeypatch.setattr(ast, "literal_eval", parse)
+    found = label_index._load(file)
+    assert found is not None
+    assert found.shape == made.shape
+    check(found, label, 2)
+    whole = file.read_bytes()
+    for damaged in (
+        b"",
+        whole[:9],
+        whole[:100],
+        whole[:-3],
+        whole[:-8],
+        b"x" + whole[1:],
+        whole.replace(b"<i8", b"<f8"),
+    ):
+        file.write_bytes(damaged)
+        assert label_index._load(file) is None
 
 
 def test_a_cache_that_cannot_be_written_costs_only_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.doctor.attach.inside import fetching, ring
+from stoker.doctor.attach.inside import fetching, ring, stages
 from stoker.doctor.attach.inside.fetching import FetchTotals
 from stoker.doctor.attach.inside.sampling import sampler
-from stoker.doctor.attach.inside.stages import COLLATE, DECODE, FETCH, STAGE_COUNT, StageClock, here
+from stoker.doctor.attach.inside.stages import COLLATE, DECODE, FETCH, OTHER, STAGE_COUNT, StageClock, here
 
 MS = 1_000_000
 
@@ -45,18 +45,25 @@ def test_sleep_counts_for_the_reading_and_not_for_the_decoding(closer: int) -> N
     assert all(off <= wall for off, wall in zip(clock.off_core, clock.wall, strict=True))
 
 
-def test_after_a_sample_that_slept_the_kernel_is_asked_at_every_boundary_for_a_while() -> None:
+def test_after_a_sample_that_slept_the_kernel_is_asked_at_every_boundary_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = {"wall": 0, "cpu": 0}
+    monkeypatch.setattr(stages, "_wall_ns", lambda: now["wall"])
+    monkeypatch.setattr(stages, "_cpu_ns", lambda: now["cpu"])
     clock = StageClock()
     clock._closer = 0
     clock.begin()
-    spin(0.001)
-    clock.settle()
-    looked_closer = [clock._closer > 0]
-    time.sleep(0.005)
-    clock.settle()
-    looked_closer.append(clock._closer > 0)
+    looked_closer = []
+    for wall_ms, cpu_ms in [(1, 1), (2, 1.98), (5, 0), *[(1, 1)] * stages.CLOSER_LOOKS]:
+        now["wall"] += int(wall_ms * MS)
+        now["cpu"] += int(cpu_ms * MS)
+        clock.settle()
+        looked_closer.append(clock._closer > 0)
     clock.end()
-    assert looked_closer == [False, True]
+    # One per cent off the core is what any thread loses.
+    assert looked_closer == [False, False, True, *[True] * (stages.CLOSER_LOOKS - 1), False]
+    assert clock.off_core[OTHER] == 5 * MS
 
 
 def test_a_batch_that_is_not_split_has_its_time_as_a_whole() -> None:

@@ -247,11 +247,23 @@ def _checksum(packed: Places) -> np.int64:
     return np.uint64(xxhash.xxh3_64_intdigest(np.ascontiguousarray(packed[2:]).data)).astype(np.int64)
 
 
+def _mapped(file: Path) -> Places:
+    """The array of an .npy file, without `np.load`: that parses the header as Python, and in Python 3.11 two threads
+    that parse at once may end in a SystemError (cpython issue 106905)."""
+    with file.open("rb") as opened:
+        start = opened.read(10)
+        size = int.from_bytes(start[8:], "little")
+        header = opened.read(size)
+    if start[:8] != b"\x93NUMPY\x01\x00" or b"'<i8'" not in header or b"'fortran_order': False" not in header:
+        raise ValueError(f"{file} is not an array of int64")
+    return np.asarray(np.memmap(file, np.dtype("<i8"), "r", offset=10 + size))
+
+
 def _load(file: Path) -> LabelMap | None:
     """The map in a file, mapped; None if there is none, or a damaged one, which is then built anew."""
     with suppress(OSError, ValueError, EOFError):
-        array = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
-        if array.dtype != np.int64 or array.ndim != 1 or len(array) < _HEADER or array[0] != FILE_FORMAT:
+        array = _mapped(file)
+        if len(array) < _HEADER or array[0] != FILE_FORMAT:
             return None
         # A changed place would draw patches that a class is not in, and a changed count other cases.
         if array[1] != _checksum(array):

@@ -115,6 +115,23 @@ def test_what_a_loader_has_read_ahead_over_a_link_is_used_up_before_anything_is_
         assert statistics.fmean(trial.windows) == pytest.approx(50, rel=0.1)
 
 
+def test_the_rate_of_a_trial_that_stalls_is_that_over_its_whole_time(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bursts of 60 batches in 0.6 s, each after 2 s of waiting: 185 samples a second, and not the burst's 800."""
+    now_s = 0.0
+    monkeypatch.setattr(trial_process.time, "perf_counter", lambda: now_s)
+    config = load(config_file, "gradient_accumulation=1", "num_workers=0")
+    trial = trial_process._Trial(config, {"seconds": 1.2, "ranks": 1, "pixels": False, "began": 0.0}, lambda _s: None)
+    trial.ledger._left = 0
+    for number in range(2000):
+        now_s += 2.0 if number % 60 == 0 else 0.01
+        if trial.step(1, 8):
+            break
+    # It begins and ends in the middle of a burst.
+    assert statistics.fmean(trial.windows) == pytest.approx(480 / 2.59, rel=0.5)
+
+
 def test_a_trial_is_short_where_its_rate_is_steady_and_long_where_it_is_not() -> None:
     def ends_after(*rates: float) -> float:
         """Seconds of a trial of 6, in windows of 1 with 20 batches each."""

@@ -37,6 +37,7 @@ LEDGER_UPDATES = 2
 PARTS = 6
 """Windows of a trial that runs for its whole time."""
 FEWEST_PARTS = 3
+MOST_EQUAL = 1000
 AGREED = 0.008
 """Relative standard error of the windows' mean from which on more of them would tell nothing new: well below the
 smallest gain that counts."""
@@ -50,8 +51,8 @@ FOR_THE_LEAST_S = 15.0
 """However short a trial is meant to be: three seconds of 16 processes were anything between 320 and 450 images/s."""
 FILLED_AT_MOST_S = 10.0
 """Where a link limits, a loader that reads far ahead has a store of samples by the time of its first batch, and hands
-them out at the speed of its cores: 377 images/s where 46 a second come through. For as long as it had time to fill, it
-may use it up before anything is measured; at most so long."""
+them out at the speed of its cores. For as long as it had time to fill, it may use it up before anything is measured; at
+most so long."""
 LONGEST = 2.5
 """Times the wanted seconds, for batches that take long and for rates that vary."""
 
@@ -123,9 +124,10 @@ class _Trial:
                 self._begin(now_s)
             return False
         self._window_samples += samples
-        elapsed_s = now_s - self._window_from_s
-        if elapsed_s >= self._seconds / PARTS:
-            self.windows.append(self._window_samples / elapsed_s)
+        elapsed_s, wanted_s = now_s - self._window_from_s, self._seconds / PARTS
+        if elapsed_s >= wanted_s:
+            # A stall makes one window as long as many. It counts as many: the mean is one over time.
+            self.windows += [self._window_samples / elapsed_s] * min(MOST_EQUAL, round(elapsed_s / wanted_s))
             self._window_from_s, self._window_samples = now_s, 0
         if now_s - self._told_s > 0.2:
             self._told_s = now_s

@@ -21,7 +21,7 @@ ALWAYS_BELOW, THEN_EVERY = 16, 8
 # every fourth would be the one that opens a file of four batches, or never that one.
 STAGES_BELOW, ALWAYS_FROM_NS = 64, 100_000_000
 GOLDEN, CHOSEN_BELOW = 0x9E3779B1, 2**30
-# Writing the sums takes 15 µs, three times as much with cold caches: after every batch of 10 ms or more, otherwise ten
+# Writing the sums takes 15 µs, twice as much with cold caches: after every batch of 10 ms or more, otherwise ten
 # times a second. A worker is ended without notice, and its batches since the last write are missing from its sums.
 WRITE_AFTER_NS = 10_000_000
 WRITE_EVERY_NS = 100_000_000

@@ -12,6 +12,7 @@ from stoker.clock.file import ClockFile, clock_header
 from stoker.clock.observed import AcceleratorFacts, LoaderShape, StorageFacts
 from stoker.config import Config
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
+from stoker.data.store.stores import is_url
 from stoker.machine.host import HostConfig
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import Trackers
@@ -100,10 +101,12 @@ def run_header(
 
 
 def _may_grow_bytes(config: HostConfig) -> int:
-    """What the loader may keep while it runs: bytes read ahead, in each process, and decoded chunks of volumes."""
-    processes = 1 + (config.num_workers if config.loader == "process" else 0)
+    """What the loader may keep while it runs: decoded chunks of volumes, and bytes of an object store that each process
+    has read ahead."""
     kept = config.volume_cache if config.task == "segment3d" else 0
-    return processes * config.lookahead + kept
+    if config.data_root is None or not is_url(config.data_root):
+        return kept
+    return kept + config.lookahead * (1 + (config.num_workers if config.loader == "process" else 0))
 
 
 def _accelerator_facts(device: torch.device) -> AcceleratorFacts | None:

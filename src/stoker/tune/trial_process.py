@@ -38,6 +38,7 @@ PARTS = 6
 """Windows of a trial that runs for its whole time."""
 FEWEST_PARTS = 3
 MOST_EQUAL = 1000
+"""Windows that one stall counts as: it is in the answer of the process."""
 AGREED = 0.008
 """Relative standard error of the windows' mean from which on more of them would tell nothing new: well below the
 smallest gain that counts."""

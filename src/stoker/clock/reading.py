@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 from stoker.clock.file import FORMAT, HEADER
 from stoker.clock.growth import growth_rate, thinned
@@ -22,7 +21,7 @@ from stoker.clock.observed import (
     StageTime,
     StorageFacts,
 )
-from stoker.clock.steps import BATCH_COLUMNS
+from stoker.clock.values import LONGEST_NAME, amount, batch_time, finite_in, known_facts, of_kind
 from stoker.errors import UserError
 from stoker.run.folder import RunFolder
 from stoker.run.json_lines import LARGEST_NUMBER, MOST_LINES, JsonLines, Record, finite, number
@@ -32,9 +31,6 @@ NEWEST = 400
 SLOWEST_SAMPLES = 16
 MOST_STAGES = 20
 """We write five; a damaged file must not make it thousands."""
-MOST = {"workers": 4096, "prefetch": 4096, "threads_per_worker": 4096, "cpus": 1 << 16, "batch_size": 1 << 24}
-"""What a machine may have of these. They are simulated one by one: a damaged file must not make it a billion."""
-LONGEST_NAME = 1000
 PARTS = ("wait", "transfer", "compute", "other")
 """The parts of a step, in the order in which they are drawn."""
 MEMORY = ("process_bytes", "device_bytes", "shm_used_bytes", "available_bytes")
@@ -44,8 +40,6 @@ _STEP_SUMS = (
     "consumer_runq_s", "made_samples", "batch_bytes",
 )  # fmt: skip
 _STAGE_SUMS = ("wall_s", "cpu_s", "runq_s", "blocked_s", "read_bytes", "calls")
-
-Facts = TypeVar("Facts")
 
 
 def read_observed(run_folder: Path) -> Observed:
@@ -191,18 +185,18 @@ class ClockSums:
         self._header = header
 
     def _add_interval(self, record: Record) -> None:
-        steps, step, elapsed_s = _amount(record, "steps"), _amount(record, "step"), _amount(record, "elapsed_s")
-        parts = {part: seconds for part in PARTS if (seconds := _amount(record, f"{part}_s")) is not None}
+        steps, step, elapsed_s = amount(record, "steps"), amount(record, "step"), amount(record, "elapsed_s")
+        parts = {part: seconds for part in PARTS if (seconds := amount(record, f"{part}_s")) is not None}
         if steps is None or steps < 1 or step is None or "wait" not in parts or len(self.intervals) >= MOST_LINES:
             return
         if elapsed_s is not None and "compute" in parts:
             # Time in which the device computes while the loop waits counts once, as waiting: that can be fixed.
             hidden_s = max(0.0, sum(parts.values()) - elapsed_s)
             parts["compute"] = max(0.0, parts["compute"] - hidden_s)
-        samples, epoch, memory = _amount(record, "samples"), _amount(record, "epoch"), record.get("memory")
+        samples, epoch, memory = amount(record, "samples"), amount(record, "epoch"), record.get("memory")
         # The throughput includes the stall at the start of an epoch: on a timeline it has to be visible.
-        seconds = sum(parts.values()) + sum(_finite_in(record.get("epoch_starts_s")))
-        world = _amount(self._header or {}, "world") or 1.0
+        seconds = sum(parts.values()) + sum(finite_in(record.get("epoch_starts_s")))
+        world = amount(self._header or {}, "world") or 1.0
         self.intervals.append(
             StepTimes(
                 step=int(step),
@@ -210,8 +204,8 @@ class ClockSums:
                 steps=int(steps),
                 parts_s=parts,
                 images_per_second=world * samples / seconds if samples and seconds else None,
-                longest_s=_amount(record, "longest_s"),
-                memory_bytes={name: value for name in MEMORY if (value := _amount(memory, name)) is not None}
+                longest_s=amount(record, "longest_s"),
+                memory_bytes={name: value for name in MEMORY if (value := amount(memory, name)) is not None}
                 if isinstance(memory, dict)
                 else {},
             )
@@ -239,13 +233,13 @@ class _Sums:
     def add(self, record: Record) -> None:
         self.is_empty = False
         # Sums belong together: where one of these is damaged, the line's steps are not counted.
-        whole = all(_amount(record, name) is not None for name in ("steps", "elapsed_s", "wait_s"))
+        whole = all(amount(record, name) is not None for name in ("steps", "elapsed_s", "wait_s"))
         for name in (*(_STEP_SUMS if whole else ()), "validation_s", "saving_s"):
             # Of the host's own CPU time a little too much may have been subtracted.
-            value = number(record, name) if name == "consumer_cpu_s" else _amount(record, name)
+            value = number(record, name) if name == "consumer_cpu_s" else amount(record, name)
             if value is not None:
                 self.totals[name] = self.totals.get(name, 0.0) + value
-        self.epoch_starts_s += _finite_in(record.get("epoch_starts_s"))[: MOST_LINES - len(self.epoch_starts_s)]
+        self.epoch_starts_s += finite_in(record.get("epoch_starts_s"))[: MOST_LINES - len(self.epoch_starts_s)]
         self._add_stages(record.get("stages"))
         self._add_newest(record)
         self._add_slowest(record)
@@ -259,7 +253,7 @@ class _Sums:
             sums = self._stages.setdefault(name, {})
             for part in _STAGE_SUMS:
                 if part in stage:
-                    known, value = sums.get(part, 0.0), _amount(stage, part)
+                    known, value = sums.get(part, 0.0), amount(stage, part)
                     # A part that was not measured once is not known in the sum either.
                     sums[part] = None if value is None or known is None else known + value
 
@@ -270,17 +264,17 @@ class _Sums:
                 if wait_s is not None and rest_s is not None:
                     self._newest_steps.append((wait_s, rest_s))
         for row in batches if isinstance(batches, list) else ():
-            batch = _batch_time(row)
+            batch = batch_time(row)
             if batch is not None:
                 self._newest_batches.append(batch)
 
     def _add_slowest(self, record: Record) -> None:
-        samples, typical_s = record.get("slowest"), _amount(record, "typical_sample_s")
+        samples, typical_s = record.get("slowest"), amount(record, "typical_sample_s")
         if not isinstance(samples, list) or typical_s is None:
             return
         known = {sample.name: sample for sample in self.slowest}
         for sample in samples:
-            seconds = _amount(sample, "seconds") if isinstance(sample, dict) else None
+            seconds = amount(sample, "seconds") if isinstance(sample, dict) else None
             if seconds is not None:
                 name = str(sample.get("name", "?"))[:LONGEST_NAME]
                 if name not in known or known[name].seconds < seconds:
@@ -291,19 +285,19 @@ class _Sums:
         if not isinstance(host, dict):
             return
         self._host = host
-        used = _amount(host, "shm_used_bytes")
+        used = amount(host, "shm_used_bytes")
         if used is not None:
             self._shm_used_bytes = max(used, self._shm_used_bytes or 0.0)
         for name, sums in self._shares.items():
-            share = _amount(host, name)
+            share = amount(host, name)
             if share is not None:
                 sums[0] += 1
                 sums[1] += share
 
     def _add_memory(self, record: Record) -> None:
-        memory, at_s = record.get("memory"), _amount(record, "time")
+        memory, at_s = record.get("memory"), amount(record, "time")
         if isinstance(memory, dict) and at_s is not None:
-            own, children = _amount(memory, "own_bytes"), _amount(memory, "children_bytes")
+            own, children = amount(memory, "own_bytes"), amount(memory, "children_bytes")
             if own is not None and children is not None:
                 self.memory = thinned([*self.memory, (at_s, own, children)])
 
@@ -314,7 +308,7 @@ class _Sums:
         grown_own, grown_children = ended[1] - began[1], ended[2] - began[2]
         own = growth_rate([(at_s, bytes_) for at_s, bytes_, _ in self.memory])
         children = growth_rate([(at_s, bytes_) for at_s, _, bytes_ in self.memory])
-        if grown_own + grown_children <= (_amount(header, "may_grow_bytes") or 0.0):
+        if grown_own + grown_children <= (amount(header, "may_grow_bytes") or 0.0):
             own, children = (None if rate is None else 0.0 for rate in (own, children))
         workers = loader.workers if loader.engine == "process" else 0
         return MemoryGrowth(
@@ -364,8 +358,8 @@ class _Sums:
             host=self._host_facts(header),
             storage=self._storage_facts(header, loader, stages.get("fetch")),
             accelerator=self._accelerator_facts(header),
-            torch_version=_of_kind(header.get("torch"), str),
-            convolves_3d=_of_kind(header.get("convolves_3d"), bool),
+            torch_version=of_kind(header.get("torch"), str),
+            convolves_3d=of_kind(header.get("convolves_3d"), bool),
             memory=self._memory_growth(header, loader),
             missing=_missing(header, stages),
         )
@@ -396,17 +390,17 @@ class _Sums:
         return known_facts(HostFacts, facts)
 
     def _storage_facts(self, header: Record, loader: LoaderShape, fetch: StageTime | None) -> StorageFacts | None:
-        facts = dict(_of_kind(header.get("storage"), dict) or {})
+        facts = dict(of_kind(header.get("storage"), dict) or {})
         made, read = self.totals.get("made_samples", 0), None if fetch is None else fetch.read_bytes
         if made and read:
             facts["bytes_per_sample"] = read / made
             if loader.samples is not None:
-                world = _amount(header, "world") or 1.0
+                world = amount(header, "world") or 1.0
                 facts.setdefault("dataset_bytes", int(min(LARGEST_NUMBER, read / made * loader.samples * world)))
         return known_facts(StorageFacts, facts) if facts else None
 
     def _accelerator_facts(self, header: Record) -> AcceleratorFacts | None:
-        facts = _of_kind(header.get("accelerator"), dict)
+        facts = of_kind(header.get("accelerator"), dict)
         if facts is None:
             return None
         facts = dict(facts)
@@ -426,59 +420,7 @@ def _missing(header: Record, stages: dict[str, StageTime]) -> tuple[str, ...]:
     ]
     if any(stage.cpu_s is None for stage in stages.values()):
         found.append("CPU, run-queue and blocked time of the workers: this kernel has no /proc/thread-self/schedstat")
-    world = int(_amount(header, "world") or 1)
+    world = int(amount(header, "world") or 1)
     if world > 1:
         found.append(f"ranks 1 to {world - 1}: only rank 0 records its times")
     return tuple(found)
-
-
-def _amount(record: Record, name: str) -> float | None:
-    """The number under this name; None if it is absent, negative or anything else."""
-    value = number(record, name)
-    return value if value is not None and value >= 0 else None
-
-
-def _of_kind(value: Any, kind: type[Facts]) -> Facts | None:
-    return value if isinstance(value, kind) and len(str(value)) <= LONGEST_NAME * 10 else None
-
-
-def _finite_in(values: Any) -> list[float]:
-    known = map(finite, values) if isinstance(values, list) else ()
-    return [value for value in known if value is not None and value >= 0]
-
-
-def _batch_time(row: Any) -> BatchTime | None:
-    if not isinstance(row, list) or len(row) != len(BATCH_COLUMNS):
-        return None
-    known = [None if value is None else finite(value) for value in row]
-    if any(value is not None and (number is None or number < 0) for value, number in zip(row, known, strict=True)):
-        return None
-    batch = BatchTime(**dict(zip(BATCH_COLUMNS, row, strict=True)))
-    return batch if batch.wall_s and batch.samples else None  # neither is ever missing or zero
-
-
-def known_facts(kind: type[Facts], values: Any) -> Facts:
-    """A record of facts from a line. Names that this version does not know are dropped, and so are values of the wrong
-    type. Raises ValueError if one of those is missing that every record has."""
-    types = _types_of(kind)  # type: ignore[arg-type]
-    given = values if isinstance(values, dict) else {}
-    good = {name: value for name, value in given.items() if name in types and _is_a(value, types[name], name)}
-    for part in fields(kind):  # type: ignore[arg-type]
-        if part.name not in good and part.default is MISSING and part.default_factory is MISSING:
-            raise ValueError(f"{part.name} is {str(given.get(part.name, 'missing'))[:100]}")
-    return kind(**good)
-
-
-@cache
-def _types_of(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
-    """For each field the types that its value may have."""
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not tuple}
-    return {name: (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,) for name, hint in hints.items()}
-
-
-def _is_a(value: Any, types: tuple[Any, ...], name: str) -> bool:
-    if value is None or isinstance(value, (bool, str)):
-        literal = any(get_origin(kind) is Literal and value in get_args(kind) for kind in types)
-        return literal or (type(value) in types and len(str(value)) <= LONGEST_NAME)
-    whole, real = type(value) is int and int in types, float in types
-    return (whole or real) and finite(value) is not None and 0 <= value <= MOST.get(name, LARGEST_NUMBER)

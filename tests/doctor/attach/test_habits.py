@@ -14,7 +14,7 @@ import torch
 from stoker.doctor.attach.inside.habits import Caches, Files, Memory, Shapes
 from stoker.doctor.attach.inside.precision import in_32_bits
 from stoker.doctor.attach.inside.ring import BUCKETS, Habits
-from stoker.doctor.attach.inside.stages import STAGE_COUNT
+from stoker.doctor.attach.inside.stage_clock import STAGE_COUNT
 from stoker.doctor.attach.preparing import preparation_of
 from stoker.doctor.attach.timeline import FetchFile
 

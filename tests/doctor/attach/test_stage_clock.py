@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.doctor.attach.inside import fetching, ring, stages
+from stoker.doctor.attach.inside import fetching, ring, stage_clock
 from stoker.doctor.attach.inside.fetching import FetchTotals
 from stoker.doctor.attach.inside.sampling import sampler
-from stoker.doctor.attach.inside.stages import COLLATE, DECODE, FETCH, OTHER, STAGE_COUNT, StageClock, here
+from stoker.doctor.attach.inside.stage_clock import COLLATE, DECODE, FETCH, OTHER, STAGE_COUNT, StageClock, here
 
 MS = 1_000_000
 
@@ -49,20 +49,20 @@ def test_after_a_sample_that_slept_the_kernel_is_asked_at_every_boundary_for_a_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = {"wall": 0, "cpu": 0}
-    monkeypatch.setattr(stages, "_wall_ns", lambda: now["wall"])
-    monkeypatch.setattr(stages, "_cpu_ns", lambda: now["cpu"])
+    monkeypatch.setattr(stage_clock, "_wall_ns", lambda: now["wall"])
+    monkeypatch.setattr(stage_clock, "_cpu_ns", lambda: now["cpu"])
     clock = StageClock()
     clock._closer = 0
     clock.begin()
     looked_closer = []
-    for wall_ms, cpu_ms in [(1, 1), (2, 1.98), (5, 0), *[(1, 1)] * stages.CLOSER_LOOKS]:
+    for wall_ms, cpu_ms in [(1, 1), (2, 1.98), (5, 0), *[(1, 1)] * stage_clock.CLOSER_LOOKS]:
         now["wall"] += int(wall_ms * MS)
         now["cpu"] += int(cpu_ms * MS)
         clock.settle()
         looked_closer.append(clock._closer > 0)
     clock.end()
     # One per cent off the core is what any thread loses.
-    assert looked_closer == [False, False, True, *[True] * (stages.CLOSER_LOOKS - 1), False]
+    assert looked_closer == [False, False, True, *[True] * (stage_clock.CLOSER_LOOKS - 1), False]
     assert clock.off_core[OTHER] == 5 * MS
 
 

@@ -15,7 +15,7 @@ from stoker.clock.observed import AcceleratorFacts, HostFacts, LoaderShape, Obse
 from stoker.doctor.attach import timeline
 from stoker.doctor.attach.inside import ring
 from stoker.doctor.attach.inside.ring import FetchRecord, Habits, StepRecord
-from stoker.doctor.attach.inside.stages import STAGE_COUNT
+from stoker.doctor.attach.inside.stage_clock import STAGE_COUNT
 from stoker.doctor.attach.loop_facts import habits_of, memory_of, threads_of
 from stoker.doctor.attach.preparing import preparation_of, shown_path
 from stoker.doctor.attach.processes import Seen, seen_from

@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.clock.observed import BatchTime, SlowSample, StageTime
 from stoker.doctor.attach.inside.ring import BUCKETS, FIRST, LAST, FetchRecord, Habits, StepRecord
-from stoker.doctor.attach.inside.stages import (
+from stoker.doctor.attach.inside.stage_clock import (
     AUGMENT,
     COLLATE,
     DECODE,

@@ -12,7 +12,7 @@ from typing import Any
 from stoker.doctor.attach.inside import ring, session
 from stoker.doctor.attach.inside.habits import DEEPEST, Watched, array_bytes
 from stoker.doctor.attach.inside.sampling import Spots, sampler, survive_forks
-from stoker.doctor.attach.inside.stages import COLLATE, FETCH, READ_AND_DECODE, SOCKET, StageClock, here
+from stoker.doctor.attach.inside.stage_clock import COLLATE, FETCH, READ_AND_DECODE, SOCKET, StageClock, here
 
 # Asking how much was read takes 5 µs, twice, and adding up arrays as long: for every batch at first, then for some.
 ALWAYS_BELOW, THEN_EVERY = 16, 8

@@ -11,7 +11,7 @@ import os
 import struct
 from typing import NamedTuple
 
-from stoker.doctor.attach.inside.stages import STAGE_COUNT
+from stoker.doctor.attach.inside.stage_clock import STAGE_COUNT
 
 VERSION = 4
 MAGIC = b"STKR"

@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from stoker.doctor.attach.inside import ring
-from stoker.doctor.attach.inside.stages import StageClock
+from stoker.doctor.attach.inside.stage_clock import StageClock
 
 # Different intervals in turn: with a single one, a loop of the same period would always be seen at the same line.
 INTERVALS_S = (0.021, 0.029, 0.024, 0.031, 0.022)

@@ -79,7 +79,7 @@ class _Plan:
 class _Memory:
     """A source of bytes that nothing is read from."""
 
-    mean_bytes, requests = 1.0, 1
+    mean_bytes, requests, ready_bytes = 1.0, 1, 0
 
     def allow(self, lookahead_bytes: int, requests: int) -> None: ...
 

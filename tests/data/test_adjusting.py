@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_more_requests_and_bytes_are_under_way_once_they_are_allowed(
     assert (first.requests, first.lookahead_bytes) == (64, 256_000_000)
     try:
         expected = [entries(batch) for batch in loader.epoch(0)]
-        s3_proxy.latency = 0.02
+        s3_proxy.latency = 0.05
         for setup, held_back, most in [
             (replace(first, requests=3), "requests", 3),
             (replace(first, lookahead_bytes=1), "lookahead_bytes", 4),
@@ -133,6 +134,10 @@ def test_more_requests_and_bytes_are_under_way_once_they_are_allowed(
             found = [entries(next(epoch))]
             for _ in range(6):
                 found.append(entries(next(epoch)))
+                # On a busy machine the next request is under way a moment later.
+                end = time.monotonic() + 0.3
+                while loader.held_back_by() != held_back and time.monotonic() < end:
+                    time.sleep(0.001)
                 seen.append(loader.held_back_by())
             assert held_back in seen
             assert s3_proxy.most_in_flight <= most

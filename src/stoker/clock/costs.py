@@ -61,6 +61,8 @@ class BatchCost:
     slowest_sample: int | None = None
     """Index of the sample that took longest to decode; fetching is not measured by sample."""
     slowest_s: float = 0.0
+    ready_bytes: int = 0
+    """Of later samples that its process had already fetched when it was done; in a sum, of the last one."""
 
     def add(self, other: BatchCost) -> None:
         """Adds another batch's cost to this sum; the slowest sample is the slowest of both."""
@@ -71,6 +73,7 @@ class BatchCost:
             mine.add(stage)
         self.wall_s += other.wall_s
         self.bytes_read += other.bytes_read
+        self.ready_bytes = other.ready_bytes
         self.samples += other.samples
         if other.batch_bytes is not None:
             self.batch_bytes = (self.batch_bytes or 0) + other.batch_bytes

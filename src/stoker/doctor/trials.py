@@ -10,7 +10,8 @@ from typing import Any
 
 from stoker.child import ChildDied, ChildTooSlow, Parent, call
 from stoker.clock.observed import AcceleratorFacts, Observed, StorageFacts
-from stoker.clock.reading import known_facts, observed_from
+from stoker.clock.reading import observed_from
+from stoker.clock.values import known_facts
 from stoker.config import config_values
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig, read_machine

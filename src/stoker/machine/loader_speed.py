@@ -39,14 +39,17 @@ def measure_loader(open_loader: Callable[[], BatchLoader[Any]], workers: int, se
     started = time.perf_counter()
     loader = open_loader()
     cost, images, first_batch_s, counted_from = BatchCost(), 0, 0.0, 0.0
+    link = LinkBalance()
     try:
         skip = WARM_UP_BATCHES + max(1, workers)
         for number, batch in enumerate(_endless(loader), 1):
             now = time.perf_counter()
+            link.take(batch.cost)
             if number == 1:
                 first_batch_s = now - started
             if number == skip:
                 counted_from = now
+                link.begin()
             elif number > skip:
                 images += len(batch)
                 cost.add(batch.cost)
@@ -55,7 +58,42 @@ def measure_loader(open_loader: Callable[[], BatchLoader[Any]], workers: int, se
         elapsed = time.perf_counter() - counted_from
     finally:
         loader.close()
-    return LoaderSpeed(workers, images / elapsed, first_batch_s, cost, images)
+    return LoaderSpeed(workers, link.share_that_came * images / elapsed, first_batch_s, cost, images)
+
+
+LEAST_CAME = 0.01
+"""If nothing came in all the time: a rate of zero could not be compared with others."""
+
+
+class LinkBalance:
+    """What was consumed, and what of it came over the link in the same time.
+
+    A loader that reads far ahead has a store of samples when it begins, and hands them out at the speed of its cores:
+    over 6 MB/s, a trial saw 377 images/s of 115 KB. They count as far as others came in for them.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[int, int] = {}
+        self._at_first: dict[int, int] = {}
+        self._consumed = 0
+
+    def take(self, cost: BatchCost) -> None:
+        """A batch was consumed; each process has a store of its own."""
+        self._ready[cost.process] = cost.ready_bytes
+        self._at_first.setdefault(cost.process, cost.ready_bytes)
+        self._consumed += cost.bytes_read
+
+    def begin(self) -> None:
+        """It counts from here on."""
+        self._at_first, self._consumed = dict(self._ready), 0
+
+    @property
+    def share_that_came(self) -> float:
+        """At most 1: more than is consumed is of no use."""
+        if not self._consumed:
+            return 1.0
+        stored = sum(self._ready.values()) - sum(self._at_first.values())
+        return min(1.0, max(LEAST_CAME, 1 + stored / self._consumed))
 
 
 def repeated(samples: SampleSet, at_least: int) -> SampleSet:

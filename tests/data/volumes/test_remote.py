@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +304,7 @@ def test_the_stream_from_s3_is_that_of_the_disk(kind: str, scrolls: tuple[Path, 
 def test_announced_steps_are_fetched_while_others_are_waited_for(scrolls: tuple[Path, str], s3_proxy: Proxy) -> None:
     plan = planned(f"{scrolls[1]}/zarr")
     s3_proxy.reset()
-    s3_proxy.latency = 0.05
+    s3_proxy.latency = 0.3  # far longer than a busy machine takes to ask for them all
     loader = PatchLoader(plan, ReadingOptions(cache_bytes=0), LoaderOptions(engine="thread", workers=1))
     assert len(list(loader.epoch(0))) == 8
     loader.close()
@@ -325,13 +326,17 @@ def test_what_is_read_ahead_keeps_to_its_bytes(
 
     monkeypatch.setattr(ReadAhead, "_next", watched)
     loader = PatchLoader(plan, READING, LoaderOptions(engine="thread", workers=2, lookahead=20_000))
+    ready = []
     for batch in loader.epoch(0):
         assert len(batch) == 2
+        ready.append(batch.cost.ready_bytes)
+        time.sleep(0.05)  # time to read ahead
+    assert 0 < max(ready) <= 20_000
     # A consumer that leaves: nothing of what was announced for it is kept.
     next(iter(loader.epoch(1)))
     loader.close()
     assert 1680 < most[0] <= 20_000
-    assert [ahead.held_bytes for ahead in readers] == [0]
+    assert [(ahead.held_bytes, ahead.ready_bytes) for ahead in readers] == [(0, 0)]
 
 
 def test_a_bad_volume_in_s3_is_quarantined_and_an_outage_is_not(

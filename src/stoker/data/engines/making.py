@@ -81,6 +81,10 @@ class Source(Protocol):
     def requests(self) -> int:
         """Requests that it may have under way at once."""
 
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes that have come and nobody has taken yet."""
+
     def allow(self, lookahead_bytes: int, requests: int) -> None:
         """From now on it may read so many bytes ahead, with so many requests at once."""
 
@@ -190,6 +194,7 @@ class BatchMaker:
             began_s = done_s
         clock.begins("other")
         clock.cost.samples, clock.cost.batch_bytes = len(members), images.nbytes
+        clock.cost.ready_bytes = self.reader.ready_bytes
         return Batch(
             images=images,
             labels=labels,

@@ -44,6 +44,8 @@ _PIECE = 1024
 CLOSING_S = 5.0
 # Threads whose store does not respond end with the process.
 CLOSING_IN_OUTAGE_S = 0.5
+# Nothing is waited for while the lock is held, so after this time it is this very thread that holds it.
+LOCK_OF_MINE_S = 1.0
 NEARLY_ALL = 0.75
 
 
@@ -108,7 +110,8 @@ class Reader:
         self._urgent: deque[_Read] = deque()
         self._in_flight: set[_Read] = set()
         self._ahead: dict[int, _Read] = {}
-        self._held = 0
+        self._held = self._ready = 0
+        self._forgets_later = False
         self._failure: BaseException | None = None
         self._process = os.getpid()
         _open_readers.add(self)
@@ -117,6 +120,11 @@ class Reader:
     def buffered_bytes(self) -> int:
         """Bytes of samples that are read, or being read, and not yet taken."""
         return self._held
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes of samples that are read and not yet taken."""
+        return self._ready
 
     @property
     def requests(self) -> int:
@@ -152,6 +160,8 @@ class Reader:
     def expect(self, indices: Indices) -> None:
         """Announces samples that will be taken later, in this order; returns at once."""
         with self._lock:
+            if self._forgets_later:
+                self._forget()
             if self._reads_remotely and getattr(self._store, "is_local_now", False):
                 # A local copy is complete. Waits for Python's lock among the threads that read ahead would look like a
                 # slow disk, and keep them going: a second epoch was 0.83 of a folder's rate, probably for this reason.
@@ -189,14 +199,25 @@ class Reader:
 
     def forget(self) -> None:
         """Drops what was announced and not taken: the epoch ended, or the consumer left it."""
-        with self._lock:
-            self._announced.clear()
-            for read in self._ahead.values():
-                # A read in flight keeps its share of the budget until it ends: its memory is in use.
-                if read.found is not None:
-                    self._held -= read.held
-                read.wanted = 0
-            self._ahead.clear()
+        # Python's collector may end an abandoned epoch anywhere, even in a thread that holds this lock.
+        if not self._lock.acquire(timeout=LOCK_OF_MINE_S):
+            self._forgets_later = True
+            return
+        try:
+            self._forget()
+        finally:
+            self._lock.release()
+
+    def _forget(self) -> None:
+        self._forgets_later = False
+        self._announced.clear()
+        for read in self._ahead.values():
+            # A read in flight keeps its share of the budget until it ends: its memory is in use.
+            if read.found is not None:
+                self._held -= read.held
+                self._ready -= read.held
+            read.wanted = 0
+        self._ahead.clear()
 
     def close(self) -> None:
         """Ends the threads; a `take` that waits raises an error."""
@@ -229,12 +250,17 @@ class Reader:
             if read.wanted == 0:
                 del ahead[index]
                 self._held -= read.held
+                self._ready -= 0 if read.found is None else read.held
                 read.held = 0
         self._wake_a_thread()
         return reads, [index for index in missing if index not in reads]
 
     def _put_first(self, missing: list[int], reads: dict[int, _Read], waiter: _Waiter) -> None:
         """Puts what is needed now before everything read ahead, regardless of the budget; call with the lock held."""
+        if self._failure is not None:  # since `take` began: no thread will read it
+            raise self._failure
+        if missing and not waiter.left:
+            waiter.done.clear()  # what it waited for before may have come in the meantime
         for index in missing:
             read = reads[index] = _Read(index)
             read.waiters.append(waiter)
@@ -332,6 +358,7 @@ class Reader:
             size = 0 if isinstance(result, BaseException) else len(result)
             self._held += (size if read.wanted else 0) - read.held
             read.held = size if read.wanted else 0
+            self._ready += read.held
         _answer(read, result)
 
     def _give_up(self, failure: BaseException) -> None:

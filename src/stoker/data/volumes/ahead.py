@@ -64,7 +64,7 @@ class ReadAhead:
         self._work_to_do = threading.Condition(self._lock)
         self._queue: deque[_Read] = deque()
         self._known: dict[Wanted, deque[_Read]] = {}
-        self._held = 0
+        self._held = self._ready = 0
         self._in_flight = 0
         self._allowed = FIRST_IN_FLIGHT
         self._idle = 0
@@ -81,6 +81,11 @@ class ReadAhead:
     def held_bytes(self) -> int:
         """Bytes of regions that are read, or being read, and not yet taken."""
         return self._held
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes of regions that are read and not yet taken."""
+        return self._ready
 
     def allow(self, budget_bytes: int, requests: int) -> None:
         """Changes how much is read ahead, from the next region on."""
@@ -121,7 +126,7 @@ class ReadAhead:
                 for read in reads:
                     read.is_dropped = True
                     if read.done.is_set():
-                        self._held -= read.bytes
+                        self._let_go(read)
             self._known.clear()
             self._queue.clear()
             self._allowed = FIRST_IN_FLIGHT
@@ -149,9 +154,13 @@ class ReadAhead:
             if not read.is_started:
                 return None  # its turn has not come: the caller reads it now
             if read.done.is_set():
-                self._held -= read.bytes
+                self._let_go(read)
             self._wake_a_thread()
             return read
+
+    def _let_go(self, read: _Read) -> None:
+        self._held -= read.bytes
+        self._ready -= read.bytes
 
     def _wake_a_thread(self) -> None:
         """Wakes or starts one thread if there is work; each that finds some wakes the next."""
@@ -200,8 +209,9 @@ class ReadAhead:
                 self._in_flight -= 1
                 self._allowed = min(self._allowed + 1, self._most_in_flight)
                 # Its bytes count until it is taken; if somebody waits for it already, or nobody will, until now.
+                self._ready += read.bytes
                 if read.is_dropped:
-                    self._held -= read.bytes
+                    self._let_go(read)
                 read.done.set()
                 self._wake_a_thread()
             del read

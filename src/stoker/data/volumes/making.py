@@ -220,6 +220,11 @@ class PatchReader:
         """Regions under way at once."""
         return self._ahead.requests
 
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes of regions that have come and nobody has read yet."""
+        return self._ahead.ready_bytes
+
     def allow(self, lookahead_bytes: int, requests: int) -> None:
         """Changes how much is read ahead."""
         self._ahead.allow(lookahead_bytes, requests)
@@ -279,6 +284,7 @@ class PatchMaker:
             began_s = done_s
         clock.begins("other")
         clock.cost.samples, clock.cost.batch_bytes = len(placements), rows.nbytes
+        clock.cost.ready_bytes = self.reader.ready_bytes
         patch = plan.patches.patch
         transforms = [one.transform for one in placements]
         offsets = [one.transform.offset(patch, one.start, one.region) for one in placements]

@@ -35,27 +35,36 @@ def trials_in(path: Path) -> int:
     return sum(record["kind"] == "trial" for record in read_records(path)) if path.exists() else 0
 
 
-def test_a_search_writes_a_journal_and_a_config_that_was_run(stoker: Run, config_file: Path) -> None:
-    text = config_file.read_text()
-    ended = stoker("tune", config_file, *QUICK, "--budget", "20s", "--json")
+def test_a_search_writes_a_journal_and_a_config_that_was_run(stoker: Run, config_file: Path, tmp_path: Path) -> None:
+    text, images = config_file.read_text(), config_file.with_name("data")
+    before = sorted(images.rglob("*"))
+    shards = tmp_path / "packs" / "shards"
+    # A consumer that takes everything at once: there is always something to try.
+    words = ("--pace", "0.01ms", "--trial-seconds", "0.5", "--budget", "60s", "--pack", tmp_path / "packs")
+    ended = stoker("tune", config_file, *words, "--json")
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
     records = list(read_records(config_file.with_name("tune.jsonl")))
     assert (records[0]["kind"], records[-1]["kind"]) == ("begin", "end")
     trials = [record for record in records if record["kind"] == "trial"]
-    assert found["trials"] == len(trials) >= 2
+    assert found["trials"] == len(trials) >= 3
     assert key_of(found["best"]) in [key_of(trial["settings"]) for trial in trials]
-    # Nothing that was tried changed the training.
+    # Nothing that was tried changed the training, not even the data from shards.
     assert len({trial["measured"]["ledger"] for trial in trials if trial["measured"]["result"] == "measured"}) == 1
-    assert found["ceiling"] == pytest.approx(8 / 0.004)
+    tried = [trial["measured"]["result"] for trial in trials if trial["settings"]["data_root"] == str(shards)]
+    assert tried
+    assert set(tried) == {"measured"}
+    assert found["ceiling"] == pytest.approx(8 / 0.00001)
     assert found["facts"]["unit"] == "images"
     assert found["steps"][0]["decision"] == "baseline"
     tuned = Path(found["tuned"])
     assert tuned == config_file.with_name("tuned.yaml")
     fitted, _ = fit_to_machine(load_config(tuned).config, read_machine())
-    assert key_of(settings_of(fitted)) == key_of(found["best"])
+    assert key_of(settings_of(fitted) | {"data_root": fitted.data_root}) == key_of(found["best"])
     if found["best"] != found["original"]:
         assert found["steps"][-1]["decision"] == "confirmed"
+    assert shards.exists() == (tmp_path / "packs").exists() == (found["best"]["data_root"] == str(shards))
+    assert sorted(images.rglob("*")) == before
     assert config_file.read_text() == text
     assert "the original: " in ended.err
 
@@ -63,6 +72,8 @@ def test_a_search_writes_a_journal_and_a_config_that_was_run(stoker: Run, config
 def test_mistakes_are_told_before_anything_runs(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", str(config_file), "data_root=/nowhere/at/all", *QUICK]) == 1
     assert "error: data-not-found" in capsys.readouterr().err
+    assert main(["tune", str(config_file), *QUICK, "--pack", str(config_file.with_name("data") / "packs")]) == 1
+    assert "error: destination-inside-source" in capsys.readouterr().err
     for words, seen in (
         (("--for", "speed"), "--for speed is not one of throughput, epoch-time, cost"),
         (("--also", "dropout"), "--also dropout is not one of precision"),
@@ -70,6 +81,7 @@ def test_mistakes_are_told_before_anything_runs(config_file: Path, capsys: pytes
         (("--ram", "16"), "16 has no unit"),
         (("--pace", "0ms"), "a step must take some time"),
         (("--write", str(config_file)), "is the config itself"),
+        (("--ablate", "--pack", "packs"), "--packed and --pack are for a search"),
     ):
         code, told = main(["tune", str(config_file), *words]), capsys.readouterr().err
         assert code == 2, (words, told)

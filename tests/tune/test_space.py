@@ -183,8 +183,8 @@ def test_a_pack_is_tried_first_where_the_loop_waits() -> None:
     at = state(config, wait_share=0.6)
     start = at.original | {"data_root": "images"}
     at = State(start, start, {key_of(start): at.runs[key_of(at.original)]})
-    assert proposed(config, at, packed="shards")[0] == {"data_root": "shards"}
-    assert {"data_root": "shards"} not in proposed(config, at, packed="images")
+    assert proposed(config, at, packed=("shards",))[0] == {"data_root": "shards"}
+    assert {"data_root": "shards"} not in proposed(config, at, packed=("images",))
 
 
 def test_what_does_not_run_gets_fewer_workers_and_batches() -> None:
@@ -210,26 +210,43 @@ def test_fewer_workers_keep_as_many_batches_in_flight() -> None:
 def test_where_workers_wait_for_a_store_it_is_read_further_ahead_first() -> None:
     config = fitted(num_workers=2, lookahead="1MB")
 
-    def first(blocked_s: float, **keys: Any) -> Settings:
+    def first(blocked_s: float, **keys: Any) -> list[Settings]:
         stages = {"fetch": StageTime(1.0, blocked_s=blocked_s)}
         observed = Observed(source="trial", steps=1, samples=1, elapsed_s=1.0, wait_s=0.6, stages=stages)
-        return proposed(config, state(config, wait_share=0.6, observed=observed), paced=True, **keys)[0]
+        return proposed(config, state(config, wait_share=0.6, observed=observed), paced=True, **keys)[:2]
 
-    assert first(0.9, remote=True) == {"lookahead": 4_000_000}
-    assert first(0.01, remote=True) != {"lookahead": 4_000_000}
-    assert first(0.9, remote=False) != {"lookahead": 4_000_000}
+    assert first(0.9, remote=True) == [{"lookahead": 256_000_000}, {"lookahead": 4_000_000}], (
+        "less, if that is too much"
+    )
+    assert not any("lookahead" in change for change in first(0.01, remote=True))
+    assert not any("lookahead" in change for change in first(0.9, remote=False))
+
+
+def test_chunks_are_kept_before_anything_else_is_tried_where_none_are() -> None:
+    config = fitted(task="segment3d", num_workers=2, volume_cache=0)
+    assert proposed(config, state(config, wait_share=0.6), paced=True)[:2] == [
+        {"volume_cache": 1_000_000_000},
+        {"volume_cache": 256_000_000},
+    ]
+
+
+@pytest.mark.parametrize(("engine", "larger"), [("thread", False), ("process", True)])
+def test_a_cache_that_holds_all_volumes_is_not_enlarged(engine: str, larger: bool) -> None:
+    config = fitted(task="segment3d", num_workers=2, volume_cache="1GB", loader=engine)
+    changes = proposed(config, state(config, wait_share=0.6), paced=True, decoded_bytes=600_000_000)
+    assert any("volume_cache" in change for change in changes) is larger, "each process keeps chunks of its own"
 
 
 def test_what_has_just_helped_is_taken_further_before_anything_else() -> None:
-    config = fitted(task="segment3d", num_workers=2, volume_cache="256MB")
+    config = fitted(task="segment3d", num_workers=2, volume_cache="1GB")
     at = state(config, wait_share=0.6)
     assert "num_workers" in proposed(config, at, paced=True)[0]
-    best = at.original | {"volume_cache": 1_024_000_000}
-    kept = Step(1, best, {"volume_cache": 1_024_000_000}, "", "kept", "")
+    best = at.original | {"volume_cache": 4_000_000_000}
+    kept = Step(1, best, {"volume_cache": 4_000_000_000}, "", "kept", "")
     again = State(at.original, best, {**at.runs, key_of(best): at.runs[key_of(at.original)]}, (kept,))
     candidate = proposer(Surroundings(config, cpus=4, paced=True))(again)
     assert candidate is not None
-    assert candidate.change == {"volume_cache": 4_096_000_000}
+    assert candidate.change == {"volume_cache": 16_000_000_000}
 
 
 def test_another_training_is_proposed_only_by_name() -> None:

@@ -7,11 +7,13 @@ import signal
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stoker.cli import main
+from stoker.clock.costs import BatchCost
 from stoker.config import load_config
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.machine.memory import tree_pids
@@ -93,7 +95,7 @@ def test_the_same_training_has_the_same_ledger_whatever_the_loader_does(attempt:
 
 
 @pytest.mark.parametrize("root", ["s3://bucket/photos", None])
-def test_what_a_loader_has_read_ahead_over_a_link_is_used_up_before_anything_is_measured(
+def test_what_a_loader_has_read_ahead_counts_only_as_far_as_more_comes_over_the_link(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, root: str | None
 ) -> None:
     """The first batch comes after 4 s, in which 200 samples were fetched; 50 a second come over the link."""
@@ -103,16 +105,20 @@ def test_what_a_loader_has_read_ahead_over_a_link_is_used_up_before_anything_is_
     config = config if root is None else config.model_copy(update={"data_root": root})
     trial = trial_process._Trial(config, {"seconds": 1.2, "ranks": 1, "pixels": False, "began": 0.0}, lambda _s: None)
     trial.ledger._left = 0
-    for _ in range(2000):
+    for step in range(2000):
         taken += 8
         now_s = max(now_s + 8 / 400, 104.0, 100 + taken / 50)  # the cores make 400 a second
+        came = 50 * (now_s - 100)
+        cost = BatchCost(bytes_read=800, ready_bytes=int(100 * (came - taken)), process=1)
+        trial.note(SimpleNamespace(epoch=0, step=step, cost=cost))
+        trial.note(SimpleNamespace(epoch=0, step=step, cost=cost))
         if trial.step(1, 8):
             break
     assert trial._measured_from_s is not None
-    if root is None:
-        assert trial._measured_from_s < 104.5, "a local folder has no such store"
-    else:
-        assert statistics.fmean(trial.windows) == pytest.approx(50, rel=0.1)
+    assert trial._measured_from_s < 104.5
+    assert statistics.fmean(trial.windows) == pytest.approx(50, rel=0.1)
+    lasted_s = now_s - trial._measured_from_s
+    assert (lasted_s < 4) if root is None else (12 <= lasted_s < 13), "rounds are of requests that share a link"
 
 
 def test_the_rate_of_a_trial_that_stalls_is_that_over_its_whole_time(

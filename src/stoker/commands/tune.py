@@ -66,11 +66,21 @@ def tune(
         typer.Option(metavar="SIZE", help="Memory for the training, e.g. 16GB. [default: what the machine has left]"),
     ] = None,
     packed: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="DIR|URL",
             help="The same data packed by `stoker pack`, or a copy of it: tried instead of data_root. Counts only if "
-            "every pixel is the same.",
+            "every pixel is the same. Can be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    pack: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Try the data packed: images in shards, volumes in blocks of several sizes. The packs are made in "
+            "DIR, beyond the budget; those that the result does not use are removed again.",
+            readable=False,
         ),
     ] = None,
     ablate: Annotated[
@@ -108,7 +118,7 @@ def tune(
     if script is not None:
         given = {
             f"CONFIG ({config})": config, "--pace": pace, "--write": write, "--also": also, "--price": price,
-            "--force": force, "--ablate": ablate, "--packed": packed,
+            "--force": force, "--ablate": ablate, "--packed": packed, "--pack": pack,
         }  # fmt: skip
         _refuse_with_script([name for name, value in given.items() if value])
     elif config is None:
@@ -125,13 +135,17 @@ def tune(
 
     options = TuneOptions(
         budget_s=budget_s, trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
-        price_per_hour=price, ram_bytes=ram_bytes, packed=packed, force=force, fresh=fresh,
+        price_per_hour=price, ram_bytes=ram_bytes, packed=tuple(packed or ()), pack=pack, force=force,
+        fresh=fresh,
     )  # fmt: skip
     if script is not None:
         return _tune_script(script, options, json=json)
     assert config is not None
     path, words = config_and_overrides(config, overrides)
     if ablate:
+        if packed or pack:
+            seen = "--packed and --pack are for a search; --ablate switches off what the config has"
+            raise UsageError("usage", seen, hint=f"stoker tune {path} --ablate data_root={(packed or ['DIR'])[0]}")
         return _ablate(path, words, options, json=json)
     return _tune_config(path, words, options, json=json)
 

@@ -20,6 +20,9 @@ NORMAL_MEDIAN = 1.4826
 """Standard deviations in a median absolute deviation of a normal distribution."""
 SURE = 2.0
 """Standard errors that a gain has to exceed: 95 % of a normal distribution are within two."""
+STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, SURE)
+"""The same where the standard error is itself an estimate from few turns: Student's t for 95 % on one side, by degrees
+of freedom."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,46 @@ def compare(candidate: Sequence[Measured], best: Sequence[Measured], score: Scor
         return None
     error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
     return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
+
+
+def compare_turns(
+    candidate: Sequence[Measured],
+    best: Sequence[Measured],
+    score: Score,
+    spread: float,
+    turns: Iterable[Sequence[float]],
+) -> Comparison | None:
+    """The same for runs that alternated, each of `best` before the one of `candidate`. A machine that gets slower and
+    faster does so for both runs of a turn, so their ratio varies less than their rates.
+
+    `turns` are the log-ratios of all candidates so far, this one included: together they say how much turns differ.
+    """
+    seen, ratios = compare(candidate, best, score, spread), log_ratios(candidate, best, score)
+    apart = turn_spread(turns)
+    if seen is None or len(ratios) < 2 or apart is None:
+        return seen
+    error = max(apart[0], _deviation(ratios), LEAST_SPREAD) / math.sqrt(len(ratios))
+    sure = STUDENT[min(apart[1], len(STUDENT)) - 1]
+    return Comparison(statistics.fmean(ratios), min(seen.noise, sure * error))
+
+
+def turn_spread(turns: Iterable[Sequence[float]]) -> tuple[float, int] | None:
+    """Standard deviation of the ratios of turns with the same settings, and the degrees of freedom that it comes from;
+    None if there are too few."""
+    groups = [group for group in turns if len(group) > 1]
+    free = sum(len(group) - 1 for group in groups)
+    if free < 2:
+        return None
+    squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
+    return math.sqrt(squares / free), free
+
+
+def log_ratios(candidate: Sequence[Measured], best: Sequence[Measured], score: Score) -> list[float]:
+    """Of each turn; empty unless all of them are good."""
+    ours, theirs = _logs(candidate, score), _logs(best, score)
+    if len({len(ours), len(theirs), len(candidate), len(best)}) != 1:
+        return []
+    return [mine - other for mine, other in zip(ours, theirs, strict=True)]
 
 
 def smallest_gain(spread: float) -> float:

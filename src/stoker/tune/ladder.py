@@ -8,29 +8,15 @@ resumes by taking its recorded runs instead of running them again (`Journal`).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from stoker.tune.comparing import FLOOR, Comparison, compare, is_cheaper, mean_rate, percent, smallest_gain, spread_of
+from stoker.tune.comparing import FLOOR, Comparison, is_cheaper, mean_rate, percent, smallest_gain
 from stoker.tune.journal import Journal
 from stoker.tune.objective import Objective, run_facts
-from stoker.tune.records import (
-    Candidate,
-    Decision,
-    Key,
-    Listener,
-    Measured,
-    Nobody,
-    Outcome,
-    Settings,
-    State,
-    Step,
-    Trier,
-    key_of,
-)
+from stoker.tune.records import Candidate, Listener, Measured, Nobody, Outcome, Settings, Step, Trier, key_of
+from stoker.tune.rungs import FOR_CONFIRMATION, WORTH_LONGER, Fits, Propose, Ready, Rungs
 
 AT_CEILING = 0.95
 """Share of the ceiling from which a search ends: the rest would not pay for the trials."""
@@ -45,18 +31,11 @@ alone reaches up to 1.04 where nothing changes (doctor/what_if.py)."""
 EXPECTED = 1.01
 MOST_ROUNDS = 4
 """Runs of a candidate that looks faster, on a machine whose noise hides it."""
-FOR_CONFIRMATION = 4
-"""Runs that are set aside for the end; two of them are usually enough."""
-WANTED_SPREAD = 0.015
-"""Standard deviation of repeated runs: two runs then differ from two others by 3 % at most, by chance."""
-MOST_LONGER, WORTH_LONGER = 6.0, 1.5
-"""Times the wanted length of a trial: noise that this does not average out is slower than trials are."""
+WORTH_ANOTHER_LOOK = 0.03
+"""A gain that may be hidden, from which on time that is left at the end is spent on it. The loader's model expected at
+most +4 % where a run showed +6 % (results/tune, a few huge images)."""
 MOST_REPEATED = 8
 """Proposals in a row that were tried before: then there is nothing new."""
-
-Propose = Callable[[State], Candidate | None]
-Fits = Callable[[Settings], str | None]
-"""Why the plan refuses these settings; None if they fit."""
 
 
 def search(
@@ -67,6 +46,7 @@ def search(
     budget_s: float,
     trial_s: float,
     fits: Fits = lambda _settings: None,
+    ready: Ready = lambda _settings: None,
     journal: Journal | None = None,
     tell: Listener | None = None,
     objective: Objective | None = None,
@@ -82,7 +62,7 @@ def search(
     end, and never part of the best. `facts` become part of the outcome's. Ctrl-C ends the search with the best so far.
     """
     ladder = _Ladder(
-        trier, dict(start), propose, budget_s, trial_s, fits, journal or Journal(), tell or Nobody(),
+        trier, dict(start), propose, budget_s, trial_s, fits, ready, journal or Journal(), tell or Nobody(),
         objective or Objective(), ceiling, most_trials, price_per_hour, facts,
     )  # fmt: skip
     try:
@@ -96,41 +76,8 @@ def search(
     return outcome
 
 
-@dataclass
-class _Ladder:
-    trier: Trier
-    original: Settings
-    propose: Propose
-    budget_s: float
-    trial_s: float
-    fits: Fits
-    journal: Journal
-    tell: Listener
-    objective: Objective
-    ceiling: float | None
-    most_trials: int
-    price_per_hour: float | None
-    facts: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        self.best = dict(self.original)
-        self.runs: dict[Key, list[Measured]] = {}
-        self.steps: list[Step] = []
-        self.others: list[Step] = []
-        self.trials = 0
-        self._began_s = time.monotonic()
-        self._took_s = 0.0
-        self._longest_s = 0.0
-        self._starting_s = 0.0
-        self._longest_trial_s = MOST_LONGER * self.trial_s
-        self._alike: dict[Key, list[Measured]] = {}
-        """Runs that took as long as trials take now: shorter ones differ more."""
-        self._ledger: str | None = None
-        self._earlier: list[Settings] = []
-        """Settings that were the best once, newest last."""
-        self._confirmed: tuple[list[Measured], list[Measured]] | None = None
-
-    # The rungs.
+class _Ladder(Rungs):
+    """The rungs, in their order."""
 
     def climb(self) -> str:
         """Tries candidates until there is nothing left, no time, or nothing to gain; returns which."""
@@ -144,6 +91,9 @@ class _Ladder:
                 return "budget"
             candidate = self.propose(self._state())
             if candidate is None or repeated >= MOST_REPEATED:
+                if self._look_again():
+                    repeated = 0
+                    continue
                 share = self._state().share_of_ceiling
                 return "compute-bound" if share is not None and share >= AT_CEILING else "nothing left to try"
             settings = self.best | candidate.change
@@ -176,13 +126,10 @@ class _Ladder:
         self._add(_baseline_step(self.original, reason, tuple(runs)))
 
     def _why_skip(self, candidate: Candidate, settings: Settings) -> str | None:
-        refused = self.fits(settings)
-        if refused is not None:
-            return f"the plan says it would not fit: {refused}"
         predicted = candidate.predicted
         if predicted is not None and predicted.expected < EXPECTED and predicted.high < CANNOT_HELP:
             return f"predicted to gain nothing ({percent(predicted.expected)}, at most {percent(predicted.high)})"
-        return None
+        return self._why_not(settings)
 
     def _try(self, candidate: Candidate, settings: Settings) -> None:
         first = self._run(settings, candidate.change, "candidate")
@@ -197,10 +144,29 @@ class _Ladder:
         cheaper = is_cheaper(settings, self.best)
         sure = seen.gain > max(CLEAR, 2 * seen.noise)
         hopeless = not seen.may_be_gain and not (cheaper and seen.gain > -seen.noise)
-        undecided = not (sure or hopeless)
-        if undecided and self._may_run(4) and self._lengthen():
+        if sure or hopeless:
+            self._judge(candidate, settings, mine, against, seen)
+            return
+        if self._may_run(4) and self._lengthen(self.most_trials - self.trials):
             mine, against = [], []
-        while undecided and len(mine) < MOST_ROUNDS and self._may_run(2):
+        # What looks like a gain gets more rounds; no other question is worth them before all have been asked.
+        self._in_turns(candidate, settings, mine, against, seen, lambda now: now.gain > math.log1p(FLOOR))
+
+    def _in_turns(
+        self,
+        candidate: Candidate,
+        settings: Settings,
+        mine: list[Measured],
+        against: list[Measured],
+        seen: Comparison,
+        is_open: Callable[[Comparison], bool],
+        before: int = 0,
+    ) -> None:
+        """Runs it in turns with the best so far, until there is a gain, or the question is closed; and decides.
+
+        `before`: runs of it that do not count against the most."""
+        most, undecided = before + MOST_ROUNDS, True
+        while undecided and len(mine) < most and self._may_run(2):
             # Alternating, so that neither side profits when the machine gets faster or slower.
             between = self._run(self.best, {}, "best")
             mine.append(self._run(settings, candidate.change, "candidate"))
@@ -209,29 +175,66 @@ class _Ladder:
             if failed is not None:
                 self._decide(candidate, settings, "not kept", f"run again, {failed.failure}", mine, against)
                 return
-            seen = self._compare(mine, against) or seen
-            # What looks like a gain gets more rounds; no other question is worth them.
-            undecided = not seen.is_gain and seen.gain > math.log1p(FLOOR)
-        words = f"{seen.words()}"
+            seen = self._compare_turns(settings, mine, against) or seen
+            undecided = not seen.is_gain and is_open(seen)
+        self._judge(candidate, settings, mine, against, seen)
+
+    def _judge(
+        self, candidate: Candidate, settings: Settings, mine: list[Measured], against: list[Measured], seen: Comparison
+    ) -> None:
+        self._seen[key_of(settings)] = seen
         if seen.is_gain:
-            self._keep(candidate, settings, words, mine, against, seen)
-        elif cheaper and seen.gain >= 0 and len(mine) > 1:
-            self._keep(candidate, settings, f"{words}: not slower, and cheaper", mine, against, seen)
+            self._keep(candidate, settings, seen.words(), mine, against, seen)
+        elif is_cheaper(settings, self.best) and seen.gain >= 0 and len(mine) > 1:
+            self._keep(candidate, settings, f"{seen.words()}: not slower, and cheaper", mine, against, seen)
         else:
             inside = "" if seen.gain < -seen.noise else ", inside the noise"
-            self._decide(candidate, settings, "not kept", words + inside, mine, against, seen)
+            self._decide(candidate, settings, "not kept", seen.words() + inside, mine, against, seen)
 
-    def _lengthen(self) -> bool:
-        """Makes the trials longer where repeated runs differ, as far as the budget allows; False if they stay."""
-        spread = spread_of(self._alike.values(), self.objective.score)
-        room_s = (self.budget_s - self._spent_s()) / max(1, self.most_trials - self.trials) - self._starting_s
-        longer_s = min(self.trial_s * (spread / WANTED_SPREAD) ** 2, self._longest_trial_s, room_s)
-        if longer_s < WORTH_LONGER * self.trial_s:
+    def _look_again(self) -> bool:
+        """Comes back to what the noise hid, or to what was only predicted to gain nothing, in longer trials; True if
+        one of them was kept."""
+        share = self._state().share_of_ceiling
+        if share is not None and share >= AT_CEILING:
             return False
-        self.trial_s = longer_s
-        self._alike.clear()
-        self.tell.lengthened(longer_s, spread)
-        return True
+        questions = self._open_questions()
+        for place, step in enumerate(questions):
+            if not self._may_run(2) or self._why_not(step.settings) is not None:
+                continue
+            self._looked.add(key_of(step.settings))
+            before = key_of(self.best)
+            self._try_again(step, rest=len(questions) - place)
+            if key_of(self.best) != before:
+                return True
+        return False
+
+    def _open_questions(self) -> list[Step]:
+        """Steps against the best so far that may hide a gain, the largest first; those that were not run come last."""
+        last = max((place for place, step in enumerate(self.steps) if step.decision == "kept"), default=0)
+        found: list[tuple[bool, float, Step]] = []
+        for step in self.steps[last + 1 :]:
+            if key_of(step.settings) in self._looked or key_of(step.settings) == key_of(self.best):
+                continue
+            if step.decision == "skipped" and step.predicted is not None:
+                most, was_run = math.log(max(1e-9, step.predicted.high)), False
+            elif step.decision == "not kept" and (seen := self._seen.get(key_of(step.settings))) is not None:
+                most, was_run = seen.gain + seen.noise, True
+            else:
+                continue
+            if most > math.log1p(WORTH_ANOTHER_LOOK):
+                found.append((was_run, most, step))
+        return [step for _, _, step in sorted(found, key=lambda one: one[:2], reverse=True)]
+
+    def _try_again(self, step: Step, rest: int) -> None:
+        candidate = Candidate(step.change, f"{step.why}; again, as there is time", step.predicted)
+        if not step.measured:
+            self._try(candidate, step.settings)
+            return
+        mine, against = list(step.measured), list(step.against or self._of(self.best)[-2:])
+        seen = self._seen[key_of(step.settings)]
+        if self._lengthen(min(self.most_trials - self.trials, 2 * MOST_ROUNDS * rest + FOR_CONFIRMATION)):
+            mine, against = [], []
+        self._in_turns(candidate, step.settings, mine, against, seen, lambda now: now.may_be_gain, len(mine))
 
     def confirm(self) -> None:
         """Compares the best with the original from fresh starts, in turns; if the gain does not hold, falls back to
@@ -263,13 +266,15 @@ class _Ladder:
         against: list[Measured] = []
         seen = None
         original_runs = bool(self._of(self.original))
-        for round_number in range(2):
+        for round_number in range(MOST_ROUNDS):
             if round_number and not self._room_for(2):
+                break
+            if round_number >= 2 and not (seen is not None and seen.may_be_gain and self._has_time_for(2)):
                 break
             if original_runs:
                 against.append(self._run(self.original, {}, "confirmation"))
             mine.append(self._run(settings, _difference(self.original, settings), "confirmation"))
-            seen = self._compare(mine, against)
+            seen = self._compare_turns(settings, mine, against)
             if (seen is not None and seen.is_gain) or (not original_runs and self._scores(mine)):
                 break
         return seen, mine, against
@@ -310,7 +315,7 @@ class _Ladder:
         mine, against = self._confirmed or (self._of(self.best), self._of(self.original))
         before, after = (next((r for r in runs[::-1] if r.result == "measured"), None) for runs in (against, mine))
         whole_run = run_facts(self.objective, before, after, self.price_per_hour)
-        spread = spread_of(self._alike.values(), self.objective.score)
+        spread = self._spread()
         return Outcome(
             original=self.original, best=self.best, before=mean_rate(against), after=mean_rate(mine),
             stopped=stopped, ceiling=self.ceiling, trials=self.trials, took_s=self._spent_s(),
@@ -318,112 +323,10 @@ class _Ladder:
             facts={
                 "objective": self.objective.goal, "confirmed": self._confirmed is not None,
                 "smallest_gain": smallest_gain(spread), "trial_s": self.trial_s,
-                "could_be_longer": self.trial_s * WORTH_LONGER < self._longest_trial_s, **whole_run, **self.facts,
+                "could_be_longer": self.trial_s * WORTH_LONGER < self._longest_trial_s,
+                "budget_used": self._spent_s() / self.budget_s if self.budget_s > 0 else 1.0, **whole_run, **self.facts,
             },
         )  # fmt: skip
-
-    # One run, one decision.
-
-    def _run(self, settings: Settings, change: Settings, role: str) -> Measured:
-        self.trials += 1
-        measured = self.journal.recorded(settings)
-        if measured is None:
-            self.tell.trial_begins(self.trials, settings, change, role)
-            measured = self._checked(self.trier.run(settings, self.trial_s))
-            self.journal.trial(settings, measured)
-            self.tell.trial_ends(self.trials, measured)
-        if self._ledger is None and measured.result == "measured":
-            self._ledger = measured.ledger
-        self._took_s += measured.took_s
-        self._longest_s = max(self._longest_s, measured.took_s)
-        self._starting_s = max(self._starting_s, measured.took_s - self.trial_s)
-        for runs in (self.runs, self._alike):
-            runs.setdefault(key_of(settings), []).append(measured)
-        return measured
-
-    def _checked(self, measured: Measured) -> Measured:
-        """The same, unless it was fed something else than the original."""
-        if measured.result != "measured" or self._ledger in (None, measured.ledger) or measured.ledger is None:
-            return measured
-        why = "the samples, crops, labels or the total batch were not those of the original"
-        return replace(measured, result="different-training", detail=why)
-
-    def _keep(
-        self,
-        candidate: Candidate,
-        settings: Settings,
-        reason: str,
-        mine: list[Measured],
-        against: list[Measured],
-        seen: Comparison | None,
-    ) -> None:
-        if key_of(self.best) != key_of(self.original):
-            self._earlier.append(self.best)
-        self.best = settings
-        self._decide(candidate, settings, "kept", reason, mine, against, seen)
-
-    def _decide(
-        self,
-        candidate: Candidate,
-        settings: Settings,
-        decision: Decision,
-        reason: str,
-        mine: Sequence[Measured] = (),
-        against: Sequence[Measured] = (),
-        seen: Comparison | None = None,
-    ) -> None:
-        self._add(
-            Step(
-                number=len(self.steps), settings=settings, change=candidate.change, why=candidate.why,
-                decision=decision, reason=reason, predicted=candidate.predicted, measured=tuple(mine),
-                against=tuple(against), speedup=None if seen is None else seen.ratio,
-            )
-        )  # fmt: skip
-
-    def _add(self, step: Step) -> None:
-        self.steps.append(step)
-        self.journal.step(step)
-        self.tell.step(step)
-
-    # What is known.
-
-    def _state(self) -> State:
-        left_s = self.budget_s - self._spent_s()
-        return State(self.original, self.best, self.runs, tuple(self.steps), self._known_ceiling(), left_s)
-
-    def _known_ceiling(self) -> float | None:
-        """The ceiling is the original model's: a faster step has a higher one, which nobody measured."""
-        same = all(self.best.get(key) == self.original.get(key) for key in CHANGES_THE_STEP)
-        return self.ceiling if same else None
-
-    def _spent_s(self) -> float:
-        # Recorded runs took their time, too, though not now.
-        return max(time.monotonic() - self._began_s, self._took_s)
-
-    def _may_run(self, runs: int) -> bool:
-        """Whether there is time for so many runs, and for the confirmation."""
-        if not self._room_for(runs + FOR_CONFIRMATION):
-            return False
-        return self._spent_s() + (runs + FOR_CONFIRMATION / 2) * self._longest_s <= self.budget_s
-
-    def _room_for(self, runs: int) -> bool:
-        return self.trials + runs <= self.most_trials
-
-    def _of(self, settings: Settings) -> list[Measured]:
-        """Good runs of these settings."""
-        return [run for run in self.runs.get(key_of(settings), []) if run.result == "measured"]
-
-    def _scores(self, runs: Sequence[Measured]) -> list[float]:
-        return [value for run in runs if (value := self.objective.score(run))]
-
-    def _compare(self, mine: Sequence[Measured], against: Sequence[Measured]) -> Comparison | None:
-        return compare(mine, against, self.objective.score, spread_of(self._alike.values(), self.objective.score))
-
-    def _rate(self, settings: Settings) -> float | None:
-        return mean_rate(self._of(settings))
-
-
-CHANGES_THE_STEP = ("compile_model", "compile_mode", "channels_last", "batch_size", "gradient_accumulation")
 
 
 def _baseline_step(original: Settings, reason: str, runs: tuple[Measured, ...] = ()) -> Step:

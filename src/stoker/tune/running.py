@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.config import config_values
 from stoker.config.reading import Resolved, load_for_command
 from stoker.console import Advance, count, progress_bar, say, say_notes
+from stoker.data.images.pack.folder import check_destination
 from stoker.data.store.stores import is_url
 from stoker.doctor.options import read_pace
 from stoker.doctor.pacing import step_time_s
@@ -22,13 +23,17 @@ from stoker.errors import StokerError, UserError
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.machine.memory import read_memory, used_by_others_bytes
 from stoker.tune.journal import Journal
-from stoker.tune.ladder import Fits, search
+from stoker.tune.ladder import search
 from stoker.tune.objective import Goal, Objective
 from stoker.tune.records import Measured, Nobody, Outcome, Settings, Step
 from stoker.tune.result import DEFAULT_NAME, check_target, journal_path, write_tuned
+from stoker.tune.rungs import Fits
 from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
 from stoker.tune.text import running_text, step_text
 from stoker.tune.trial import ConfigTrier
+
+if TYPE_CHECKING:
+    from stoker.tune.packs import Packs
 
 DEFAULT_BUDGET_S = 20 * 60.0
 DEFAULT_TRIAL_S = 6.0
@@ -47,10 +52,17 @@ class TuneOptions:
     price_per_hour: float | None = None
     ram_bytes: int | None = None
     """For the training itself; None: what this machine has left."""
-    packed: str | None = None
-    """The same data in another place, to be tried as `data_root`."""
+    packed: tuple[str, ...] = ()
+    """The same data in other places, to be tried as `data_root`."""
+    pack: Path | None = None
+    """A folder for packs of the data, to be made and tried."""
     force: bool = False
     fresh: bool = False
+
+    @property
+    def other_places(self) -> bool:
+        """Whether the same data is also read from elsewhere."""
+        return bool(self.packed) or self.pack is not None
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ def open_config(resolved: Resolved, path: Path, overrides: Sequence[str], option
     live = Live("patches" if config.task == "segment3d" else "images")
     trier = ConfigTrier(
         config, pace_s=pace_s, memory_limit_bytes=_memory_limit(options.ram_bytes, config.devices), cpus=cpus,
-        ranks=ranks, compare_pixels=options.packed is not None, report=live.report,
+        ranks=ranks, compare_pixels=options.other_places, report=live.report,
     )  # fmt: skip
     return Opened(config, machine, cpus, pace_s, remarks, trier, live)
 
@@ -105,23 +117,30 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     target = options.write or path.with_name(DEFAULT_NAME)
     resolved = load_for_command(path, overrides, None)
     check_target(target, path, force=options.force)
+    if options.pack is not None and resolved.config.data_root is not None:
+        check_destination(resolved.config.data_root, options.pack)
     opened = open_config(resolved, path, overrides, options)
     config, machine, trier, live = opened.config, opened.machine, opened.trier, opened.live
     cpus, pace_s, remarks = opened.cpus, opened.pace_s, opened.remarks
     around = _surroundings(config, machine, cpus, options.goal, paced=pace_s is not None)
     start = settings_of(config)
-    if options.packed is not None:
+    if options.other_places:
         start["data_root"] = config.data_root
-        around = replace(around, packed=options.packed)
     facts = _begin_facts(path, overrides, config, machine, options, start)
     journal = begin_journal(journal_path(target), facts, fresh=options.fresh)
     live.trial_s = options.trial_s
+    packs = None
     try:
+        packs = None if options.pack is None else _packs(options.pack, config, journal)
+        around = replace(around, packed=options.packed)
+        if packs is not None:
+            around = replace(around, packed=(*options.packed, *packs.places), mapped=packs.mapped)
         began_s = time.monotonic()
         ceiling = _ceiling(trier, start, options.trial_s, journal, live)
         outcome = search(
             trier, start, proposer(around), budget_s=options.budget_s - (time.monotonic() - began_s),
-            trial_s=options.trial_s, fits=plan_fits(config, path, machine), journal=journal, tell=live,
+            trial_s=options.trial_s, fits=plan_fits(config, path, machine),
+            ready=(lambda _settings: None) if packs is None else packs.ready, journal=journal, tell=live,
             objective=Objective(options.goal, config.epochs, _validates(config)), ceiling=ceiling,
             other_training=other_training(options.also, around), price_per_hour=options.price_per_hour,
             facts={"unit": live.unit, "config": path.name, "notes": remarks, "paced": options.pace},
@@ -134,7 +153,11 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
         raise _does_not_run(path, outcome, trier.first_error)
     assert journal.path is not None
     if outcome.stopped == "interrupted":
+        if packs is not None and packs.made:
+            say(f"note: the packs in {options.pack} stay until the same command has resumed and ended")
         return Tuned(outcome, None, journal.path)
+    if packs is not None:
+        packs.keep_only(outcome.best)
     # Also if nothing changed: the file of an earlier search would be taken for this one's.
     write_tuned(target, path, resolved, overrides, outcome, machine)
     return Tuned(outcome, target, journal.path)
@@ -157,6 +180,12 @@ def begin_journal(path: Path, facts: dict[str, Any], *, fresh: bool) -> Journal:
     if journal.resumed:
         say(f"resuming: {count(journal.resumed, 'trial')} of {journal.path} will not be run again")
     return journal
+
+
+def _packs(folder: Path, config: HostConfig, journal: Journal) -> Packs:
+    from stoker.tune.packs import Packs  # imports what packs are made with
+
+    return Packs(folder, config, journal)
 
 
 def plan_fits(config: HostConfig, path: Path | None, machine: Machine) -> Fits:
@@ -249,7 +278,18 @@ def _surroundings(config: HostConfig, machine: Machine, cpus: int, goal: Goal, *
     return Surroundings(
         config, cpus, cuda=bool(machine.accelerators), paced=paced,
         remote=config.data_root is not None and is_url(config.data_root), splits_change_training=splits, goal=goal,
+        decoded_bytes=_decoded_bytes(config),
     )  # fmt: skip
+
+
+def _decoded_bytes(config: HostConfig) -> int | None:
+    """Of one rank's volumes together with those of the node's other ranks, which share a cache's size."""
+    from stoker.tasks.volumes import planning
+
+    if config.task != "segment3d":
+        return None
+    found = planning.volume_facts(config).decoded_bytes
+    return None if found is None else found * (config.devices if isinstance(config.devices, int) else 1)
 
 
 def has_batch_norm(config: HostConfig) -> bool:
@@ -289,7 +329,14 @@ def _begin_facts(
         "same": {
             "config": config_values(config),
             "host": [socket.gethostname(), machine.cpus, machine.accelerators],
-            "options": [options.goal, options.pace, options.trial_s, options.ram_bytes, options.packed],
+            "options": [
+                options.goal,
+                options.pace,
+                options.trial_s,
+                options.ram_bytes,
+                list(options.packed),
+                None if options.pack is None else str(options.pack.absolute()),
+            ],
         },
     }
 

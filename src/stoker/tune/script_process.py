@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stoker.child import Parent
 from stoker.clock.observed import Observed
@@ -60,7 +61,7 @@ def tail_of(folder: Path) -> str:
 
 
 def windows_of(observed: Observed) -> tuple[float, ...]:
-    """Samples per second in consecutive parts of the steps that were kept one by one, after the first ones."""
+    """Samples per second in consecutive parts of the time that the steps took, without the first of them."""
     times = [wait + work for wait, work in zip(observed.waits_s, observed.steps_s, strict=False)]
     if len(times) < FEWEST_STEPS or not observed.steps or not observed.samples:
         return ()
@@ -68,8 +69,11 @@ def windows_of(observed: Observed) -> tuple[float, ...]:
     # While the loop waited for the first batch, every worker made some: these came faster than workers can.
     ahead = shape.workers * (shape.prefetch or 2) if shape is not None else 0
     steady = times[min(len(times) // 3, max(2, ahead)) :]
-    parts = min(PARTS, len(steady) // 2)
-    edges = [round(part * len(steady) / parts) for part in range(parts + 1)]
-    a_step = observed.samples / observed.steps
-    sums = [(end - start, sum(steady[start:end])) for start, end in pairwise(edges)]
-    return tuple(a_step * count / seconds for count, seconds in sums if seconds > 0)
+    ends_s = np.cumsum([0.0, *steady])
+    if ends_s[-1] <= 0:
+        return ()
+    # Of equal lengths, or a stall would count no more than a quick step: their mean is one over time.
+    edges = np.linspace(0.0, ends_s[-1], min(PARTS, len(steady) // 2) + 1)
+    steps = np.diff(np.interp(edges, ends_s, np.arange(len(ends_s))))
+    rates = observed.samples / observed.steps * steps / np.diff(edges)
+    return tuple(float(rate) for rate in rates)

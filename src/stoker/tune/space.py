@@ -40,6 +40,7 @@ COMPUTES = 0.1
 MOSTLY_COMPUTES = 0.1
 """Share of the time that the loop waits, below which the step comes first: above it, the loader has a sure gain."""
 MOST_LOOKAHEAD = 4_000_000_000
+LEAST_CACHE = 256_000_000
 MOST_CACHE = 64_000_000_000
 TIME_TO_COMPILE_S = 720.0
 """Left of the budget, from which a compiled model is tried: it is compiled again for the confirmation. An allowance,
@@ -61,8 +62,12 @@ class Surroundings:
     """Whether the same update in other batches is another training: batch norm sees other batches, and mixing finds
     other partners."""
     goal: Goal = "throughput"
-    packed: str | None = None
-    """The same data in shards, or a copy of it elsewhere."""
+    decoded_bytes: int | None = None
+    """Of all volumes: a larger cache has nothing to keep."""
+    mapped: frozenset[str] = frozenset()
+    """Those of the places in `packed` where volumes are read as they are: a cache would keep nothing."""
+    packed: tuple[str, ...] = ()
+    """The same data elsewhere, in the order in which it is tried: in shards, in blocks of some size, or a copy."""
 
 
 Values = Callable[[State, Surroundings], Iterator[Candidate]]
@@ -174,13 +179,16 @@ def _lookahead(state: State, around: Surroundings) -> Iterator[Candidate]:
     observed = _observed(state)
     if not around.remote or observed is None or _blocked_share(observed) < COMPUTES:
         return
-    if 4 * now <= MOST_LOOKAHEAD:
-        yield Candidate({"lookahead": 4 * now}, "workers wait for the object store; fetch further ahead")
+    why = "workers wait for the object store; fetch further ahead"
+    for more in _further(around.config, "lookahead", now):
+        if more <= MOST_LOOKAHEAD:
+            yield Candidate({"lookahead": more}, why)
 
 
 def _packed(state: State, around: Surroundings) -> Iterator[Candidate]:
-    if around.packed is not None and state.best["data_root"] != around.packed:
-        yield Candidate({"data_root": around.packed}, _waiting(state) + "; the same data from the other place")
+    for place in around.packed:
+        if state.best["data_root"] != place:
+            yield Candidate({"data_root": place}, _waiting(state) + "; the same data from another place")
 
 
 def _decoder(state: State, around: Surroundings) -> Iterator[Candidate]:
@@ -189,11 +197,26 @@ def _decoder(state: State, around: Surroundings) -> Iterator[Candidate]:
         yield Candidate({"decoder": "auto"}, "the decoder that is fastest on these files, with the same pixels")
 
 
-def _cache(state: State, around: Surroundings) -> Iterator[Candidate]:  # noqa: ARG001
+def _small_cache(state: State, around: Surroundings) -> Iterator[Candidate]:
     now = state.best.get("volume_cache")
-    if isinstance(now, int) and state.measured is not None and 4 * now <= MOST_CACHE:
-        larger = max(4 * now, 256_000_000)
-        yield Candidate({"volume_cache": larger}, _waiting(state) + "; decoded chunks are kept for other patches")
+    if isinstance(now, int) and now < _default(around.config, "volume_cache"):
+        yield from _cache(state, around)
+
+
+def _cache(state: State, around: Surroundings) -> Iterator[Candidate]:
+    now = state.best.get("volume_cache")
+    if not isinstance(now, int) or state.measured is None:
+        return
+    if state.best.get("data_root") in around.mapped:
+        return
+    if around.decoded_bytes is not None:
+        # It is divided among processes, of which each keeps chunks of its own.
+        copies = max(1, _whole(state.best, "num_workers")) if state.best["loader"] == "process" else 1
+        if now >= copies * around.decoded_bytes:
+            return
+    for more in _further(around.config, "volume_cache", max(now, LEAST_CACHE // 4)):
+        if more <= MOST_CACHE:
+            yield Candidate({"volume_cache": more}, _waiting(state) + "; decoded chunks are kept for other patches")
 
 
 def _pinned(state: State, around: Surroundings) -> Iterator[Candidate]:
@@ -240,6 +263,8 @@ KNOBS = (
     Knob(("data_root",), "data", _packed),
     # Before the workers: while they wait for the store, more of them only wait, too (results/tune).
     Knob(("lookahead",), "data", _lookahead),
+    # Before the workers, too: which engine and how many are best depends on whether chunks are decoded again and again.
+    Knob(("volume_cache",), "data", _small_cache),
     Knob(("num_workers", "prefetch_factor"), "data", _workers),
     Knob(("loader",), "data", _engine),
     Knob(("prefetch_factor",), "data", _prefetch),
@@ -311,6 +336,17 @@ def _waiting(state: State) -> str:
     if measured is None or measured.wait_share is None:
         return "the loop waits for data"
     return f"the loop waits {measured.wait_share:.0%} of its time for data".replace("%", " %")
+
+
+def _further(config: HostConfig, key: str, now: int) -> list[int]:
+    """More bytes, in the order in which they are tried: the default at once; less if that does not fit, or help."""
+    return [max(4 * now, _default(config, key)), 4 * now]
+
+
+def _default(config: HostConfig, key: str) -> int:
+    value = type(config).model_fields[key].default
+    assert isinstance(value, int)
+    return value
 
 
 def _whole(settings: Settings, key: str) -> int:

@@ -13,6 +13,8 @@ from stoker.tune.records import Measured, Outcome, Settings, Step
 SIZES = ("lookahead", "volume_cache")
 WORTH_SAYING = 0.05
 """A gain that people would want: if trials cannot show it, we say so."""
+MUCH_LEFT = 0.3
+"""Share of the budget that a search used, below which trials of three times the length would have fitted into it."""
 STOPPED = {
     "compute-bound": "the loop is compute-bound: it runs at the speed of its model",
     "budget": "the budget of time or trials is used up",
@@ -117,7 +119,11 @@ def _unseen(outcome: Outcome) -> list[str]:
         return []
     below = f"{hidden:.0%}".replace("%", " %")
     line = f"gains below {below} cannot be seen here in trials of {outcome.facts['trial_s']:.0f} s"
-    return [line + ("; a larger --budget makes them longer" if outcome.facts.get("could_be_longer") else "")]
+    if not outcome.facts.get("could_be_longer"):
+        return [line]
+    if outcome.facts.get("budget_used", 1.0) < MUCH_LEFT:
+        return [f"{line}; --trial-seconds {3 * outcome.facts['trial_s']:.0f} would show smaller ones"]
+    return [f"{line}; a larger --budget makes them longer"]
 
 
 def _whole_run(facts: dict[str, Any]) -> list[str]:

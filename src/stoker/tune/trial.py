@@ -11,6 +11,7 @@ from typing import Any
 
 from stoker.clock.reading import observed_from
 from stoker.config import config_values
+from stoker.data.store.stores import is_url
 from stoker.errors import ConfigError, StokerError
 from stoker.machine.host import HostConfig, allowed_cores
 from stoker.tune.copies import Copies, Ended
@@ -25,6 +26,8 @@ NO_MEMORY = frozenset({"out-of-device-memory", "out-of-memory"})
 KILLED = frozenset({"worker-died"})
 COMPILING_S = 600.0
 """On top, for a compiled model: an allowance."""
+FOR_ROUNDS_S = 60.0
+"""On top, for data behind a network: a trial lasts for several rounds of requests, and the first batch for one."""
 DETAIL_LETTERS = 400
 TRIAL = "stoker.tune.trial:run_trial"
 
@@ -121,7 +124,9 @@ class ConfigTrier:
     def _patience(self, seconds: float, *, compiled: bool) -> float:
         if self._patience_s is not None:
             return self._patience_s
-        return patience_after(self._first_took_s, seconds) + (COMPILING_S if compiled else 0.0)
+        remote = self.config.data_root is not None and is_url(self.config.data_root)
+        more_s = (COMPILING_S if compiled else 0.0) + (FOR_ROUNDS_S if remote else 0.0)
+        return patience_after(self._first_took_s, seconds) + more_s
 
 
 def trial_copies() -> Copies:

@@ -8,10 +8,11 @@ from pathlib import Path
 from stoker.config import Config
 from stoker.console import Say, format_table, progress_bar, say_notes, say_warnings
 from stoker.data.images.pack.folder import check_destination, claim_destination
-from stoker.data.volumes.cases import CaseList, Part, open_cases
+from stoker.data.volumes.cases import Case, CaseList, Part, open_cases
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.pack.making import RECORDS, VolumePack
 from stoker.data.volumes.pack.packing import (
+    Looked,
     PackResult,
     gather,
     look,
@@ -22,7 +23,7 @@ from stoker.data.volumes.pack.packing import (
 from stoker.data.volumes.pack.preprocessing import Preparation
 from stoker.data.volumes.pack.trial import USUAL_PATCH, TrialResult, as_rows, try_layouts
 from stoker.data.volumes.pack.writing import LAYOUTS
-from stoker.data.volumes.volume import Shape
+from stoker.data.volumes.volume import ReadingOptions, Shape
 from stoker.errors import UserError
 from stoker.machine.memory import read_memory
 from stoker.machine.storage import drop_from_cache
@@ -43,41 +44,71 @@ class VolumePacking:
     fresh: bool = False
 
 
-def run_volume_packing(
-    config: Config, destination: Path, asked: VolumePacking, say: Say
-) -> tuple[PackResult, TrialResult | None]:
-    """Packs the volumes of a config; returns the result, and the trial if there was one."""
+@dataclass(frozen=True)
+class VolumeSource:
+    """The volumes of a config, opened to be packed."""
+
+    cases: tuple[tuple[Part, Case], ...]
+    looked: list[Looked]
+    rules: LabelRules | None
+    preparation: Preparation
+    reading: ReadingOptions
+    notes: list[str]
+
+    def try_layouts(self, folder: Path, patch: Shape) -> TrialResult:
+        """Which layout is read fastest here; `folder` holds the trial's files, and is removed."""
+        memory = read_memory()
+        with progress_bar("trying layouts") as advance:
+            return try_layouts(
+                self.cases, self.looked, self.rules, self.preparation, self.reading, folder, patch=patch,
+                memory_bytes=None if memory is None else memory.limit_bytes, drop=drop_from_cache, progress=advance,
+            )  # fmt: skip
+
+    def pack(
+        self, root: Path, layout: str, *, workers: int, max_bad_fraction: float = 0.0, verify: bool = False
+    ) -> PackResult:
+        """Packs them, or what an earlier run left; call it with the destination claimed."""
+        pack = VolumePack(root, self.cases, self.rules, self.preparation, LAYOUTS[layout], self.reading)
+        with progress_bar("packing", unit="Mvoxels") as advance:
+            return pack_volumes(
+                pack, self.looked, workers=workers, max_bad_fraction=max_bad_fraction, notes=self.notes,
+                verify=verify, progress=advance,
+            )  # fmt: skip
+
+
+def open_source(config: Config, preparation: Preparation) -> VolumeSource:
+    """Opens every volume of a config, reading no voxels."""
     assert config.data_root is not None
-    check_destination(config.data_root, destination)
     parts = _parts(config.data_root)
     notes = [note for listed in parts.values() for note in listed.notes]
     say_notes(notes)
     rules = _rules(config, parts["train"])
     cases = gather(parts)
     reading = reading_options(config, [case for _, case in cases])
+    with progress_bar("opening", len(cases), unit="volumes") as advance:
+        looked = look(cases, rules, preparation, reading, advance)
+    return VolumeSource(cases, looked, rules, preparation, reading, notes)
+
+
+def run_volume_packing(
+    config: Config, destination: Path, asked: VolumePacking, say: Say
+) -> tuple[PackResult, TrialResult | None]:
+    """Packs the volumes of a config; returns the result, and the trial if there was one."""
+    assert config.data_root is not None
+    check_destination(config.data_root, destination)
+    source = open_source(config, asked.preparation)
     root = destination.absolute()
     with claim_destination(root):
         if asked.fresh:
             remove_pack(root)
-        with progress_bar("opening", len(cases), unit="volumes") as advance:
-            looked = look(cases, rules, asked.preparation, reading, advance)
         name, trial = asked.layout or (read_options(root) or {}).get("layout"), None
         if name not in LAYOUTS:
-            patch = asked.patch or config.patch_size or USUAL_PATCH
-            memory = read_memory()
-            with progress_bar("trying layouts") as advance:
-                trial = try_layouts(
-                    cases, looked, rules, asked.preparation, reading, root / RECORDS / "trial", patch=patch,
-                    memory_bytes=None if memory is None else memory.limit_bytes, drop=drop_from_cache, progress=advance,
-                )  # fmt: skip
+            trial = source.try_layouts(root / RECORDS / "trial", asked.patch or config.patch_size or USUAL_PATCH)
             name = trial.chosen.name
             say(_words(trial))
-        pack = VolumePack(root, cases, rules, asked.preparation, LAYOUTS[name], reading)
-        with progress_bar("packing", unit="Mvoxels") as advance:
-            result = pack_volumes(
-                pack, looked, workers=asked.workers, max_bad_fraction=asked.max_bad_fraction, notes=notes,
-                verify=asked.verify, progress=advance,
-            )  # fmt: skip
+        result = source.pack(
+            root, name, workers=asked.workers, max_bad_fraction=asked.max_bad_fraction, verify=asked.verify
+        )
     say_warnings(f"{one['id']} is left out: {one['reason']}" for one in result.index.skipped)
     return result, trial
 

@@ -12,6 +12,7 @@ from stoker.augment.volumes import memory_format_of, transform_range
 from stoker.config import Config
 from stoker.console import Advance, count
 from stoker.data.draws import sample_keys
+from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.making import RowLayout
 from stoker.data.volumes.opening import OpenVolumes
@@ -45,6 +46,8 @@ class VolumeFacts:
     cases: int | None
     largest: Shape
     """The volume that a prediction is planned for."""
+    decoded_bytes: int | None = None
+    """Of all volumes that have to be decoded, with their labels; None if nothing was opened."""
     assumptions: tuple[str, ...] = ()
 
 
@@ -59,13 +62,23 @@ def volume_facts(config: Config, progress: Advance | None = None) -> VolumeFacts
         rules = label_rules(config, listed)
     except StokerError as error:
         return _assumed(config, error.seen.splitlines()[0])
+    channels = len(surveyed.cases[0].images)
+    dtype = image_dtype([surveyed.facts[case.id] for case in surveyed.cases])
+    voxels = {name: shape[0] * shape[1] * shape[2] for name, shape in surveyed.shapes.items()}
     return VolumeFacts(
-        channels=len(surveyed.cases[0].images),
+        channels=channels,
         rules=rules,
-        dtype=image_dtype([surveyed.facts[case.id] for case in surveyed.cases]).name,
+        dtype=dtype.name,
         cases=len(surveyed.cases),
-        largest=max(surveyed.shapes.values(), key=lambda shape: shape[0] * shape[1] * shape[2]),
+        largest=surveyed.shapes[max(voxels, key=lambda name: voxels[name])],
+        decoded_bytes=sum(voxels[case.id] for case in surveyed.cases if not _is_mapped(case))
+        * (channels * dtype.itemsize + rules.dtype.itemsize),
     )
+
+
+def _is_mapped(case: Case) -> bool:
+    """Whether its voxels are read from mapped files as they are: nothing is decoded, so there is nothing to keep."""
+    return all(ref.packed is not None and ref.packed.kind != "zarr" for ref in case.images)
 
 
 def _assumed(config: Config, reason: str) -> VolumeFacts:
@@ -73,8 +86,9 @@ def _assumed(config: Config, reason: str) -> VolumeFacts:
     said = f"data: 1 channel of uint8 voxels, {count(rules.classes, 'class', 'classes')} ({reason})"
     shape = " x ".join(map(str, ASSUMED_VOLUME))
     return VolumeFacts(
-        1, rules, "uint8", None, ASSUMED_VOLUME, (said, f"prediction: of a volume of {shape} voxels, as in Vesuvius")
-    )
+        1, rules, "uint8", None, ASSUMED_VOLUME,
+        assumptions=(said, f"prediction: of a volume of {shape} voxels, as in Vesuvius"),
+    )  # fmt: skip
 
 
 def row_bytes(config: Config, facts: VolumeFacts) -> tuple[int, int]:

@@ -63,7 +63,9 @@ def as_a_background_job() -> None:
     os.umask(0o077)
 
 
-@pytest.mark.parametrize("workers", ["0", "1"], ids=["in one process", "in a worker"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param("0", marks=pytest.mark.release), "1"], ids=["in one process", "in a worker"]
+)
 def test_all_this_holds_however_they_are_started(workers: str) -> None:
     tests = [Path(__file__), PROJECT / "tests/test_cli.py"]
     done = subprocess.run(

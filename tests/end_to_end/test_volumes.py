@@ -83,6 +83,7 @@ def test_an_interrupted_run_ends_bit_identical_whatever_makes_its_batches(
     assert names | {"last.ckpt", "previous.ckpt"} == set(checkpoint_names(whole.parent / "runs" / "tiny"))
 
 
+@pytest.mark.release
 def test_a_killed_run_ends_bit_identical(ready: ReadyProcess, tmp_path: Path, scrolls: Path) -> None:
     keys = {"ema_decay": 0.9, "checkpoint_every_steps": 1, "volume_elastic": 0.5, "num_workers": 1}
     config = write_volume_config(tmp_path, scrolls, **keys)

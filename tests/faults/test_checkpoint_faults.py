@@ -99,7 +99,7 @@ assert not rounds or Checkpoints(root / "any").best(), "no save was ever reached
 """
 
 
-@pytest.mark.parametrize("kind", ["last", "best"])
+@pytest.mark.parametrize("kind", ["last", pytest.param("best", marks=pytest.mark.release)])
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path, kind: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), kind, *POINTS[kind]],

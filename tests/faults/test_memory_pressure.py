@@ -105,7 +105,7 @@ def run(group: Path, folder: Path, guarded: str, engine: str) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
 
 
-@pytest.mark.parametrize("engine", ["process", "thread"])
+@pytest.mark.parametrize("engine", ["process", pytest.param("thread", marks=pytest.mark.release)])
 def test_the_guard_gives_memory_back_before_the_kernel_takes_it(group: Path, tmp_path: Path, engine: str) -> None:
     ended = run(group, tmp_path, "guarded", engine)
     assert ended.returncode == 0, ended.stdout + ended.stderr

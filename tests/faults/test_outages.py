@@ -254,7 +254,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("engine", "notice", "code", "moment", "kind"),
     [
         ("thread", signal.SIGTERM, 143, "training", "stall"),
-        ("process", signal.SIGINT, 130, "validation", "refuse"),
+        pytest.param("process", signal.SIGINT, 130, "validation", "refuse", marks=pytest.mark.release),
         pytest.param("process", signal.SIGUSR1, 143, "training", "stall", marks=pytest.mark.release),
         pytest.param("thread", signal.SIGTERM, 143, "validation", "refuse", marks=pytest.mark.release),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -79,10 +80,19 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("mixing", MIXING)
-@pytest.mark.parametrize("clip", ["null", "1.0"])
-@pytest.mark.parametrize("precision", ["32", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+# Any two choices meet in one of these; the other combinations are for a release.
+PAIRS = {
+    ("sgd", "32", "null", "plain"), ("sgd", "bf16-mixed", "1.0", "mixed"), ("sgd", "16-mixed", "null", "mixed"),
+    ("adamw", "32", "1.0", "mixed"), ("adamw", "bf16-mixed", "null", "plain"), ("adamw", "16-mixed", "1.0", "plain"),
+    ("lamb", "32", "null", "mixed"), ("lamb", "bf16-mixed", "1.0", "plain"), ("lamb", "16-mixed", "null", "plain"),
+}  # fmt: skip
+COMBINATIONS = [
+    pytest.param(*one, marks=() if one in PAIRS else pytest.mark.release)
+    for one in product(("sgd", "adamw", "lamb"), ("32", "bf16-mixed", "16-mixed"), ("null", "1.0"), MIXING)
+]
+
+
+@pytest.mark.parametrize(("optimizer", "precision", "clip", "mixing"), COMBINATIONS)
 def test_a_whole_step_reads_nothing_from_the_device(optimizer: str, precision: str, clip: str, mixing: str) -> None:
     config = config_for(optimizer=optimizer, precision=precision, clip_grad_norm=clip, **MIXING[mixing])
     with FakeTensorMode(allow_non_fake_inputs=True):

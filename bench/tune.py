@@ -6,8 +6,8 @@ twice. Optuna searches the table of the grid with as many trials as tune ran, or
 searches (bench/tune_optuna.py). The largest of many noisy values is too large, so at the end everybody's choice is
 measured again in fresh rounds, in turns; the shares come from those, and the grid's own figures are kept beside them.
 
-Decoding takes a fixed CPU time per image (bench/steady): a core of a shared host is by a third faster in one second
-than in the next, and that hid differences of a tenth.
+Decoding an image takes a fixed CPU time, and so does a patch (bench/steady): a core of a shared host is by a third
+faster in one second than in the next, and that hid differences of a tenth.
 
 Then twenty searches in which one trial is killed, hangs, crashes or runs out of memory (bench/tune_faults.py).
 """

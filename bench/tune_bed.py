@@ -7,19 +7,22 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bench.tune_scenarios import MB, Scenario, points_of
 from stoker.config import load_config
 from stoker.data.store.stores import is_url
+from stoker.data.volumes.pack.preprocessing import Preparation
+from stoker.data.volumes.pack.writing import LAYOUTS
 from stoker.doctor.trials import open_once
-from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
+from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine, usable_cpus
 from stoker.plan.guard import quick_plan
+from stoker.tasks.volumes.packing import VolumePacking, run_volume_packing
 from stoker.tune.copies import Copies
-from stoker.tune.ladder import Fits
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
+from stoker.tune.rungs import Fits
 from stoker.tune.running import TuneOptions, plan_fits, tune_config
 from stoker.tune.space import Surroundings, config_with, settings_of
 from stoker.tune.trial import ConfigTrier, trial_copies
@@ -65,7 +68,7 @@ class Bed:
     def open_trier(self, *, limit: int | None = None, patience_s: float | None = None) -> ConfigTrier:
         return ConfigTrier(
             self.config, pace_s=self.pace_s, memory_limit_bytes=limit or self.ram_bytes, cpus=self.machine.cpus,
-            patience_s=patience_s, copies=self.copies,
+            patience_s=patience_s, copies=self.copies, compare_pixels=self.scenario.packed,
         )  # fmt: skip
 
     def run(self, settings: Settings, seconds: float) -> Measured:
@@ -86,6 +89,7 @@ class Bed:
         options = TuneOptions(
             budget_s=self.scenario.budget_s, trial_s=seconds, pace=f"{1e3 * self.pace_s:.6f}ms",
             ram_bytes=self.ram_bytes, write=self.path.with_name("tuned.yaml"), force=True, fresh=True,
+            pack=self.path.with_name("packs") if self.scenario.packed else None,
         )  # fmt: skip
         outcome = tune_config(self.path, (), options).outcome
         for step in outcome.steps:
@@ -112,6 +116,9 @@ def made_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Ite
     config = fit_to_machine(load_config(path, ()).config, machine)[0]
     open_once(config, lambda line: print(line, file=sys.stderr))
     start = settings_of(config)
+    if scenario.packed:
+        start["data_root"] = config.data_root
+        scenario = replace(scenario, axes=scenario.axes | {"data_root": packed_in_all_layouts(config, folder)})
     alone = {"lookahead": 256 * MB, **({"volume_cache": 256 * MB} if scenario.volumes else {})}
     ram_bytes = None
     if scenario.batches_of_room is not None:
@@ -129,6 +136,18 @@ def made_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Ite
             plan_fits(config, path, machine) if ram_bytes is None else _fits_into(ram_bytes, config, path, machine),
             copies,
         )  # fmt: skip
+
+
+def packed_in_all_layouts(config: HostConfig, folder: Path) -> tuple[str, ...]:
+    """The data as it is, and packs of it for the grid; tune makes its own."""
+    assert config.data_root is not None
+    found = [config.data_root]
+    for name in LAYOUTS:
+        place = folder / "grid" / name
+        asked = VolumePacking(Preparation(), name, None, usable_cpus(), 0.0)
+        run_volume_packing(config, place, asked, lambda line: print(line, file=sys.stderr))
+        found.append(str(place))
+    return tuple(found)
 
 
 def needed_bytes(config: HostConfig, path: Path, machine: Machine) -> int:
@@ -233,5 +252,6 @@ def shown(settings: Settings) -> str:
         "prefetch_factor": lambda value: f"prefetch {value}",
         "lookahead": lambda value: f"ahead {value // MB} MB",
         "volume_cache": lambda value: f"cache {value // MB} MB",
+        "data_root": lambda value: Path(value).name if Path(value).name in LAYOUTS else "as they are",
     }
     return ", ".join(word(settings[name]) for name, word in names.items() if name in settings)

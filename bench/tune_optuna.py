@@ -87,6 +87,8 @@ def space_of(bed: Bed) -> Space:
     }
     if bed.around.remote:
         space["lookahead"] = {"low": 1, "high": MOST_LOOKAHEAD // MB, "log": True}
+    if bed.scenario.packed:
+        space["data_root"] = list(bed.scenario.axes["data_root"])
     if bed.scenario.volumes:
         space["volume_cache"] = {"low": 0, "high": len(CACHES) - 1}
     return space

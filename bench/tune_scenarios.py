@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from stoker.data.volumes.pack.writing import LAYOUTS
 from stoker.tune.records import Settings, Value, key_of
 
 Limit = Literal["cpu", "storage", "consumer", "memory"]
@@ -21,6 +22,8 @@ ENGINES = ("thread", "process")
 LOADER: Axes = {"num_workers": (0, 1, 2, 4), "loader": ENGINES, "prefetch_factor": (2, 8)}
 BATCHES_AHEAD: Axes = {"num_workers": (1, 2, 4), "loader": ENGINES, "prefetch_factor": (1, 8)}
 BYTES_AHEAD: Axes = {"num_workers": (1, 4, 8), "loader": ENGINES, "lookahead": (MB, 256 * MB)}
+IN_BLOCKS: Axes = {"num_workers": (1, 2), "loader": ENGINES, "data_root": ("as they are", *LAYOUTS)}
+"""The places are filled in when the packs are made."""
 CHUNKS_KEPT: Axes = {"num_workers": (1, 2, 4), "loader": ENGINES, "volume_cache": (0, 256 * MB)}
 
 
@@ -51,8 +54,11 @@ class Scenario:
     """None: the data is in a local folder."""
     batches_of_room: int | None = None
     """Memory beyond what the start needs, in batches; None: all of the machine's."""
+    packed: bool = False
+    """Whether tune may pack the volumes (`--pack`)."""
     budget_s: float = 150.0
-    """An eighth of the command's default, and trials that are shorter in proportion: a scenario takes minutes."""
+    """An eighth of the command's default, and trials that are shorter in proportion: a scenario takes minutes. More
+    where a trial lasts for three rounds of requests, up to thirty seconds."""
 
     @property
     def volumes(self) -> bool:
@@ -98,12 +104,17 @@ SCENARIOS = (
         "S3 at 6 MB/s", "storage", "photos",
         {"num_workers": 4, "loader": "process", "prefetch_factor": 1, "lookahead": MB},
         # Small batches: a trial takes at least twenty, and few images a second come through.
-        axes=BYTES_AHEAD, keys=_PHOTOS | {"batch_size": 8}, link=Link(20, 6), budget_s=200.0,
+        axes=BYTES_AHEAD, keys=_PHOTOS | {"batch_size": 8}, link=Link(20, 6), budget_s=600.0,
     ),
     Scenario(
         "compressed volumes, nothing kept", "cpu", "zarr",
         {"num_workers": 1, "loader": "thread", "prefetch_factor": 2, "volume_cache": 0},
         axes=CHUNKS_KEPT, keys=_PATCHES,
+    ),
+    Scenario(
+        "compressed volumes, may be packed", "cpu", "zarr",
+        {"num_workers": 1, "loader": "thread", "prefetch_factor": 2, "volume_cache": 0},
+        axes=IN_BLOCKS, keys=_PATCHES, packed=True,
     ),
     Scenario(
         "volumes, no workers", "cpu", "tiff", {"num_workers": 0}, keys=_PATCHES, pace=0.9,

@@ -42,7 +42,8 @@ def doctor(
         typer.Option(
             metavar="STEP_TIME|IMAGES/S|GPU",
             help="Replace the model by a consumer that takes this long for a step (400ms), or this many images per "
-            "second, or is as fast as this card would be. For a script it is simulated, after the script has run.",
+            "second, or is as fast as this card would be. For a script it is simulated, after the script has run; "
+            "for a card, from one of its steps.",
         ),
     ] = None,
     confirm: Annotated[

@@ -26,6 +26,8 @@ from stoker.errors import UsageError
 from stoker.plan.records import Estimate
 
 if TYPE_CHECKING:
+    from stoker.doctor.attach.traced_step import TracedStep
+    from stoker.doctor.pacing import ScriptPace
     from stoker.machine.host import HostConfig
 
 CONFIG_ENDINGS = (".yaml", ".yml")
@@ -73,23 +75,36 @@ def _of_script(
     script: list[str], steps: int | None, seconds: float | None, pace: str | None, *, stdout_is_ours: bool
 ) -> tuple[Diagnosis, int]:
     from stoker.doctor.attach.running import run_attached
-    from stoker.doctor.pacing import check_script_pace, paced, script_step_s
+    from stoker.doctor.pacing import read_script_pace
 
-    if pace is not None:
-        check_script_pace(pace)
+    consumer = None if pace is None else read_script_pace(pace)
     with _stdout_to_stderr() if stdout_is_ours else contextlib.nullcontext():
-        ended = run_attached(script, steps=steps, seconds=seconds)
+        ended = run_attached(
+            script, steps=steps, seconds=seconds, trace=consumer is not None and consumer.card is not None
+        )
     if ended.observed is None:
         nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=ended.notes)
         return judge(nothing), ended.exit_code
     say_notes(ended.notes)
     observed = _with_local_disk(ended.observed)
-    if pace is not None:
-        simulated = paced(observed, script_step_s(pace, observed))
-        if simulated is None:
-            say("note: too few batches were measured for --pace; this is the script as it ran")
-        observed = simulated or observed
+    if consumer is not None:
+        observed = _with_consumer(observed, consumer, ended.traced)
     return diagnosis_of(observed), ended.exit_code
+
+
+def _with_consumer(observed: Observed, consumer: ScriptPace, traced: TracedStep | str | None) -> Observed:
+    """The observation with the consumer in place of the model, where enough is known for it."""
+    from stoker.doctor.pacing import paced
+
+    step_s = consumer.seconds(observed, traced)
+    if isinstance(step_s, str):
+        say(f"note: no step of the script could be traced for --pace ({step_s}); this is the script as it ran")
+        say("hint: --pace 400ms, if a step takes that long there")
+        return observed
+    simulated = paced(observed, step_s, consumer.words(step_s, traced))
+    if simulated is None:
+        say("note: too few batches were measured for --pace; this is the script as it ran")
+    return simulated or observed
 
 
 def _with_local_disk(observed: Observed) -> Observed:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from stoker.clock.observed import BatchTime, Observed, StageTime
+from stoker.doctor.attach.traced_step import TracedStep
 from stoker.doctor.simulation import Work
 from stoker.doctor.what_if import model_of, rate_of
 from stoker.doctor.words import time_text
 from stoker.errors import UsageError
+from stoker.machine.datasheets import Datasheet, load_datasheet
 
 _STEP = re.compile(r"\s*([0-9.]+)\s*(ms|s)\s*")
 SHOWN = 64
@@ -33,36 +35,56 @@ def step_time_s(text: str) -> float | None:
     return seconds
 
 
-def script_step_s(text: str, observed: Observed) -> float:
-    """How long a step of the consumer takes: as given, or from its images per second."""
+@dataclass(frozen=True)
+class ScriptPace:
+    """A consumer that replaces the model of a script."""
+
+    step_s: float | None = None
+    images_per_second: float | None = None
+    card: Datasheet | None = None
+
+    def seconds(self, observed: Observed, traced: TracedStep | str | None) -> float | str:
+        """How long a step of it takes; or why nobody knows."""
+        if self.step_s is not None:
+            return self.step_s
+        if self.images_per_second is not None:
+            return observed.samples / max(1, observed.steps) / self.images_per_second
+        assert self.card is not None
+        return traced.seconds_on(self.card) if isinstance(traced, TracedStep) else str(traced)
+
+    def words(self, step_s: float, traced: TracedStep | str | None) -> str:
+        """What replaces the model."""
+        said = f"a simulated consumer of {time_text(step_s)} a step"
+        if self.card is None or not isinstance(traced, TracedStep):
+            return said
+        return f"{said}: the roofline of a step of the script on {self.card.title}, in {traced.precision}"
+
+
+def read_script_pace(text: str) -> ScriptPace:
+    """A time for a step, images per second, or a card.
+
+    Raises UsageError: `pace-invalid`, or the datasheets' error for an unknown card."""
     seconds = step_time_s(text)
-    if seconds is None:
-        check_script_pace(text)
-        seconds = observed.samples / max(1, observed.steps) / float(text)
-    return seconds
-
-
-def check_script_pace(text: str) -> None:
-    """Raises UsageError for what cannot be a pace of a script's consumer, before the script runs."""
-    if step_time_s(text) is not None:
-        return
+    if seconds is not None:
+        return ScriptPace(step_s=seconds)
     try:
         rate = float(text)
     except ValueError:
-        raise UsageError(
-            "usage", f"--pace {text} needs a config, and a script has none: its model cannot be traced for a card",
-            hint="--pace 400ms, if a step takes that long there",
-        ) from None  # fmt: skip
+        return ScriptPace(card=load_datasheet(text))
     if not (math.isfinite(rate) and rate > 0):
         raise UsageError("pace-invalid", f"--pace {text}: images per second must be above zero", hint="--pace 400ms")
+    return ScriptPace(images_per_second=rate)
 
 
-def paced(observed: Observed, step_s: float) -> Observed | None:
+def paced(observed: Observed, step_s: float, words: str = "a simulated consumer") -> Observed | None:
     """The observation with a consumer that needs `step_s` and no core for a step; None if too little was measured."""
     model = model_of(observed)
     if model is None or not observed.steps:
         return None
-    rate = rate_of(replace(model, setup=replace(model.setup, consumer_threads=1.0), steps=(Work(0.0, step_s),)))
+    # The script's own model and other programs are gone from the cores: waits for them are left out below as well.
+    cores = model.setup.cores if observed.host is None else float(observed.host.cpus)
+    setup = replace(model.setup, consumer_threads=1.0, cores=cores)
+    rate = rate_of(replace(model, setup=setup, steps=(Work(0.0, step_s),)))
     wait_s = max(0.0, 1 / rate - step_s)
     steps = observed.steps
     return replace(
@@ -82,7 +104,7 @@ def paced(observed: Observed, step_s: float) -> Observed | None:
         stages={name: _stage_without_queueing(stage) for name, stage in observed.stages.items()},
         pace_images_per_second=observed.samples / steps / step_s,
         host=None if observed.host is None else replace(observed.host, cpu_busy_share=None),
-        missing=(*observed.missing, f"the model: replaced by a simulated consumer of {time_text(step_s)} a step"),
+        missing=(*observed.missing, f"the model: replaced by {words}"),
     )
 
 

@@ -191,14 +191,15 @@ def convolution_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> list[i
     groups = args[9] if backward else (args[8] if len(args) > 8 else kwargs.get("groups", 1))
     if groups > 1 and groups == second.shape[1]:
         return []
-    converted = 0 if _is_channels_last(second) else _bytes([first]) + _bytes([second]) + _bytes([weight])
+    converted = 0 if is_channels_last(second) else _bytes([first]) + _bytes([second]) + _bytes([weight])
     if not backward:
         return [converted]
     needs_input, needs_weight, _ = args[10]
     return [converted * needs_input, (converted + 4 * weight.numel()) * needs_weight]
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether images or volumes are stored with their channels last."""
     wanted = torch.channels_last_3d if tensor.ndim == 5 else torch.channels_last
     return tensor.ndim in (4, 5) and tensor.is_contiguous(memory_format=wanted)
 

@@ -27,10 +27,12 @@ from stoker.doctor.attach.inside.session import (
     LEADING_RANK_VARIABLE,
     SECONDS_VARIABLE,
     STEPS_VARIABLE,
+    TRACE_VARIABLE,
     rank_of_environment,
 )
 from stoker.doctor.attach.processes import ProcessWatch
 from stoker.doctor.attach.reading import has_records, read_recording
+from stoker.doctor.attach.traced_step import TracedStep, read_traced_step
 from stoker.errors import UsageError, UserError
 from stoker.machine.host import HostWatch
 
@@ -129,14 +131,19 @@ class AttachResult:
     notes: tuple[str, ...] = ()
     stopped: bool = False
     """Whether we stopped it after the requested steps or seconds."""
+    traced: TracedStep | str | None = None
+    """One of its steps, or why there is none; None if it was not asked for."""
 
 
-def run_attached(command: list[str], *, steps: int | None = None, seconds: float | None = None) -> AttachResult:
-    """Runs the command to its end, or for this many training batches or seconds of training."""
+def run_attached(
+    command: list[str], *, steps: int | None = None, seconds: float | None = None, trace: bool = False
+) -> AttachResult:
+    """Runs the command to its end, or for this many training batches or seconds of training. `trace`: one step is
+    recorded operator by operator."""
     refuse_what_cannot_work(command)
     folder = Path(tempfile.mkdtemp(prefix="stoker-attach-"))
     try:
-        child = _start(command, folder, steps, seconds)
+        child = _start(command, folder, steps, seconds, trace=trace)
         with _signals_passed_on(child):
             processes = ProcessWatch(folder)
             host, stopped = _watch(child, folder, seconds, processes)
@@ -152,19 +159,22 @@ def run_attached(command: list[str], *, steps: int | None = None, seconds: float
                 "container, another host?); add one line to the script instead:  import stoker; stoker.watch()"
             ]
         code = 0 if stopped else child.returncode if child.returncode >= 0 else 128 - child.returncode
-        return AttachResult(code, recording.observed, tuple(notes), stopped)
+        traced = read_traced_step(folder) if trace else None
+        return AttachResult(code, recording.observed, tuple(notes), stopped, traced)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(command: list[str], folder: Path, steps: int | None, seconds: float | None) -> subprocess.Popen[bytes]:
+def _start(
+    command: list[str], folder: Path, steps: int | None, seconds: float | None, *, trace: bool
+) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, [str(ON_PATH), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {
         "PYTHONPATH": path,
         FOLDER_VARIABLE: str(folder),
         LEADING_RANK_VARIABLE: str(rank_of_environment() or 0),
     }
-    for variable, limit in ((STEPS_VARIABLE, steps), (SECONDS_VARIABLE, seconds)):
+    for variable, limit in ((STEPS_VARIABLE, steps), (SECONDS_VARIABLE, seconds), (TRACE_VARIABLE, trace or None)):
         environment.pop(variable, None)
         if limit is not None:
             environment[variable] = str(limit)

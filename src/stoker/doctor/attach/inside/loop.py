@@ -13,17 +13,22 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.doctor.attach.inside.habits import COUNTED
 from stoker.doctor.attach.inside.sampling import LIBRARY, USERS, sampler
 from stoker.doctor.attach.inside.session import Session
+
+if TYPE_CHECKING:
+    from stoker.doctor.attach.inside.step_trace import StepTrace
 
 READS = {"item": ".item()", "cpu": ".cpu()", "tolist": ".tolist()", "__float__": "float()", "__int__": "int()",
          "__bool__": "bool()"}  # fmt: skip
 COUNT_FROM, COUNT_STEPS = 4, 48
 """Optimizer steps: the first ones compile and warm up; after that many a mean is known well enough."""
 MOST_READS = 8
+TRACE_FROM = 2
+"""Optimizer steps before the one that is traced, if one is: the first makes the optimizer's state."""
 MODE_LOOKS = frozenset({4, 64, 512, 4096})
 """Optimizer steps before which the model's mode is looked at."""
 MOST_WEIGHTS = 10_000
@@ -237,6 +242,8 @@ class Loop:
         self._looked_ns = 0
         self._reads: Reads | None = None
         self._kept = Kept()
+        self._traced: StepTrace | None = None
+        self._traced_from = (0, 0)
 
     def optimizer_stepped(self, optimizer: Any, opened: Session) -> None:
         self.steps += 1
@@ -253,15 +260,45 @@ class Loop:
         reads, self._reads = self._reads, None
         if reads is not None:
             reads.end(self.steps, opened)
+        self._leave_trace()
 
     def forget(self) -> None:
         """After a fork: a worker does not count."""
         reads, self._reads = self._reads, None
         if reads is not None:
             reads.restore()
+        self._leave_trace()
+
+    def _leave_trace(self) -> None:
+        traced, self._traced = self._traced, None
+        if traced is not None:
+            traced.leave()
+
+    def trace(self, opened: Session) -> None:
+        """Records one step, from the batch that begins it to the one that begins the next. Several batches may make an
+        update, and several optimizers one step."""
+        if self._traced is not None:
+            batches, steps = self._batches - self._traced_from[0], self.steps - self._traced_from[1]
+            if steps:
+                traced, self._traced = self._traced, None
+                opened.traces = False
+                traced.end(batches, opened)
+        elif self.steps >= TRACE_FROM:
+            from stoker.doctor.attach.inside.precision import wanted
+            from stoker.doctor.attach.inside.step_trace import StepTrace, uses_compile
+
+            wanted.stop()
+            if uses_compile():
+                opened.traces = False
+                opened.say(untraced="it uses torch.compile, whose operators are not torch's own")
+                return
+            self._traced, self._traced_from = StepTrace(wanted.dtype), (self._batches, self.steps)
+            self._traced.begin()
 
     def batch_taken(self, frame: FrameType, now_ns: int, opened: Session) -> None:
         self._batches += 1
+        if opened.traces:
+            self.trace(opened)
         if self._batches % LOOK_EVERY_BATCHES or now_ns - self._looked_ns < LOOK_EVERY_NS:
             return
         self._looked_ns = now_ns

@@ -1,4 +1,5 @@
-"""Loss scaling: whether the forward pass whose loss a GradScaler scales was computed in 16 bits at all.
+"""Precision: whether the forward pass whose loss a GradScaler scales was computed in 16 bits at all, and what autocast
+would do on a GPU.
 
 The loss knows: autocast leaves a conversion in its autograd graph for each weight. The graph is looked at twice in a
 run.
@@ -94,3 +95,37 @@ def in_32_bits(node: Any) -> bool | None:
         converts += name.startswith(CONVERTED)
         waiting.extend(following for following, _ in node.next_functions)
     return True if converts else None
+
+
+class Wanted:
+    """What the script's autocast asks for on CUDA: without a GPU, torch switches it off, and nothing is left to see."""
+
+    def __init__(self) -> None:
+        self.dtype: str | None = None
+        self._restore: Any = None
+
+    def watch(self, autocast: Any) -> None:
+        """Looks at the arguments of every autocast, until `stop`."""
+        original = autocast.__init__
+
+        @functools.wraps(original)
+        def __init__(context: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(context, *args, **kwargs)
+            kind = args[0] if args else kwargs.get("device_type")
+            dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
+            enabled = args[2] if len(args) > 2 else kwargs.get("enabled", True)
+            if kind == "cuda" and enabled:
+                self.dtype = "float16" if dtype is None else str(dtype).removeprefix("torch.")
+
+        autocast.__init__ = __init__
+        self._restore = autocast, original
+
+    def stop(self) -> None:
+        """Puts torch's own method back."""
+        if self._restore is not None:
+            autocast, original = self._restore
+            autocast.__init__ = original
+            self._restore = None
+
+
+wanted = Wanted()

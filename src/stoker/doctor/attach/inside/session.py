@@ -18,6 +18,8 @@ FOLDER_VARIABLE = "STOKER_ATTACH"
 STEPS_VARIABLE = "STOKER_ATTACH_STEPS"
 SECONDS_VARIABLE = "STOKER_ATTACH_SECONDS"
 LEADING_RANK_VARIABLE = "STOKER_ATTACH_RANK"
+TRACE_VARIABLE = "STOKER_ATTACH_TRACE"
+"""Set if a step is to be recorded operator by operator."""
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 RANKS_HERE_VARIABLES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 # A run of months must not fill a disk with notes.
@@ -29,6 +31,7 @@ class Session:
 
     def __init__(self, folder: str, steps: int | None, seconds: float | None) -> None:
         self.folder = folder
+        self.traces = bool(os.environ.get(TRACE_VARIABLE))
         self.steps = steps
         self.seconds = seconds
         self.recording = True
@@ -109,7 +112,8 @@ LOADERS = "torch.utils.data.dataloader"
 OPTIMIZERS = "torch.optim.optimizer"
 MODULES = "torch.nn.modules.module"
 SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler")
-WATCHED = frozenset({FETCHERS, LOADERS, OPTIMIZERS, MODULES, *SCALERS, *STAGE_TARGETS})
+AUTOCAST = "torch.amp.autocast_mode"
+WATCHED = frozenset({FETCHERS, LOADERS, OPTIMIZERS, MODULES, AUTOCAST, *SCALERS, *STAGE_TARGETS})
 
 
 class _PatchingFinder:
@@ -180,6 +184,12 @@ def patch(name: str, module: Any) -> None:
             from stoker.doctor.attach.inside.precision import patch_scalers
 
             patch_scalers(module)
+        elif name == AUTOCAST:
+            from stoker.doctor.attach.inside.precision import wanted
+
+            opened = current()
+            if opened is not None and opened.traces:
+                wanted.watch(module.autocast)
         else:
             from stoker.doctor.attach.inside.stages import patch_stages
 

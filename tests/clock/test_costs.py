@@ -21,21 +21,24 @@ def spin(seconds: float) -> None:
 
 
 def test_a_sleeping_stage_is_blocked_and_a_spinning_one_runs() -> None:
-    clock = BatchClock()
-    clock.begins("fetch")
-    time.sleep(0.1)
-    clock.begins("decode")
-    spin(0.1)
-    cost = clock.finish()
-    fetch, decode = cost.stages["fetch"], cost.stages["decode"]
-    assert fetch.cpu_s is not None
-    assert fetch.blocked_s is not None
-    assert fetch.cpu_s < 0.02
+    slept, spun = [], []
+    for _ in range(5):
+        clock = BatchClock()
+        clock.begins("fetch")
+        time.sleep(0.04)
+        clock.begins("decode")
+        spin(0.04)
+        cost = clock.finish()
+        slept.append(cost.stages["fetch"])
+        spun.append(cost.stages["decode"])
     # Waking up may take a while if others use the cores: that is time in the run queue.
-    assert fetch.blocked_s >= 0.08
-    assert decode.cpu_s == pytest.approx(0.1, abs=0.02)
-    assert decode.blocked_s is not None
-    assert decode.blocked_s < 0.03
+    assert min(stage.blocked_s or 0.0 for stage in slept) >= 0.035
+    assert min(stage.cpu_s or 0.0 for stage in spun) >= 0.039
+    # The least of several: a host that takes the core away makes it look as if the thread had slept.
+    assert min(stage.cpu_s or 0.0 for stage in slept) < 0.01
+    assert min(stage.cpu_s or 0.0 for stage in spun) < 0.05
+    assert all(stage.blocked_s is not None for stage in spun)
+    assert min(stage.blocked_s or 0.0 for stage in spun) < 0.02
 
 
 def test_a_short_stage_gets_its_own_cpu_time_and_not_a_tick_of_its_neighbour() -> None:
@@ -105,7 +108,9 @@ def test_waiting_for_a_core_that_others_use_is_neither_running_nor_blocked() -> 
     (decode,) = found
     assert decode.runq_s is not None
     assert decode.runq_s > 0.05
-    assert decode.cpu_s == pytest.approx(0.1, abs=0.02)
+    assert decode.cpu_s is not None
+    # Waiting takes twice as long as computing, at least: far more than what a tick may add.
+    assert 0.099 <= decode.cpu_s < 0.15
 
 
 def test_each_thread_opens_and_closes_its_own_schedstat() -> None:
@@ -124,13 +129,15 @@ def test_each_thread_opens_and_closes_its_own_schedstat() -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert all(10e6 < nanoseconds < 200e6 for nanoseconds in found)
+    # 20 ms, less what a coarse tick has not counted yet; the thread that waits for these has none.
+    assert all(5e6 < nanoseconds < 200e6 for nanoseconds in found)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
 
 
 def test_a_forked_child_reads_its_own_times() -> None:
-    spin(0.05)
-    read_schedule()
+    spin(0.2)
+    parents = read_schedule()
+    assert parents is not None
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -138,7 +145,7 @@ def test_a_forked_child_reads_its_own_times() -> None:
         os.write(writer, str(schedule[0] if schedule else -1).encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert 0 <= int(os.read(reader, 64)) < 40e6
+    assert 0 <= int(os.read(reader, 64)) < parents[0] / 2
     os.close(reader)
     os.close(writer)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -24,16 +26,24 @@ class Eight:
 
 
 @pytest.fixture(autouse=True)
-def made_up_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time passes in sleeps only, and exactly: on a busy machine a sleep takes any time."""
-    now_s = 1000.0
+def spin(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Makes time up: it passes in sleeps only, and exactly; what is returned also takes CPU time. On a busy machine a
+    sleep takes any time, and other threads of this process compute too."""
+    now_s, cpu_s = 1000.0, 50.0
 
     def sleep(seconds: float) -> None:
         nonlocal now_s
         now_s += seconds
 
+    def spin(seconds: float) -> None:
+        nonlocal cpu_s
+        sleep(seconds)
+        cpu_s += seconds
+
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(time, "process_time", lambda: cpu_s)
     monkeypatch.setattr(time, "sleep", sleep)
+    return spin
 
 
 def step(clock: StepClock, wait_s: float = 0.0, compute_s: float = 0.0, other_s: float = 0.0) -> None:
@@ -115,15 +125,19 @@ def test_an_interval_keeps_the_details_of_few_steps_and_the_sums_of_all() -> Non
     assert clock.steps == 50
 
 
-def test_the_consumers_cpu_time_is_distinguished_from_that_of_making_batches() -> None:
+def test_the_consumers_cpu_time_is_distinguished_from_that_of_making_batches(spin: Callable[[float], None]) -> None:
     clock = StepClock()
     clock.epoch_begins()
+    made_here = BatchCost({"decode": StageCost(0.01, 0.01, 0.0, 1)}, 0.01, samples=8, process=os.getpid())
     for _ in range(5):
-        end = time.process_time() + 0.02
-        while time.process_time() < end:
-            pass
+        spin(0.02)
         step(clock, wait_s=0.01)
-    assert clock.take_interval().consumer_cpu_s == pytest.approx(0.1, abs=0.03)
+        spin(0.03)
+        with clock.waiting():
+            pass
+        clock.step_ends([Eight(made_here)])
+    # Of the 10 batches, 5 were made by other processes and 5 in this one, for 10 ms each.
+    assert clock.take_interval().consumer_cpu_s == pytest.approx(5 * (0.02 + 0.03 - 0.01))
 
 
 class Queue:

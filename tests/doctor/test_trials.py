@@ -62,8 +62,8 @@ def test_a_paced_consumer_measures_everything_but_the_model(config_file: Path) -
     assert seen.source == "trial"
     assert seen.steps > 5
     assert seen.elapsed_s > 0
-    assert seen.compute_s == pytest.approx(0.02 * seen.steps, rel=0.5)
     assert seen.compute_s is not None
+    assert 0.019 * seen.steps <= seen.compute_s < 0.1 * seen.steps  # a sleep may take longer, but not less
     parts = seen.wait_s + seen.compute_s + (seen.other_s or 0.0)
     assert parts == pytest.approx(seen.elapsed_s, abs=1e-3)
     assert seen.ceiling_images_per_second == 8 / 0.02

@@ -18,7 +18,7 @@ from tests.support.s3_server import BUCKET, S3Server
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     rate = measure_local_disk(tmp_path, 50_000, seconds=0.3)
     assert rate is not None
-    assert 1e5 < rate < 1e11
+    assert 1e4 < rate < 1e11
     assert list(tmp_path.iterdir()) == []
 
 

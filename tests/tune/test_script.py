@@ -8,10 +8,12 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from stoker import child as child_process
 from stoker.cli import main
 from stoker.clock.observed import Observed
 from stoker.tune.placeholders import Template, read_template
@@ -44,12 +46,24 @@ def test_what_a_script_ends_with_is_a_result_with_its_last_words() -> None:
     assert (absent.result, absent.detail.splitlines()[0]) == ("crashed", "no-such-program: command not found")
 
 
-def test_a_script_that_takes_too_much_or_too_long_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+def test_a_script_that_takes_too_much_or_too_long_is_ended_with_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pids = tmp_path / "pids"
     child = "import subprocess, sys, os, time; p = subprocess.Popen(['sleep', '600'], start_new_session=True);"
     noted = f"{child} open({str(pids)!r}, 'a').write(f'{{os.getpid()}} {{p.pid}} ');"
-    hung = ScriptTrier(program(f"{noted} time.sleep(600)"), patience_s=4).run(START, 1)
-    assert (hung.result, hung.detail) == ("hung", "not finished after 4 s")
+
+    with monkeypatch.context() as patched:
+
+        def no_more_patience(_seconds: float) -> None:
+            """Half an hour passes once the script has started, however long that takes."""
+            now = time.monotonic
+            wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+            patched.setattr(child_process.time, "monotonic", lambda: now() + 1800)
+
+        sleeps = program(f"{noted} time.sleep(600)")
+        hung = ScriptTrier(sleeps, patience_s=900, report=no_more_patience).run(START, 1)
+    assert (hung.result, hung.detail) == ("hung", "not finished after 900 s")
     greedy = f"{noted} data = bytearray(600_000_000); time.sleep(600)"
     full = ScriptTrier(program(greedy), memory_limit_bytes=300_000_000, patience_s=60).run(START, 1)
     assert full.result == "out-of-memory"

@@ -181,12 +181,14 @@ def test_a_trial_that_is_killed_hangs_or_takes_too_much_memory_is_a_result(attem
     def send(number: signal.Signals) -> Callable[[float], None]:
         return lambda _seconds: [os.kill(pid, number) for pid in trials()] and None
 
-    killed = attempt(report=send(signal.SIGKILL))
+    # Slow steps: the trials go on until they are ended, however late that is.
+    slow: dict[str, Any] = {"pace_s": 0.05}
+    killed = attempt(report=send(signal.SIGKILL), **slow)
     assert (killed.result, killed.detail) == ("killed", "the process was killed by SIGKILL")
-    hung = attempt(report=send(signal.SIGSTOP), patience_s=2.0)
+    hung = attempt(report=send(signal.SIGSTOP), patience_s=2.0, **slow)
     assert (hung.result, hung.detail) == ("hung", "not finished after 2 s")
     assert hung.took_s >= 2
-    greedy = attempt(memory_limit_bytes=60_000_000)
+    greedy = attempt(memory_limit_bytes=60_000_000, **slow)
     assert greedy.result == "out-of-memory"
     assert "0.06 GB were left" in greedy.detail
     crashed = attempt({"num_workers": -1})
@@ -213,6 +215,6 @@ def test_ctrl_c_ends_the_trial_and_everything_below_it(attempt: Callable[..., Me
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        attempt({"loader": "process"}, report=interrupt)
+        attempt({"loader": "process"}, report=interrupt, pace_s=0.05)
     assert len(seen) >= 3, "the trial and its two workers"
     wait_until(lambda: not any(is_running(pid) for pid in seen))

@@ -25,15 +25,16 @@ def test_a_stream_has_samples_but_no_length(attached: Attached) -> None:
 
 
 def test_without_workers_batches_are_made_in_the_loop_and_validation_is_not_included(attached: Attached) -> None:
-    seen = attached("plain.py", "--workers", "0", "--validate").observed
+    seen = attached("plain.py", "--workers", "0", "--sleep-ms", "8", "--validate").observed
     assert seen is not None
     assert seen.loader is not None
     assert (seen.loader.workers, seen.loader.engine, seen.loader.prefetch) == (0, "main", None)
     assert (seen.steps, seen.other_loaders, len(seen.batches)) == (14, 1, 16)
     assert seen.validation_s is not None
-    assert seen.validation_s > 2 * 12 * 0.003
+    assert seen.validation_s > 2 * 12 * 0.009
     made = sum(batch.wall_s for batch in seen.batches)
-    assert seen.wait_s + sum(seen.epoch_starts_s) == pytest.approx(made, rel=0.3)
+    # The loop waits while a batch is made, and hardly longer: far less than validation would add.
+    assert 0 <= seen.wait_s + sum(seen.epoch_starts_s) - made < 0.5 * seen.validation_s
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,13 @@ def test_sleeping_and_computing_are_distinguished_on_a_busy_machine(sleeping_and
     stage = seen.stages["other"]
     assert stage.blocked_s is not None
     assert stage.cpu_s is not None
-    assert stage.blocked_s == pytest.approx(60 * 0.016 + 0.25, rel=0.15)
-    assert stage.cpu_s == pytest.approx(60 * 0.008, rel=0.15)
+    # A sleep may take longer than asked for, but not less.
+    assert stage.blocked_s >= 0.95 * (60 * 0.016 + 0.25)
+    assert 0.95 * 60 * 0.008 <= stage.cpu_s <= 1.5 * 60 * 0.008
+    # What is computed is not counted as sleep as well: not in all batches together, nor in one whose sleeps ended in
+    # time. Late wake-ups only ever add.
+    assert stage.blocked_s + stage.cpu_s <= 1.01 * sum(batch.wall_s for batch in seen.batches)
+    assert any(4 * 0.015 <= (batch.blocked_s or 0.0) < 4 * (0.016 + 0.008) for batch in seen.batches)
 
 
 def test_a_full_garbage_collection_is_not_the_samples_fault(tmp_path: Path) -> None:

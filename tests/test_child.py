@@ -101,10 +101,17 @@ def sleep_with_others(folder: str | None, parent: Parent) -> None:
         time.sleep(600)
 
 
-def test_a_child_that_takes_too_long_ends_with_all_its_descendants() -> None:
+def test_a_child_that_takes_too_long_ends_with_all_its_descendants(monkeypatch: pytest.MonkeyPatch) -> None:
     pids: list[int] = []
-    with pytest.raises(ChildTooSlow, match="no result after 5 s"):
-        call(sleep_with_others, on_message=pids.extend, timeout_s=5)
+    clock = time.monotonic
+
+    def hear(found: list[int]) -> None:
+        # Once it is at work its time is nearly up: a busy machine may take long to get there.
+        pids.extend(found)
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + DEADLINE_S - 0.5)
+
+    with pytest.raises(ChildTooSlow, match=f"no result after {DEADLINE_S:g} s"):
+        call(sleep_with_others, on_message=hear, timeout_s=DEADLINE_S)
     assert len(pids) == 2
     wait_until(lambda: not any(map(is_running, pids)))
 

@@ -22,6 +22,7 @@ from stoker.tasks.classify import _Loaders, open_data
 from stoker.tasks.image_data import ALONE, choose_decoding, open_loader, open_samples, training_plan
 from tests.support.recording_cudart import RecordingCudart
 from tests.support.tiny_training import write_images
+from tests.support.waiting import DEADLINE_S
 
 SIZE = 10_000
 SLOTS = 5
@@ -232,7 +233,8 @@ def test_an_interrupted_process_unregisters_what_it_registered(data: Path, tmp_p
     script.write_text(INTERRUPTED)
     done = subprocess.run(
         [sys.executable, script, data],
-        capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/bin"},
+        capture_output=True, text=True, timeout=DEADLINE_S,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/bin"},
     )  # fmt: skip
     assert "KeyboardInterrupt" in done.stderr
     assert done.stdout == "6 6 []\n"

@@ -27,6 +27,7 @@ from stoker.stage.copying import _Names
 from stoker.tasks.image_data import open_samples
 from tests.support.staging import files_of, kill_at_random_moments, start_staging, write_tree
 from tests.support.tiny_training import write_config, write_images
+from tests.support.waiting import DEADLINE_S
 
 
 def told(arguments: list[str | Path], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -225,7 +226,7 @@ def test_ctrl_c_ends_with_130_and_says_how_to_continue_and_three_processes_fill_
         time.sleep(0.02)
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
     assert b"run the same command again" in err
     kept = len(list(LocalCopy(tmp_path / "copy", str(tmp_path / "source")).records()))

@@ -125,12 +125,17 @@ def test_an_outage_is_waited_for_and_said_and_no_file_is_given_up(
 
     def refuse() -> None:
         s3_proxy.stop()
+        s3_proxy.outage = None
         wait_until(lambda: outage.text() is not None)
         said.append(outage.text() or "")
         s3_proxy.start()
 
+    def break_down() -> None:
+        s3_proxy.outage = "stall"  # nothing more is answered, however late the thread is
+        threading.Thread(target=refuse).start()
+
     # When the first objects have arrived.
-    s3_proxy.fault("GET /bucket/stage/train/c3", "call", call=lambda: threading.Thread(target=refuse).start())
+    s3_proxy.fault("GET /bucket/stage/train/c3", "call", call=break_down)
     summary = stage(f"s3://{BUCKET}/stage", tmp_path / "copy", StageOptions())
     assert summary.failures == []
     assert files_of(tmp_path / "copy") == objects
@@ -168,7 +173,8 @@ def test_a_store_that_asks_to_slow_down_gets_fewer_requests_and_a_rate_limit_hol
     s3_proxy: Proxy, objects: dict[str, bytes], tmp_path: Path
 ) -> None:
     s3_proxy.fault(r"GET /bucket/stage/train", "status", times=20, code=503)
-    calm = stage(f"s3://{BUCKET}/stage/train", tmp_path / "calm")
+    # Not in haste: what a busy machine answers late would be asked for once more.
+    calm = stage(f"s3://{BUCKET}/stage/train", tmp_path / "calm", StageOptions())
     assert calm.complete
     assert calm.concurrency < 32
     assert sum(calm.retries.values()) == 20

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from contextlib import suppress
@@ -239,3 +240,21 @@ if __name__ == "__main__":
     print(proxy.port, flush=True)
     sys.stdin.read()
     proxy.stop()
+
+
+AT_MOST_S = 60.0
+"""Only a reader that never asks for so much at once takes so long."""
+
+
+def hold_until_in_flight(proxy: Proxy, count: int, pattern: str, *, answered: int = 0) -> None:
+    """Makes the proxy answer only the first few of the matching requests until `count` have been in flight at once: no
+    latency has to be long enough."""
+    proxy.most_in_flight = proxy.in_flight
+    end = time.monotonic() + AT_MOST_S
+
+    def hold() -> None:
+        while proxy.most_in_flight < count and time.monotonic() < end:
+            time.sleep(0.005)
+
+    proxy.fault(pattern, "call", times=answered, call=lambda: None)
+    proxy.fault(pattern, "call", times=1_000_000, call=hold)

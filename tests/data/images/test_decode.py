@@ -24,6 +24,7 @@ from stoker.data.images.headers import BadImage, Box
 from stoker.data.images.resizing import Interpolation
 from stoker.errors import UserError
 from tests.support import images
+from tests.support.waiting import DEADLINE_S
 
 GOOD = images.jpegs() | images.other_kinds()
 HERE = available_decoders()
@@ -94,7 +95,7 @@ def test_no_decoding_library_is_imported_before_it_is_used() -> None:
         "import sys, stoker.data.images.decoders; "
         "assert not {'cv2', 'simplejpeg', 'nvidia.nvimgcodec', 'stoker.data.images.turbojpeg'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE_S)
 
 
 def test_a_missing_or_broken_library_is_merely_unavailable(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_missing_or_broken_library_is_merely_unavailable(tmp_path: Path) -> No
         "found = available_decoders(); assert 'pillow' in found and not {'opencv', 'simplejpeg'} & set(found), found"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE_S, env=environment)
 
 
 @decoder_and_kind

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from stoker.data.images.sample_index import SampleIndex, pack_names
+from stoker.data.store import blocking as blocking_module
 from stoker.data.store.blocking import BLOCKS_ABOVE_S, LOCK_WAITS_BELOW_S, Blocking
 from stoker.data.store.object_store import ObjectStore
 from stoker.data.store.reader import Announced, Reader
 from stoker.data.store.stores import Buffer, LocalStore, ReadFailure, StoreDown
-from tests.support.proxy import Proxy
+from tests.support.proxy import Proxy, hold_until_in_flight
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.waiting import DEADLINE_S, wait_until
 
@@ -68,7 +69,7 @@ def test_latency_is_paid_once_and_not_for_each_sample(s3_server: S3Server, s3_pr
     assert (
         len([line for line in s3_proxy.requests if "list-type" in line]) == 1
     )  # opens the first connection, for all threads
-    s3_proxy.latency = 0.5
+    hold_until_in_flight(s3_proxy, 17, "GET .*jpg")
     reader.expect(np.arange(64))
     order = np.arange(64)
     found = reader.take(order)
@@ -281,7 +282,7 @@ def test_a_folder_that_begins_to_block_in_the_middle_of_a_batch_loses_no_sample(
     reader = Reader(store, index_of(4), lookahead_bytes=1)
     reader._blocking.blocks = True
     reader.expect(np.arange(4))
-    wait_until(lambda: store.in_flight == 1)
+    wait_until(lambda: store.reads)
     reader._blocking.blocks = False
     reader._blocking.mean_s = 0.25e-3  # one slow read is enough from here
     assert reader.take(np.arange(4)) == [content(number, 1000) for number in range(4)]
@@ -295,7 +296,7 @@ def test_a_reader_that_is_closed_while_its_folder_begins_to_block_releases_its_c
     reader._blocking.mean_s = 0.25e-3  # one slow read is enough from here
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(reader.take, np.arange(4))
-        wait_until(lambda: store.in_flight == 1)
+        wait_until(lambda: store.reads)
         reader.close()
         with pytest.raises(RuntimeError, match="closed"):
             taken.result(DEADLINE_S)
@@ -371,20 +372,32 @@ print("ends")
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
 
 
-def test_a_short_wait_without_io_is_not_mistaken_for_slow_storage() -> None:
-    """It is a wait for the GIL; read-ahead threads would make it worse, and they would not be stopped again."""
-    for _ in range(50):
-        blocking, longest = Blocking(remote=False), 0.0
-        for _ in range(20):
-            began = time.perf_counter()
-            blocking.timed(lambda: time.sleep(0.0006), lambda: False)
-            longest = max(longest, time.perf_counter() - began)
-        if longest < LOCK_WAITS_BELOW_S:
-            break
-    else:
-        pytest.skip("this host is too busy for a sleep to be short")
+def test_a_short_wait_without_io_is_not_mistaken_for_slow_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a wait for the GIL; read-ahead threads would make it worse, and they would not be stopped again.
+
+    By a clock that only the reads move: no sleep is short on a busy machine.
+    """
+    now_s, stored = 0.0, 0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(blocking_module, "_used_s", lambda: 0.0)
+    monkeypatch.setattr(blocking_module, "_bytes_from_storage", lambda: stored)
+
+    def wait(seconds: float, read_bytes: int = 0) -> None:
+        nonlocal now_s, stored
+        now_s, stored = now_s + seconds, stored + read_bytes
+
+    blocking = Blocking(remote=False)
+    for _ in range(20):
+        blocking.timed(lambda: wait(0.9 * LOCK_WAITS_BELOW_S), lambda: False)
     assert blocking.mean_s == 0
     assert not blocking.blocks
+    for seconds, read_bytes in ((0.9 * LOCK_WAITS_BELOW_S, 4096), (1.1 * LOCK_WAITS_BELOW_S, 0)):
+        blocking = Blocking(remote=False)
+        for _ in range(20):
+            blocking.timed(lambda: wait(seconds, read_bytes), lambda: False)  # noqa: B023 - called at once
+        assert blocking.blocks
+    monkeypatch.undo()
+    blocking = Blocking(remote=False)
     for _ in range(40):
         blocking.timed(lambda: time.sleep(0.004), lambda: False)
     assert blocking.blocks

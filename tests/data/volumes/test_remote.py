@@ -17,7 +17,7 @@ import zarr
 from stoker.data.loader import LoaderOptions
 from stoker.data.store import outage
 from stoker.data.store.stores import ReadFailure, StoreDown
-from stoker.data.volumes import sources, zarr_volume
+from stoker.data.volumes import ahead, sources, zarr_volume
 from stoker.data.volumes.ahead import ReadAhead
 from stoker.data.volumes.cases import CaseList, open_cases
 from stoker.data.volumes.label_index import build_label_index
@@ -34,7 +34,7 @@ from stoker.errors import UserError
 from tests.data.volumes.test_formats import SHAPE, some_regions, voxels
 from tests.data.volumes.test_loader import READING, stream
 from tests.data.volumes.writing import FORMATS, PILLOW, npy, tiff, zarr_array
-from tests.support.proxy import Proxy
+from tests.support.proxy import Proxy, hold_until_in_flight
 from tests.support.s3_server import BUCKET, S3Server
 
 
@@ -301,10 +301,14 @@ def test_the_stream_from_s3_is_that_of_the_disk(kind: str, scrolls: tuple[Path, 
     assert [one.split()[1] for one in stream(there, start=6)] == [one.split()[1] for one in expected[3:]]
 
 
-def test_announced_steps_are_fetched_while_others_are_waited_for(scrolls: tuple[Path, str], s3_proxy: Proxy) -> None:
+def test_announced_steps_are_fetched_while_others_are_waited_for(
+    scrolls: tuple[Path, str], s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else only a few regions would be under way while the first answers are held back.
+    monkeypatch.setattr(ahead, "FIRST_IN_FLIGHT", ahead.MOST_IN_FLIGHT)
     plan = planned(f"{scrolls[1]}/zarr")
     s3_proxy.reset()
-    s3_proxy.latency = 0.3  # far longer than a busy machine takes to ask for them all
+    hold_until_in_flight(s3_proxy, 31, "GET .*/c/")
     loader = PatchLoader(plan, ReadingOptions(cache_bytes=0), LoaderOptions(engine="thread", workers=1))
     assert len(list(loader.epoch(0))) == 8
     loader.close()

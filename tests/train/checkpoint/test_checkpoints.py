@@ -142,7 +142,9 @@ def test_leftovers_are_removed_by_the_first_save_and_not_by_reading(tmp_path: Pa
 
 def test_updates_after_an_asynchronous_save_do_not_reach_the_file(tmp_path: Path) -> None:
     gate = threading.Event()
-    folder = Checkpoints(tmp_path, stop=lambda point: gate.wait(30) and None if point == "before temp" else None)
+    folder = Checkpoints(
+        tmp_path, stop=lambda point: gate.wait(DEADLINE_S) and None if point == "before temp" else None
+    )
     weight = torch.zeros(64, 3, 7, 7).to(memory_format=torch.channels_last)
     holed = torch.zeros(10, 10)[:, ::3]
     progress = {"step": 1}

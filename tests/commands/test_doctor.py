@@ -136,7 +136,7 @@ def test_a_script_without_a_loader_has_no_verdict(stoker: Run) -> None:
         (["doctor", "--"], "no command given after `--`"),
         (["doctor", "x.yaml", "--", "python"], "expected one of them"),
         (["doctor", "--confirm", "--", "python"], "a script has none"),
-        (["doctor", "--pace", "a100-80", "--", "python"], "--pace a100-80 needs a config"),
+        (["doctor", "--pace", "a100-8", "--", "python"], "a100-80"),
         (["doctor", "--pace", "0ms", "--", "python"], "a step must take some time"),
         (["doctor", "x.yaml", "--steps", "3"], "--steps needs a script"),
         (["doctor", "x.yaml", "--fail-if", "wait_shar>0.1"], "did you mean wait_share?"),
@@ -158,6 +158,7 @@ def test_a_folder_that_is_not_a_run_is_an_error_with_a_hint(tmp_path: Path, caps
         assert "hint:" in capsys.readouterr().err
 
 
+@pytest.mark.release
 def test_a_config_is_tried_for_seconds(stoker: Run, tmp_path: Path) -> None:
     from stoker.tasks.demo import write_digits
 

@@ -63,6 +63,7 @@ def test_it_stops_where_the_loss_diverges(stoker: Run, digits: Path, tmp_path: P
     assert files_below(tmp_path) == set()
 
 
+@pytest.mark.release
 def test_it_begins_each_sweep_from_a_checkpoint_in_mid_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_colours(tmp_path / "data")
     run = train_on_colours(tmp_path, epochs=8)
@@ -86,6 +87,7 @@ def test_it_begins_each_sweep_from_a_checkpoint_in_mid_run(tmp_path: Path, capsy
     assert files_below(tmp_path) == before
 
 
+@pytest.mark.release
 def test_ctrl_c_leaves_nothing_behind(ready: ReadyProcess, digits: Path, tmp_path: Path) -> None:
     words = ["lr-find", PROJECT / "configs/demo.yaml", f"data_root={digits}", "--steps", "5000"]
     process = ready.start(*words, cwd=tmp_path, HOME=str(tmp_path / "home"))

@@ -228,6 +228,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.release
 def test_an_interrupted_process_unregisters_what_it_registered(data: Path, tmp_path: Path) -> None:
     script = tmp_path / "interrupted.py"
     script.write_text(INTERRUPTED)

@@ -88,6 +88,7 @@ def test_a_cosine_that_is_shorter_than_the_run_does_not_rise_again(ready: ReadyP
     assert rates[-1] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.release
 def test_another_learning_rate_optimizer_or_length_in_mid_run_takes_one_command(
     ready: ReadyProcess, tmp_path: Path, images: Path
 ) -> None:

@@ -179,6 +179,7 @@ def endpoint_that_hangs(asked: Path) -> Iterator[str]:
         server.server_close()
 
 
+@pytest.mark.release
 def test_an_endpoint_that_never_answers_means_offline(tmp_path: Path) -> None:
     with silent_endpoint() as url:
         done = train(tmp_path / "run", WANDB_API_KEY=FAKE_KEY, WANDB_BASE_URL=url)

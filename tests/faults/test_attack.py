@@ -8,6 +8,7 @@ import pytest
 from tools import attack
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("counts", [{"kills": 1}, pytest.param({"kills": 3, "files": 6}, marks=pytest.mark.release)])
 def test_a_short_attack_loses_nothing(counts: dict[str, int]) -> None:
     seed = time.time_ns() % 1_000_000

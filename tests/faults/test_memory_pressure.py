@@ -117,6 +117,7 @@ def test_the_guard_gives_memory_back_before_the_kernel_takes_it(group: Path, tmp
     assert int(lines[-1].split()[-1]) < 16
 
 
+@pytest.mark.release
 def test_without_the_guard_the_kernel_kills(group: Path, tmp_path: Path) -> None:
     ended = run(group, tmp_path, "alone", "process")
     assert "limited" in ended.stdout

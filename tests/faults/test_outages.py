@@ -261,13 +261,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("engine", "notice", "code", "moment", "kind"),
     [
         ("thread", signal.SIGTERM, 143, "training", "stall"),
-        pytest.param("process", signal.SIGINT, 130, "validation", "refuse", marks=pytest.mark.release),
-        pytest.param("process", signal.SIGUSR1, 143, "training", "stall", marks=pytest.mark.release),
-        pytest.param("thread", signal.SIGTERM, 143, "validation", "refuse", marks=pytest.mark.release),
+        ("process", signal.SIGINT, 130, "validation", "refuse"),
+        ("process", signal.SIGUSR1, 143, "training", "stall"),
+        ("thread", signal.SIGTERM, 143, "validation", "refuse"),
     ],
 )
 def test_a_notice_in_an_outage_saves_leaves_and_resumes_to_the_same_bits(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.waiting import DEADLINE_S
 
 PROGRAM = """
@@ -24,6 +26,7 @@ assert wandb.__version__
 """
 
 
+@pytest.mark.release
 def test_networks_load_without_importing_wandb_and_print_nothing_and_wandb_can_still_be_imported() -> None:
     command = [sys.executable, "-W", "default", "-c", PROGRAM]
     done = subprocess.run(command, check=False, capture_output=True, timeout=DEADLINE_S)

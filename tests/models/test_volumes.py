@@ -113,7 +113,7 @@ def test_no_weight_has_two_names() -> None:
     assert len({value.data_ptr() for value in state.values()}) == len(state)
 
 
-@pytest.mark.parametrize("name", ["dynunet", "small_unet", "swinunetr"])
+@pytest.mark.parametrize("name", ["dynunet", "small_unet", pytest.param("swinunetr", marks=pytest.mark.release)])
 def test_gradient_checkpointing_keeps_names_and_gradients_and_fewer_values(name: str) -> None:
     patch = patch_for(name)
     gradients, kept = [], []

@@ -7,7 +7,7 @@ import pytest
 from tests.doctor.attach.conftest import Attached
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.release)])
 def test_the_workers_batches_are_recorded(attached: Attached, method: str, capfd: pytest.CaptureFixture[str]) -> None:
     result = attached("plain.py", "--start", method, "--workers", "1", "--persistent")
     out, err = capfd.readouterr()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.cli import main
+from stoker.doctor.attach.inside import step_trace
 from stoker.doctor.attach.inside.loop import TRACE_FROM, Loop
 from stoker.doctor.attach.inside.precision import Wanted
 from stoker.doctor.attach.inside.session import Session
@@ -49,7 +50,9 @@ def trained(opened: Session | None, loop: Loop, *, accumulate: int = 1, updates:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Session:
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    # In this process other tests may have compiled something.
+    monkeypatch.setattr(step_trace, "uses_compile", lambda: False)
     session = Session(str(tmp_path), None, None)
     session.traces = True
     return session
@@ -100,6 +103,13 @@ def test_a_mode_that_is_left_open_is_not_ended_by_us(opened: Session, tmp_path: 
     assert counter.get_total_flops() == 2 * 2**3
     assert "left it open" in str(read_traced_step(tmp_path))
     torch._C._get_dispatch_stack_at(0).leave()
+
+
+def test_a_compiled_script_is_not_traced(opened: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    torch.compile(lambda value: value + 1, backend="eager")(torch.ones(1))
+    trained(opened, Loop())
+    assert "torch.compile" in str(read_traced_step(tmp_path))
 
 
 def test_what_autocast_asks_for_on_cuda_is_known_without_a_gpu() -> None:

@@ -32,6 +32,7 @@ from bench.tune_data import Data
 from bench.tune_faults import survive
 from bench.tune_optuna import Optuna, search_for_real, search_in_table, started
 from bench.tune_scenarios import FAULTY, SCENARIOS, Scenario
+from stoker.run.environment import describe_environment
 from stoker.tune.records import Measured, Outcome, Settings, key_of
 
 STEADY = Path(__file__).parent / "steady"
@@ -70,7 +71,8 @@ def measure(scenario: Scenario, data: Data, work: Path, optuna: Optuna | None, a
             contenders |= {} if choice is None else {"optuna": choice}
         runs = fresh_rounds(bed, contenders, FRESH * arguments.seconds, arguments.rounds, order, apart=APART)
         took_minutes = (time.monotonic() - began_s) / 60
-        return row_of(bed, outcome, rows, peer, contenders, runs) | {"minutes": round(took_minutes, 1)}
+        row = row_of(bed, outcome, rows, peer, contenders, runs)
+        return row | {"minutes": round(took_minutes, 1), "commit": revision()}
 
 
 def row_of(
@@ -189,13 +191,20 @@ def line_of(row: Result) -> str:
     )
 
 
-def earlier(seconds: float) -> tuple[list[Result], list[Result]]:
-    """The rows of an unfinished run with the same length of trials."""
+def earlier(seconds: float) -> tuple[list[Result], list[Result], str | None]:
+    """The rows of an unfinished run with the same length of trials, its faults, and the commit of these."""
     try:
         document = json.loads((RESULTS / "tune" / "result.json").read_text())["measured"]
     except (OSError, ValueError, KeyError):
-        return [], []
-    return (document["rows"], document["faults"]) if document["seconds"] == seconds else ([], [])
+        return [], [], None
+    if document["seconds"] != seconds:
+        return [], [], None
+    return document["rows"], document["faults"], document["faults_commit"]
+
+
+def revision() -> str:
+    """A run takes hours, and may be resumed after a commit: each row says which one it was measured on."""
+    return str(describe_environment()["git"]["revision"])[:7]
 
 
 def main() -> int:
@@ -212,7 +221,7 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for idle cores")
     parser.add_argument("--dry", action="store_true", help="do not write to results/")
     arguments = parser.parse_args()
-    rows, faults = earlier(arguments.seconds) if arguments.resume else ([], [])
+    rows, faults, faults_commit = earlier(arguments.seconds) if arguments.resume else ([], [], None)
     done = {row["scenario"] for row in rows}
     wanted = [scenario for scenario in SCENARIOS if scenario.name not in done and _asked(arguments.only, scenario.name)]
     inject = not faults and _asked(arguments.only, "faults")
@@ -225,7 +234,7 @@ def main() -> int:
         complete = {row["scenario"] for row in rows} == {scenario.name for scenario in SCENARIOS} and bool(faults)
         if not arguments.dry:
             document = {"seconds": arguments.seconds, "complete": complete, "summary": summary_of(rows, faults)}
-            keep("tune", document | {"rows": rows, "faults": faults})
+            keep("tune", document | {"rows": rows, "faults": faults, "faults_commit": faults_commit})
 
     with tempfile.TemporaryDirectory(prefix="stoker-tune-") as name:
         work = Path(name)
@@ -247,7 +256,7 @@ def main() -> int:
             if inject and (arguments.minutes is None or spent() < arguments.minutes):
                 sys.stderr.write("== faults\n")
                 with data.served(FAULTY) as root, made_ready(FAULTY, root, work, arguments.seconds) as bed:
-                    faults = survive(bed, arguments.seconds)
+                    faults, faults_commit = survive(bed, arguments.seconds), revision()
                 print(f"{sum(row['survived'] for row in faults)} of {len(faults)} faults survived", flush=True)
                 if rows:
                     kept()

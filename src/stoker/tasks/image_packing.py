@@ -11,6 +11,7 @@ from stoker.data.images.layouts import list_splits
 from stoker.data.images.pack.folder import check_destination, claim_packs, find_splits, source_index_folder
 from stoker.data.images.pack.packing import PackOptions, PackResult, pack_split
 from stoker.data.images.sample_index import part_of
+from stoker.errors import UserError
 from stoker.tasks.image_data import open_split
 
 
@@ -37,6 +38,8 @@ def pack_splits(
                 index, among = open_split(config, pack.split, index_dir=kept, progress=advance, say=notes.append)
                 index = index if among is None else part_of(index, among)
             say_notes(notes)
+            if among is not None and not len(index):
+                raise _nothing_left(config, name)
             with progress_bar(f"packing {name}", len(index), unit="images") as advance:
                 result = pack_split(
                     index, pack, options, workers=workers, max_bad_fraction=max_bad_fraction, progress=advance
@@ -45,6 +48,16 @@ def pack_splits(
                 say_warnings([f"{result.skipped} of {len(index)} files are not images: see {pack.skipped}"])
             results[name] = result
     return results
+
+
+def _nothing_left(config: Config, split: str) -> UserError:
+    """The folder has images, but none of them belongs to this split."""
+    if config.val_fraction is None:
+        why, hint = "no image of it is among those that the config chooses", "stoker config show CONFIG"
+    else:
+        why = f"val_fraction={config.val_fraction} of a class with few images is less than one"
+        hint = "a larger val_fraction, or stoker pack --split train"
+    return UserError("nothing-to-pack", f"{split} of {config.data_root} has no images", why=why, hint=hint)
 
 
 def _splits(config: Config, wanted: Sequence[str] | None) -> list[str]:

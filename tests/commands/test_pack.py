@@ -80,13 +80,13 @@ def test_the_text_describes_the_result_and_a_second_run_keeps_it(stoker: Run, so
 def test_a_split_that_gets_no_images_is_named_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_split(tmp_path / "images", 2)
+    make_split(tmp_path / "images", 1)
     config = tmp_path / "config.yaml"
     config.write_text(f"data_root: {tmp_path / 'images'}\nval_fraction: 0.1\n")
     assert main(["pack", str(config), str(tmp_path / "packed"), "--workers", "1"]) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert f"val of {tmp_path / 'images'} has no images" in said
-    assert "val_fraction=0.1 of a class with few images is less than one" in said
+    assert "each class has a single image, which is for training (val_fraction=0.1)" in said
 
 
 def test_a_folder_of_class_folders_is_packed_into_the_destination_itself(

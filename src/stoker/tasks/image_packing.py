@@ -51,13 +51,11 @@ def pack_splits(
 
 
 def _nothing_left(config: Config, split: str) -> UserError:
-    """The folder has images, but none of them belongs to this split."""
-    if config.val_fraction is None:
-        why, hint = "no image of it is among those that the config chooses", "stoker config show CONFIG"
-    else:
-        why = f"val_fraction={config.val_fraction} of a class with few images is less than one"
-        hint = "a larger val_fraction, or stoker pack --split train"
-    return UserError("nothing-to-pack", f"{split} of {config.data_root} has no images", why=why, hint=hint)
+    return UserError(
+        "nothing-to-pack", f"{split} of {config.data_root} has no images",
+        why=f"each class has a single image, which is for training (val_fraction={config.val_fraction})",
+        hint="leave val_fraction out, or pack with --split train",
+    )  # fmt: skip
 
 
 def _splits(config: Config, wanted: Sequence[str] | None) -> list[str]:

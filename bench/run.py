@@ -15,7 +15,7 @@ WITHOUT_DATA = (
 )  # fmt: skip
 WITH_DATA = (
     "decode", "resize", "interpreter_lock", "loaders", "memory", "object_store", "stage_overlap", "paced", "priority",
-    "loader_memory", "cures", "restart_rows",
+    "loader_memory", "cures",
 )  # fmt: skip
 BY_HAND = {
     "known_scripts": "checkouts of timm and torchvision: python -m bench.known_scripts --help",

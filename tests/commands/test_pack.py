@@ -134,7 +134,6 @@ def test_bad_files_are_a_warning_or_an_error_with_the_list(stoker: Run, source: 
         (["--longest", "0"], "--longest 0"),
         (["--quality", "0"], "not in 1..100"),
         (["--quality", "101"], "not in 1..100"),
-        (["--restart-rows", "--longest", "500"], "--restart-rows without --quality"),
         (["--workers", "0"], "--workers 0"),
         (["--shard-size", "256"], "has no unit"),
         (["--shard-size", "0"], "too small"),

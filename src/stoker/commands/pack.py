@@ -89,15 +89,6 @@ def pack(
             rich_help_panel=IMAGES,
         ),
     ] = None,
-    restart_rows: Annotated[
-        bool,
-        typer.Option(
-            "--restart-rows",
-            help="Write JPEGs of which only the rows of a crop are read and decoded: for data that is read over a "
-            "network. Re-encodes every image, so it needs --quality. Any JPEG reader reads them.",
-            rich_help_panel=IMAGES,
-        ),
-    ] = False,
     clip: Annotated[
         str | None,
         typer.Option(
@@ -184,8 +175,7 @@ def pack(
     """
     _check_numbers(workers, max_bad_fraction)
     for_images = {
-        "split": split, "shard-size": shard_size, "longest": longest, "shortest": shortest, "quality": quality,
-        "restart-rows": restart_rows or None,
+        "split": split, "shard-size": shard_size, "longest": longest, "shortest": shortest, "quality": quality
     }  # fmt: skip
     for_volumes = {
         "clip": clip, "median": median, "scale": scale, "spacing": spacing, "dtype": dtype if dtype != "keep" else None,
@@ -213,7 +203,7 @@ def pack(
             print_result(summary(packed, destination))
         return 0
     _refuse(for_volumes, "volumes", source)
-    options = _options(shard_size or "256MB", longest, shortest, quality, restart_rows)
+    options = _options(shard_size or "256MB", longest, shortest, quality)
 
     from stoker.tasks import image_packing
 
@@ -320,9 +310,7 @@ def _refuse(options: Mapping[str, object], kind: str, source: str) -> None:
         raise _usage(f"{given[0]} is for {kind}; {source} has {other}", "stoker pack --help")
 
 
-def _options(
-    shard_size: str, longest: int | None, shortest: int | None, quality: int | None, restart_rows: bool
-) -> PackOptions:
+def _options(shard_size: str, longest: int | None, shortest: int | None, quality: int | None) -> PackOptions:
     from stoker.config.fields import parse_bytes
     from stoker.data.images.pack.packing import PackOptions
 
@@ -339,14 +327,7 @@ def _options(
             raise _usage(f"--{name} {pixels} must be at least 1", f"--{name} 256")
     if quality is not None and not 1 <= quality <= 100:
         raise _usage(f"--quality {quality} is not in 1..100", "--quality 90")
-    if restart_rows and quality is None:
-        raise UsageError(
-            "usage",
-            "--restart-rows without --quality",
-            why="restart markers are written while an image is encoded, so every image is encoded anew",
-            hint="--restart-rows --quality 90",
-        )
-    return PackOptions(shard_bytes, longest, shortest, quality, restart_rows)
+    return PackOptions(shard_bytes, longest, shortest, quality)
 
 
 def _check_numbers(workers: int | None, max_bad_fraction: float) -> None:

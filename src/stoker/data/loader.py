@@ -15,7 +15,6 @@ from stoker.data.engines.making import BatchMaker, BatchPlan, LoaderSetup, Made,
 from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
 from stoker.data.images.parquet_files import open_sample_store
-from stoker.data.images.row_index import open_row_index
 from stoker.data.store.reader import HeldBack, Reader
 from stoker.data.store.staged import StagePlace
 
@@ -193,7 +192,4 @@ def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:
         max_object_bytes=options.max_image_bytes,
     )
     workers = max(1, options.workers) if choose_engine(options.engine, options.workers) == "process" else 1
-    rows = open_row_index(index)
-    reader = Reader(store, index, lookahead_bytes=options.lookahead // workers, rows=rows)
-    # A cache finds a sample again if it is always read whole.
-    return BatchMaker(plan, reader, rows, whole=options.cache_dir is not None)
+    return BatchMaker(plan, Reader(store, index, lookahead_bytes=options.lookahead // workers))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -17,8 +16,7 @@ from stoker.clock.costs import BatchClock
 from stoker.data.batch import BadSample, Batch
 from stoker.data.draws import REPLACEMENT, mix, sample_keys
 from stoker.data.images.crops import View, draw_flips
-from stoker.data.images.headers import BadImage, Box
-from stoker.data.images.row_index import RowIndex
+from stoker.data.images.headers import BadImage
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.order import Order, Steps
 from stoker.data.store.reader import HeldBack, Reader
@@ -133,29 +131,14 @@ class BatchPlan:
 class BatchMaker:
     """Makes batches for one worker; several threads may share it."""
 
-    def __init__(self, plan: BatchPlan, reader: Reader, rows: RowIndex | None = None, *, whole: bool = False) -> None:
+    def __init__(self, plan: BatchPlan, reader: Reader) -> None:
         self.plan = plan
         self.reader = reader
-        self._rows = rows
-        self._whole = whole
-        """Whether samples are read whole although only some rows are needed, as a cache keeps them."""
-        self._planned: dict[tuple[int, int, int], tuple[NDArray[np.int64], list[Box | None]]] = {}
-        """What announced steps want, by epoch, start and step: numbers of rows, and the box of each slot."""
-        self._planned_for: tuple[int, int] | None = None
 
     def announce(self, epoch: int, step: int, start: int) -> None:
         """Tells the reader that a step's batch will be made later, so that its bytes can be fetched."""
-        members, repeats = self.plan.members(epoch, step, start)
-        indices = self.plan.samples.indices(members)
-        if self._rows is not None and not self._whole:
-            draws = self.plan.view.draw(sample_keys(self.plan.seed, epoch, members, repeats))
-            if self._planned_for != (epoch, start):
-                self._planned, self._planned_for = {}, (epoch, start)
-            planned = self._planned[epoch, start, step] = self._rows.wanted(
-                indices, partial(self.plan.view.needed, draws)
-            )
-            indices = planned[0]
-        self.reader.expect(indices)
+        members, _ = self.plan.members(epoch, step, start)
+        self.reader.expect(self.plan.samples.indices(members))
 
     def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> Batch:
         """The batch of a step, counted from the position `start` of an epoch."""
@@ -168,22 +151,16 @@ class BatchMaker:
         clock.begins("collate")
         images = allocate((len(members), plan.view.size, plan.view.size, 3))
         clock.begins("fetch")
-        wanted, boxes = indices, None
-        if self._rows is not None:
-            planned = self._planned.pop((epoch, start, step), None)
-            wanted, boxes = planned or self._rows.wanted(indices, partial(plan.view.needed, draws))
-            wanted = indices if self._whole else wanted
-        found: list[Any] = list(self.reader.take(wanted))
+        found: list[Any] = list(self.reader.take(indices))
         # Repeats of a sample were read once.
-        once = dict(zip(wanted.tolist(), found, strict=True)).values()
+        once = dict(zip(indices.tolist(), found, strict=True)).values()
         clock.cost.bytes_read = sum(len(data) for data in once if not isinstance(data, ReadFailure))
         del once
         clock.begins("decode")
         bad: list[BadSample] = []
         began_s = time.perf_counter()
         for slot, data in enumerate(found):
-            needed = None if boxes is None else boxes[slot]
-            reason = self._fill(data, draws, slot, images[slot], int(wanted[slot]), needed)
+            reason = self._fill(data, draws, slot, images[slot])
             found[slot] = None  # frees the bytes before the next sample is decoded
             if reason is not None:
                 member = self._replace(reason, int(members[slot]), int(keys[slot]), draws, slot, images[slot], bad)
@@ -208,17 +185,11 @@ class BatchMaker:
             bad=tuple(bad),
         )
 
-    def _fill(
-        self, data: Any, draws: Any, slot: int, out: NDArray[np.uint8], wanted: int = 0, needed: Box | None = None
-    ) -> str | None:
-        """Decodes one sample into its slot; returns the reason if that fails. `needed` is the box to cut out of what
-        was read for the number `wanted`; None to decode all of it."""
+    def _fill(self, data: Any, draws: Any, slot: int, out: NDArray[np.uint8]) -> str | None:
+        """Decodes one sample into its slot; returns the reason if that fails."""
         if isinstance(data, ReadFailure):
             return data.reason
         try:
-            if needed is not None:
-                assert self._rows is not None
-                data = self._rows.part(wanted, data, needed)
             self.plan.view.decode(data, draws, slot, out)
         except BadImage as error:
             return error.reason

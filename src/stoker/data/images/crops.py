@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from stoker.data.draws import CROP, FLIP, Keys, uniforms
 from stoker.data.images.decoding import DecodeMode, Decoding
 from stoker.data.images.headers import Box
-from stoker.data.images.resizing import Interpolation, centre_source
-from stoker.data.images.restart_rows import UNIT, Part
+from stoker.data.images.resizing import Interpolation
 
 TRIES = 10
 
@@ -31,12 +30,8 @@ class View(Protocol):
     def draw(self, keys: Keys) -> Any:
         """The random part for the samples with these keys."""
 
-    def needed(self, draws: Any, slot: int, width: int, height: int) -> Box | None:
-        """The part of an image of this size, stored as it is seen, that `decode` looks at; None for all of it."""
-
     def decode(self, data: Any, draws: Any, slot: int, out: NDArray[np.uint8]) -> None:
-        """Decodes one sample of the batch into its slot; raises BadImage. `data` is a whole file, or a Part that
-        contains what is needed."""
+        """Decodes one sample of the batch into its slot; raises BadImage."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +47,7 @@ class RandomCrop:
     def draw(self, keys: Keys) -> CropDraws:
         return draw_crops(keys, self.bounds)
 
-    def needed(self, draws: CropDraws, slot: int, width: int, height: int) -> Box | None:
-        if width * height > self.decoding.max_pixels:
-            return None  # the whole file is refused
-        # Drafts are decoded up to eight times smaller.
-        return _widened(draws.box(slot, width, height), UNIT if self.mode == "draft" else 1, width, height)
-
     def decode(self, data: Any, draws: CropDraws, slot: int, out: NDArray[np.uint8]) -> None:
-        if isinstance(data, Part):
-            box = draws.box(slot, data.whole_width, data.whole_height)
-            inside = Box(box.top - data.top, box.left - data.left, box.height, box.width)
-            self.decoding.crop_into(data.data, data.header, inside, out, self.interpolation, self.mode)
-            return
         header = self.decoding.read_header(data)
         box = draws.box(slot, header.width, header.height)
         self.decoding.crop_into(data, header, box, out, self.interpolation, self.mode)
@@ -81,16 +65,7 @@ class CentreCrop:
     def draw(self, keys: Keys) -> None:  # noqa: ARG002 - nothing about validation is random
         return None
 
-    def needed(self, draws: None, slot: int, width: int, height: int) -> Box | None:  # noqa: ARG002
-        if width * height > self.decoding.max_pixels:
-            return None
-        box = centre_source(width, height, self.resize, self.size, self.interpolation)
-        return None if box is None else _widened(box, 1, width, height)
-
     def decode(self, data: Any, draws: None, slot: int, out: NDArray[np.uint8]) -> None:  # noqa: ARG002
-        if isinstance(data, Part):
-            self.decoding.faithful_centre_of_part_into(data, self.resize, out, self.interpolation)
-            return
         header = self.decoding.read_header(data)
         self.decoding.faithful_centre_into(data, header, self.resize, out, self.interpolation)
 
@@ -144,13 +119,6 @@ def draw_crops(keys: Keys, bounds: CropRange) -> CropDraws:
 def draw_flips(keys: Keys, probability: float) -> NDArray[np.bool_]:
     """Which samples the device should mirror."""
     return uniforms(keys, FLIP, 1)[:, 0] < probability
-
-
-def _widened(box: Box, margin: int, width: int, height: int) -> Box:
-    """The box with a margin, as far as the image goes: pixels at its border take colour from their neighbours."""
-    top, left = max(0, box.top - margin), max(0, box.left - margin)
-    bottom, right = min(height, box.top + box.height + margin), min(width, box.left + box.width + margin)
-    return Box(top, left, bottom - top, right - left)
 
 
 def _largest_centred(width: int, height: int, aspect: tuple[float, float]) -> Box:

@@ -18,7 +18,6 @@ from stoker.data.images.resizing import (
     reduction,
     resize_into,
 )
-from stoker.data.images.restart_rows import Part
 
 DecodeMode = Literal["fast", "faithful", "draft"]
 MAX_PIXELS = 178_956_970
@@ -117,17 +116,6 @@ class Decoding:
         _check_slot(out)
         pixels = self._region(data, header, Box(0, 0, header.stored_height, header.stored_width), 1)
         centre_into(turned(pixels, header.orientation), resize, out, interpolation)
-
-    def faithful_centre_of_part_into(self, part: Part, resize: int, out: Slot, interpolation: Interpolation) -> None:
-        """The same from a part that contains `centre_source`."""
-        _check_slot(out)
-        header = part.header
-        pixels = self._region(part.data, header, Box(0, 0, header.height, header.width), 1)
-        # In its place within an image of the whole size, whose other pixels are not looked at: sides of another size
-        # would be resized by another ratio.
-        whole = np.empty((part.whole_height, part.whole_width, 3), np.uint8)
-        whole[part.top : part.top + header.height, part.left : part.left + header.width] = pixels
-        centre_into(whole, resize, out, interpolation)
 
     def _region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> Slot:
         """The pixels of a box of the stored image; Pillow decides about what the decoder refuses."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from functools import cache
 from typing import Any, Literal
@@ -20,8 +19,6 @@ RESAMPLING: dict[Interpolation, Image.Resampling] = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
 }
-_REACH: dict[Interpolation, float] = {"bilinear": 1.0, "bicubic": 2.0}
-"""Of Pillow's filters, in pixels of the larger image."""
 # Above this ratio of all resized pixels to those that the crop keeps, only those of the crop are made, which may
 # differ by a few levels (the test allows 20): a strip of 100 000 x 1 pixels would otherwise become one of
 # 25 600 000 x 256.
@@ -128,22 +125,6 @@ def centre_into(pixels: Slot, resize: int, out: Slot, interpolation: Interpolati
     else:
         part = _resize_part(image, width, height, kept, method)
     np.copyto(out[above : above + kept.height, beside : beside + kept.width], np.asarray(part))
-
-
-def centre_source(width: int, height: int, resize: int, size: int, interpolation: Interpolation) -> Box | None:
-    """The pixels that `centre_into` looks at in an image of this size; None if that is not worth knowing."""
-    new_width, new_height = resized_size(width, height, resize)
-    if new_width * new_height > _MOST_WASTE * min(new_width, size) * min(new_height, size):
-        return None
-    edges = []
-    for length, new_length in ((height, new_height), (width, new_width)):
-        ratio, (start, _) = length / new_length, _middle(new_length, size)
-        # A pixel more than the filter reaches, for its rounding.
-        reach = _REACH[interpolation] * max(1.0, ratio) + 1
-        first = max(0, int(start * ratio - reach))
-        edges.append((first, min(length, math.ceil((start + size) * ratio + reach)) - first))
-    (top, rows), (left, columns) = edges
-    return Box(top, left, rows, columns)
 
 
 def resized_size(width: int, height: int, resize: int) -> tuple[int, int]:

@@ -24,11 +24,7 @@ _ARRAYS = {
     "sizes": np.int64,
     "shard_of": np.int32,
     "offsets": np.int64,
-    "layout_bytes": np.uint8,
-    "layout_ends": np.int64,
 }
-# Arrays of bytes, in which the entries of samples follow one another; another array says where each ends.
-_FLAT = {"name_bytes": "name_ends", "layout_bytes": "layout_ends"}
 
 
 class Location(NamedTuple):
@@ -59,9 +55,6 @@ class SampleIndex:
     shard_of: NDArray[np.int32] | None = None
     offsets: NDArray[np.int64] | None = None
     """Where each sample begins in its shard."""
-    layout_bytes: NDArray[np.uint8] | None = None
-    """Where the rows of each image are, for packs made with --restart-rows (row_index.py); older versions ignore it."""
-    layout_ends: NDArray[np.int64] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """What else was recorded when the index was made, to notice that it is stale."""
     folder: Path | None = None
@@ -162,8 +155,6 @@ def part_of(index: SampleIndex, indices: NDArray[np.int64]) -> SampleIndex:
         sizes=None if index.sizes is None else np.asarray(index.sizes)[chosen],
         shard_of=None if index.shard_of is None else np.asarray(index.shard_of)[chosen],
         offsets=None if index.offsets is None else np.asarray(index.offsets)[chosen],
-        layout_bytes=None,
-        layout_ends=None,
         folder=None,
     )
     return replace(part, digest=digest_of(part))
@@ -229,13 +220,11 @@ def checksum(array: NDArray[Any]) -> str:
 
 def _inconsistency(index: SampleIndex, samples: int) -> str | None:
     arrays = present_arrays(index)
-    lengths = {len(array) for name, array in arrays.items() if name not in _FLAT}
+    lengths = {len(array) for name, array in arrays.items() if name != "name_bytes"}
     if lengths != {samples}:
         return f"its arrays have {sorted(lengths)} entries instead of {samples}"
-    for name, ends_name in _FLAT.items():
-        content, ends = arrays.get(name), arrays.get(ends_name)
-        if content is not None and ends is not None and samples and int(ends[-1]) != len(content):
-            return f"{name} is truncated"
+    if samples and int(index.name_ends[-1]) != len(index.name_bytes):
+        return "name_bytes is truncated"
     for name, limit in (("labels", len(index.classes)), ("shard_of", len(index.shards))):
         if samples and name in arrays and not (arrays[name].min() >= 0 and arrays[name].max() < limit):
             return f"{name} has values outside 0 .. {limit - 1}"

@@ -1,7 +1,5 @@
 """Reads samples before they are needed: their order is known, so they can be fetched while others are decoded.
 
-A sample is asked for by its index, or some of its rows by a number that stands for them (row_index.py).
-
 Read-ahead is bounded by bytes. If reads do not block, as from a warm page cache, the calling thread reads: handing a
 sample from thread to thread costs more than such a read.
 """
@@ -20,7 +18,6 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.images.row_index import RowIndex, span_of
 from stoker.data.images.sample_index import SampleIndex, decode_name
 from stoker.data.priority import step_back
 from stoker.data.store import outage
@@ -83,18 +80,9 @@ class _Waiter:
 class Reader:
     """Reads samples from a store, ahead of time where that helps; for one process and all its threads."""
 
-    def __init__(
-        self,
-        store: Store,
-        samples: SampleIndex,
-        *,
-        lookahead_bytes: int,
-        max_in_flight: int = 64,
-        rows: RowIndex | None = None,
-    ) -> None:
+    def __init__(self, store: Store, samples: SampleIndex, *, lookahead_bytes: int, max_in_flight: int = 64) -> None:
         self._store = store
         self._samples = samples
-        self._rows = rows
         self._names = np.asarray(samples.name_bytes).data
         self._budget = lookahead_bytes
         self._most_threads = max_in_flight if store.is_remote else min(max_in_flight, LOCAL_THREADS)
@@ -382,23 +370,16 @@ class Reader:
         before = self._fetches()
         return self._blocking.timed(lambda: self._read(place), lambda: self._fetches() != before)
 
-    def _size(self, wanted: int) -> int:
-        """Bytes of what is wanted; estimated if the index has no sizes."""
-        rows = span_of(wanted)
-        if rows.end:
-            assert self._rows is not None
-            return self._rows.range_in_sample(rows)[1]
+    def _size(self, index: int) -> int:
+        """Bytes of a sample; estimated if the index has no sizes."""
         sizes = self._samples.sizes
-        return int(self._mean_bytes) if sizes is None else int(sizes[wanted])
+        return int(self._mean_bytes) if sizes is None else int(sizes[index])
 
     def _fetches(self) -> int:
         return getattr(self._store, "fetches", 0)
 
     def _places(self, wanted: list[int]) -> Iterator[_Place]:
         """Where the samples are; looked up for a whole batch at once, because single array elements are slow."""
-        if self._rows is not None:
-            yield from self._places_of_rows(self._rows, wanted)
-            return
         samples, indices = self._samples, np.array(wanted, np.int64)
         sizes = [None] * len(wanted) if samples.sizes is None else samples.sizes[indices].tolist()
         if samples.shard_of is not None and samples.offsets is not None:
@@ -410,17 +391,6 @@ class Reader:
         starts = np.where(indices > 0, samples.name_ends[indices - 1], 0).tolist()
         for start, end, size in zip(starts, ends, sizes, strict=True):
             yield _Place(decode_name(bytes(self._names[start:end])), 0, size)
-
-    def _places_of_rows(self, row_index: RowIndex, wanted: list[int]) -> Iterator[_Place]:
-        samples, spans = self._samples, [span_of(number) for number in wanted]
-        assert samples.shard_of is not None
-        assert samples.offsets is not None
-        assert samples.sizes is not None
-        indices = np.array([rows.sample for rows in spans], np.int64)
-        columns = (part[indices].tolist() for part in (samples.shard_of, samples.offsets, samples.sizes))
-        for rows, shard, offset, size in zip(spans, *columns, strict=True):
-            start, length = row_index.range_in_sample(rows) if rows.end else (0, size)
-            yield _Place(samples.shards[shard], offset + start, length)
 
 
 def _answer(read: _Read, result: Found | BaseException) -> None:

@@ -26,7 +26,6 @@ import numpy as np
 from stoker.data.images.listing import check_folder
 from stoker.data.images.opening import RECORDS
 from stoker.data.images.pack.tar_shards import END, read_record, sample_footprint
-from stoker.data.images.row_index import FACT, pack_layouts
 from stoker.data.images.sample_index import META, SampleIndex, save_index
 from stoker.data.images.splits import find_split
 from stoker.data.store.stores import is_url
@@ -36,6 +35,7 @@ from stoker.run.lease import Lease, LeaseHeld
 
 USUAL_SPLITS = ("train", "val")
 _SHARD = re.compile(r"\.?shard-\d{6,}\.tar(\.tmp)?")
+# The last two are in packs of earlier versions.
 _INDEX = re.compile(r"(labels|name_bytes|name_ends|sizes|shard_of|offsets|layout_bytes|layout_ends)\.npy")
 
 
@@ -268,8 +268,6 @@ def write_pack_index(index: SampleIndex, pack: PackFolder, options: dict[str, An
     shard_of = np.full(len(index), -1, np.int32)
     offsets, sizes = np.zeros(len(index), np.int64), np.zeros(len(index), np.int64)
     facts: list[dict[str, Any]] = []
-    templates: list[str | None] = []
-    layouts: dict[int, bytes] = {}
     skipped = 0
     for number in range(shards):
         record = read_record(pack.record(number))
@@ -278,15 +276,10 @@ def write_pack_index(index: SampleIndex, pack: PackFolder, options: dict[str, An
         assert (shard_of[samples] == -1).all(), "a sample is in one shard"
         shard_of[samples], offsets[samples], sizes[samples] = number, record.offsets, record.sizes
         skipped += len(record.skipped)
-        templates.append(record.template)
-        # A shard from another version of the encoder may have other headers: its images are read whole.
-        if record.template is not None and record.template == next(filter(None, templates)):
-            layouts |= zip(record.samples, map(bytes.fromhex, record.layouts), strict=True)
         facts.append({"name": record.name, "bytes": record.bytes, "samples": len(record.samples), "xxh3": record.xxh3})
     packed = np.flatnonzero(shard_of >= 0)
     assert len(packed) + skipped == len(index), "every sample is packed or listed as skipped"
     lengths = np.diff(index.name_ends, prepend=0)
-    layout_arrays = pack_layouts(layouts.get(sample, b"") for sample in packed.tolist()) if layouts else (None, None)
     saved = save_index(
         SampleIndex(
             root=".",  # this folder: a pack may be moved, and is the same wherever it is made
@@ -298,15 +291,12 @@ def write_pack_index(index: SampleIndex, pack: PackFolder, options: dict[str, An
             shards=tuple(fact["name"] for fact in facts),
             shard_of=shard_of[packed],
             offsets=offsets[packed],
-            layout_bytes=layout_arrays[0],
-            layout_ends=layout_arrays[1],
             facts={
                 "packed_with": options,
                 "source_fingerprint": json.loads(pack.about.read_text())["source_fingerprint"],
                 "skipped": skipped,
                 "shards": facts,
-            }
-            | ({FACT: next(filter(None, templates))} if layouts else {}),
+            },
         ),
         pack.folder,
     )

@@ -62,16 +62,13 @@ class PackOptions:
     longest: int | None = None
     shortest: int | None = None
     quality: int | None = None
-    restart_rows: bool = False
 
     @property
     def reencoding(self) -> Reencoding:
-        return Reencoding(self.longest, self.shortest, self.quality, self.restart_rows)
+        return Reencoding(self.longest, self.shortest, self.quality)
 
     def as_dict(self) -> dict[str, Any]:
         parts = {k: v for k, v in asdict(self).items() if k != "shard_bytes"}
-        if not self.restart_rows:
-            del parts["restart_rows"]  # unknown to the version that made an older pack, which can be continued
         return {"shard_size": f"{self.shard_bytes}B"} | parts
 
 

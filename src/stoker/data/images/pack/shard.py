@@ -31,7 +31,6 @@ from stoker.data.images.pack.tar_shards import (
     write_record,
 )
 from stoker.data.images.parquet_files import open_sample_store
-from stoker.data.images.restart_rows import encode_with_rows, read_layout
 from stoker.data.images.sample_index import SampleIndex
 from stoker.data.store import outage
 from stoker.data.store.stores import ReadFailure, Store
@@ -53,8 +52,6 @@ class Reencoding:
     """Pixels of the shorter side, at most; excludes `longest`."""
     quality: int | None = None
     """JPEG quality of every image; None keeps the bytes of images that need no resizing."""
-    restart_rows: bool = False
-    """Whether parts of the images can be read and decoded on their own; requires a quality, as all are encoded anew."""
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after resizing: never larger than before."""
@@ -86,8 +83,6 @@ def prepare(data: bytes, how: Reencoding) -> Encoded:
     upright = np.ascontiguousarray(turned(pixels, header.orientation))
     quality = QUALITY_AFTER_RESIZE if how.quality is None else how.quality
     try:
-        if how.restart_rows:
-            return Encoded("jpg", encode_with_rows(upright, quality))
         jpeg = simplejpeg.encode_jpeg(upright, quality=quality, colorspace="RGB", colorsubsampling="420")
     except ValueError as error:  # a side is too long for a JPEG
         raise BadImage(f"cannot be encoded: {error}") from None
@@ -211,8 +206,6 @@ def _write(source: Source, task: ShardTask, report: Report) -> ShardRecord:
                 writer.record.skipped.append(bad)
             else:
                 writer.add(key, sample, image.extension, image.data, int(source.index.labels[sample]))
-                if source.reencoding.restart_rows:
-                    _record_layout(writer.record, image.data)
             unreported += 1
             if time.monotonic() - last_s > REPORT_EVERY_S:
                 report(unreported)
@@ -226,15 +219,6 @@ def _write(source: Source, task: ShardTask, report: Report) -> ShardRecord:
     write_record(pack.record(task.number), record)
     report(unreported)
     return record
-
-
-def _record_layout(record: ShardRecord, data: bytes) -> None:
-    """Records where the rows of the last image are; one with a header of its own can only be read whole."""
-    template, layout = read_layout(data) or (None, None)
-    if template is not None and record.template is None:
-        record.template = template.as_text()
-    fits = template is not None and template.as_text() == record.template
-    record.layouts.append(layout.as_record().hex() if layout is not None and fits else "")
 
 
 def _kept(source: Source, task: ShardTask) -> ShardRecord | None:

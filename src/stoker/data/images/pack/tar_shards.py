@@ -11,7 +11,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -47,10 +47,6 @@ class ShardRecord:
     sizes: list[int] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
     """xxh3 of the image's bytes."""
-    layouts: list[str] = field(default_factory=list)
-    """With --restart-rows, where each image's rows are: a record in hexadecimal, empty if they could not be indexed."""
-    template: str | None = None
-    """With --restart-rows, the header that these images share."""
     skipped: list[dict[str, Any]] = field(default_factory=list)
     """Samples of this shard that are not images: sample, name, reason."""
 
@@ -189,7 +185,8 @@ def read_record(path: Path) -> ShardRecord | None:
         content = json.loads(path.read_text())
         if content.pop("format") != RECORD_FORMAT:
             return None
-        return ShardRecord(**content)
+        # Records of earlier versions have fields that are gone.
+        return ShardRecord(**{part.name: content[part.name] for part in fields(ShardRecord)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

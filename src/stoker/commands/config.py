@@ -109,8 +109,7 @@ def import_(
         typer.Option(
             "--from",
             metavar="PROGRAM",
-            help="lightning, timm, torchvision, imagenet-full-training, vesuvius-challenge or names; "
-            "default: recognised by the keys.",
+            help="lightning, timm, torchvision or names; default: recognised by the keys.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OURS if it exists.")] = False,

@@ -104,6 +104,7 @@ LIGHTNING: Table = {
     **IMPORT_NAMES,
     "seed_everything": lambda value, _theirs: same("not set") if value in (None, True, False) else same(seed=value),
     "ckpt_path": renamed("weights", off=(None, "last", "best"), why="only the weights; to resume, --resume FILE"),
+    "trainer.*": lambda _value, _theirs: Became(Kind.UNKNOWN, "unknown"),
     "trainer.accelerator": not_needed("stoker uses the GPUs that it finds"),
     "trainer.strategy": strategy,
     "trainer.devices": devices,
@@ -154,7 +155,3 @@ LIGHTNING: Table = {
     "model.class_path": not_needed("your class; model names the network"),
     "data.class_path": not_needed("your class; data_root names the data"),
 }
-
-
-def lightning_facts(_theirs: Theirs) -> list[Became]:
-    return [same("lr is used as it is there; stoker would scale it with the total batch", scale_lr=False)]

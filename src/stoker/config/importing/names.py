@@ -1,6 +1,7 @@
 """Keys that many training programs have, by their usual names (most of them are Lightning's).
 
-A config of ours may use those that mean exactly the same; the loader refuses the others, and names the import.
+A config of ours may use those that mean exactly the same; the loader refuses the others, and names the import. A name
+with dots is a key in its sections: `ema.decay` is `decay` in any section `ema`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from stoker.config.importing.rules import (
     renamed,
     same,
     timm_policy,
+    without_effect,
 )
 from stoker.config.schema import FOREIGN_ALIASES
 
@@ -48,16 +50,15 @@ def _flip(value: Any, _theirs: Theirs) -> Became:
 
 def _average(value: Any, theirs: Theirs) -> Became:
     if value is True:
-        if theirs.get("ema_decay") is None:
+        if theirs.get("ema_decay", "ema.decay") is None:
             return lost("needs ema_decay")
         return same("ema_decay turns it on")
     return same(ema_decay=None) if value in (False, None) else lost("must be true or false")
 
 
 def _average_decay(value: Any, theirs: Theirs) -> Became:
-    if theirs.values.get("use_ema") is False:
-        return Became(Kind.NO_EFFECT, "use_ema is false")
-    return same(ema_decay=value)
+    switch = theirs.get("use_ema", "ema.enabled")
+    return without_effect("the average is turned off") if switch is False else same(ema_decay=value)
 
 
 def _clip_by(value: Any, _theirs: Theirs) -> Became:
@@ -67,6 +68,8 @@ def _clip_by(value: Any, _theirs: Theirs) -> Became:
 
 
 def _cosine_length(value: Any, theirs: Theirs) -> Became:
+    if _one_cycle(theirs):
+        return without_effect("only a cosine reads it")
     epochs, warmup = theirs.get("epochs", "max_epochs"), theirs.get("warmup_epochs", default=0)
     if value is None or (number(epochs) is not None and number(warmup) is not None and value == epochs - warmup):
         return same("where stoker's cosine ends: with the run")
@@ -84,8 +87,8 @@ def _folder(value: Any, _theirs: Theirs) -> Became:
 
 def samples_per_epoch(value: Any, theirs: Theirs) -> Became:
     """An epoch's length in samples, as a loader of random patches counts it."""
-    batch = number(theirs.get("train_batch_size", "training.train_batch_size", "batch_size", default=1)) or 1
-    accumulated = number(theirs.get("accumulate_steps", "training.accumulate_steps", default=1)) or 1
+    batch = number(theirs.get("train_batch_size", "batch_size", default=1)) or 1
+    accumulated = number(theirs.get("accumulate_steps", default=1)) or 1
     update = max(1, int(batch * accumulated))
     if update == 1:
         return same("patches there, updates here; one patch makes one update", steps_per_epoch=value)
@@ -98,7 +101,7 @@ def samples_per_epoch(value: Any, theirs: Theirs) -> Became:
 # As Lightning spells them, with its short forms.
 PRECISIONS = {
     "32": "32", "32-true": "32", "16": "16-mixed", "16-mixed": "16-mixed", "bf16": "bf16-mixed",
-    "bf16-mixed": "bf16-mixed",
+    "bf16-mixed": "bf16-mixed", "amp": "16-mixed",
 }  # fmt: skip
 OPTIMIZERS = ("sgd", "adamw", "lamb")
 SCHEDULERS = {
@@ -136,10 +139,53 @@ def optimizer(value: Any, _theirs: Theirs) -> Became:
     return same(optimizer=name) if name in OPTIMIZERS else lost("stoker has sgd, adamw and lamb")
 
 
-def scheduler(value: Any, _theirs: Theirs) -> Became:
+_SCHEDULER_NAMES = ("lr_scheduler", "scheduler", "sched", "lr_scheduler.name", "scheduler.name", "scheduler.type")
+
+
+def _one_cycle(theirs: Theirs) -> bool:
+    return str(theirs.get(*_SCHEDULER_NAMES)).rpartition(".")[2].lower() in ("one_cycle", "onecycle", "onecyclelr")
+
+
+def scheduler(value: Any, theirs: Theirs) -> Became:
     """By name or class, as in `torch.optim.lr_scheduler.CosineAnnealingLR`."""
+    if _one_cycle(theirs):
+        settings = {"lr_scheduler": "cosine", "warmup_start": 1 / (number(theirs.get("div_factor")) or 25.0)}
+        if epochs := number(theirs.get("epochs", "max_epochs")):
+            settings["warmup_epochs"] = round((number(theirs.get("pct_start")) or 0.3) * epochs)
+        return changed("one cycle: a rise (a cosine there, a line here) and a cosine to the end", **settings)
     name = str(value).rpartition(".")[2].lower()
     return same(lr_scheduler=SCHEDULERS[name]) if name in SCHEDULERS else lost("stoker has cosine, step and constant")
+
+
+def _lr(value: Any, theirs: Theirs) -> Became:
+    if _one_cycle(theirs) and theirs.get("max_lr") is not None:
+        return without_effect("one cycle begins and ends below max_lr, whatever lr is")
+    return absolute_lr(value, theirs)
+
+
+def _in_one_cycle(rule: Rule) -> Rule:
+    return lambda value, theirs: (
+        rule(value, theirs) if _one_cycle(theirs) else without_effect("only one cycle reads it")
+    )
+
+
+MODELS = {
+    "vit_b_16": "vit_base_patch16_224", "vit_b_32": "vit_base_patch32_224", "vit_l_16": "vit_large_patch16_224",
+    "swin_t": "swin_tiny_patch4_window7_224", "swin_s": "swin_small_patch4_window7_224",
+    "swin_b": "swin_base_patch4_window7_224", "mobilenet_v2": "mobilenetv2_100",
+    "mobilenet_v3_small": "mobilenetv3_small_100", "mobilenet_v3_large": "mobilenetv3_large_100",
+    "regnet_y_400mf": "regnety_004", "regnet_y_8gf": "regnety_080", "regnet_y_16gf": "regnety_160",
+}  # fmt: skip
+"""torchvision's names of networks that timm has under another; most others have the same name in both."""
+VOLUME_MODELS = {"unet3d_residual": "residual_unet", "swin_unetr": "swinunetr"}
+
+
+def model(value: Any, _theirs: Theirs) -> Became:
+    if value in VOLUME_MODELS:
+        return changed(
+            "nearest; its widths and depths are its own: stoker config keys model", model=VOLUME_MODELS[value]
+        )
+    return changed("timm's name for it", model=MODELS[value]) if value in MODELS else same(model=value)
 
 
 def _early_stopping(value: Any, _theirs: Theirs) -> Became:
@@ -221,6 +267,82 @@ VALUES: dict[str, Callable[[Any, Theirs], Became | None]] = {
 """Other programs' values of keys that have our name; None from a rule: the value is not one of those."""
 
 
+# Volumes.
+
+
+def _patch(value: Any, _theirs: Theirs) -> Became:
+    if isinstance(value, list) and len(value) == 3:
+        return same("patches of volumes", patch_size=value, task="segment3d")
+    return lost("patch_size is the depth, height and width of a patch of a volume")
+
+
+def _rotation(value: Any, _theirs: Theirs) -> Became:
+    most = max(abs(float(edge)) for edge in value)
+    return changed("every patch, about all three axes", volume_rotation=1.0, volume_degrees=[most] * 3)
+
+
+def _scaling(value: Any, _theirs: Theirs) -> Became:
+    low, high = (float(edge) for edge in value)
+    scales = [round(1 / high, 4), round(1 / low, 4)]
+    return changed("every patch; here as voxels that become one", volume_scaling=1.0, volume_scales=scales)
+
+
+def _flips(value: Any, _theirs: Theirs) -> Became:
+    return same(volume_flips=[0.5 if axis in value else 0.0 for axis in range(3)])
+
+
+def _every_patch(key: str) -> Rule:
+    return lambda _value, _theirs: changed("every patch, with stoker's strengths", **{key: 1.0})
+
+
+_LOSSES = {
+    "bce": "ce", "ce": "ce", "weighted_bce": "ce", "dice": "dice", "soft_dice": "dice", "focal": "focal",
+    "tversky": "tversky", "cldice": "cldice", "morph_skeleton": "skeleton_recall",
+}  # fmt: skip
+
+
+def _loss_terms(value: Any, _theirs: Theirs) -> Became:
+    """A weighted sum, as a list of names, weights and options."""
+    terms, left_out = [], []
+    for part in value:
+        name, weight = str(part["name"]), float(part.get("weight", 1.0))
+        if name in _LOSSES and weight:
+            terms.append(f"{weight:g} {_LOSSES[name]}")
+            left_out += [f"{option} of {name}" for option in part if option not in ("name", "weight")]
+        elif weight:
+            left_out.append(name)
+    remark = f"not kept: {', '.join(left_out)}" if left_out else "nearest"
+    return changed(remark, volume_loss=" + ".join(terms)) if terms else lost(remark)
+
+
+def _outputs(value: Any, _theirs: Theirs) -> Became:
+    return same("a sigmoid there, two classes here", num_classes=2) if value == 1 else same(num_classes=value)
+
+
+_PREDICTION = not_needed("not about training: see stoker predict --help and stoker eval --help")
+
+VOLUMES: Table = {
+    "patch_size": _patch,
+    "mask_unlabeled_value": renamed("ignore_label"),
+    "normalize": lambda value, _theirs: same(normalize="volume" if value == "zscore" else value),
+    "denoise.enabled": only(None, False, because="off", otherwise="stoker pack --median 3 filters volumes once"),
+    "rotate_deg": _rotation,
+    "spatial.scale": _scaling,
+    "flip_axes": _flips,
+    "patch_dropout.probability": lambda value, _theirs: changed("the labels stay", volume_cutout=value),
+    "intensity.gamma": _every_patch("volume_gamma"),
+    "gaussian_noise_std": _every_patch("volume_noise"),
+    "gaussian_blur_sigma": _every_patch("volume_blur"),
+    "in_channels": not_needed("counted in the data"),
+    "out_channels": _outputs,
+    "activation_checkpointing.enabled": renamed("gradient_checkpointing"),
+    "loss.components": _loss_terms,
+    "surface_dice_tolerance_mm": lambda value, _theirs: changed("in voxels here", surface_tolerance=value),
+    "inference.*": _PREDICTION,
+    "postprocess.*": _PREDICTION,
+}
+
+
 def _renamed_everywhere() -> dict[str, Rule]:
     """Names that only the import translates, because they could mean several things."""
     pairs = {
@@ -229,31 +351,38 @@ def _renamed_everywhere() -> dict[str, Rule]:
         "per_device_eval_batch_size": "val_batch_size", "eval_batch_size": "val_batch_size",
         "gradient_accumulation_steps": "gradient_accumulation", "accum_iter": "gradient_accumulation",
         "grad_clip": "clip_grad_norm", "clip_grad": "clip_grad_norm", "max_grad_norm": "clip_grad_norm",
-        "image_size": "img_size", "input_size": "img_size", "arch": "model", "architecture": "model",
-        "backbone": "model", "n_classes": "num_classes", "data_dir": "data_root", "data_path": "data_root",
-        "dataset_path": "data_root", "root": "data_root", "n_workers": "num_workers",
-        "dataloader_num_workers": "num_workers", "mixup": "mixup_alpha", "cutmix": "cutmix_alpha",
-        "smoothing": "label_smoothing", "drop_rate": "dropout", "drop_path_rate": "drop_path", "nodes": "num_nodes",
-        "sync_bn": "sync_batchnorm", "log_interval": "log_every", "print_freq": "log_every",
-        "project": "wandb_project",
+        "gradient_clip": "clip_grad_norm", "image_size": "img_size", "input_size": "img_size",
+        "n_classes": "num_classes", "data_dir": "data_root", "data_path": "data_root", "dataset_path": "data_root",
+        "root": "data_root", "n_workers": "num_workers", "dataloader_num_workers": "num_workers",
+        "mixup": "mixup_alpha", "cutmix": "cutmix_alpha", "smoothing": "label_smoothing", "drop_rate": "dropout",
+        "drop_path_rate": "drop_path", "nodes": "num_nodes", "sync_bn": "sync_batchnorm",
+        "log_interval": "log_every", "print_freq": "log_every", "project": "wandb_project", "wandb.enabled": "wandb",
+        "experiment.name": "run_name",
     }  # fmt: skip
-    return {theirs: renamed(ours) if ours != "lr" else absolute_lr for theirs, ours in pairs.items()}
+    return {theirs: renamed(ours) if ours != "lr" else _lr for theirs, ours in pairs.items()}
 
 
 IMPORT_NAMES: Table = {
     **_renamed_everywhere(),
     **NAMES,
-    "lr": absolute_lr,
+    **VOLUMES,
+    "lr": _lr,
+    "max_lr": _in_one_cycle(absolute_lr),
+    **dict.fromkeys(("pct_start", "div_factor", "anneal_strategy"), _in_one_cycle(not_needed("see lr_scheduler"))),
     "precision": precision,
     "devices": devices,
     "gpus": devices,
     "num_gpus": devices,
     "strategy": strategy,
     **dict.fromkeys(("optimizer", "optim", "opt", "optimizer.name", "optimizer.type"), optimizer),
-    **dict.fromkeys(("lr_scheduler", "scheduler", "sched", "lr_scheduler.name", "scheduler.name"), scheduler),
-    **dict.fromkeys(("model.name", "model.type"), renamed("model")),
+    **dict.fromkeys(_SCHEDULER_NAMES, scheduler),
+    **dict.fromkeys(("model", "model_name", "model.name", "model.type", "arch", "architecture", "backbone"), model),
     **dict.fromkeys(("data.root", "data.path", "data.dir", "dataset.root", "dataset.path"), renamed("data_root")),
     "ema_decay": _average_decay,
+    "ema.decay": _average_decay,
+    "ema.enabled": _average,
+    "t_max": _cosine_length,
+    "val_interval": NAMES["check_val_every_n_epoch"],
     "early_stopping_patience": _early_stopping,
     "fast_dev_run": renamed("fast_dev_run"),
     "limit_train_batches": renamed("limit_train_batches", off=(None, 1.0)),

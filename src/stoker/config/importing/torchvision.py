@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.config.importing.names import IMPORT_NAMES
+from stoker.config.importing.names import IMPORT_NAMES, model
 from stoker.config.importing.rules import (
     Became,
     Rule,
@@ -30,20 +30,6 @@ TORCHVISION_MARKS = frozenset({
 # The defaults of its parser, where a rule needs one.
 _EPOCHS, _BATCH, _EMA_STEPS, _EMA_DECAY = 90, 32, 32, 0.99998
 _VAL_RESIZE, _VAL_CROP = 256, 224
-
-
-MODELS = {
-    "vit_b_16": "vit_base_patch16_224", "vit_b_32": "vit_base_patch32_224", "vit_l_16": "vit_large_patch16_224",
-    "swin_t": "swin_tiny_patch4_window7_224", "swin_s": "swin_small_patch4_window7_224",
-    "swin_b": "swin_base_patch4_window7_224", "mobilenet_v2": "mobilenetv2_100",
-    "mobilenet_v3_small": "mobilenetv3_small_100", "mobilenet_v3_large": "mobilenetv3_large_100",
-    "regnet_y_400mf": "regnety_004", "regnet_y_8gf": "regnety_080", "regnet_y_16gf": "regnety_160",
-}  # fmt: skip
-"""torchvision's names of networks that timm has under another; most others have the same name in both."""
-
-
-def model(value: Any, _theirs: Theirs) -> Became:
-    return changed("timm's name for it", model=MODELS[value]) if value in MODELS else same(model=value)
 
 
 def _optimizer(value: Any, _theirs: Theirs) -> Became:

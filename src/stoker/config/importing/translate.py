@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from stoker.config.importing.names import VALUES
-from stoker.config.importing.programs import Program, program_of
-from stoker.config.importing.rules import Became, Kind, Rule, Theirs, changed, lost, same
+from stoker.config.importing.lightning import LIGHTNING
+from stoker.config.importing.names import IMPORT_NAMES, VALUES
+from stoker.config.importing.rules import Became, Kind, Rule, Table, Theirs, changed, lost, same
+from stoker.config.importing.timm import TIMM, TIMM_MARKS, timm_facts
+from stoker.config.importing.torchvision import TORCHVISION, TORCHVISION_MARKS, torchvision_facts
 from stoker.config.pairs import RULES
 from stoker.config.reading import say_validation_error
 from stoker.config.reference import config_values
@@ -19,14 +21,48 @@ from stoker.config.schema import ALIASES, FOREIGN_ALIASES, Config
 from stoker.config.yaml_file import Entry, read_yaml_file
 from stoker.errors import UserError
 
-BASE_FILE = "base.yaml"
 BASE_NAME = "_base_"
-DOTTED = (("trainer",), ("experiment",))
-"""Sections of programs whose keys only mean something with their sections."""
-# PyYAML, which most programs use, reads these words as booleans; YAML 1.2, and stoker, as text.
-_NEED_SECTION = ("name", "type", "root", "path", "dir", "class_path")
 UNREADABLE = "(not plain data)"
+# PyYAML, which most programs use, reads these words as booleans; YAML 1.2, and stoker, as text.
 _OLD_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
+ENOUGH_MARKS = 3
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program whose configs can be imported."""
+
+    name: str
+    """For `--from`."""
+    title: str
+    table: Table
+    facts: Callable[[Theirs], list[Became]]
+    """What it does without being told by a key; each becomes settings of ours, unless a key has set them."""
+    recognises: Callable[[frozenset[str]], bool]
+
+
+def _unscaled(_theirs: Theirs) -> list[Became]:
+    return [same("lr is used as it is there; stoker would scale it with the total batch", scale_lr=False)]
+
+
+def _has_marks(marks: Iterable[str]) -> Callable[[frozenset[str]], bool]:
+    return lambda keys: len(keys.intersection(marks)) >= ENOUGH_MARKS
+
+
+PROGRAMS = (
+    Program(
+        "lightning", "Lightning CLI", LIGHTNING, _unscaled, lambda keys: any(key.startswith("trainer.") for key in keys)
+    ),
+    Program("timm", "timm's train.py", TIMM, timm_facts, _has_marks(TIMM_MARKS)),
+    Program(
+        "torchvision", "torchvision's classification reference", TORCHVISION, torchvision_facts,
+        _has_marks(TORCHVISION_MARKS),
+    ),
+    Program(
+        "names", "a program that we do not know, by the names of its keys", IMPORT_NAMES, _unscaled, lambda _: True
+    ),
+)  # fmt: skip
+"""In the order in which they are tried; `names` is for everything else."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +105,23 @@ def import_config(
     `given` are settings of ours that their config does not say, such as the number of GPUs.
     """
     given = given or {}
-    entries, dotted = _read_with_bases(source)
-    program = program_of(frozenset(entries), program_name)
-    sibling = source.parent / BASE_FILE
-    if base is None and program.reads_base and sibling.is_file() and sibling.resolve() != source.resolve():
-        base = sibling
+    entries = _read_with_bases(source)
+    names = frozenset(end for name in entries for end in _ends(name))
+    program = next(one for one in PROGRAMS if one.name == program_name or (not program_name and one.recognises(names)))
     if program_name is None and program.name == "names":
-        _refuse_ours(source, entries)
+        _refuse_ours(source, (entry.key for entry, _ in entries.values()))
     if base is not None:
-        entries = _read(base)[0] | entries
+        entries = _read(base) | entries
     values = {name: _normal(entry.value) for name, (entry, _) in entries.items()}
-    theirs = Theirs({**values, **given})
+    # A rule may ask for a key without its sections; the first one counts.
+    theirs = Theirs({end: values[name] for name in reversed(values) for end in _ends(name)} | values | dict(given))
     imported = Imported(source, program, base)
     taken: dict[str, str] = {}
     if given:
         imported.facts.append(same("given with the import", **given))
         taken |= dict.fromkeys(given, "the command line")
     for name, (_, origin) in entries.items():
-        became = _without_conflicts(_valid(_became(name, values[name], theirs, program, dotted)), taken)
+        became = _without_conflicts(_valid(_became(name, values[name], theirs, program.table)), taken, imported)
         taken |= dict.fromkeys(became.settings, name)
         imported.keys.append(Translated(name, values[name], became, origin))
     for fact in program.facts(theirs):
@@ -98,38 +133,37 @@ def import_config(
     return imported
 
 
-def _read_with_bases(path: Path) -> tuple[dict[str, tuple[Entry, str]], bool]:
+def _ends(name: str) -> list[str]:
+    """A key with all its sections, with fewer of them, and alone."""
+    parts = name.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]
+
+
+def _read_with_bases(path: Path) -> dict[str, tuple[Entry, str]]:
     """The keys of a file and of those that it names with `_base_`; the file's own win."""
-    entries, dotted = _read(path)
+    entries = _read(path)
     seen, current = {path.resolve()}, path
     while (named := entries.get(BASE_NAME)) is not None and isinstance(named[0].value, str):
         current = current.parent / named[0].value
         if current.resolve() in seen:
             raise UserError("config-base-circle", f"{path} names {current} as its base, which is circular")
         seen.add(current.resolve())
-        base, base_dotted = _read(current)
         # Only the base's own base is followed next.
-        entries = base | {key: value for key, value in entries.items() if key != BASE_NAME}
-        dotted = dotted or base_dotted
-    return entries, dotted
+        entries = _read(current) | {key: value for key, value in entries.items() if key != BASE_NAME}
+    return entries
 
 
-def _read(path: Path) -> tuple[dict[str, tuple[Entry, str]], bool]:
-    """Their keys with where they come from; under Lightning's sections with the section's name."""
+def _read(path: Path) -> dict[str, tuple[Entry, str]]:
+    """Their keys with their sections, and where they come from; the last one wins, as in PyYAML."""
     file = read_yaml_file(path, frozenset(), frozenset())
-    dotted = any(entry.sections[:1] in DOTTED or entry.key == BASE_NAME for entry in file.entries)
     found: dict[str, tuple[Entry, str]] = {}
     for entry in file.entries:
-        key, sections = entry.key.replace("-", "_"), [name for name in entry.sections if name != "init_args"]
-        # Sections are headings, unless a key makes sense only with them, or is in two of them.
-        if not dotted and key not in _NEED_SECTION and (key not in found or found[key][0].sections == entry.sections):
-            sections = []
-        # The last one wins, as in PyYAML.
-        found[".".join([*sections, key])] = (entry, f"{path.name}:{entry.line}")
+        sections = [name for name in entry.sections if name != "init_args"]
+        found[".".join([*sections, entry.key.replace("-", "_")])] = (entry, f"{path.name}:{entry.line}")
     for problem in file.problems:
         name = problem.keys[0]
         found.setdefault(name, (Entry(name, UNREADABLE, 0), problem.where or path.name))
-    return found, dotted
+    return found
 
 
 def _normal(value: Any) -> Any:
@@ -147,20 +181,19 @@ def _refuse_ours(source: Path, entries: Iterable[str]) -> None:
         )
 
 
-def _became(name: str, value: Any, theirs: Theirs, program: Program, dotted: bool) -> Became:
-    section, _, leaf = name.rpartition(".")
+def _became(name: str, value: Any, theirs: Theirs, table: Table) -> Became:
     if value is UNREADABLE:
         return lost("only plain data can be read")
-    rule: Rule | None = program.table.get(name)
-    if rule is None and dotted and section.partition(".")[0] != "trainer":
-        rule = program.table.get(leaf)  # the user's own classes, by the usual names
+    *fewer, leaf = _ends(name)
+    sections = f"{name.partition('.')[0]}.*"
+    rule: Rule | None = next((table[key] for key in (name, sections, *fewer, leaf) if key in table), None)
     if rule is not None:
         try:
             return rule(value, theirs)
-        except (TypeError, ValueError, ZeroDivisionError):
-            return lost(f"unexpected value for {leaf or name}")
+        except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):
+            return lost(f"unexpected value for {leaf}")
     key = ALIASES.get(leaf, leaf)
-    if key not in Config.model_fields or section.partition(".")[0] == "trainer":
+    if key not in Config.model_fields:
         return Became(Kind.UNKNOWN, "unknown")
     foreign = VALUES[key](value, theirs) if key in VALUES else None
     if foreign is not None:
@@ -184,12 +217,15 @@ def _valid(became: Became) -> Became:
     return replace(became, settings=settings)
 
 
-def _without_conflicts(became: Became, taken: dict[str, str]) -> Became:
+def _without_conflicts(became: Became, taken: dict[str, str], imported: Imported) -> Became:
     again = [key for key in became.settings if key in taken]
     if not again:
         return became
     rest = {key: value for key, value in became.settings.items() if key not in taken}
-    return changed(f"{again[0]} is set by {taken[again[0]]}", **rest)
+    known, why = imported.settings, f"{again[0]} is set by {taken[again[0]]}"
+    if all(known[key] == became.settings[key] for key in again):
+        return replace(became, settings=rest) if rest else same(f"as {taken[again[0]]} says")
+    return changed(why, **rest) if rest else lost(why)
 
 
 def _make_consistent(imported: Imported, given: Mapping[str, Any]) -> None:
@@ -200,7 +236,9 @@ def _make_consistent(imported: Imported, given: Mapping[str, Any]) -> None:
         if broken is None:
             return
         rule, text = broken
-        key = next(key for key in rule.keys if key in imported.settings and key not in given)
+        # One that the reason names; not the task, with which everything would go that only this task has.
+        candidates = sorted(rule.keys, key=lambda key: (key == "task", key not in text))
+        key = next(key for key in candidates if key in imported.settings and key not in given)
         imported.facts = [fact for fact in imported.facts if key not in fact.settings]
         imported.keys = [
             replace(entry, became=lost(text)) if key in entry.became.settings else entry for entry in imported.keys

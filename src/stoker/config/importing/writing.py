@@ -8,9 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from stoker.config.importing.programs import PROGRAMS
 from stoker.config.importing.rules import Kind
-from stoker.config.importing.translate import Imported, Translated
+from stoker.config.importing.translate import PROGRAMS, Imported, Translated
 from stoker.config.reference import config_values, write_scalar
 from stoker.config.schema import Config
 from stoker.errors import UsageError, UserError, nearest
@@ -180,8 +179,11 @@ def summary(imported: Imported) -> dict[str, Any]:
 def import_notes(imported: Imported, output: Path | None) -> list[str]:
     """What somebody who imports a config should know at once."""
     notes = [f"read as a config of {imported.program.title} (--from {imported.program.name})"]
+    beside = imported.source.parent / "base.yaml"
     if imported.base is not None:
         notes.append(f"keys that it lacks are from {imported.base}")
+    elif beside.is_file() and beside.resolve() != imported.source.resolve():
+        notes.append(f"{beside} was not read; if its keys count too: --base {beside}")
     for what, kinds in (
         ("had no effect there, and are left out", (Kind.NO_EFFECT,)),
         ("not translated", (Kind.NOT_TRANSLATED,)),

@@ -10,7 +10,7 @@ UV     ?= $(BIN)/uv
 JOBS   ?= 2
 CHROMIUM ?= yes
 
-.PHONY: help setup check test attack browser demo bench picture lock clean
+.PHONY: help setup check test oracle attack browser demo bench picture lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -37,6 +37,9 @@ check: setup  ## lint, formatting, types, import direction
 
 test: setup browser  ## run the test suite; CHROMIUM=no skips installing Chromium
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+oracle: setup  ## check that nothing users see has changed; ARGS='--only help runs'
+	@$(BIN)/python tools/oracle.py check $(ARGS)
 
 attack: setup  ## kill, pre-empt and damage runs, and print what survived; ARGS='--kills 500 --only kills'
 	@$(BIN)/python tools/attack.py $(ARGS)

@@ -11,6 +11,8 @@ from bench.run import BY_HAND, WITH_DATA, WITHOUT_DATA
 PROJECT = Path(__file__).parents[1]
 README, RESULTS = PROJECT / "README.md", PROJECT / "docs" / "results.md"
 HEADLINES = 8
+MOST_WORDS = 30
+"""In a cell; longer remarks go below the table."""
 
 
 def _rows(page: Path) -> list[list[str]]:
@@ -51,3 +53,8 @@ def test_the_readme_has_the_headlines_of_the_results_unchanged() -> None:
         published = [" ".join(row[:-1]) for row in rows if Path(_evidence(row)).parent.name == name]
         wanted = _numbers(" ".join(headline[:-1]))
         assert any(wanted <= _numbers(text) for text in published), f"{headline[0]}: other figures than in results.md"
+
+
+@pytest.mark.parametrize("page", [README, RESULTS], ids=lambda page: page.stem)
+def test_cells_are_short(page: Path) -> None:
+    assert [cell for row in _rows(page) for cell in row if len(cell.split()) > MOST_WORDS] == []

@@ -34,13 +34,13 @@ COMMANDS = {
     "watch": "Follow a run in the terminal or the browser.",
     "lr-find": "Find a learning rate with a range test.",
     "eval": "Evaluate a checkpoint, class by class or volume by volume.",
-    "predict": "Classify images with a checkpoint.",
+    "predict": "Classify images or segment volumes with a checkpoint.",
     "export": "Export a checkpoint's model for other programs, and check the result.",
     "stage": "Copy the data, or the part that a config needs, to a local disk; verified, and resumable.",
-    "pack": "Pack images into tar shards with an index.",
+    "pack": "Pack images into tar shards, or volumes into blocks, for fast reading.",
     "bench": "Measure how fast this host makes batches, or how fast storage is, and what that feeds.",
     "config": "Show a resolved config or the key reference; import another program's config.",
-    "demo": "Train a small network on handwritten digits or on volumes, in minutes on a CPU.",
+    "demo": "Train a small network on handwritten digits or a made-up volume, in minutes on a CPU.",
 }
 """Every command, with its line of help. `lr-find` is in stoker/commands/lr_find.py; typer gets the line from here."""
 

@@ -45,7 +45,7 @@ VOLUMES = "segment-volumes"
 def test_there_is_a_page_for_each_job() -> None:
     jobs = (
         "train-imagenet", "bring-your-data", "verify-a-run", "why-is-my-gpu-idle", "tune", "plan-a-machine",
-        "read-from-s3", "stage-data", "resume-and-continue", "segment-volumes", "results",
+        "read-from-s3", "stage-data", "resume-and-continue", "segment-volumes", "results", "commands",
     )  # fmt: skip
     assert {page.stem for page in DOCS.glob("*.md")} == set(jobs)
     readme = (PROJECT / "README.md").read_text()

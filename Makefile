@@ -36,7 +36,7 @@ check: setup  ## lint, formatting, types, import direction
 	@$(BIN)/pytest tests/test_direction.py -q
 
 test: setup browser  ## run the test suite; CHROMIUM=no skips installing Chromium
-	@$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(BIN)/python tools/run_tests.py --jobs $(JOBS) $(ARGS)
 
 oracle: setup  ## check that nothing users see has changed; ARGS='--only help runs'
 	@$(BIN)/python tools/oracle.py check $(ARGS)

@@ -20,6 +20,7 @@ def spin(seconds: float) -> None:
         pass
 
 
+@pytest.mark.real_time
 def test_a_sleeping_stage_is_blocked_and_a_spinning_one_runs() -> None:
     slept, spun = [], []
     for _ in range(5):
@@ -41,6 +42,7 @@ def test_a_sleeping_stage_is_blocked_and_a_spinning_one_runs() -> None:
     assert min(stage.blocked_s or 0.0 for stage in spun) < 0.02
 
 
+@pytest.mark.real_time
 def test_a_short_stage_gets_its_own_cpu_time_and_not_a_tick_of_its_neighbour() -> None:
     """The kernel updates schedstat only every few milliseconds."""
     found = []
@@ -85,6 +87,7 @@ def spinning_child(core: set[int]) -> int:
     return child
 
 
+@pytest.mark.real_time
 def test_waiting_for_a_core_that_others_use_is_neither_running_nor_blocked() -> None:
     core = {min(os.sched_getaffinity(0))}
     children = [spinning_child(core) for _ in range(2)]

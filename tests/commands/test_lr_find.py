@@ -30,7 +30,6 @@ def files_below(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file() and "home" not in path.relative_to(folder).parts}
 
 
-@pytest.mark.slow
 def test_it_suggests_a_rate_that_is_neither_tiny_nor_huge(stoker: Run, digits: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
@@ -52,7 +51,6 @@ def test_it_suggests_a_rate_that_is_neither_tiny_nor_huge(stoker: Run, digits: P
         assert image.size[0] > 400
 
 
-@pytest.mark.slow
 def test_it_stops_where_the_loss_diverges(stoker: Run, digits: Path, tmp_path: Path) -> None:
     ended = stoker(
         "lr-find", PROJECT / "configs/demo.yaml", f"data_root={digits}", *SMALL, "--steps", "40", "--sweeps", "1",

@@ -152,6 +152,7 @@ def test_ctrl_c_and_even_a_kill_leave_nothing_behind(config_file: Path, ending: 
     wait_until(lambda: children_of(mark) == [], lambda: str(children_of(mark)))
 
 
+@pytest.mark.real_time
 def test_a_time_for_all_trials_includes_their_starts(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, float]] = []
 

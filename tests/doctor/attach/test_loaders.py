@@ -47,6 +47,7 @@ def sleeping_and_spinning() -> AttachResult:
     )  # fmt: skip
 
 
+@pytest.mark.real_time
 def test_sleeping_and_computing_are_distinguished_on_a_busy_machine(sleeping_and_spinning: AttachResult) -> None:
     # Three spinning workers, perhaps on two cores that others use too: much of the time they are runnable.
     seen = sleeping_and_spinning.observed
@@ -63,6 +64,7 @@ def test_sleeping_and_computing_are_distinguished_on_a_busy_machine(sleeping_and
     assert any(4 * 0.015 <= (batch.blocked_s or 0.0) < 4 * (0.016 + 0.008) for batch in seen.batches)
 
 
+@pytest.mark.real_time
 def test_a_full_garbage_collection_is_not_the_samples_fault(tmp_path: Path) -> None:
     totals = FetchTotals(str(tmp_path / "fetch.ring"), 0, 1)
     collections.watch()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from scipy.ndimage import median_filter
 
 from stoker.clock.observed import HotSpot
@@ -57,6 +58,7 @@ def spots_of(folder: Path, work: Callable[[], None], looks: int = 0) -> dict[str
     return {spot.function: spot for spot in found.spots}
 
 
+@pytest.mark.real_time
 def test_a_c_function_that_keeps_the_lock_gets_the_time_that_it_took(tmp_path: Path) -> None:
     took = time.thread_time()
     keeps_the_lock(3_000_000)
@@ -74,6 +76,7 @@ def test_a_c_function_that_keeps_the_lock_gets_the_time_that_it_took(tmp_path: P
     assert spots["keeps_the_lock"].line == keeps_the_lock.__code__.co_firstlineno + 1
 
 
+@pytest.mark.real_time
 def test_a_library_function_is_named_with_the_users_line_that_calls_it(tmp_path: Path) -> None:
     def work() -> None:
         for _ in range(4):
@@ -97,6 +100,7 @@ def test_what_happens_between_batches_does_not_count(tmp_path: Path) -> None:
     assert spots_of(tmp_path, work) == {}
 
 
+@pytest.mark.real_time
 def test_the_looking_thread_ends_when_it_is_told_to_and_is_not_one_of_the_scripts() -> None:
     took = []
     for _ in range(3):

@@ -66,6 +66,7 @@ def test_sleep_counts_for_the_reading_and_not_for_the_decoding(thread: MadeUpThr
     assert (clock.took_ns, clock.ran_ns, clock.queue_ns) == (80 * MS, 40 * MS, 10 * MS)
 
 
+@pytest.mark.real_time
 def test_the_kernel_says_the_same_of_a_real_thread() -> None:
     """By the least of many: where others take the machine's time, a thread is off its core and nobody says why."""
     decoding_slept = []

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.ready_process import ReadyProcess, ready_process
 from tests.support.waiting import DEADLINE_S
+from tests.support.warm_start import cold, start_warm
 
 PROJECT = Path(__file__).parents[1]
 
@@ -34,11 +35,12 @@ class Ended:
 
 
 Run = Callable[..., Ended]
+start_warm()
 
 
 @pytest.fixture(scope="session")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadyProcess]:
-    """Starts processes that do not pay for imports; one server per pytest worker."""
+    """Starts real `stoker` processes."""
     with ready_process(tmp_path_factory.mktemp("ready")) as process:
         yield process
 
@@ -46,7 +48,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadyProcess]:
 @pytest.fixture
 def stoker(tmp_path: Path, ready: ReadyProcess) -> Run:
     """Runs `stoker` in a separate process, in an empty folder, without the user's environment. Its imports are done
-    already, which saves six seconds; where they matter, use `new_stoker`."""
+    already; where they matter, use `new_stoker`."""
 
     def run(*arguments: str | Path, cwd: Path | None = None, **variables: str) -> Ended:
         started = ready.run(*arguments, cwd=cwd or tmp_path, pinned=False, **_home_in(tmp_path) | variables)
@@ -61,11 +63,12 @@ def new_stoker(tmp_path: Path) -> Run:
     """Like `stoker`, but in a new interpreter."""
 
     def run(*arguments: str | Path, cwd: Path | None = None, **variables: str) -> Ended:
-        done = subprocess.run(
-            [sys.executable, "-m", "stoker", *map(str, arguments)],
-            cwd=cwd or tmp_path, env=os.environ | _home_in(tmp_path) | variables, capture_output=True, text=True,
-            timeout=DEADLINE_S,
-        )  # fmt: skip
+        with cold():
+            done = subprocess.run(
+                [sys.executable, "-m", "stoker", *map(str, arguments)],
+                cwd=cwd or tmp_path, env=os.environ | _home_in(tmp_path) | variables, capture_output=True, text=True,
+                timeout=DEADLINE_S,
+            )  # fmt: skip
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return run

@@ -116,7 +116,7 @@ def test_a_child_that_takes_too_long_ends_with_all_its_descendants(monkeypatch: 
     wait_until(lambda: not any(map(is_running, pids)))
 
 
-PROGRAM = """
+PROGRAM = """# warm
 from tests.test_child import *
 call(sleep_with_others, sys.argv[1], on_message=lambda pids: print(*pids, flush=True))
 """
@@ -243,7 +243,7 @@ def test_no_worker_is_left_when_the_caller_stops(error: type[BaseException]) -> 
 
 
 def test_workers_in_the_middle_of_a_task_end_with_a_parent_that_was_killed() -> None:
-    program = "from tests.test_child import *\nsay = lambda pid: print(pid, flush=True)\n"
+    program = "# warm\nfrom tests.test_child import *\nsay = lambda pid: print(pid, flush=True)\n"
     program += "share_out(double_or_die, 2, [50, 50], workers=2, on_message=say, on_answer=say)"
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -72,10 +72,9 @@ def test_a_folder_that_cannot_be_written_is_named(stoker: Run, tmp_path: Path) -
     assert "--folder" in ended.err
 
 
-@pytest.mark.slow
 def test_a_short_run_on_volumes_finds_most_of_the_sheets_of_a_scroll_it_has_not_seen(tmp_path: Path) -> None:
     # A fraction of the demo's voxels, and a lower threshold: the whole takes minutes.
-    short = ["epochs=1", "steps_per_epoch=30", "patch_size=[32,48,48]"]
+    short = ["epochs=1", "steps_per_epoch=20", "patch_size=[24,32,32]"]
     code, result = command.run_demo(SCROLLS, tmp_path / "demo", fresh=False, overrides=short)
     text = demo_text(result)
     assert code == 0

@@ -242,9 +242,8 @@ def test_however_it_is_interrupted_the_same_command_finishes_it_with_the_same_by
     packed = tmp_path / "packed"
     process = ready.start("pack", slow_source, packed, *ANEW, cwd=tmp_path)
     # After the first shard: by then some are finished and others half written.
-    wait_until((packed / ".pack" / "shard-000000.json").exists)
+    process.wait_for(lambda: (packed / ".pack" / "shard-000000.json").exists() and len(workers_of(process.pid)) == 2)
     children = children_of(process.pid)
-    assert len(workers_of(process.pid)) == 2
     if how == "kill -9":
         process.send(signal.SIGKILL)
     elif how == "Ctrl-C":

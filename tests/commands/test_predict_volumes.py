@@ -312,7 +312,7 @@ def test_a_network_of_prepared_voxels_warns_about_raw_ones(
         assert len(list(out.glob("*.tif"))) == 2
 
 
-SLOWLY = """
+SLOWLY = """# warm
 import sys, time
 from stoker.tasks.volumes import prediction as volume_prediction
 from stoker.cli import main

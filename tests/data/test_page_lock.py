@@ -98,7 +98,7 @@ def test_a_register_that_fails_leads_to_ordinary_memory_and_one_line(cudart: Rec
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_to_the_slots_every_range_is_unregistered_once(seed: int, cudart: RecordingCudart) -> None:
     chance = random.Random(seed)
     cudart.fails_from = chance.choice([None, None, None, 0, 3, 9])

@@ -26,7 +26,7 @@ FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
 
 # A training loop as a tracker sees it: steps of 5 ms, then the end. Prints how long the calls took.
 # If its last argument is a file, it runs until that file exists.
-PROGRAM = """
+PROGRAM = """# warm
 import itertools, sys, time
 from pathlib import Path
 from stoker.config import load_config

@@ -40,7 +40,7 @@ POINTS = {
 }  # fmt: skip
 
 # One process imports torch and forks for every kill, which keeps this fast; the child is really killed by SIGKILL.
-KILLED = """
+KILLED = """# warm
 import os, random, signal, sys, time
 from contextlib import closing
 from pathlib import Path

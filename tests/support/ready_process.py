@@ -1,84 +1,39 @@
-"""Real `stoker` processes without the startup time: one process imports everything, and each run is a fork of it.
-
-A fork has its own signals, exit code, working folder, environment and output, as if a user had started it; the ten
-seconds of imports are paid only once.
-"""
+"""Real `stoker` processes, warm (tests/support/warm_start.py): with their own signals, exit code, folder and output, as
+if a user had started them, but without the seconds of imports."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from tests.support.waiting import wait_until
 
 PROJECT = Path(__file__).parents[2]
-SERVER = """
-import atexit, ctypes, json, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # no orphan of a test that was killed
-import stoker.cli, stoker.commands.train, stoker.plan.planning, stoker.tasks.training, stoker.verify.running
-import matplotlib.pyplot  # looks for the fonts of this machine, in every new home
-from importlib import import_module
-
-def run(wish):
-    os.setsid()
-    for name, descriptor in (("out", 1), ("err", 2)):
-        os.dup2(os.open(wish[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if wish["pinned"]:
-        # One thread: two that wait for each other on cores that are busy are a hundred times slower.
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
-    os.chdir(wish["cwd"])
-    os.environ.clear()
-    os.environ.update(wish["environment"])
-    sys.argv = ["stoker", *wish["arguments"]]
-    if wish["before"]:
-        module, function = wish["before"].split(":")
-        getattr(import_module(module), function)()
-    from stoker.cli import main
-    return main(wish["arguments"])
-
-print("ready", flush=True)
-for line in sys.stdin:
-    wish = json.loads(line)
-    if "wait" in wish:
-        found, status = os.waitpid(wish["wait"], os.WNOHANG)
-        print(json.dumps(os.waitstatus_to_exitcode(status) if found else None), flush=True)
-        continue
-    child = os.fork()
-    if child == 0:
-        code = 3
-        try:
-            code = run(wish)
-            atexit._run_exitfuncs()
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    print(child, flush=True)
-"""
 
 
 @dataclass
 class Started:
     """A process that may still be running."""
 
-    pid: int
+    process: subprocess.Popen[bytes]
     out_file: Path
     err_file: Path
-    _ask: Callable[[dict[str, Any]], Any] = field(repr=False)
-    code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code if it has ended; negative where a signal ended it."""
+        return self.process.returncode
 
     @property
     def out(self) -> str:
@@ -86,18 +41,16 @@ class Started:
 
     @property
     def err(self) -> str:
-        return self.err_file.read_text() if self.err_file.exists() else ""  # the fork may not have got that far
+        return self.err_file.read_text()
 
     def poll(self) -> int | None:
-        if self.code is None:
-            self.code = self._ask({"wait": self.pid})
-        return self.code
+        return self.process.poll()
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Its exit code; negative where a signal ended it."""
+        """Its exit code."""
         wait_until(lambda: self.poll() is not None, lambda: f"still running\n{self.err}")
         assert self.code is not None
         return self.code
@@ -109,41 +62,35 @@ class Started:
 
 
 class ReadyProcess:
-    """Starts forks of a process that has imported everything."""
+    """Starts `stoker` and keeps what it prints."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._count = 0
         self._started: list[Started] = []
-        path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": path},
-        )  # fmt: skip
-        assert self._server.stdout is not None
-        assert self._server.stdout.readline() == "ready\n"
 
     def start(
         self, *arguments: str | Path, cwd: Path, before: str = "", pinned: bool = True, **variables: str
     ) -> Started:
         """Starts `stoker` with these arguments, on one core or on all; `before` names a function (module:name) to be
         called in it first."""
-        self._count += 1
-        out, err = (self._folder / f"{self._count}.{kind}" for kind in ("out", "err"))
+        number = len(self._started) + 1
+        out, err = (self._folder / f"{number}.{kind}" for kind in ("out", "err"))
         home = self._folder / "home"
         home.mkdir(exist_ok=True)
         environment = os.environ | {"HOME": str(home), "COLUMNS": "100", "PYTHONUNBUFFERED": "1"} | variables
-        wish = {
-            "arguments": [str(word) for word in arguments], "cwd": str(cwd), "out": str(out), "err": str(err),
-            "environment": environment, "before": before, "pinned": pinned,
-        }  # fmt: skip
-        started = Started(self._ask(wish), out, err, self._ask)
-        self._started.append(started)
-        return started
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(PROJECT)]))
+        settings = f"{'pinned' if pinned else 'free'},{before}"
+        with out.open("wb") as out_stream, err.open("wb") as err_stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.ready_process", settings, *map(str, arguments)], cwd=cwd,
+                env=environment, stdin=subprocess.DEVNULL, stdout=out_stream, stderr=err_stream, start_new_session=True,
+            )  # fmt: skip
+        self._started.append(Started(process, out, err))
+        return self._started[-1]
 
-    def run(self, *arguments: str | Path, cwd: Path, before: str = "", **variables: str) -> Started:
+    def run(self, *arguments: str | Path, cwd: Path, before: str = "", **options: str | bool) -> Started:
         """Like `start`, but waits until the process has ended."""
-        started = self.start(*arguments, cwd=cwd, before=before, **variables)
+        started = self.start(*arguments, cwd=cwd, before=before, **options)  # type: ignore[arg-type]
         started.wait()
         return started
 
@@ -151,18 +98,7 @@ class ReadyProcess:
         for started in self._started:
             if started.poll() is None:
                 started.send(signal.SIGKILL)
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
-        assert self._server.stdout is not None
-        self._server.stdout.close()
-
-    def _ask(self, wish: dict[str, Any]) -> Any:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(wish) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
+                started.wait()
 
 
 @contextmanager
@@ -172,3 +108,23 @@ def ready_process(folder: Path) -> Iterator[ReadyProcess]:
         yield ready
     finally:
         ready.close()
+
+
+def main() -> int:
+    """`stoker` with the arguments that follow the first one."""
+    pinned, _, before = sys.argv[1].partition(",")
+    if pinned == "pinned":
+        # One thread: two that wait for each other on cores that are busy are a hundred times slower.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+    sys.argv = ["stoker", *sys.argv[2:]]
+    if before:
+        module, _, function = before.partition(":")
+        getattr(import_module(module), function)()
+    from stoker.cli import main as stoker
+
+    return stoker(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

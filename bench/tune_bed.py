@@ -144,7 +144,7 @@ def packed_in_all_layouts(config: HostConfig, folder: Path) -> tuple[str, ...]:
     found = [config.data_root]
     for name in LAYOUTS:
         place = folder / "grid" / name
-        asked = VolumePacking(Preparation(), name, None, usable_cpus(), 0.0)
+        asked = VolumePacking(Preparation(), name, usable_cpus())
         run_volume_packing(config, place, asked, lambda line: print(line, file=sys.stderr))
         found.append(str(place))
     return tuple(found)

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from stoker import __version__
-from stoker.cli import COMMANDS, build_parser
+from stoker.cli import COMMANDS, NOW_KEYS, build_parser
+from stoker.config import load_config
 from tests.conftest import PROJECT, Run
 from tests.support.waiting import DEADLINE_S
 
@@ -89,8 +90,14 @@ def test_wrong_usage_exits_2_without_a_traceback(stoker: Run, arguments: list[st
     assert "Traceback" not in ended.err
 
 
+def test_an_option_that_became_a_key_is_refused_with_what_to_type(stoker: Run) -> None:
+    for option, setting in NOW_KEYS.items():
+        assert f"hint: {setting}" in stoker("predict", "run", "volume", option, "1").err
+    load_config(None, ["task=segment3d", *(text for text in NOW_KEYS.values() if text != "KEY=VALUE")])
+
+
 def test_show_is_itself_a_valid_config(stoker: Run, tmp_path: Path) -> None:
-    shown = stoker("config", "show", PROJECT / "configs/rsb_a2.yaml", "epochs=7", "--set", "lr=0.25")
+    shown = stoker("config", "show", PROJECT / "configs/rsb_a2.yaml", "epochs=7", "lr=0.25")
     assert shown.code == 0
     assert "rsb_a1.yaml:" in shown.out
     assert "# command line: epochs=7" in shown.out
@@ -196,7 +203,7 @@ def run_crash(body: str, home: Path, **variables: str) -> subprocess.CompletedPr
 def test_our_bug_exits_3_and_writes_a_log_without_secrets(tmp_path: Path) -> None:
     body = (
         "from stoker.config.reading import load_for_command; "
-        "load_for_command(None, ['data_root=s3://user:hunter22@host/b', 'lr=0.125'], None); "
+        "load_for_command(None, ['data_root=s3://user:hunter22@host/b', 'lr=0.125']); "
         "raise ZeroDivisionError('AKIAABCDEFGHIJKLMNOP')"
     )
     done = run_crash(body, tmp_path, WANDB_API_KEY="wandb-secret-value")

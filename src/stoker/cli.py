@@ -45,6 +45,15 @@ COMMANDS = {
 """Every command, with its line of help. `lr-find` is in stoker/commands/lr_find.py; typer gets the line from here."""
 
 
+NOW_KEYS = {
+    "--set": "KEY=VALUE", "--gpus": "devices=8", "--nodes": "num_nodes=2", "--patch": "patch_size=[72,136,136]",
+    "--max-bad-fraction": "max_bad_fraction=0.01", "--tolerance": "surface_tolerance=2", "--ignore-label":
+    "ignore_label=2", "--overlap": "predict_overlap=0.5", "--flips": "predict_flips=zyx", "--batch": "val_batch_size=4",
+    "--threshold": "predict_threshold=0.5", "--post": "predict_postprocess=remove_small=100,fill_holes",
+}  # fmt: skip
+"""Options of earlier versions, and the config key to type instead."""
+
+
 WITHOUT_TORCH = ("config", "report", "watch")
 
 
@@ -146,7 +155,7 @@ def _raise_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
         _print(message)
         raise UsageError("no-command", "a command is missing", hint="choose one of the commands above") from None
     named = [word for word in arguments[:2] if not word.startswith("-")]
-    hint = " ".join(["stoker", *named[:1], "--help"])
+    hint = NOW_KEYS.get(getattr(error, "option_name", ""), " ".join(["stoker", *named[:1], "--help"]))
     raise UsageError("usage", message.rstrip("."), hint=hint) from None
 
 

@@ -263,7 +263,7 @@ def test_a_card_by_name_is_as_fast_as_the_plan_says(large_pictures: Path) -> Non
     from stoker.plan.planning import Wanted, plan_config
 
     pace = read_pace("a100-80", large_pictures, ["devices=8"])
-    plan = plan_config(large_pictures, [], Wanted(gpu="a100-80", gpus=1)).plan
+    plan = plan_config(large_pictures, [], Wanted(gpu="a100-80")).plan
     assert pace.images_per_second == plan.time.rates["accelerator"].images_per_second
     assert "A100" in pace.how
 

@@ -98,10 +98,10 @@ def test_the_validation_fold_is_scored_volume_by_volume_the_worst_first(
 def test_another_data_folder_is_scored_whole_and_a_threshold_changes_the_masks(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    everything = result(capsys, "eval", run, run.parents[1] / "scrolls", "--overlap", "0")
+    everything = result(capsys, "eval", run, run.parents[1] / "scrolls", "predict_overlap=0")
     assert len(everything["volumes"]) == 6
     assert everything["split"] == "all volumes"
-    training = result(capsys, "eval", run, "--split", "train", "--threshold", "0.3", "--overlap", "0")
+    training = result(capsys, "eval", run, "--split", "train", "predict_threshold=0.3", "predict_overlap=0")
     assert len(training["volumes"]) == 4
     by_id = {one["id"]: one["dice"] for one in everything["volumes"]}
     assert any(one["dice"] != pytest.approx(by_id[one["id"]]) for one in training["volumes"])
@@ -114,7 +114,7 @@ def test_masks_on_disk_have_the_scores_of_the_network_that_made_them(
     by_masks = result(capsys, "eval", "--predictions", masks, "--labels", run.parents[1] / "scrolls")
     assert by_masks["volumes"] == by_network["volumes"]
     # A folder of labels does not say which value means unlabelled.
-    plain = result(capsys, "eval", "--predictions", masks, "--labels", labels_of(run), "--ignore-label", "2")
+    plain = result(capsys, "eval", "--predictions", masks, "--labels", labels_of(run), "ignore_label=2")
     assert plain["volumes"] == by_network["volumes"]
     # Probabilities, as floats or bytes.
     for path in masks.iterdir():
@@ -122,22 +122,22 @@ def test_masks_on_disk_have_the_scores_of_the_network_that_made_them(
         values = mask * np.float16(0.8) if path == min(masks.iterdir()) else (mask * 200).astype(np.uint8)
         tifffile.imwrite(path, values)
     assert main(["eval", "--predictions", str(masks), "--labels", str(run.parents[1] / "scrolls")]) == 1
-    assert "--threshold" in capsys.readouterr().err
+    assert "predict_threshold" in capsys.readouterr().err
     by_threshold = result(
-        capsys, "eval", "--predictions", masks, "--labels", run.parents[1] / "scrolls", "--threshold", "0.5"
+        capsys, "eval", "--predictions", masks, "--labels", run.parents[1] / "scrolls", "predict_threshold=0.5"
     )
     assert by_threshold["volumes"] == by_network["volumes"]
 
 
 def test_masks_are_cleaned_before_they_are_scored(run: Path, masks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["eval", "--predictions", masks, "--labels", run.parents[1] / "scrolls"]
-    cleaned = result(capsys, *arguments, "--post", "remove_small=20")
+    cleaned = result(capsys, *arguments, "predict_postprocess=remove_small=20")
     for path in masks.iterdir():
         tifffile.imwrite(path, post_processed(tifffile.imread(path), parse_chain("remove_small=20")))
     assert cleaned["volumes"] == result(capsys, *arguments)["volumes"]
     assert cleaned["post"] == "remove_small=20"
     # A network averaged with itself predicts the same.
-    twice = result(capsys, "eval", run, "--checkpoint", run, "--post", "remove_small=20")
+    twice = result(capsys, "eval", run, "--checkpoint", run, "predict_postprocess=remove_small=20")
     assert twice["volumes"] == cleaned["volumes"]
 
 
@@ -171,7 +171,7 @@ def test_masks_that_cannot_be_scored_are_refused_by_name(
         tifffile.imwrite(first, tifffile.imread(first) * np.uint8(255))
     else:
         shutil.rmtree(masks)
-    arguments = ["eval", "--predictions", str(masks), "--labels", str(labels_of(run)), "--ignore-label", "2"]
+    arguments = ["eval", "--predictions", str(masks), "--labels", str(labels_of(run)), "ignore_label=2"]
     assert main(arguments) == 1
     said = capsys.readouterr().err
     name = {"another shape": first.name, "no label": "unknown", "bytes": first.stem, "nothing": "masks"}[fault]
@@ -191,7 +191,7 @@ def test_an_interrupted_evaluation_keeps_what_it_has_scored(
         return score_volume(name, *arguments, **options)
 
     monkeypatch.setattr(volume_evaluation, "score_volume", interrupted)
-    assert main(["eval", str(run), "--overlap", "0", "--out", str(tmp_path / "out")]) == 130
+    assert main(["eval", str(run), "predict_overlap=0", "--out", str(tmp_path / "out")]) == 130
     kept = json.loads((tmp_path / "out" / "scores.json").read_text())
     assert [one["id"] for one in kept["volumes"]] == calls[:1]
     assert kept["left"] == 1
@@ -202,7 +202,7 @@ def test_a_volume_that_cannot_be_read_is_left_out_and_named(
 ) -> None:
     bad = min(masks.iterdir())
     bad.write_bytes(bad.read_bytes()[:500])
-    found = result(capsys, "eval", "--predictions", masks, "--labels", labels_of(run), "--ignore-label", "2")
+    found = result(capsys, "eval", "--predictions", masks, "--labels", labels_of(run), "ignore_label=2")
     assert [one["name"] for one in found["unreadable"]] == [bad.stem]
     assert len(found["volumes"]) == 1
 

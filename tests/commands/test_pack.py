@@ -121,7 +121,7 @@ def test_bad_files_are_a_warning_or_an_error_with_the_list(stoker: Run, source: 
     assert refused.json["error"]["name"] == "too-many-bad-images"
     assert "cat/page.jpg: not an image" in refused.err
     assert not (tmp_path / "packed/train/index.json").exists()
-    allowed = stoker("pack", source, "packed", "--max-bad-fraction", "0.1", "--json")
+    allowed = stoker("pack", source, "packed", "max_bad_fraction=0.1", "--json")
     assert allowed.code == 0
     assert allowed.json["splits"]["train"]["skipped"] == 1
     assert "skipped.jsonl" in allowed.err
@@ -137,7 +137,7 @@ def test_bad_files_are_a_warning_or_an_error_with_the_list(stoker: Run, source: 
         (["--workers", "0"], "--workers 0"),
         (["--shard-size", "256"], "has no unit"),
         (["--shard-size", "0"], "too small"),
-        (["--max-bad-fraction", "2"], "not in 0..1"),
+        (["max_bad_fraction=2"], "must be at most 1"),
         (["--split", "../elsewhere"], "points outside"),
     ],
 )

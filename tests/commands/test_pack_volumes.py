@@ -61,7 +61,7 @@ def test_any_number_of_workers_writes_the_same_bytes_and_nothing_into_the_source
 
 
 def test_the_layout_is_tried_shown_and_kept(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert packs(source, tmp_path / "packed", "--patch", "8,16,16", "--json") == 0
+    assert packs(source, tmp_path / "packed", "patch_size=[8,16,16]", "--json") == 0
     first = capsys.readouterr()
     document = json.loads(first.out)
     assert set(document["trial"]) == {"raw", "blocks32", "blocks64", "zarr"}
@@ -195,7 +195,6 @@ def test_training_on_a_pack_is_training_on_its_source(
         (["--scale", "0.5", "--spacing", "1"], "exclude each other"),
         (["--dtype", "int8"], "--dtype int8"),
         (["--layout", "row"], "--layout row"),
-        (["--patch", "1,2.5,3"], "three whole numbers"),
     ],
 )
 def test_wrong_options_exit_2_and_write_nothing(

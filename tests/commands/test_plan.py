@@ -101,7 +101,7 @@ def test_the_text_begins_with_the_verdict_and_shows_every_budget(run: Run) -> No
         (("--gpu", "a10"), "a10g"),
         (("--gpu", "a100"), "a100-40"),
         (("--ram", "62"), "has no unit"),
-        (("--gpus", "0"), "leaves nothing"),
+        (("--cpus", "0"), "leaves nothing"),
         (("--storage", "fxs"), "fsx"),
         (("task=segment3d", "patch_size=[8,8,8]"), "only task: classify uses it"),
     ],

@@ -112,5 +112,5 @@ def test_another_size_works_for_a_network_with_positions(tmp_path: Path, capsys:
     checkpoint = write_untrained(tmp_path / "a.ckpt", CLASSES, model="test_vit")
     write_images(tmp_path, 1)
     small = predicted(capsys, checkpoint, tmp_path / "001.jpg")
-    large = predicted(capsys, checkpoint, tmp_path / "001.jpg", "--set", "val_img_size=64")
+    large = predicted(capsys, checkpoint, tmp_path / "001.jpg", "val_img_size=64")
     assert small["images"] != large["images"]

@@ -75,7 +75,7 @@ def test_a_competition_s_test_images_become_a_submission(
     places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = predicted(
-        capsys, places / "a.ckpt", places / "data", "--out", tmp_path, "--submission", "--threshold", 0.49
+        capsys, places / "a.ckpt", places / "data", "--out", tmp_path, "--submission", "predict_threshold=0.49"
     )
     images = sorted((places / "data" / "test_images").iterdir())
     assert [one["id"] for one in found["volumes"]] == [one.stem for one in images]
@@ -100,8 +100,8 @@ def test_options_reach_the_prediction(places: Path, tmp_path: Path, capsys: pyte
     image = next(iter(sorted((places / "data" / "test_images").iterdir())))
     both = [places / "a.ckpt", places / "b.ckpt"]
     predicted(
-        capsys, both[0], image, "--checkpoint", both[1], "--out", tmp_path, "--overlap", 0.25, "--flips", "zx",
-        "--batch", 3, "--post", "remove_small=20,fill_holes,closing=1",
+        capsys, both[0], image, "--checkpoint", both[1], "--out", tmp_path, "predict_overlap=0.25",
+        "predict_flips=zx", "val_batch_size=3", "predict_postprocess=remove_small=20,fill_holes,closing=1",
     )  # fmt: skip
     raw = wanted_mask(both, image, overlap=0.25, flips="zx", batch=3)
     wanted = post_processed(raw, parse_chain("remove_small=20,fill_holes,closing=1"))
@@ -138,7 +138,7 @@ def test_a_mask_as_zarr_has_every_chunk_and_opens_in_zarr_python(
     image = next(iter(sorted((places / "data" / "test_images").iterdir())))
     # Nothing is that probable: a mask of zeros, whose chunks must be there all the same.
     for threshold in (1.0, 0.49):
-        arguments = ["--out", tmp_path, "--format", "zarr", "--threshold", threshold, "--force"]
+        arguments = ["--out", tmp_path, "--format", "zarr", f"predict_threshold={threshold}", "--force"]
         found = predicted(capsys, places / "a.ckpt", image, *arguments)["volumes"][0]
         stored = zarr.open_array(found["path"], mode="r")
         assert (stored.metadata.zarr_format, stored.chunks) == (3, (16, 16, 16))
@@ -171,9 +171,9 @@ def test_several_classes_and_channels(tmp_path: Path, capsys: pytest.CaptureFixt
     assert np.array_equal(every.argmax(0)[clear], tifffile.imread(tmp_path / "classes" / "one.tif")[clear])
     for arguments, name in (
         ((tmp_path / "first.npy",), "channels-differ"),
-        ((tmp_path / "cases.yaml", "--threshold", 0.3), "threshold-for-two-classes"),
+        ((tmp_path / "cases.yaml", "predict_threshold=0.3"), "threshold-for-two-classes"),
         ((tmp_path / "cases.yaml", "--probabilities", "uint8"), "tiff-has-one-channel"),
-        ((tmp_path / "cases.yaml", "--post", "fill_holes"), "post-step-for-two-classes"),
+        ((tmp_path / "cases.yaml", "predict_postprocess=fill_holes"), "post-step-for-two-classes"),
     ):
         code = 1 if name in ("channels-differ", "post-step-for-two-classes") else 2
         error = predicted(capsys, checkpoint, *arguments, "--out", tmp_path / "no", code=code)
@@ -207,7 +207,7 @@ def test_what_is_there_of_other_settings_is_never_mixed_or_lost(
         None,
         first["volumes"][0]["foreground"],
     )
-    error = predicted(capsys, places / "b.ckpt", image, "--out", out, "--flips", "x", code=1)
+    error = predicted(capsys, places / "b.ckpt", image, "--out", out, "predict_flips=x", code=1)
     assert error["name"] == "out-of-other-settings"
     assert "checkpoints: " in error["message"]
     assert "flips:  there, x now" in error["message"]
@@ -267,7 +267,7 @@ def test_a_disk_or_memory_that_is_too_small_is_noticed_before_the_work(
         assert error["name"] == "disk-too-small"
     with monkeypatch.context() as patched:
         patched.setattr(volume_folder, "working_bytes", lambda _shape, _post: 10**15)
-        arguments = ["--out", tmp_path / "out", "--post", "fill_holes"]
+        arguments = ["--out", tmp_path / "out", "predict_postprocess=fill_holes"]
         assert predicted(capsys, places / "a.ckpt", image, *arguments, code=1)["name"] == "memory-too-small"
 
     def full(*_arguments: Any) -> None:
@@ -331,7 +331,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_prediction_that_is_killed_at_any_time_ends_with_the_same_files(
     places: Path, tmp_path: Path, file_format: str, times: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--format", file_format, "--post", "remove_small=20", "--overlap", "0.6"]
+    options = ["--format", file_format, "predict_postprocess=remove_small=20", "predict_overlap=0.6"]
     options += ["--submission"] if file_format == "tiff" else []
     predicted(capsys, places / "a.ckpt", places / "data", "--out", tmp_path / "whole", *options)
     wanted = contents(tmp_path / "whole")

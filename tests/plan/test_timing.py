@@ -152,7 +152,7 @@ def test_unknown_storage_is_refused(word: str, name: str, told: str) -> None:
     assert told in caught.value.seen
 
 
-@pytest.mark.parametrize("counts", [(0, 1, 4), (1, 0, 4), (1, 1, 0), (-2, 1, 1), (1, 1, 4, 0)])
+@pytest.mark.parametrize("counts", [(0, None), (-2, 1), (4, 0)])
 def test_a_machine_without_anything_is_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="leaves nothing"):
         check_counts(*counts)
@@ -161,5 +161,5 @@ def test_a_machine_without_anything_is_refused(counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("cpus", "cores", "name"), [(4, 8, "more-cores-than-cpus"), (None, 8, "cores-without-cpus")])
 def test_cores_are_those_of_the_cpus(cpus: int | None, cores: int, name: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check_counts(1, 1, cpus, cores)
+        check_counts(cpus, cores)
     assert (caught.value.name, caught.value.hint) == (name, "--cpus 8 --cores 8 if no two of them share a core")

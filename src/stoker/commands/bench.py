@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption, OverridesArgument, SetOption
+from stoker.commands.options import JsonOption, OverridesArgument
 
 group = typer.Typer(help="Measure this host: the loader alone, or storage alone.", no_args_is_help=True)
 
@@ -32,7 +32,6 @@ def data(
         ),
     ],
     overrides: OverridesArgument = None,
-    set_: SetOption = None,
     workers: Annotated[
         list[int] | None, typer.Option("--workers", min=0, help="Measure this number of workers; may be repeated.")
     ] = None,
@@ -49,7 +48,7 @@ def data(
     from stoker.console import print_json, print_result, say
     from stoker.tasks.data_bench import bench_data, bench_data_text, plot_bench_data
 
-    report = bench_data(source, [*(overrides or ()), *(set_ or ())], workers or [], seconds, gpu)
+    report = bench_data(source, overrides or (), workers or [], seconds, gpu)
     if plot is not None:
         plot_bench_data(report, plot)
         say(f"picture: {plot}")

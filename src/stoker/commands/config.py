@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption
+from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument
 
 group = typer.Typer(
     help="Show a resolved config, the key reference or a JSON schema for editors; import another program's config.",
@@ -24,7 +24,6 @@ def register(app: typer.Typer) -> None:
 def show(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    set_: SetOption = None,
     json: JsonOption = False,
 ) -> int:
     """Print every key with its value and origin, or every problem of the config."""
@@ -35,7 +34,7 @@ def show(
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
 
-    resolved = load_for_command(config, overrides, set_)
+    resolved = load_for_command(config, overrides)
     _, notes = fit_to_machine(resolved.config, read_machine())
     if json:
         print_json(

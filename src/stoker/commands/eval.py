@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from stoker.commands.options import JsonOption, OverridesArgument, RawOption
+from stoker.commands.options import JsonOption, RawOption, without_settings
 from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError, UserError
 
 if TYPE_CHECKING:
+    from stoker.config import Config
     from stoker.run.folder import RunFolder
     from stoker.tasks.volumes.evaluation import Scoring
     from stoker.tasks.volumes.results import Judged, VolumeEvaluation
 
-_KEY_VALUE = re.compile(r"[A-Za-z_]\w*=")
 SCORES_FILE, SHEET_FILE = "scores.json", "worst.png"
 # Of the sheet that a run's report shows: four volumes in six pictures each fit into its width and into a megabyte.
 REPORTED, REPORTED_SIDE, REPORTED_BYTES = 4, 180, 1_000_000
@@ -34,27 +34,17 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    checkpoint: Annotated[
-        Path | None,
-        # The checkpoint reader has a better error for files that cannot be read.
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="CKPT",
-            readable=False,
+            metavar="CKPT [DATA_ROOT] [KEY=VALUE]",
             help="Checkpoint or run folder of `stoker train`, or a file of Lightning, timm, torchvision or "
-            "safetensors. Left out with --predictions.",
+            "safetensors; left out with --predictions. Then the data. Images: folder or URL with val/, or with class "
+            "folders. Volumes: a data set whose labelled volumes are all scored. [default: the checkpoint's, and of "
+            "volumes its validation fold] Then keys of its config, such as predict_flips=zyx.",
             show_default=False,
         ),
     ] = None,
-    data_root: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[DATA_ROOT]",
-            help="Images: folder or URL with val/, or with class folders. Volumes: a data set whose labelled volumes "
-            "are all scored. [default: the checkpoint's, and of volumes its validation fold]",
-            show_default=False,
-        ),
-    ] = None,
-    overrides: OverridesArgument = None,
     split: Annotated[
         Literal["val", "train", "all"] | None,
         typer.Option(help="Which images or volumes; `all` for volumes only. [default: val]", show_default=False),
@@ -71,37 +61,10 @@ def evaluate(
         Literal["segmentation", "vesuvius-surface"],
         typer.Option(help="Volumes: Dice, IoU and surface Dice; or also the score of the Vesuvius competition."),
     ] = "segmentation",
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P",
-            min=0,
-            max=1,
-            help="Volumes: probability above which a voxel is foreground. [default: the most probable class]",
-            show_default=False,
-        ),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Volumes: distance within which surfaces are the same. [default: surface_tolerance of the config]",
-            show_default=False,
-        ),
-    ] = None,
     spacing: Annotated[
         tuple[float, float, float],
-        typer.Option(metavar="Z Y X", help="Volumes: size of a voxel, in the unit of --tolerance."),
+        typer.Option(metavar="Z Y X", help="Volumes: size of a voxel, in the unit of surface_tolerance."),
     ] = (1.0, 1.0, 1.0),
-    overlap: Annotated[
-        float, typer.Option(min=0, max=0.95, help="Volumes: share of a window that is shared with the next one.")
-    ] = 0.5,
-    flips: Annotated[
-        str, typer.Option(metavar="AXES", help="Volumes: also predict mirrored along these axes, e.g. zyx.")
-    ] = "",
-    post: Annotated[
-        str, typer.Option(metavar="STEPS", help="Volumes: clean masks first, e.g. remove_small=100,fill_holes.")
-    ] = "",
     more: Annotated[
         list[Path] | None,
         typer.Option(
@@ -119,13 +82,10 @@ def evaluate(
     labels: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", readable=False, help="With --predictions: their labels, by the same names; or a data set."
-        ),
-    ] = None,
-    ignore_label: Annotated[
-        int | None,
-        typer.Option(
-            help="With --predictions: labels that do not count. [default: the data set's; 2 for vesuvius-surface]",
+            metavar="DIR",
+            readable=False,
+            help="With --predictions: their labels, by the same names; or a data set. Labels that do not count: "
+            "ignore_label=N. [default: the data set's; 2 for vesuvius-surface]",
             show_default=False,
         ),
     ] = None,
@@ -149,52 +109,49 @@ def evaluate(
     validation fold are kept in the run's folder, with pictures of the worst: `stoker report` shows them. Masks that
     another program made are scored with --predictions and --labels.
     """
-    settings = [*(overrides or ())]
-    if data_root is not None and _KEY_VALUE.match(data_root):
-        settings.insert(0, data_root)
-        data_root = None
-    if wrong := [text for text in settings if not _KEY_VALUE.match(text)]:
-        raise UsageError("usage", f"{wrong[0]!r} is neither DATA_ROOT nor KEY=VALUE", hint="stoker eval --help")
+    places, settings = without_settings(words or ())
     if min(spacing) <= 0:
         raise UsageError("usage", f"--spacing {' '.join(map(str, spacing))}: the size of a voxel is above 0")
-    if (predictions is None) == (checkpoint is None) or (predictions is None) != (labels is None):
+    if (predictions is None) == (not places) or (predictions is None) != (labels is None):
         raise UsageError(
             "usage",
             "give either a checkpoint, or --predictions together with --labels",
             hint="stoker eval runs/NAME, or stoker eval --predictions MASKS --labels LABELS",
         )
+    if len(places) > 2:
+        raise UsageError("usage", f"{places[2]!r} is neither DATA_ROOT nor KEY=VALUE", hint="stoker eval --help")
 
+    from stoker.config import load_config
     from stoker.config.reference import write_scalar
+    from stoker.config.volume_keys import PredictionKeys
     from stoker.tasks.volumes.evaluation import Scoring
     from stoker.tasks.volumes.postprocess import parse_chain
     from stoker.train.checkpoint.restore import task_of
 
-    scoring = Scoring(
-        score,
-        2.0 if tolerance is None else tolerance,
-        spacing,
-        threshold,
-        parse_chain(post),
-        pictures,
-    )
+    def scoring_of(config: Config) -> Scoring:
+        steps = parse_chain(config.predict_postprocess)
+        return Scoring(score, config.surface_tolerance, spacing, config.predict_threshold, steps, pictures)
+
     if predictions is not None and labels is not None:
         _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
-        return _score_masks(predictions, labels, scoring, ignore_label, out, json=json)
-    assert checkpoint is not None
+        # Any patch: nothing is predicted.
+        config = load_config(None, ["task=segment3d", "patch_size=[1,1,1]", *settings]).config
+        return _score_masks(predictions, labels, scoring_of(config), config.ignore_label, out, json=json)
+    checkpoint, data_root = Path(places[0]), places[1] if len(places) > 1 else None
+    # How it is predicted and judged may differ from the run's own settings, what is judged may not.
+    keys = {text.partition("=")[0] for text in settings}
+    is_own = keys <= PredictionKeys.model_fields.keys() | {"surface_tolerance"} and data_root is None
     if data_root is not None:
         settings.insert(0, f"data_root={write_scalar(data_root)}")
     if task_of(checkpoint) == "segment3d":
         _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
         which = split or ("val" if data_root is None else "all")
-        is_own = which == "val" and not settings
         return _evaluate_volumes(
-            [checkpoint, *(more or ())], settings, which, scoring, overlap, flips, out,
-            is_own=is_own, tolerance=tolerance, raw=raw, json=json,
+            [checkpoint, *(more or ())], settings, which, scoring_of, out,
+            is_own=is_own and which == "val", raw=raw, json=json,
         )  # fmt: skip
     of_volumes = {
-        "--split all": split == "all", "--out": out, "--score": score != "segmentation",
-        "--threshold": threshold is not None, "--tolerance": tolerance is not None, "--flips": flips, "--post": post,
-        "--checkpoint": more,
+        "--split all": split == "all", "--out": out, "--score": score != "segmentation", "--checkpoint": more
     }  # fmt: skip
     if used := [name for name, value in of_volumes.items() if value]:
         raise UsageError("usage", f"{checkpoint} classifies images; {used[0]} is for volumes")
@@ -248,34 +205,29 @@ def _evaluate_volumes(
     checkpoints: list[Path],
     settings: list[str],
     split: Literal["val", "train", "all"],
-    scoring: Scoring,
-    overlap: float,
-    flips: str,
+    scoring_of: Callable[[Config], Scoring],
     out: Path | None,
     *,
     is_own: bool,
-    tolerance: float | None,
     raw: bool,
     json: bool,
 ) -> int:
-    from dataclasses import replace
-
     from stoker.console import count, progress_bar, say
     from stoker.run.folder import run_of
     from stoker.tasks.volumes.evaluation import choose_cases, evaluate_volumes
     from stoker.tasks.volumes.segment import open_trained
     from stoker.tasks.volumes.windows import SlidingWindow
 
-    sliding = SlidingWindow(overlap, flips)
     trained = [open_trained(path, say, settings, raw=raw) for path in checkpoints]
     first = trained[0]
+    sliding = SlidingWindow(first.config.predict_overlap, first.config.predict_flips)
+    scoring = scoring_of(first.config)
     with progress_bar("listing", None) as advance:
         chosen = choose_cases(first.config, first.rules, split, say, advance)
     weights = "averaged weights" if first.averaged else "raw weights"
     steps = f"{count(first.epoch, 'epoch')} ({count(first.step, 'step')})"
     others = f" and {count(len(trained) - 1, 'other network')}" if len(trained) > 1 else ""
     title = f"{first.config.model} after {steps}, {weights}{others}, {chosen.what}"
-    scoring = replace(scoring, tolerance=first.config.surface_tolerance if tolerance is None else tolerance)
     # What the report of a run shows is of its own validation fold, and of its own checkpoint alone.
     keep = _Keeper(out, title, run_of(first.path) if is_own and len(trained) == 1 else None)
     found, judged = evaluate_volumes(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOfCheckpointOption
+from stoker.commands.options import CheckpointArgument, JsonOption, OverridesArgument, RawOption
 
 if TYPE_CHECKING:
     from stoker.tasks.exporting import Exportable
@@ -25,6 +25,7 @@ def export(
         Literal["safetensors", "onnx", "torch-export"],
         typer.Option(help="Only the weights, or a program that contains them.", show_default=False),
     ],
+    overrides: OverridesArgument = None,
     image: Annotated[
         Path | None,
         typer.Option(
@@ -34,7 +35,6 @@ def export(
             show_default=False,
         ),
     ] = None,
-    set_: SetOfCheckpointOption = None,
     raw: RawOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     json: JsonOption = False,
@@ -51,7 +51,7 @@ def export(
     from stoker.tasks.results import export_text
 
     check_can_export(to, out, force)
-    subject, path, averaged = _subject(checkpoint, set_ or (), image, raw)
+    subject, path, averaged = _subject(checkpoint, overrides or (), image, raw)
     found = export_model(subject, to, out, force=force)
     if json:
         print_json(

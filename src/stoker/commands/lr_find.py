@@ -13,7 +13,6 @@ from stoker.commands.options import (
     FromOption,
     JsonOption,
     OverridesArgument,
-    SetOption,
     let_threads_sleep,
 )
 from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError
@@ -26,7 +25,6 @@ def register(app: typer.Typer) -> None:
 def lr_find(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    set_: SetOption = None,
     lowest: Annotated[float, typer.Option("--min", help="Lowest learning rate, at the first step.")] = 1e-6,
     highest: Annotated[float, typer.Option("--max", help="Highest learning rate, at the last step.")] = 10.0,
     steps: Annotated[
@@ -61,8 +59,7 @@ def lr_find(
         from stoker.train.checkpoint.branching import start_from  # imports torch, which only the test's process needs
 
         start = start_from(from_, ema=ema, keep_optimizer=None)
-    settings = [*(overrides or ()), *(set_ or ())]
-    found = find_lr(config, settings, lowest, highest, steps, sweeps=sweeps, start=start)
+    found = find_lr(config, overrides or (), lowest, highest, steps, sweeps=sweeps, start=start)
     if plot is not None:
         plot_lr(found, plot)
         say(f"picture: {plot}")

@@ -22,21 +22,6 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Override keys of the file: lr=0.1 epochs=2.", show_default=False),
 ]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="The same as KEY=VALUE without --set; can be repeated.", show_default=False
-    ),
-]
-SetOfCheckpointOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a key of the checkpoint's config; can be repeated.",
-        show_default=False,
-    ),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else.")]
 CheckpointArgument = Annotated[
     Path,
@@ -92,6 +77,12 @@ def config_and_overrides(config: Path, overrides: Sequence[str] | None) -> tuple
         raise UsageError("no-config", f"{' '.join(words)}: no config file given", hint="ls configs/*.yaml")
     words.remove(file)
     return Path(file), words
+
+
+def without_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Files and folders, and the KEY=VALUE among them."""
+    settings = [word for word in words if _KEY_VALUE.match(word) and not Path(word).exists()]
+    return [word for word in words if word not in settings], settings
 
 
 def let_threads_sleep() -> None:

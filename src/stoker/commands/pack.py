@@ -40,7 +40,7 @@ def pack(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Config keys that say how the data is laid out, such as samples_csv=list.csv.",
+            help="Config keys that say what the data is, such as samples_csv=list.csv or max_bad_fraction=0.05.",
             show_default=False,
         ),
     ] = None,
@@ -137,19 +137,11 @@ def pack(
         str,
         typer.Option(
             metavar="NAME",
-            help="raw, blocks32, blocks64 or zarr; auto takes the fastest in a trial on your own volumes.",
+            help="raw, blocks32, blocks64 or zarr; auto takes the fastest in a trial on your own volumes, with patches "
+            "of the size patch_size.",
             rich_help_panel=VOLUMES,
         ),
     ] = "auto",
-    patch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="Z,Y,X",
-            help="Size of a patch in the trial. [default: the config's patch_size, or 128,128,128]",
-            show_default=False,
-            rich_help_panel=VOLUMES,
-        ),
-    ] = None,
     verify: Annotated[
         bool,
         typer.Option(
@@ -162,9 +154,6 @@ def pack(
         int | None,
         typer.Option(metavar="N", help="Worker processes. [default: the available cores]", show_default=False),
     ] = None,
-    max_bad_fraction: Annotated[
-        float, typer.Option(metavar="FRACTION", help="Stop if more than this share of the files cannot be read.")
-    ] = 0.01,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the pack in DST first, and nothing else.")] = False,
     json: JsonOption = False,
 ) -> int:
@@ -173,29 +162,28 @@ def pack(
 
     If interrupted, run the same command again: finished shards and volumes are kept.
     """
-    _check_numbers(workers, max_bad_fraction)
+    if workers is not None and workers < 1:
+        raise _usage(f"--workers {workers} must be at least 1", "--workers 1")
     for_images = {
         "split": split, "shard-size": shard_size, "longest": longest, "shortest": shortest, "quality": quality
     }  # fmt: skip
     for_volumes = {
         "clip": clip, "median": median, "scale": scale, "spacing": spacing, "dtype": dtype if dtype != "keep" else None,
-        "layout": layout if layout != "auto" else None, "patch": patch, "verify": verify or None,
+        "layout": layout if layout != "auto" else None, "verify": verify or None,
     }  # fmt: skip
 
     from stoker.console import print_json, print_result, say
     from stoker.machine.host import usable_cpus
 
-    sizes = None if patch is None else _sizes("--patch", patch)
     volumes = _has_volumes(source) or "task=segment3d" in (overrides or [])
-    config = _config(source, overrides or [], volumes, sizes)
+    config = _config(source, overrides or [], volumes)
     if config.task == "segment3d":
         from stoker.tasks.volumes.packing import VolumePacking, as_document, run_volume_packing, summary
 
         _refuse(for_images, "images", source)
         asked = VolumePacking(
-            _preparation(clip, median, scale, spacing, dtype), _layout(layout), sizes, workers or usable_cpus(),
-            max_bad_fraction, verify, fresh,
-        )  # fmt: skip
+            _preparation(clip, median, scale, spacing, dtype), _layout(layout), workers or usable_cpus(), verify, fresh
+        )
         packed, trial = run_volume_packing(config, destination, asked, say)
         if json:
             print_json(as_document(packed, trial, destination))
@@ -207,9 +195,7 @@ def pack(
 
     from stoker.tasks import image_packing
 
-    results = image_packing.pack_splits(
-        config, destination, split, options, workers or usable_cpus(), max_bad_fraction, fresh
-    )
+    results = image_packing.pack_splits(config, destination, split, options, workers or usable_cpus(), fresh)
     if json:
         print_json(image_packing.as_document(results))
     else:
@@ -239,18 +225,20 @@ def _lists_cases(path: Path) -> bool:
     return isinstance(document, list) or (isinstance(document, dict) and "cases" in document)
 
 
-def _config(source: str, overrides: Sequence[str], volumes: bool, patch: Sequence[int] | None) -> Config:
+def _config(source: str, overrides: Sequence[str], volumes: bool) -> Config:
     from stoker.config.reading import load_for_command
     from stoker.errors import ConfigError
 
     is_config = source.endswith((".yaml", ".yml")) and not _lists_cases(Path(source))
     path = Path(source) if is_config else None
     if volumes and not is_config:
-        # A config of volumes must have a patch; without one, only the trial uses it.
-        needed = {"task": "segment3d", "patch_size": list(patch or (128, 128, 128))}
+        from stoker.data.volumes.pack.trial import USUAL_PATCH
+
+        # A config of volumes must have a patch; here only the trial uses it.
+        needed = {"task": "segment3d", "patch_size": list(USUAL_PATCH)}
         given = {one.partition("=")[0] for one in overrides}
         overrides = [*(f"{name}={value}" for name, value in needed.items() if name not in given), *overrides]
-    config = load_for_command(path, overrides if path else [f"data_root={source}", *overrides], None).config
+    config = load_for_command(path, overrides if path else [f"data_root={source}", *overrides]).config
     if config.data_root is None:
         raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
     return config
@@ -295,13 +283,6 @@ def _numbers(option: str, text: str) -> tuple[float, float, float]:
     return found[0], found[1], found[2]
 
 
-def _sizes(option: str, text: str) -> tuple[int, int, int]:
-    z, y, x = _numbers(option, text)
-    if any(size < 1 or size != int(size) for size in (z, y, x)):
-        raise _usage(f"{option} {text} is not three whole numbers", f"{option} 72,136,136")
-    return int(z), int(y), int(x)
-
-
 def _refuse(options: Mapping[str, object], kind: str, source: str) -> None:
     """Refuses options that do nothing for this source."""
     given = [f"--{name}" for name, value in options.items() if value is not None]
@@ -328,13 +309,6 @@ def _options(shard_size: str, longest: int | None, shortest: int | None, quality
     if quality is not None and not 1 <= quality <= 100:
         raise _usage(f"--quality {quality} is not in 1..100", "--quality 90")
     return PackOptions(shard_bytes, longest, shortest, quality)
-
-
-def _check_numbers(workers: int | None, max_bad_fraction: float) -> None:
-    if workers is not None and workers < 1:
-        raise _usage(f"--workers {workers} must be at least 1", "--workers 1")
-    if not 0 <= max_bad_fraction <= 1:
-        raise _usage(f"--max-bad-fraction {max_bad_fraction:g} is not in 0..1", "--max-bad-fraction 0.01")
 
 
 def _usage(seen: str, hint: str) -> UsageError:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption
+from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument
 
 
 def register(app: typer.Typer) -> None:
@@ -19,12 +19,9 @@ def register(app: typer.Typer) -> None:
 def plan(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    set_: SetOption = None,
     gpu: Annotated[
         str | None, typer.Option(help="Accelerator to plan for: a name such as a10g, or your own datasheet.yaml.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="Accelerators per node.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes.")] = None,
     cpus: Annotated[int | None, typer.Option(help="CPUs per node, as the cloud counts them: hyper-threads.")] = None,
     cores: Annotated[int | None, typer.Option(help="Physical cores behind --cpus; without it, half as many.")] = None,
     ram: Annotated[str | None, typer.Option(help="Memory per node, with a unit: 62GB.")] = None,
@@ -56,8 +53,8 @@ def plan(
     from stoker.plan.planning import Wanted, plan_config, write_tier_configs
     from stoker.plan.text import plan_text, plot_plan
 
-    wanted = Wanted(gpu, gpus, nodes, cpus, ram, shm, disk, price, storage, samples, measure, cores)
-    planned = plan_config(config, [*(overrides or ()), *(set_ or ())], wanted)
+    wanted = Wanted(gpu, cpus, ram, shm, disk, price, storage, samples, measure, cores)
+    planned = plan_config(config, overrides or (), wanted)
     if plot is not None:
         plot_plan(planned.plan, config.name, plot)
         say(f"picture: {plot}")

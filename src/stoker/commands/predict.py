@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, SetOfCheckpointOption
+from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, without_settings
 from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError
 
 if TYPE_CHECKING:
+    from stoker.config import Config
     from stoker.tasks.volumes.manifest import PredictionOptions
 
 VOLUMES = "For volumes: "
@@ -26,12 +27,12 @@ def predict(
     data: Annotated[
         list[str],
         typer.Argument(
-            metavar="DATA...",
-            help="Image files, or folders with images at any depth; volumes, folders of volumes, data sets, Zarr URLs.",
+            metavar="DATA [KEY=VALUE]",
+            help="Image files, or folders with images at any depth; volumes, folders of volumes, data sets, Zarr URLs. "
+            "Then keys of the checkpoint's config, such as predict_flips=zyx.",
             show_default=False,
         ),
     ],
-    set_: SetOfCheckpointOption = None,
     top: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="For images: classes to print. [default: 5]", show_default=False),
@@ -48,34 +49,6 @@ def predict(
             readable=False,
             help=f"{VOLUMES}average with this checkpoint; can be repeated.",
             show_default=False,
-        ),
-    ] = None,
-    overlap: Annotated[
-        float | None,
-        typer.Option(help=f"{VOLUMES}share of a window that the next one has too. [default: 0.5]", show_default=False),
-    ] = None,
-    flips: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AXES", help=f"{VOLUMES}average over mirror images; zyx takes 8 times as long.", show_default=False
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help=f"{VOLUMES}windows at once. [default: val_batch_size]", show_default=False
-        ),
-    ] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P", min=0, max=1, help=f"{VOLUMES}class 1 where more probable. [default: 0.5]", show_default=False
-        ),
-    ] = None,
-    post: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STEPS", help=f"{VOLUMES}for example remove_small=100,fill_holes,closing=1.", show_default=False
         ),
     ] = None,
     format_: Annotated[
@@ -102,26 +75,30 @@ def predict(
     from stoker.train.checkpoint.restore import task_of
 
     for_volumes = {
-        "--out": out, "--checkpoint": more, "--overlap": overlap, "--flips": flips, "--batch": batch,
-        "--threshold": threshold, "--post": post, "--format": format_, "--probabilities": probabilities,
+        "--out": out, "--checkpoint": more, "--format": format_, "--probabilities": probabilities,
         "--submission": submission, "--force": force,
     }  # fmt: skip
+    places, settings = without_settings(data)
+    if not places:
+        raise UsageError("usage", "no images or volumes given", hint="stoker predict CKPT DATA...")
     if task_of(checkpoint) != "segment3d":
         _refuse(for_volumes, f"{checkpoint} classifies images", "these are for volumes")
-        return _predict_images(checkpoint, [Path(one) for one in data], set_ or (), top or 5, raw, json)
+        return _predict_images(checkpoint, [Path(one) for one in places], settings, top or 5, raw, json)
     _refuse({"--top": top}, f"{checkpoint} segments volumes", "every voxel gets one class")
     if out is None:
         raise UsageError("no-out", "no folder for the predictions given", hint="--out predictions/")
 
     from stoker.tasks.volumes.manifest import PredictionOptions
     from stoker.tasks.volumes.postprocess import parse_chain
-    from stoker.tasks.volumes.windows import DEFAULT_OVERLAP, SlidingWindow
+    from stoker.tasks.volumes.windows import SlidingWindow
 
-    sliding = SlidingWindow(DEFAULT_OVERLAP if overlap is None else overlap, "".join((flips or "").split(",")), batch)
-    options = PredictionOptions(
-        sliding, threshold, probabilities, format_ or "tiff", parse_chain(post or ""), submission, force
-    )
-    return _predict_volumes([checkpoint, *(more or ())], data, out, set_ or (), options, raw, json)
+    def options_of(config: Config) -> PredictionOptions:
+        return PredictionOptions(
+            SlidingWindow(config.predict_overlap, config.predict_flips), config.predict_threshold, probabilities,
+            format_ or "tiff", parse_chain(config.predict_postprocess), submission, force,
+        )  # fmt: skip
+
+    return _predict_volumes([checkpoint, *(more or ())], places, out, settings, options_of, raw, json)
 
 
 def _refuse(options: dict[str, Any], seen: str, why: str) -> None:
@@ -168,7 +145,7 @@ def _predict_volumes(
     data: Sequence[str],
     out: Path,
     overrides: Sequence[str],
-    options: PredictionOptions,
+    options_of: Callable[[Config], PredictionOptions],
     raw: bool,
     json: bool,
 ) -> int:
@@ -180,6 +157,7 @@ def _predict_volumes(
 
     cases = cases_to_predict(data, say)
     trained = [open_trained(path, say, overrides, raw=raw) for path in checkpoints]
+    options = options_of(trained[0].config)
     try:
         with progress_bar("predicting", None, unit="windows") as advance:
             found = predict_folder(trained, cases, out, options, progress=advance, say=say)

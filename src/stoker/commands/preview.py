@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, SetOption, let_threads_sleep
+from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, let_threads_sleep
 from stoker.errors import EXIT_OK, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ def register(app: typer.Typer) -> None:
 def preview(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    set_: SetOption = None,
     out: Annotated[Path, typer.Option(metavar="FILE.png", help="Where to write the picture.")] = DEFAULT_FILE,
     count: Annotated[
         int, typer.Option(min=1, max=600, help="Training samples to show, and half as many for validation.")
@@ -50,7 +49,7 @@ def preview(
     from stoker.report.page import show_in_browser
     from stoker.run.folder import run_name_for
 
-    loaded = load_for_command(config, overrides, set_).config
+    loaded = load_for_command(config, overrides).config
     if epoch >= loaded.epochs:
         raise UsageError("usage", f"--epoch {epoch} is after the last of {loaded.epochs} epochs, counted from 0")
     fitted, _ = fit_to_machine(loaded, read_machine())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.commands.options import JsonOption, SetOption, config_and_overrides
+from stoker.commands.options import JsonOption, config_and_overrides, without_settings
 from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ def stage(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read the whole copy again and compare every file with its hash.")
     ] = False,
-    set_: SetOption = None,
     json: JsonOption = False,
 ) -> int:
     """Copy a data set, or the part of it that a config needs, to a local disk.
@@ -139,16 +138,15 @@ def stage(
         from stoker.config.reading import load_for_command
 
         file, overrides = config_and_overrides(Path(words[0]), words[1:])
-        config = load_for_command(file, [*overrides, *chosen], set_).config
+        config = load_for_command(file, [*overrides, *chosen]).config
         target = to
     else:
-        source, target = _two(words)
-        if chosen or names is not None:
+        places, settings = without_settings(words)
+        source, target = _two(places)
+        if chosen or names is not None or settings:
             from stoker.config import load_config
 
-            config = load_config(None, [f"data_root={source}", *chosen, *(set_ or ())]).config
-        elif set_:
-            raise UsageError("usage", "--set is about a config", hint="stoker stage CONFIG --to DIR --set KEY=VALUE")
+            config = load_config(None, [f"data_root={source}", *chosen, *settings]).config
     root, selection = _select(source if config is None else config, names)
     summary, payback = _stage(root, target, selection, options, measure=not no_measure)
     document: dict[str, Any] = summary.as_dict() | {"break_even": None if payback is None else payback.as_dict()}
@@ -157,7 +155,7 @@ def stage(
     if file is not None and config is not None and summary.complete:
         from stoker.stage.config_of_copy import write_config_of_copy
 
-        written = write_config_of_copy(file, config, [*words[1:], *chosen, *(set_ or ())], summary.target, output)
+        written = write_config_of_copy(file, config, [*words[1:], *chosen], summary.target, output)
         document["config"] = str(written)
         lines.append(f"the config that uses it: {written}\nnext: stoker train {written}")
     if verify:

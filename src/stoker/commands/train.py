@@ -17,7 +17,6 @@ from stoker.commands.options import (
     FromOption,
     JsonOption,
     OverridesArgument,
-    SetOption,
     config_and_overrides,
     let_threads_sleep,
 )
@@ -35,7 +34,6 @@ def register(app: typer.Typer) -> None:
 def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    set_: SetOption = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="CKPT", help="Resume from this checkpoint instead of the run's last.")
     ] = None,
@@ -71,7 +69,6 @@ def train(
     from stoker.console import print_json
 
     path, settings = config_and_overrides(config, overrides)
-    settings = [*settings, *(set_ or ())]
     if not (resume or from_ or fresh or replan) and (done := _finished(path, settings)) is not None:
         if json:
             print_json(done)
@@ -117,7 +114,7 @@ def train_from_config(
     from stoker.verify.running import warnings_before_training
 
     ranks = ranks_from_environment()
-    loaded = trial_run(load_for_command(path, overrides, None).config)
+    loaded = trial_run(load_for_command(path, overrides).config)
     if loaded.fast_dev_run and checkpoint is not None:
         raise UsageError("usage", "fast_dev_run begins with a new model", hint="leave out --resume")
     if loaded.data_root is None:
@@ -178,7 +175,7 @@ def _finished(path: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
 
     if ranks_from_environment() is not None:
         return None
-    loaded = load_for_command(path, overrides, None).config
+    loaded = load_for_command(path, overrides).config
     if loaded.fast_dev_run:
         return None
     config, notes = fit_to_machine(loaded, read_machine())

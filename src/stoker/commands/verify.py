@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption, OverridesArgument, SetOption, let_threads_sleep
+from stoker.commands.options import JsonOption, OverridesArgument, let_threads_sleep
 from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ def verify(
         ),
     ] = None,
     overrides: OverridesArgument = None,
-    set_: SetOption = None,
     skip: Annotated[
         list[str] | None, typer.Option("--skip", metavar="NAME", help="Leave out this check; can be repeated.")
     ] = None,
@@ -67,7 +66,7 @@ def verify(
         raise UsageError("usage", f"--weights {weights} is not a file")
     checks = choose_checks(all_checks(), skip or (), deep=deep)
     let_threads_sleep()
-    return _verify(config, [*(overrides or ()), *(set_ or ())], checks, deep, weights, out, price, json)
+    return _verify(config, overrides or (), checks, deep, weights, out, price, json)
 
 
 def _verify(
@@ -93,7 +92,7 @@ def _verify(
     from stoker.verify.text import verify_text
 
     ranks = ranks_from_environment()
-    loaded = load_for_command(path, overrides, None).config
+    loaded = load_for_command(path, overrides).config
     machine = read_machine()
     config, notes = fit_to_machine(loaded, machine)
     if ranks is None and _starts_ranks(config, machine, checks):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stoker.config.keys import AugmentationKeys
 from stoker.config.schema import Config
-from stoker.config.volume_keys import VolumeKeys
+from stoker.config.volume_keys import PredictionKeys, VolumeKeys
 
 PairCheck = Callable[[Config], str | None]
 
@@ -125,7 +125,7 @@ def _patch_for_volumes(c: Config) -> str | None:
     return None
 
 
-_FOR_VOLUMES = tuple(name for name in VolumeKeys.model_fields if name != "patch_size")
+_FOR_VOLUMES = tuple(name for name in (*VolumeKeys.model_fields, *PredictionKeys.model_fields) if name != "patch_size")
 _FOR_IMAGES = (
     "val_fraction", "samples_csv", "train_csv", "val_csv", "subset_classes", "subset_train_per_class",
     "subset_val_per_class", "decoder", "decode_mode", "img_size", "val_img_size", "crop_ratio", "interpolation",

@@ -145,9 +145,9 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resol
 _last_loaded: Config | None = None
 
 
-def load_for_command(path: Path | None, overrides: Sequence[str] | None, set_options: Sequence[str] | None) -> Resolved:
+def load_for_command(path: Path | None, overrides: Sequence[str] | None) -> Resolved:
     """The config of file and overrides; warnings go to stderr; a crash log will include it."""
-    resolved = load_config(path, [*(overrides or ()), *(set_options or ())])
+    resolved = load_config(path, overrides or ())
     remember_config(resolved.config)
     say_warnings(resolved.warnings)
     if os.environ.get("RANK", "0") == "0":  # the same on all ranks

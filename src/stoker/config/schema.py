@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.config.fields import KeyGroup
 from stoker.config.keys import AugmentationKeys, DataKeys, LoaderKeys, ModelKeys, OptimizationKeys, RunKeys
-from stoker.config.volume_keys import VolumeKeys
+from stoker.config.volume_keys import PredictionKeys, VolumeKeys
 
 GROUPS: tuple[type[KeyGroup], ...] = (
     DataKeys,
@@ -16,6 +16,7 @@ GROUPS: tuple[type[KeyGroup], ...] = (
     AugmentationKeys,
     VolumeKeys,
     OptimizationKeys,
+    PredictionKeys,
     RunKeys,
 )
 """The groups, in display order."""
@@ -47,7 +48,7 @@ SECTION_NAMES = frozenset(
 """Common section names; such a section may be empty, and may have the same name as a key."""
 
 
-class Config(DataKeys, LoaderKeys, ModelKeys, AugmentationKeys, VolumeKeys, OptimizationKeys, RunKeys):
+class Config(DataKeys, LoaderKeys, ModelKeys, AugmentationKeys, VolumeKeys, OptimizationKeys, PredictionKeys, RunKeys):
     """Every key."""
 
 

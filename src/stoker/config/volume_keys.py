@@ -110,3 +110,19 @@ class VolumeKeys(KeyGroup):
 
     surface_tolerance: float = key(2.0, unit="voxels", gt=0)
     """Distance up to which two surfaces count as the same, in `val/surface_dice`."""
+
+
+class PredictionKeys(KeyGroup):
+    """Prediction: whole volumes in windows, for `stoker predict` and `stoker eval`; training does not use them."""
+
+    predict_overlap: float = key(0.5, ge=0, le=0.95)
+    """Share of a window that is at least shared with the next one."""
+
+    predict_flips: str = key("", pattern=r"^[zyx]{0,3}$")
+    """Axes along which windows are also predicted mirrored, and averaged: `zyx` takes eight times as long."""
+
+    predict_threshold: float | None = key(None, ge=0, le=1)
+    """With two classes: class 1 wherever it is more probable than this. Default: the most probable class."""
+
+    predict_postprocess: str = key("")
+    """Steps that clean a mask, in this order, for example `remove_small=100,fill_holes,closing=1`."""

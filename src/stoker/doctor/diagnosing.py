@@ -168,7 +168,7 @@ def _of_config(
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
 
-    config = load_for_command(path, overrides, None).config
+    config = load_for_command(path, overrides).config
     folder = run_folder_for(config, path).root
     fitted, notes = fit_to_machine(config, read_machine())
     say_notes(notes)

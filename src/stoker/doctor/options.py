@@ -103,7 +103,7 @@ def read_pace(text: str, path: Path, overrides: Sequence[str]) -> Pace:
     from stoker.plan.planning import Wanted, plan_config
 
     load_datasheet(text)  # an unknown name is an error before anything is traced
-    rates = plan_config(path, overrides, Wanted(gpu=text, gpus=1, nodes=1)).plan.time.rates
+    rates = plan_config(path, overrides, Wanted(gpu=text, alone=True)).plan.time.rates
     if "accelerator" not in rates:
         raise UsageError(
             "pace-unknown",

@@ -74,14 +74,14 @@ class Hardware:
         return nodes + ", ".join(parts) + (" (this machine)" if self.is_here else "")
 
 
-def check_counts(gpus: int | None, nodes: int, cpus: int | None, cores: int | None = None) -> None:
+def check_counts(cpus: int | None, cores: int | None) -> None:
     """Refuses numbers below 1, and more cores than CPUs."""
-    for option, value in (("--gpus", gpus), ("--nodes", nodes), ("--cpus", cpus), ("--cores", cores)):
+    for option, value in (("--cpus", cpus), ("--cores", cores)):
         if value is not None and value < 1:
             raise UsageError(
                 "nothing-to-plan",
                 f"{option} {value} leaves nothing to train on",
-                hint=f"{option} 1; without --gpu and --gpus the plan is for this machine",
+                hint=f"{option} 1; without --gpu, --cpus and --ram the plan is for this machine",
             )
     if cores is not None and (cpus is None or cores > cpus):
         raise UsageError(

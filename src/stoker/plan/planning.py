@@ -83,8 +83,6 @@ class Wanted:
     """The machine as the user describes it; None means the value of this machine."""
 
     gpu: str | None = None
-    gpus: int | None = None
-    nodes: int | None = None
     cpus: int | None = None
     ram: str | None = None
     shm: str | None = None
@@ -95,6 +93,8 @@ class Wanted:
     measure: bool = False
     cores: int | None = None
     """Physical ones behind the `cpus`; None: two threads each, as in the clouds."""
+    alone: bool = False
+    """One accelerator, whatever the config says."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Planned:
 
 def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned:
     """Plans a config for the machine that the user describes."""
-    config = load_for_command(path, overrides, None).config
+    config = load_for_command(path, overrides).config
     in_file = config_values(load_config(path, []).config) if overrides else config_values(config)
     overridden = {key: value for key, value in config_values(config).items() if value != in_file[key]}
     config = trial_run(config)
@@ -163,11 +163,13 @@ def hardware_for(
     config: Config, path: Path | None, wanted: Wanted, machine: Machine, *, for_start: bool = False
 ) -> Hardware:
     """The machine that the user describes, or this one; with `for_start` nothing is measured."""
-    check_counts(wanted.gpus, wanted.nodes or config.num_nodes, wanted.cpus, wanted.cores)
-    described = any(value is not None for value in (wanted.gpu, wanted.gpus, wanted.cpus, wanted.ram))
+    check_counts(wanted.cpus, wanted.cores)
+    described = any(value is not None for value in (wanted.gpu, wanted.cpus, wanted.ram))
     accelerator = _accelerator(config, wanted, machine, for_start=for_start)
     here = accelerator.count_here if not described else 1
-    gpus = wanted.gpus or (config.devices if isinstance(config.devices, int) else here)
+    gpus, nodes = (config.devices if isinstance(config.devices, int) else here), config.num_nodes
+    if wanted.alone:
+        gpus = nodes = 1
     ram = _bytes("--ram", wanted.ram) or (machine.ram_bytes if wanted.gpu is None or wanted.cpus is None else None)
     shm = _bytes("--shm", wanted.shm)
     if shm is None:
@@ -195,7 +197,7 @@ def hardware_for(
         stated += cpu_caveats(machine.cpus)
     disk = _bytes("--disk", wanted.disk) or (None if described else _free_disk(config, path))
     return Hardware(
-        gpus=max(1, gpus), nodes=wanted.nodes or config.num_nodes, cpus=wanted.cpus or machine.cpus,
+        gpus=max(1, gpus), nodes=nodes, cpus=wanted.cpus or machine.cpus,
         cores=cores,
         sheet=accelerator.sheet, vram_bytes=accelerator.vram_bytes, on_cpu=accelerator.on_cpu, ram_bytes=ram,
         shm_bytes=shm, disk_bytes=disk, storage=None if wanted.storage is None else read_storage(wanted.storage),

@@ -85,10 +85,11 @@ def _row(job: Job, facts: VolumeFacts, patch: Shape, batch: int, trace: Trace | 
 
 
 def prediction_budget(job: Job, facts: VolumeFacts) -> PredictionBudget:
-    """Of the largest volume, without test-time flips."""
+    """Of the largest volume."""
     config, hardware = job.config, job.hardware
+    sliding = SlidingWindow(config.predict_overlap, config.predict_flips)
     batch = config.val_batch_size or config.batch_size
-    size = prediction_size(facts.largest, patch_of(config), SlidingWindow(), classes=facts.rules.classes)
+    size = prediction_size(facts.largest, patch_of(config), sliding, classes=facts.rules.classes)
     try:
         trace = trace_forward(traceable_step(config, facts.channels, facts.rules.classes), batch)
     except CannotTrace:

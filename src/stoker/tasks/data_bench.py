@@ -179,9 +179,9 @@ def _bench_volumes(
 
 def _config_of(source: str, overrides: Sequence[str]) -> tuple[Config, Literal["train", ""]]:
     if source.endswith(CONFIG_ENDINGS):
-        return load_for_command(Path(source), overrides, None).config, "train"
+        return load_for_command(Path(source), overrides).config, "train"
     batch = [] if any(text.startswith("batch_size=") for text in overrides) else [f"batch_size={FOLDER_BATCH_SIZE}"]
-    config = load_for_command(None, [f"data_root={source}", *batch, *overrides], None).config
+    config = load_for_command(None, [f"data_root={source}", *batch, *overrides]).config
     listed = any(key is not None for key in (config.samples_csv, config.train_csv, config.val_fraction))
     return config, "train" if listed or "://" in source or find_split(source, "train") else ""
 

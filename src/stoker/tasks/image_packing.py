@@ -21,7 +21,6 @@ def pack_splits(
     wanted: Sequence[str] | None,
     options: PackOptions,
     workers: int,
-    max_bad_fraction: float,
     fresh: bool,
 ) -> dict[str, PackResult]:
     """Packs the wanted splits of a config's data, or all of them; the result of each by its name."""
@@ -42,7 +41,7 @@ def pack_splits(
                 raise _nothing_left(config, name)
             with progress_bar(f"packing {name}", len(index), unit="images") as advance:
                 result = pack_split(
-                    index, pack, options, workers=workers, max_bad_fraction=max_bad_fraction, progress=advance
+                    index, pack, options, workers=workers, max_bad_fraction=config.max_bad_fraction, progress=advance
                 )
             if result.skipped:
                 say_warnings([f"{result.skipped} of {len(index)} files are not images: see {pack.skipped}"])

@@ -85,7 +85,7 @@ def find_lr(
 ) -> LrFound:
     """The curve of a config, from random weights or from `start`, and the suggestion from it; the config is checked
     before a process is started."""
-    config = load_for_command(path, overrides, None).config
+    config = load_for_command(path, overrides).config
     if start is not None:
         # Here, because the module imports torch, which this process does not need otherwise.
         from stoker.train.checkpoint.branching import check_exists, refuse_two_sources

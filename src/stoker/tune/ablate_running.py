@@ -23,7 +23,7 @@ def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) ->
     """The table, what a sample is called, and where the journal is."""
     if options.also or options.write is not None:
         raise UsageError("usage", "--ablate writes no config", hint=f"stoker tune {path} --ablate")
-    resolved = load_for_command(path, overrides, None)
+    resolved = load_for_command(path, overrides)
     began_s = time.monotonic()
     opened = open_config(resolved, path, overrides, options)
     config, live = opened.config, opened.live

@@ -115,7 +115,8 @@ class Packs:
 
 def _images(config: HostConfig) -> _Kind:
     def make(root: Path, _name: str) -> str:
-        results = pack_splits(config, root, None, PackOptions(), usable_cpus(), 0.0, fresh=False)
+        strict = config.model_copy(update={"max_bad_fraction": 0.0})
+        results = pack_splits(strict, root, None, PackOptions(), usable_cpus(), fresh=False)
         _check_all(sum(one.skipped for one in results.values()), "image")
         images, size = sum(one.samples for one in results.values()), sum(one.bytes for one in results.values())
         return f"{count(images, 'image')}, {size / 1e6:,.0f} MB, byte for byte as they are"

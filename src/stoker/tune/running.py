@@ -115,7 +115,7 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     Raises UserError for what is wrong with the config itself, as `stoker train` does.
     """
     target = options.write or path.with_name(DEFAULT_NAME)
-    resolved = load_for_command(path, overrides, None)
+    resolved = load_for_command(path, overrides)
     check_target(target, path, force=options.force)
     if options.pack is not None and resolved.config.data_root is not None:
         check_destination(resolved.config.data_root, options.pack)

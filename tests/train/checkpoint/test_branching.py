@@ -225,17 +225,17 @@ def test_eval_predict_and_export_take_a_lightning_file(
     assert (found["acc1"], found["loss"]) == (ours["acc1"], pytest.approx(ours["loss"]))
     assert (found["epoch"], found["step"], found["model"]) == (4, 99, "test_resnet")
     image = next((data / "val" / "red").iterdir())
-    options, named = [word for text in settings for word in ("--set", text)], ["--set", f"data_root={data}"]
+    named = [f"data_root={data}"]
     top = [answer("predict", file, image, *more)["images"][0]["top"] for file, more in
-           ((last, ["--raw"]), (theirs, [*options, *named]), (theirs, options))]  # fmt: skip
+           ((last, ["--raw"]), (theirs, [*settings, *named]), (theirs, settings))]  # fmt: skip
     assert top[1] == [{"class": one["class"], "probability": pytest.approx(one["probability"])} for one in top[0]]
     assert {one["class"] for one in top[2]} == {"class 0", "class 1", "class 2"}
     exported = tmp_path / "out.safetensors"
-    assert answer("export", theirs, exported, "--to", "safetensors", *options, *named)["format"] == "safetensors"
+    assert answer("export", theirs, exported, "--to", "safetensors", *settings, *named)["format"] == "safetensors"
     # What we export says itself what it is.
     assert answer("eval", exported, data, *settings[1:])["acc1"] == ours["acc1"]
     bare = tmp_path / "bare.pth"
     torch.save(last_state(source)["model"], bare)
-    error = answer("predict", bare, image, *options, code=1)["error"]
+    error = answer("predict", bare, image, *settings, code=1)["error"]
     assert (error["name"], "model=NAME" in error["hint"]) == ("model-unknown", True)
-    assert answer("predict", bare, image, *options, "--set", "model=test_resnet")["weights"] == "raw"
+    assert answer("predict", bare, image, *settings, "model=test_resnet")["weights"] == "raw"

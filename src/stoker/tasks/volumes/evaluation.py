@@ -172,9 +172,9 @@ def evaluate_volumes(
     if scoring.threshold is not None and first.classes != 2:
         raise UserError(
             "threshold-of-many-classes",
-            f"--threshold {scoring.threshold:g}, but the network knows {first.classes} classes",
+            f"predict_threshold is {scoring.threshold:g}, but the network knows {first.classes} classes",
             why="a threshold decides between one class and background; among several, the most probable one is taken",
-            hint="leave out --threshold",
+            hint="leave out predict_threshold",
         )
     check_chain(scoring.post, first.classes)
     scoring.check()
@@ -352,7 +352,7 @@ def _check_mask(pair: MaskPair, prediction: Volume, label: Volume, scoring: Scor
             "probabilities",
             f"{prediction.name} holds {prediction.dtype} numbers",
             why="a mask holds classes; probabilities become classes by a threshold",
-            hint="--threshold 0.5",
+            hint="predict_threshold=0.5",
         )
     LabelRules(2).check_kind(pair.id, label)
 
@@ -374,6 +374,6 @@ def _classes(name: str, label: NDArray[Any], prediction: NDArray[Any], ignore: i
             "mask-of-bytes",
             f"the mask of {name} has values up to 255, its label only 0 and 1",
             why="255 would be a class of its own, that is never right",
-            hint="--threshold 0.5 takes 0 to 255 as probabilities",
+            hint="predict_threshold=0.5 takes 0 to 255 as probabilities",
         )
     return max(2, high + 1)

@@ -234,12 +234,14 @@ def _check_resources(jobs: Sequence[Job], out: Path, segmenter: Segmenter, optio
     cleaning = max(working_bytes(job.shape, options.post) for job in jobs)
     sums = max(job.size.sums_bytes for job in jobs) if segmenter.device.type == "cpu" else 0
     if memory is not None and max(cleaning, 2 * sums) > memory.available_bytes:
-        what = f"--post takes {cleaning / 1e9:.1f} GB" if cleaning > 2 * sums else f"sums take {2 * sums / 1e9:.1f} GB"
+        what, hint = f"sums take {2 * sums / 1e9:.1f} GB", "save the volume with its shortest axis as x"
+        if cleaning > 2 * sums:
+            what, hint = f"cleaning takes {cleaning / 1e9:.1f} GB", "leave out predict_postprocess"
         raise UserError(
             "memory-too-small",
             f"{what}; {memory.available_bytes / 1e9:.1f} GB are available",
             why="the process would be killed in the middle",
-            hint="leave out --post" if cleaning > 2 * sums else "save the volume with its shortest axis as x",
+            hint=hint,
         )
 
 

@@ -51,14 +51,16 @@ class PredictionOptions:
         if self.threshold is not None and classes != 2:
             raise UsageError(
                 "threshold-for-two-classes",
-                f"--threshold {self.threshold:g}, and the network knows {classes} classes",
+                f"predict_threshold is {self.threshold:g}, and the network knows {classes} classes",
                 why="with more than two, the most probable one is chosen",
-                hint="leave out --threshold",
+                hint="leave out predict_threshold",
             )
         if self.probabilities is not None:
-            used = [name for name, is_set in (("--threshold", self.threshold is not None), ("--post", self.post),
-                                              ("--submission", self.submission)) if is_set]  # fmt: skip
-            if used:
+            masks = {
+                "predict_threshold": self.threshold is not None, "predict_postprocess": self.post,
+                "--submission": self.submission,
+            }  # fmt: skip
+            if used := [name for name, is_set in masks.items() if is_set]:
                 raise UsageError(
                     "probabilities-are-no-mask", f"--probabilities with {', '.join(used)}",
                     why="these need classes", hint="leave out --probabilities",

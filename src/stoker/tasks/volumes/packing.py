@@ -37,9 +37,7 @@ class VolumePacking:
     preparation: Preparation
     layout: str | None
     """None for the fastest in a trial."""
-    patch: Shape | None
     workers: int
-    max_bad_fraction: float
     verify: bool = False
     fresh: bool = False
 
@@ -103,11 +101,11 @@ def run_volume_packing(
             remove_pack(root)
         name, trial = asked.layout or (read_options(root) or {}).get("layout"), None
         if name not in LAYOUTS:
-            trial = source.try_layouts(root / RECORDS / "trial", asked.patch or config.patch_size or USUAL_PATCH)
+            trial = source.try_layouts(root / RECORDS / "trial", config.patch_size or USUAL_PATCH)
             name = trial.chosen.name
             say(_words(trial))
         result = source.pack(
-            root, name, workers=asked.workers, max_bad_fraction=asked.max_bad_fraction, verify=asked.verify
+            root, name, workers=asked.workers, max_bad_fraction=config.max_bad_fraction, verify=asked.verify
         )
     say_warnings(f"{one['id']} is left out: {one['reason']}" for one in result.index.skipped)
     return result, trial

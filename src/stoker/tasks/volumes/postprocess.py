@@ -78,15 +78,16 @@ def parse_chain(text: str) -> tuple[PostStep, ...]:
         if name not in _NEEDS_NUMBER:
             raise UserError(
                 "unknown-post-step",
-                f"--post has the step {name!r}",
+                f"predict_postprocess has the step {name!r}",
                 why=f"known are {', '.join(_NEEDS_NUMBER)}",
                 hint=did_you_mean(name, _NEEDS_NUMBER) or "remove_small=100,fill_holes,closing=1",
             )
+        seen = f"predict_postprocess has {word!r}"
         if bool(equals) != _NEEDS_NUMBER[name] or (equals and not (value.isdecimal() and int(value) > 0)):
             what = {"remove_small": "voxels, as in remove_small=100", "closing": "a radius, as in closing=1"}.get(name)
-            raise UserError("bad-post-step", f"--post has {word!r}", why=f"{name} takes {what or 'no number'}")
+            raise UserError("bad-post-step", seen, why=f"{name} takes {what or 'no number'}")
         if name == "closing" and int(value) > LARGEST_RADIUS:
-            raise UserError("bad-post-step", f"--post has {word!r}", why=f"radii up to {LARGEST_RADIUS} are supported")
+            raise UserError("bad-post-step", seen, why=f"radii up to {LARGEST_RADIUS} are supported")
         steps.append(PostStep(name, int(value) if equals else 0))  # type: ignore[arg-type]
     return tuple(steps)
 
@@ -97,9 +98,9 @@ def check_chain(chain: Sequence[PostStep], classes: int) -> None:
     if classes > 2 and strange:
         raise UserError(
             "post-step-for-two-classes",
-            f"--post has {', '.join(strange)}, and the network knows {classes} classes",
+            f"predict_postprocess has {', '.join(strange)}, and the network knows {classes} classes",
             why="it is not defined which of them a hole or a gap belongs to",
-            hint="--post remove_small=100",
+            hint="predict_postprocess=remove_small=100",
         )
 
 

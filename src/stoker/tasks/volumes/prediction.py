@@ -302,7 +302,7 @@ class _RowSums:
                 "prediction-not-finite",
                 f"the network's output is NaN or infinite between {inside.start} and {inside.stop}",
                 why="a class cannot be chosen among such numbers",
-                hint="--set precision=32",
+                hint="precision=32",
             )
         self._take(inside, closed)
         if self._layer + 1 < self._grid.layers and planes < z.length:
@@ -374,7 +374,7 @@ def _smaller(batch: int, say: Say) -> int:
         raise UserError(
             "out-of-device-memory",
             "the device does not have enough memory for one window",
-            hint="--set precision=bf16-mixed, or a GPU with more memory",
+            hint="precision=bf16-mixed, or a GPU with more memory",
         )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

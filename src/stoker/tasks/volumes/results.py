@@ -43,7 +43,7 @@ class VolumeEvaluation:
     spacing: Spacing
     threshold: float | None
     post: str
-    """What was done to the masks, as `--post` says it."""
+    """What was done to the masks, as `predict_postprocess` says it."""
     volumes: tuple[VolumeScores, ...]
     unreadable: tuple[tuple[str, str], ...] = ()
     """Name and reason of each volume that was left out."""

@@ -24,6 +24,8 @@ FREE = (
     "num_nodes", "strategy", "accelerator", "numa_binding", "rank_timeout", "log_every", "checkpoint_every_steps",
     "checkpoint_every", "save_top_k", "wandb", "wandb_project", "wandb_name", "tensorboard", "csv",
     "val_batch_size", "volume_cache",
+    # Only after the training.
+    "predict_overlap", "predict_flips", "predict_threshold", "predict_postprocess",
     # A trial run keeps no checkpoint, so it is never the one that resumes.
     "fast_dev_run",
 )  # fmt: skip

@@ -96,7 +96,7 @@ def _config_for(file: WeightsFile, overrides: Sequence[str]) -> Config:
                 "model-unknown",
                 f"{file.path} ({file.origin}) does not say which network it holds{named}",
                 why="tensors alone do not describe a network",
-                hint="add model=NAME, as in timm: model=resnet50; on predict and export --set model=resnet50",
+                hint="add model=NAME, as in timm: model=resnet50",
             )
         known["model"] = file.model
     kept = [f"{key}={write_scalar(value)}" for key, value in known.items() if key not in given]

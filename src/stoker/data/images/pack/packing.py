@@ -252,6 +252,6 @@ def _check_skipped(pack: PackFolder, made: list[ShardDone], shards: int, total: 
     raise UserError(
         "too-many-bad-images",
         f"{len(skipped)} of {total} files cannot be read as images{so_far}\n" + "\n".join(listed),
-        why=f"--max-bad-fraction allows {allowed:g}; all of them are listed in {pack.skipped}",
-        hint="repair these files, or raise --max-bad-fraction to leave them out",
+        why=f"max_bad_fraction allows {allowed:g}; all of them are listed in {pack.skipped}",
+        hint="repair these files, or raise max_bad_fraction to leave them out",
     )

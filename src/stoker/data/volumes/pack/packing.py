@@ -299,7 +299,7 @@ def _check_skipped(pack: VolumePack, skipped: list[dict[str, Any]], allowed: flo
         f"{len(skipped)} of {count(len(pack.cases), 'volume')} cannot be packed\n" + "\n".join(listed),
         why="wrong labels put the whole data set in doubt"
         if wrong
-        else f"--max-bad-fraction allows {allowed:g}; the others are finished and kept",
+        else f"max_bad_fraction allows {allowed:g}; the others are finished and kept",
         hint="repair these files, then run the same command again",
     )
 

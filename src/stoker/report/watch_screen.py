@@ -1,4 +1,5 @@
-"""Follows a run in the terminal: a screen that is redrawn, or plain lines if stdout is not a terminal."""
+"""Follows a run, or a search of `stoker tune`, in the terminal: a screen that is redrawn, or plain lines if stdout is
+not a terminal."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from typing import Any
 from stoker.console import clock, print_result, say
 from stoker.report.document import Document
 from stoker.report.tune_document import is_tune
-from stoker.report.tune_screen import tune_line, tune_lines
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 10.0
 PAUSE_FACTOR = 10
 """Times as long as reading took: watching must not take more than a tenth of a core from the training."""
 SHOWN_FINDINGS = 3
-BAR = 40
+SHOWN_STEPS = 20
+"""Of a search, the newest; the screen should not scroll."""
+BAR, SEARCH_BAR = 40, 30
 PARTS = {
     "wait": ("waiting for data", "█", "red"),
     "transfer": ("transfer", "▓", "magenta"),
@@ -26,6 +28,9 @@ PARTS = {
     "other": ("other", "░", "white"),
 }
 """Each part has its own fill: the screen is readable without colours."""
+
+STYLES = {"kept": "green", "confirmed": "green", "baseline": "blue"}
+"""Of the trials of a search, by what was decided."""
 
 ReadDocument = Callable[[], Document]
 
@@ -46,10 +51,18 @@ def print_frame(document: Document) -> None:
     print_result("\n".join(text for text, _ in frame_lines(document)))
 
 
-def frame_lines(run: Document) -> list[tuple[str, str]]:
+def frame_lines(document: Document) -> list[tuple[str, str]]:
     """The lines of the screen, each with its style."""
-    if is_tune(run):
-        return tune_lines(run)
+    lines = _search_lines(document) if is_tune(document) else _run_lines(document)
+    return [(_printable(text), style) for text, style in lines]
+
+
+def _printable(text: str) -> str:
+    """Names, and the output of scripts, come from outside: they must not move the cursor or change colours."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _run_lines(run: Document) -> list[tuple[str, str]]:
     figures = run["figures"]
     lines = [(f"{run['name']}  {run['state']}{_ending(run)}", "bold"), (_verdict(run), ""), ("", "")]
     share = _share_done(figures)
@@ -77,14 +90,67 @@ def frame_lines(run: Document) -> list[tuple[str, str]]:
                 lines += [(f"   {part}", "cyan") for part in finding["fix"].splitlines()]
     if run["quarantine"]["count"]:
         lines += [("", ""), (f"{run['quarantine']['count']:,} samples could not be read", "yellow")]
-    # Names come from outside: they must not move the cursor or change colours.
-    return [("".join(letter if letter.isprintable() else "?" for letter in text), style) for text, style in lines]
+    return lines
+
+
+def _search_lines(tune: Document) -> list[tuple[str, str]]:
+    lines = [(f"{tune['name']}  {tune['state']}{_ending(tune)}", "bold"), (_search_summary(tune), ""), ("", "")]
+    unit, steps = tune["figures"]["unit"], tune["steps"]
+    left_out = max(0, len(steps) - SHOWN_STEPS)
+    if left_out:
+        lines.append((f"… {left_out} earlier", ""))
+    most = max([step["rate"] or 0.0 for step in steps] + [tune["figures"]["ceiling"] or 0.0], default=0.0)
+    for step in steps[left_out:]:
+        speed = "" if step["rate"] is None else f"{_number(step['rate'])} {unit}/s"
+        filled = "█" * round(SEARCH_BAR * step["rate"] / most) if step["rate"] and most else ""
+        shown = f"{_what(step):<34.34}{filled:<{SEARCH_BAR}} {speed:>16}  {step['decision']}"
+        lines.append((shown, STYLES.get(step["decision"], "red" if step["failed"] else "")))
+        details = step["result"] or step["reason"]
+        if details and step["decision"] != "baseline":
+            lines.append(
+                (f"    {step['result']}: {_last_line(step['detail'])}" if step["result"] else f"    {details}", "")
+            )
+    for source in tune["sources"]:
+        factor = "" if source["factor"] is None else f"{source['factor']:.2f}×"
+        spread = "" if source["spread"] is None else f"± {source['spread']:.0%}"
+        lines.append((f"{source['label']:<34.34}{factor:>8} {spread:<8} {source['verdict']}".rstrip(), ""))
+    if tune["changes"]:
+        lines += [("", ""), ("the best so far" if tune["state"] == "running" else "what to change", "bold")]
+        lines += [(f"  {c['key']}: {c['from']} -> {c['to']}  {c['reason']}".rstrip(), "cyan") for c in tune["changes"]]
+    if tune["command"]:
+        lines.append((f"  {tune['command']}", "cyan"))
+    return lines
+
+
+def _search_summary(tune: Document) -> str:
+    figures = tune["figures"]
+    trials = f"{figures['trials']} trial{'' if figures['trials'] == 1 else 's'}"
+    took = "" if figures["took_s"] is None else f" in {clock(figures['took_s'])}"
+    if figures["before"] is None:
+        return f"{trials}{took}; nothing has been measured yet" if not tune["sources"] else f"{trials}{took}"
+    if figures["after"] is None:
+        return f"{trials}{took}; {_number(figures['before'])} {figures['unit']}/s as given"
+    gain = f"{figures['speedup']:.2f}×"
+    rates = f"{_number(figures['before'])} -> {_number(figures['after'])} {figures['unit']}/s"
+    return f"{trials}{took}; {rates}, {gain}"
+
+
+def _what(step: dict[str, Any]) -> str:
+    return ", ".join(f"{pair['key']} {pair['value']}" for pair in step["change"]) or (
+        "as given" if step["decision"] == "baseline" else "all changes together"
+    )
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def status_line(run: Document) -> str:
-    """The run in one line, for logs."""
+    """The run or the search in one line, for logs."""
     if is_tune(run):
-        return tune_line(run)
+        last = run["steps"][-1] if run["steps"] else None
+        newest = "" if last is None else f", last: {_what(last)} {last['decision']}"
+        return _printable(f"{run['name']} {run['state']}: {_search_summary(run)}{newest}")
     figures = run["figures"]
     of = "" if figures["epochs_total"] is None else f" of {figures['epochs_total']}"
     parts = [
@@ -178,11 +244,12 @@ def _bar(share: float) -> str:
 
 def _rate(figures: dict[str, Any]) -> str | None:
     rate = figures["images_per_second"]
-    if rate is None:
-        return None
+    return None if rate is None else f"{_number(rate)} {figures['unit']}/s"
+
+
+def _number(rate: float) -> str:
     # A patch may take longer than a second.
-    shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-    return f"{shown} {figures['unit']}/s"
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def _best(figures: dict[str, Any]) -> str | None:

@@ -172,7 +172,7 @@ def check_wandb(subject: Subject) -> Outcome | None:
     """W&B is reachable, or offline on purpose."""
     from importlib.util import find_spec
 
-    from stoker.run.wandb_process import why_offline
+    from stoker.run.wandb_tracker import why_offline
 
     config = subject.config
     mode = os.environ.get("WANDB_MODE")

@@ -126,8 +126,14 @@ def _check_keys(command: str, given: dict[str, Any], written: set[str]) -> None:
     if named.endswith(".yaml") and config is None and named not in written:
         raise BadPage(f"{command}: the page does not say what {named} is")
     # Files named by keys belong to the reader's machine; loading a config does not open them.
+    words = (given.get(name) or () for name in ("overrides", "words", "data"))
+    settings = [text for some in words for text in some if re.match(r"[a-z_]+=", text)]
+    if config is None and any(text.startswith(("predict_", "patch_size=")) for text in settings):
+        # The data, or the checkpoint, says that these are volumes.
+        known = {"task": "segment3d", "patch_size": "[8,8,8]"}
+        settings += [f"{key}={value}" for key, value in known.items() if f"{key}=" not in " ".join(settings)]
     try:
-        load_config(config, [*(given.get("overrides") or ()), *(given.get("set_") or ())])
+        load_config(config, settings)
     except Exception as error:
         raise BadPage(f"{command}: {error}") from None
 

@@ -21,8 +21,7 @@ from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machin
 from stoker.plan.guard import quick_plan
 from stoker.tasks.volumes.packing import VolumePacking, run_volume_packing
 from stoker.tune.copies import Copies
-from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
-from stoker.tune.rungs import Fits
+from stoker.tune.records import Fits, Key, Measured, Outcome, Settings, key_of
 from stoker.tune.running import TuneOptions, plan_fits, tune_config
 from stoker.tune.space import Surroundings, config_with, settings_of
 from stoker.tune.trial import ConfigTrier, trial_copies

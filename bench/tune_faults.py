@@ -23,8 +23,8 @@ from typing import Any
 
 from bench.tune_bed import Bed
 from stoker.machine.memory import tree_pids
-from stoker.tune.ladder import search
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
+from stoker.tune.search import search
 from stoker.tune.space import proposer
 from stoker.tune.trial import ConfigTrier
 

@@ -37,7 +37,7 @@ def test_the_page_shows_what_was_tried_and_why_and_runs_nothing(
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth") is True
             assert page.evaluate("document.querySelector('h1').textContent") == "2× as fast as before."
             # A bar for each that has a speed: the original, four workers, the other decoder, the confirmation.
-            assert page.evaluate("document.querySelectorAll('#ladder rect').length") == 4
+            assert page.evaluate("document.querySelectorAll('#search rect').length") == 4
         text = page.evaluate("document.body.textContent").replace("\u00a0", " ")
         for expected in (
             "num_workers 4", "90 % of a step", "2× (1.8–2.2)", "kept: +100 %", "out of memory", "the last line",

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from stoker.plan.records import Estimate
 from stoker.tune.journal import Journal
-from stoker.tune.ladder import search
 from stoker.tune.records import Candidate, Measured, Outcome, Settings, State
+from stoker.tune.search import search
 
 EVIL = "</script><script>window.hacked=1</script>\x1b[2J"
 START: Settings = {"num_workers": 1, "prefetch_factor": 2, "decoder": "auto"}
-LADDER = (
+CANDIDATES = (
     Candidate({"num_workers": 4}, "90 % of a step is spent waiting for data", Estimate(1.8, 2.0, 2.2)),
     Candidate({"num_workers": 64}, "one step up"),
     Candidate({"prefetch_factor": 4}, "more in flight", Estimate(0.98, 1.0, 1.02)),
@@ -35,7 +35,7 @@ def write_journal(path: Path, *, end: bool = True) -> Outcome:
     """A search with a candidate of each kind: kept, out of memory, skipped, slower; without its end, as if killed."""
     journal = Journal(path)
     journal.begin({"config": f"a config {EVIL}", "same": {"host": ["box", 2]}, "unit": "images", "original": START})
-    waiting = list(LADDER)
+    waiting = list(CANDIDATES)
 
     def propose(_state: State) -> Candidate | None:
         return waiting.pop(0) if waiting else None

@@ -12,9 +12,10 @@ from stoker.config import Config
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig, Machine, fit_to_machine
 from stoker.run.json_lines import read_records
-from stoker.tune.ablate import TOGETHER, Ablation, Contribution, ablate, sources_of
+from stoker.tune.ablate import TOGETHER, Ablation, Contribution, ablate, sources_of, speed_of
 from stoker.tune.journal import Journal
-from stoker.tune.records import Measured, Settings
+from stoker.tune.records import Listener, Measured, Nobody, Settings
+from stoker.tune.trials import Trials
 from tests.support.tiny_training import write_config, write_images
 
 
@@ -39,14 +40,21 @@ def config(**keys: object) -> HostConfig:
     return fit_to_machine(Config(data_root="x", num_workers=4, precision="bf16-mixed", **keys), machine)[0]
 
 
+def trials_of(trier: MadeUp, journal: Journal, tell: Listener | None = None, budget_s: float = 1e6) -> Trials:
+    return Trials(trier, journal, tell or Nobody(), speed_of, budget_s=budget_s, trial_s=1, same_training=False)
+
+
 def test_each_source_is_compared_with_the_whole_config_run_beside_it(tmp_path: Path) -> None:
     trier, journal = MadeUp(), Journal(tmp_path / "ablate.jsonl")
     journal.begin({"same": {}})
     whole = config(compile_model=False)
-    said: list[str] = []
-    found = ablate(
-        trier, whole, sources_of(whole, on_gpu=False, remote=False), trial_s=1, journal=journal, tell=said.append
-    )
+    said: list[int] = []
+
+    class Told(Nobody):
+        def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:
+            said.append(number)
+
+    found = ablate(trials_of(trier, journal, Told()), whole, sources_of(whole, on_gpu=False, remote=False))
     journal.close()
     rows = {row.source.label: row for row in found.rows}
     assert rows["workers: 4"].factor == pytest.approx(2.0, rel=0.02)
@@ -84,7 +92,7 @@ def test_after_an_interruption_only_the_missing_trials_are_run(tmp_path: Path) -
         journal = Journal(tmp_path / name)
         journal.begin({"same": {}})
         try:
-            return ablate(trier, whole, sources, trial_s=1, journal=journal, tell=lambda _text: None)
+            return ablate(trials_of(trier, journal), whole, sources)
         finally:
             journal.close()
 
@@ -100,18 +108,12 @@ def test_after_an_interruption_only_the_missing_trials_are_run(tmp_path: Path) -
 def test_a_config_that_does_not_run_is_an_error() -> None:
     whole = config(decoder="pillow")
     with pytest.raises(UserError, match="crashed"):
-        ablate(
-            MadeUp(), whole, sources_of(whole, on_gpu=False, remote=False), trial_s=1, journal=Journal(),
-            tell=lambda _text: None,
-        )  # fmt: skip
+        ablate(trials_of(MadeUp(), Journal()), whole, sources_of(whole, on_gpu=False, remote=False))
 
 
 def test_no_second_round_is_begun_without_time() -> None:
     whole = config()
-    found = ablate(
-        MadeUp(), whole, sources_of(whole, on_gpu=True, remote=True), trial_s=1, journal=Journal(),
-        tell=lambda _text: None, has_time=lambda: False,
-    )  # fmt: skip
+    found = ablate(trials_of(MadeUp(), Journal(), budget_s=0.0), whole, sources_of(whole, on_gpu=True, remote=True))
     assert found.rounds == 1
     labels = [row.source.label for row in found.rows]
     assert {"pin_memory", "TF32", "lookahead: 256 MB", "cache_dir"} <= set(labels)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stoker.clock.observed import Observed
-from stoker.tune.ladder import search
 from stoker.tune.placeholders import read_template
 from stoker.tune.records import Measured, Outcome, Settings
 from stoker.tune.script_space import proposals
+from stoker.tune.search import search
 from tests.doctor.checks.observations import starved
 
 

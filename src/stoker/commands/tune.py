@@ -179,7 +179,7 @@ def _tune_script(script: list[str], options: TuneOptions, *, json: bool) -> int:
 
 def _ablate(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
     from stoker.console import print_json, print_result
-    from stoker.tune.ablate_running import ablate_config, ablation_text
+    from stoker.tune.ablate import ablate_config, ablation_text
 
     ablation, unit, journal = ablate_config(path, words, options)
     if json:

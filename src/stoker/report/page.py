@@ -27,7 +27,7 @@ SECTIONS = {
         "goes", "findings", "differences", "timeline", "throughput", "stages", "preview", "learning", "worst", "memory",
         "needs", "predictions", "quarantine", "events", "config", "environment", "missing",
     ),
-    "tune.js": ("changes", "ladder", "sources", "trials", "other", "setup", "missing"),
+    "tune.js": ("changes", "search", "sources", "trials", "other", "setup", "missing"),
 }  # fmt: skip
 """Each script, and the parts of the page that it fills, in their order."""
 

@@ -14,12 +14,12 @@ function topLine(tune) {
 }
 
 /* One bar for each trial: the mean, a line from its slowest to its fastest part, and the ceiling as a dashed line. */
-function ladder(tune) {
+function search(tune) {
   const steps = tune.steps.filter((step) => known(step.rate) || step.failed), f = tune.figures;
   if (!steps.length) return null;
   const most = Math.max(...steps.flatMap((step) => [step.rate || 0, step.high || 0]), f.ceiling || 0);
   const plot = svg("svg", { class: "plot", role: "img", "aria-label": `Speed of each trial: ${steps.map((step) => `${changed(step)} ${known(step.rate) ? `${plain(step.rate)} ${f.unit}/s` : step.result}`).join("; ")}` });
-  const figure = el("figure", { "data-chart": "ladder" }, el("figcaption", null, el("h3", null, `${f.unit} per second`), el("span", { class: "unit" }, "the thin line spans the parts of a trial")), plot);
+  const figure = el("figure", { "data-chart": "search" }, el("figcaption", null, el("h3", null, `${f.unit} per second`), el("span", { class: "unit" }, "the thin line spans the parts of a trial")), plot);
   function draw() {
     const width = Math.max(280, plot.clientWidth || figure.clientWidth || 600), narrow = width < 560, left = narrow ? 8 : LABEL_WIDTH, right = width - 70;
     const row = narrow ? ROW + 18 : ROW, height = steps.length * row + 12, X = (rate) => left + rate / most * (right - left);
@@ -34,7 +34,7 @@ function ladder(tune) {
         svg("text", { x: known(step.rate) ? Math.max(X(step.rate), X(step.high || 0)) + 6 : left + 4, y: top + 14 }, known(step.rate) ? plain(step.rate) : step.result)];
     }).filter(Boolean), known(f.ceiling) && svg("line", { class: "cursor", x1: X(f.ceiling), x2: X(f.ceiling), y1: 0, y2: height }, svg("title", null, `ceiling ${plain(f.ceiling)} ${f.unit}/s`)) || "");
   }
-  drawn.set("ladder", { group: "ladder", draw, plot });
+  drawn.set("search", { group: "search", draw, plot });
   resized.observe(figure);
   return figure;
 }
@@ -60,7 +60,7 @@ const sections = {
   changes: ({ tune }) => tune.changes.length || tune.command || tune.notes.length ? [...heading("changes", tune.state === "running" ? "The best so far" : "What to change"), card(
     tune.changes.length > 0 && table(["setting", "was", "now", ""], tune.changes.map((change) => [el("code", null, change.key), change.from, change.to, change.reason])),
     tune.command && el("code", { class: "fix" }, tune.command), tune.notes.map((note) => soft(note)))] : null,
-  ladder: ({ tune }) => { const picture = ladder(tune); return picture && [...heading("ladder", "The trials, one change at a time"), card(picture)]; },
+  search: ({ tune }) => { const picture = search(tune); return picture && [...heading("search", "The trials, one change at a time"), card(picture)]; },
   sources: ({ tune }) => tune.sources.length ? [...heading("sources", "Speed-up by source"), soft("How much faster training is with each optimisation than without it, everything else unchanged."), card(table(["optimisation", "without it", "speed-up", "± spread", ""],
     tune.sources.map((one) => [one.label, one.change.map((pair) => `${pair.key} ${pair.value}`).join(", "), ratio(one.factor), known(one.spread) ? percent(one.spread) : "–", [one.verdict, one.note && `${one.verdict ? "; " : ""}${one.note}`]]), [2, 3]))] : null,
   trials: ({ tune }) => tune.steps.length ? [...heading("trials", "What was tried, and why"), card(stepTable(tune.steps, tune.figures.unit))] : null,

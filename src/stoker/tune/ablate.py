@@ -1,4 +1,4 @@
-"""`stoker tune --ablate`: how much each optimisation of a config contributes, measured by switching it off.
+"""`stoker tune CONFIG --ablate`: how much each optimisation of a config contributes, measured by switching it off.
 
 From the config as given, one thing is switched off at a time. Each such trial runs between two of the whole config, and
 is compared with these: a machine that gets slower meanwhile does not look like a speed-up.
@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from stoker.config import config_values
+from stoker.config.reading import load_for_command
+from stoker.console import count, format_table, say
 from stoker.data.loader import choose_engine
-from stoker.errors import UserError
+from stoker.data.store.stores import is_url
+from stoker.errors import UsageError, UserError
 from stoker.machine.host import HostConfig
-from stoker.tune.comparing import FLOOR, compare, spread_of
-from stoker.tune.journal import Journal
-from stoker.tune.records import Measured, Settings, Trier, Value
+from stoker.tune.comparing import FLOOR
+from stoker.tune.records import Measured, Settings, Value
+from stoker.tune.running import TuneOptions, begin_journal, open_config
+from stoker.tune.text import rate_text, settings_text
+from stoker.tune.trials import Trials
 
+NAME = "ablate.jsonl"
 ROUNDS = 2
 LEAST_LOOKAHEAD = 1_000_000
 """The smallest that the config accepts, in bytes."""
@@ -29,7 +37,7 @@ TOGETHER = "all of these together"
 
 
 @dataclass(frozen=True)
-class Source:
+class Optimisation:
     """Something in a config that may make it fast, and the settings without it."""
 
     label: str
@@ -37,28 +45,23 @@ class Source:
     """What switches it off; empty if it is off already."""
     note: str = ""
 
-    @property
-    def is_off(self) -> bool:
-        return not self.without
-
 
 @dataclass(frozen=True)
 class Contribution:
-    """How much faster the whole config is than the one without this source."""
+    """How much faster the whole config is than the one without this optimisation."""
 
-    source: Source
+    source: Optimisation
     factor: float | None = None
     """None if it is off already, or could not be measured."""
     spread: float | None = None
     """± so much of the factor, two standard errors."""
     failure: str = ""
     """Why a trial without it gave no speed."""
-    runs: tuple[Measured, ...] = ()
 
     @property
     def verdict(self) -> str:
         """In a few words: off, inside the noise, slower with it, or nothing to add."""
-        if self.source.is_off:
+        if not self.source.without:
             return "off in this config"
         if self.factor is None or self.spread is None:
             return self.failure or "not measured"
@@ -77,24 +80,49 @@ class Contribution:
 class Ablation:
     """The table."""
 
-    settings: Settings
-    """Of the whole config: the keys that are switched off somewhere."""
     rate: float | None
     """Samples per second of the whole config."""
     rows: tuple[Contribution, ...]
     rounds: int
     trials: int
-    notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        rows = [row.as_dict() for row in self.rows]
         return {
-            "samples_per_second": self.rate, "sources": rows, "rounds": self.rounds, "trials": self.trials,
-            "notes": list(self.notes),
+            "samples_per_second": self.rate, "sources": [row.as_dict() for row in self.rows], "rounds": self.rounds,
+            "trials": self.trials, "notes": [],
         }  # fmt: skip
 
 
-def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool, paced: bool = False) -> list[Source]:
+def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> tuple[Ablation, str, Path]:
+    """The table, what a sample is called, and where the journal is."""
+    if options.also or options.write is not None:
+        raise UsageError("usage", "--ablate writes no config", hint=f"stoker tune {path} --ablate")
+    opened = open_config(load_for_command(path, overrides), path, overrides, options)
+    config, live = opened.config, opened.live
+    remote = config.data_root is not None and is_url(config.data_root)
+    on_gpu, paced = bool(opened.machine.accelerators), opened.pace_s is not None
+    sources = sources_of(config, on_gpu=on_gpu, remote=remote, paced=paced)
+    facts = {
+        "what": "ablation", "config": str(path), "overrides": list(overrides), "unit": live.unit,
+        "trial_s": options.trial_s, "budget_s": options.budget_s, "pace": options.pace,
+    }  # fmt: skip
+    same = {"config": config_values(config), "options": [options.pace, options.trial_s, options.ram_bytes]}
+    journal = begin_journal(path.with_name(NAME), facts, same, opened.machine, fresh=options.fresh)
+    trials = Trials(
+        opened.trier, journal, live, speed_of, budget_s=options.budget_s, trial_s=options.trial_s, same_training=False
+    )
+    try:
+        found = ablate(trials, config, sources, lambda row: say("  ".join(cell for cell in _cells(row) if cell)))
+        journal.note("end", stopped=f"{count(found.rounds, 'round')}", before=found.rate, trials=found.trials)
+    finally:
+        live.close()
+        opened.trier.close()
+        journal.close()
+    assert journal.path is not None
+    return found, live.unit, journal.path
+
+
+def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool, paced: bool = False) -> list[Optimisation]:
     """Everything in this config that is there for speed; with a paced consumer, only what concerns the input."""
     workers, prefetch = config.num_workers, config.prefetch_factor or 2
     processes = choose_engine(config.loader, workers, volumes=config.task != "classify") == "process"
@@ -133,102 +161,84 @@ def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool, paced: bool = 
     return found
 
 
-def _source(name: str, is_on: bool, without: dict[str, Value], how: str = "", note: str = "") -> Source:
+def _source(name: str, is_on: bool, without: dict[str, Value], how: str = "", note: str = "") -> Optimisation:
     """Named by what it is, and how it is set where it is on."""
     if not is_on:
-        return Source(name, {})
-    return Source(f"{name}: {how}" if how else name, without, note)
+        return Optimisation(name, {})
+    return Optimisation(f"{name}: {how}" if how else name, without, note)
 
 
 def ablate(
-    trier: Trier,
+    trials: Trials,
     config: HostConfig,
-    sources: Sequence[Source],
-    *,
-    trial_s: float,
-    rounds: int = ROUNDS,
-    journal: Journal,
-    tell: Callable[[str], None],
-    has_time: Callable[[], bool] = lambda: True,
+    sources: Sequence[Optimisation],
     told: Callable[[Contribution], None] = lambda _row: None,
 ) -> Ablation:
-    """The contribution of each source; a round that no time is left for is left out, but never the first.
+    """The contribution of each optimisation; the second round is left out if the first took half of the budget.
 
-    `tell` gets what is running, `told` what was found about a source so far. Trials that the journal has from before an
-    interruption are not run again.
+    `trials` score with `speed_of`. `told` gets what was found about an optimisation so far.
     """
-    switched = [source for source in sources if not source.is_off]
-    together = {
-        key: value for source in switched if source.note != OTHER_TRAINING for key, value in source.without.items()
-    }
+    switched = [source for source in sources if source.without]
+    same = [source for source in switched if source.note != OTHER_TRAINING]
     if len(switched) > 1:
-        switched.append(Source(TOGETHER, together, "without what is another training" if _differs(switched) else ""))
+        without = {key: value for source in same for key, value in source.without.items()}
+        note = "without what is another training" if len(same) < len(switched) else ""
+        switched.append(Optimisation(TOGETHER, without, note))
     full: Settings = {key: getattr(config, key) for source in switched for key in source.without}
-    whole: list[Measured] = []
+    rows = {source.label: Contribution(source) for source in (*sources, *switched)}
     off: dict[str, list[Measured]] = {source.label: [] for source in switched}
     beside: dict[str, list[Measured]] = {source.label: [] for source in switched}
-    trials = done = 0
-
-    def run(settings: Settings, what: str) -> Measured:
-        nonlocal trials
-        trials += 1
-        measured = journal.recorded(settings)
-        if measured is None:
-            tell(f"{trials}. {what}")
-            measured = trier.run(settings, trial_s)
-            journal.trial(settings, measured)
-        return measured
-
-    while done < rounds and (done == 0 or has_time()):
-        whole.append(run(full, "the config as given"))
+    whole: list[Measured] = []
+    rounds = 0
+    while rounds < ROUNDS and (rounds == 0 or trials.spent_s < trials.budget_s / 2):
+        whole.append(trials.run(full, {}, "whole"))
         if whole[-1].result not in KNOWN_RESULTS:
-            _refuse_broken(whole[-1])
-        # Backwards in every other round, so that no source always runs on a warmer machine than another.
-        for source in switched if done % 2 == 0 else switched[::-1]:
-            before = whole[-1]
-            off[source.label].append(run(full | source.without, f"without: {source.label}"))
-            whole.append(run(full, "the config as given"))
-            beside[source.label] += [before, whole[-1]]
-            row = _contribution(source, off, beside, whole)
-            journal.note("source", **row.as_dict())
+            raise UserError(
+                "config-does-not-run", f"the config as given was not measured: {whole[-1].result}",
+                why=whole[-1].detail or "every other trial is compared with it",
+                hint="stoker plan CONFIG    # memory; or stoker doctor CONFIG",
+            )  # fmt: skip
+        # Backwards in every other round, so that nothing always runs on a warmer machine than something else.
+        for source in switched if rounds % 2 == 0 else switched[::-1]:
+            off[source.label].append(trials.run(full | source.without, source.without, "candidate"))
+            whole.append(trials.run(full, {}, "whole"))
+            beside[source.label] += whole[-2:]
+            row = rows[source.label] = _contribution(source, trials, beside[source.label], off[source.label])
+            trials.journal.note("source", **row.as_dict())
             told(row)
-        done += 1
-    rows = [
-        Contribution(source) if source.is_off else _contribution(source, off, beside, whole)
-        for source in [*sources, *(source for source in switched if source.label == TOGETHER)]
-    ]
-    rates = [rate for one in whole if (rate := one.raw_samples_per_second)]
-    result = Ablation(full, sum(rates) / len(rates) if rates else None, tuple(rows), done, trials)
-    for row in rows:
-        if row.source.is_off:
-            journal.note("source", **row.as_dict())
-    return result
-
-
-def _differs(sources: Sequence[Source]) -> bool:
-    return any(source.note == OTHER_TRAINING for source in sources)
+        rounds += 1
+    for source in sources:
+        if not source.without:
+            trials.journal.note("source", **rows[source.label].as_dict())
+    rates = [rate for run in whole if (rate := speed_of(run))]
+    return Ablation(sum(rates) / len(rates) if rates else None, tuple(rows.values()), rounds, trials.count)
 
 
 def _contribution(
-    source: Source, off: dict[str, list[Measured]], beside: dict[str, list[Measured]], whole: Sequence[Measured]
+    source: Optimisation, trials: Trials, beside: Sequence[Measured], off: Sequence[Measured]
 ) -> Contribution:
-    runs = off[source.label]
-    spread = spread_of([whole, *off.values()], _speed)
-    found = compare(beside[source.label], runs, _speed, spread)
+    found = trials.compare(beside, off)
     if found is None:
-        failed = next((run for run in runs if run.result not in KNOWN_RESULTS), None)
-        return Contribution(source, failure="" if failed is None else failed.result, runs=tuple(runs))
-    return Contribution(source, found.ratio, math.expm1(found.noise), runs=tuple(runs))
+        failed = next((run.result for run in off if run.result not in KNOWN_RESULTS), "")
+        return Contribution(source, failure=failed)
+    return Contribution(source, found.ratio, math.expm1(found.noise))
 
 
-def _speed(measured: Measured) -> float | None:
+def speed_of(measured: Measured) -> float | None:
+    """Also of another training, which does not count in a search."""
     return measured.raw_samples_per_second if measured.result in KNOWN_RESULTS else None
 
 
-def _refuse_broken(measured: Measured) -> None:
-    raise UserError(
-        "config-does-not-run",
-        f"the config as given was not measured: {measured.result}",
-        why=measured.detail or "every other trial is compared with it",
-        hint="stoker plan CONFIG    # memory; or stoker doctor CONFIG",
-    )
+def ablation_text(ablation: Ablation, unit: str) -> str:
+    """The table for people."""
+    whole = "" if ablation.rate is None else f"; with all of them: {rate_text(ablation.rate, unit)}"
+    table = format_table([_cells(row) for row in ablation.rows], ("optimisation", "without it", "speed-up", ""))
+    runs = f"{count(ablation.trials, 'trial')} in {count(ablation.rounds, 'round')}, each beside the whole config"
+    return "\n".join([f"speed-up by source, each measured by switching it off{whole}", "", table, "", runs])
+
+
+def _cells(row: Contribution) -> tuple[str, str, str, str]:
+    speed = "" if row.factor is None else f"{row.factor:.2f}x ± {row.spread or 0:.0%}".replace("%", " %")
+    remarks = "; ".join(text for text in (row.verdict, row.source.note) if text)
+    without = settings_text(row.source.without) if row.source.without and row.source.label != TOGETHER else ""
+    return row.source.label, without, speed, remarks

@@ -23,11 +23,12 @@ SURE = 2.0
 STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, SURE)
 """The same where the standard error is itself an estimate from few turns: Student's t for 95 % on one side, by degrees
 of freedom."""
+TAKES_MEMORY = ("num_workers", "prefetch_factor", "lookahead")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Candidate against the best so far, both as logarithms of a ratio."""
+    """Settings against others, both as logarithms of a ratio."""
 
     gain: float
     noise: float
@@ -51,6 +52,37 @@ class Comparison:
         return f"{math.expm1(self.gain):+.0%} ± {math.expm1(self.noise):.0%}".replace("%", " %")
 
 
+def compare(mine: Sequence[Measured], against: Sequence[Measured], score: Score, spread: float) -> Comparison | None:
+    """None if one of them has no good run."""
+    ours, theirs = _logs(mine, score), _logs(against, score)
+    if not ours or not theirs:
+        return None
+    error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
+    return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
+
+
+def compare_turns(seen: Comparison, ratios: Sequence[float], turns: Iterable[Sequence[float]]) -> Comparison:
+    """What `compare` saw, more exactly where both were run in turns: a machine that gets slower and faster does so for
+    both runs of a turn, so their ratio varies less than their rates.
+
+    `ratios` are the log-ratios of these turns, `turns` those of all candidates, which say how much turns differ.
+    """
+    apart = turn_spread(turns)
+    if len(ratios) < 2 or apart is None:
+        return seen
+    error = max(apart[0], _deviation(ratios), LEAST_SPREAD) / math.sqrt(len(ratios))
+    sure = STUDENT[min(apart[1], len(STUDENT)) - 1]
+    return Comparison(statistics.fmean(ratios), min(seen.noise, sure * error))
+
+
+def log_ratios(mine: Sequence[Measured], against: Sequence[Measured], score: Score) -> list[float]:
+    """Of each turn; empty unless all of them are good."""
+    ours, theirs = _logs(mine, score), _logs(against, score)
+    if len({len(ours), len(theirs), len(mine), len(against)}) != 1:
+        return []
+    return [one - other for one, other in zip(ours, theirs, strict=True)]
+
+
 def spread_of(groups: Iterable[Sequence[Measured]], score: Score) -> float:
     """Standard deviation between runs of the same settings, as a logarithm: from repeats, and from the windows of
     single runs, whichever is larger. Medians, so that settings which fell apart once do not hide all other gains."""
@@ -61,39 +93,11 @@ def spread_of(groups: Iterable[Sequence[Measured]], score: Score) -> float:
         if len(logs) > 1:
             middle, free = statistics.fmean(logs), len(logs) / (len(logs) - 1)
             apart += [math.sqrt(free) * abs(value - middle) for value in logs]
-        within += [error for run in runs if (error := _window_error(run)) is not None]
+        for windows in (run.windows for run in runs if run.result == "measured" and len(run.windows) > 1):
+            mean = statistics.fmean(windows)
+            within += [_deviation(windows) / mean / math.sqrt(len(windows))] if mean > 0 else []
     between = NORMAL_MEDIAN * statistics.median(apart) if apart else 0.0
     return max(LEAST_SPREAD, between, statistics.median(within) if within else 0.0)
-
-
-def compare(candidate: Sequence[Measured], best: Sequence[Measured], score: Score, spread: float) -> Comparison | None:
-    """None if one of them has no good run."""
-    ours, theirs = _logs(candidate, score), _logs(best, score)
-    if not ours or not theirs:
-        return None
-    error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
-    return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
-
-
-def compare_turns(
-    candidate: Sequence[Measured],
-    best: Sequence[Measured],
-    score: Score,
-    spread: float,
-    turns: Iterable[Sequence[float]],
-) -> Comparison | None:
-    """The same for runs that alternated, each of `best` before the one of `candidate`. A machine that gets slower and
-    faster does so for both runs of a turn, so their ratio varies less than their rates.
-
-    `turns` are the log-ratios of all candidates so far, this one included: together they say how much turns differ.
-    """
-    seen, ratios = compare(candidate, best, score, spread), log_ratios(candidate, best, score)
-    apart = turn_spread(turns)
-    if seen is None or len(ratios) < 2 or apart is None:
-        return seen
-    error = max(apart[0], _deviation(ratios), LEAST_SPREAD) / math.sqrt(len(ratios))
-    sure = STUDENT[min(apart[1], len(STUDENT)) - 1]
-    return Comparison(statistics.fmean(ratios), min(seen.noise, sure * error))
 
 
 def turn_spread(turns: Iterable[Sequence[float]]) -> tuple[float, int] | None:
@@ -107,50 +111,25 @@ def turn_spread(turns: Iterable[Sequence[float]]) -> tuple[float, int] | None:
     return math.sqrt(squares / free), free
 
 
-def log_ratios(candidate: Sequence[Measured], best: Sequence[Measured], score: Score) -> list[float]:
-    """Of each turn; empty unless all of them are good."""
-    ours, theirs = _logs(candidate, score), _logs(best, score)
-    if len({len(ours), len(theirs), len(candidate), len(best)}) != 1:
-        return []
-    return [mine - other for mine, other in zip(ours, theirs, strict=True)]
-
-
-def smallest_gain(spread: float) -> float:
-    """The smallest gain that two runs against two others would show, as a share: 0.06."""
-    return max(FLOOR, math.expm1(SURE * spread))
-
-
 def is_cheaper(settings: Settings, than: Settings) -> bool:
-    """Whether settings take less memory than others, and no more of anything."""
-    pairs = list(zip(_taken(settings), _taken(than), strict=True))
-    others = [name for name in settings if name not in ("num_workers", "prefetch_factor", "lookahead")]
-    if any(settings[name] != than.get(name) for name in others):
-        return False
-    return all(ours <= theirs for ours, theirs in pairs) and any(ours < theirs for ours, theirs in pairs)
+    """Whether settings take less memory than others, no more of anything, and are otherwise the same."""
+    ours, theirs = _taken(settings), _taken(than)
+    same = all(value == than.get(name) for name, value in settings.items() if name not in TAKES_MEMORY)
+    return same and ours != theirs and all(one <= other for one, other in zip(ours, theirs, strict=True))
 
 
 def _taken(settings: Settings) -> tuple[float, float, float]:
     """Workers, batches in flight, look-ahead."""
-    workers = _number(settings, "num_workers")
+    values = (settings.get(name) for name in TAKES_MEMORY)
+    workers, each, ahead = (float(value) if isinstance(value, (int, float)) else 0.0 for value in values)
     # A script may have a number of workers of its own, which is always the same.
-    in_flight = (workers if "num_workers" in settings else 1.0) * _number(settings, "prefetch_factor")
-    return workers, in_flight, _number(settings, "lookahead")
+    return workers, (workers if "num_workers" in settings else 1.0) * each, ahead
 
 
 def mean_rate(runs: Sequence[Measured]) -> float | None:
     """Samples per second of the good ones among these runs."""
     rates = [rate for run in runs if (rate := run.samples_per_second) is not None]
-    return sum(rates) / len(rates) if rates else None
-
-
-def percent(ratio: float) -> str:
-    """+12 %"""
-    return f"{ratio - 1:+.0%}".replace("%", " %")
-
-
-def _number(settings: Settings, name: str) -> float:
-    value = settings.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return statistics.fmean(rates) if rates else None
 
 
 def _deviation(logs: Sequence[float]) -> float:
@@ -159,10 +138,3 @@ def _deviation(logs: Sequence[float]) -> float:
 
 def _logs(runs: Sequence[Measured], score: Score) -> list[float]:
     return [math.log(value) for run in runs if (value := score(run))]
-
-
-def _window_error(run: Measured) -> float | None:
-    if run.result != "measured" or len(run.windows) < 2:
-        return None
-    mean = statistics.fmean(run.windows)
-    return statistics.stdev(run.windows) / mean / math.sqrt(len(run.windows)) if mean > 0 else None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from stoker.clock.observed import Observed
 from stoker.plan.records import Estimate
+
+AT_CEILING = 0.95
+"""Share of the ceiling from which a search ends: the rest would not pay for the trials."""
+EXPECTED = 1.01
+"""A predicted speed-up from which one is expected."""
 
 Value = bool | int | float | str | None
 Settings = dict[str, Value]
@@ -158,12 +163,24 @@ class State:
         rates = [rate for rate in good if rate is not None]
         return sum(rates) / len(rates) / self.ceiling if rates and self.ceiling else None
 
+    @property
+    def is_at_ceiling(self) -> bool:
+        return self.share_of_ceiling is not None and self.share_of_ceiling >= AT_CEILING
+
+
+Propose = Callable[[State], Candidate | None]
+Fits = Callable[[Settings], str | None]
+"""Why the plan refuses these settings; None if they fit."""
+Ready = Callable[[Settings], str | None]
+"""Makes what settings need before they can be run, such as a pack; None, or why that cannot be. Its time is not part of
+the budget."""
+
 
 class Listener(Protocol):
     """Is told how the search goes; must not raise."""
 
     def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:
-        """A run begins; `role` is baseline, candidate, best or confirmation."""
+        """A run begins; `role` is baseline, candidate, best, confirmation or whole."""
 
     def trial_ends(self, number: int, measured: Measured) -> None: ...
 

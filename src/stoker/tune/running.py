@@ -23,11 +23,10 @@ from stoker.errors import StokerError, UserError
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.machine.memory import read_memory, used_by_others_bytes
 from stoker.tune.journal import Journal
-from stoker.tune.ladder import search
 from stoker.tune.objective import Goal, Objective
-from stoker.tune.records import Measured, Nobody, Outcome, Settings, Step
+from stoker.tune.records import Fits, Measured, Nobody, Outcome, Settings, Step
 from stoker.tune.result import DEFAULT_NAME, check_target, journal_path, write_tuned
-from stoker.tune.rungs import Fits
+from stoker.tune.search import search
 from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
 from stoker.tune.text import running_text, step_text
 from stoker.tune.trial import ConfigTrier
@@ -101,7 +100,7 @@ def open_config(resolved: Resolved, path: Path, overrides: Sequence[str], option
     cpus = max(1, machine.cpus // config.devices)
     remarks = _remarks(ranks, cpus)
     say_notes(remarks)
-    live = Live("patches" if config.task == "segment3d" else "images")
+    live = Live("patches" if config.task == "segment3d" else "images", options.trial_s)
     trier = ConfigTrier(
         config, pace_s=pace_s, memory_limit_bytes=_memory_limit(options.ram_bytes, config.devices), cpus=cpus,
         ranks=ranks, compare_pixels=options.other_places, report=live.report,
@@ -126,9 +125,14 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     start = settings_of(config)
     if options.other_places:
         start["data_root"] = config.data_root
-    facts = _begin_facts(path, overrides, config, machine, options, start)
-    journal = begin_journal(journal_path(target), facts, fresh=options.fresh)
-    live.trial_s = options.trial_s
+    facts = {
+        "config": str(path), "overrides": list(overrides), "original": start, "goal": options.goal, "unit": live.unit,
+        "budget_s": options.budget_s, "trial_s": options.trial_s,
+    }  # fmt: skip
+    pack = None if options.pack is None else str(options.pack.absolute())
+    asked = [options.goal, options.pace, options.trial_s, options.ram_bytes, list(options.packed), pack]
+    same = {"config": config_values(config), "options": asked}
+    journal = begin_journal(journal_path(target), facts, same, machine, fresh=options.fresh)
     packs = None
     try:
         packs = None if options.pack is None else _packs(options.pack, config, journal)
@@ -163,9 +167,11 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     return Tuned(outcome, target, journal.path)
 
 
-def begin_journal(path: Path, facts: dict[str, Any], *, fresh: bool) -> Journal:
-    """The journal, resumed or new, and says which."""
+def begin_journal(path: Path, facts: dict[str, Any], same: dict[str, Any], machine: Machine, *, fresh: bool) -> Journal:
+    """The journal, resumed or new, and says which; trials count again where `same` and this machine are the same."""
     journal = Journal(path)
+    same = {**same, "host": [socket.gethostname(), machine.cpus, machine.accelerators]}
+    facts = {"time": time.time(), **facts, "same": same}
     try:
         why_anew = journal.begin(facts, fresh=fresh)
     except OSError as error:
@@ -202,9 +208,8 @@ def plan_fits(config: HostConfig, path: Path | None, machine: Machine) -> Fits:
 class Live(Nobody):
     """Shows each trial on stderr while it runs, and a line for each decision."""
 
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
-        self.trial_s = DEFAULT_TRIAL_S
+    def __init__(self, unit: str, trial_s: float) -> None:
+        self.unit, self.trial_s = unit, trial_s
         self._stack = ExitStack()
         self._advance: Advance | None = None
 
@@ -311,34 +316,6 @@ def has_batch_norm(config: HostConfig) -> bool:
 
 def _validates(config: HostConfig) -> bool:
     return config.limit_val_batches != 0
-
-
-def _begin_facts(
-    path: Path, overrides: Sequence[str], config: HostConfig, machine: Machine, options: TuneOptions, start: Settings
-) -> dict[str, Any]:
-    """What a journal begins with; `same` must be equal for its trials to count."""
-    return {
-        "time": time.time(),
-        "config": str(path),
-        "overrides": list(overrides),
-        "original": start,
-        "goal": options.goal,
-        "unit": "patches" if config.task == "segment3d" else "images",
-        "budget_s": options.budget_s,
-        "trial_s": options.trial_s,
-        "same": {
-            "config": config_values(config),
-            "host": [socket.gethostname(), machine.cpus, machine.accelerators],
-            "options": [
-                options.goal,
-                options.pace,
-                options.trial_s,
-                options.ram_bytes,
-                list(options.packed),
-                None if options.pack is None else str(options.pack.absolute()),
-            ],
-        },
-    }
 
 
 def _ceiling(trier: ConfigTrier, start: Settings, seconds: float, journal: Journal, live: Live) -> float | None:

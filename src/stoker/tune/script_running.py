@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stoker.console import say_notes
 from stoker.errors import UsageError
-from stoker.machine.host import Machine, read_machine
-from stoker.tune.ladder import search
+from stoker.machine.host import read_machine
 from stoker.tune.objective import Objective
-from stoker.tune.placeholders import CHANGES_TRAINING, Template, read_template
-from stoker.tune.records import Measured, Outcome, Settings
+from stoker.tune.placeholders import CHANGES_TRAINING, read_template
+from stoker.tune.records import Measured, Outcome
 from stoker.tune.running import Live, TuneOptions, begin_journal
 from stoker.tune.script import ScriptTrier, refuse_broken
 from stoker.tune.script_space import proposals
+from stoker.tune.search import search
 from stoker.tune.text import outcome_text
 
 JOURNAL = Path("tune.jsonl")
@@ -48,10 +45,17 @@ def tune_script(words: Sequence[str], options: TuneOptions) -> TunedScript:
         )
     say_notes(template.notes())
     machine = read_machine()
-    live = Live("samples")
-    live.trial_s = options.trial_s
+    live = Live("samples", options.trial_s)
     trier = ScriptTrier(template, memory_limit_bytes=options.ram_bytes, report=live.report)
-    journal = begin_journal(JOURNAL, _begin_facts(template, machine, options), fresh=options.fresh)
+    facts = {
+        "command": shlex.join(template.words), "original": template.start, "goal": options.goal,
+        "budget_s": options.budget_s, "trial_s": options.trial_s,
+    }  # fmt: skip
+    same = {
+        "command": list(template.words), "folder": str(Path.cwd()), "script": _digest_of_files(template.words),
+        "options": [options.goal, options.trial_s, options.ram_bytes],
+    }  # fmt: skip
+    journal = begin_journal(JOURNAL, facts, same, machine, fresh=options.fresh)
     try:
         outcome = search(
             trier, template.start, proposals(template, machine.cpus), budget_s=options.budget_s,
@@ -84,26 +88,6 @@ def result_notes(outcome: Outcome) -> list[str]:
         "chosen anew, and its result may differ"
         for name in changed
     ]
-
-
-def _begin_facts(template: Template, machine: Machine, options: TuneOptions) -> dict[str, Any]:
-    """What a journal begins with; `same` must be equal for its trials to count."""
-    start: Settings = template.start
-    return {
-        "time": time.time(),
-        "command": shlex.join(template.words),
-        "original": start,
-        "goal": options.goal,
-        "budget_s": options.budget_s,
-        "trial_s": options.trial_s,
-        "same": {
-            "command": list(template.words),
-            "folder": str(Path.cwd()),
-            "script": _digest_of_files(template.words),
-            "host": [socket.gethostname(), machine.cpus, machine.accelerators],
-            "options": [options.goal, options.trial_s, options.ram_bytes],
-        },
-    }
 
 
 def _digest_of_files(words: Sequence[str]) -> str:

@@ -8,10 +8,9 @@ from stoker.clock.observed import Observed
 from stoker.doctor.checks.case import Case
 from stoker.doctor.preparing import workers_that_fit
 from stoker.doctor.what_if import LoaderModel, model_of
-from stoker.tune.loader_ladder import WAITS, prefetch_candidates, worker_candidates, worker_counts
+from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
 from stoker.tune.placeholders import Placeholder, Template
-from stoker.tune.records import Candidate, State, Value, key_of
-from stoker.tune.rungs import Propose
+from stoker.tune.records import Candidate, Propose, State, Value, key_of
 
 MOST_DOUBLINGS = 6
 

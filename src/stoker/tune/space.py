@@ -14,8 +14,7 @@ from stoker.clock.observed import Observed
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.doctor.what_if import LoaderModel, model_of
 from stoker.machine.host import HostConfig
-from stoker.tune.ladder import AT_CEILING
-from stoker.tune.loader_ladder import WAITS, prefetch_candidates, worker_candidates, worker_counts
+from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
 from stoker.tune.objective import Goal
 from stoker.tune.records import Candidate, Settings, State, Value
 
@@ -119,11 +118,10 @@ def proposer(around: Surroundings) -> Callable[[State], Candidate | None]:
 
 def _losses(state: State, around: Surroundings) -> list[Loss]:
     """What is worth addressing, the largest loss first."""
-    measured, share = state.measured, state.share_of_ceiling
+    measured = state.measured
     found: list[Loss] = []
     waits = None if measured is None else measured.wait_share
-    at_ceiling = share is not None and share >= AT_CEILING
-    if not at_ceiling and (waits is None or waits >= WAITS):
+    if not state.is_at_ceiling and (waits is None or waits >= WAITS):
         found.append("data")
     if not around.paced and measured is not None and (waits is None or 1 - waits >= COMPUTES):
         found.append("compute")

@@ -35,10 +35,9 @@ def settings_text(change: Settings, before: Settings | None = None) -> str:
 
 def running_text(number: int, change: Settings, role: str) -> str:
     """What is running now."""
-    what = {"baseline": "the original", "best": "the best so far again", "confirmation": "confirming"}.get(role)
-    if what is None or (role == "confirmation" and change):
-        what = settings_text(change) if role == "candidate" else f"confirming {settings_text(change)}"
-    return f"trial {number}: {what}"
+    names = {"baseline": "the original", "best": "the best so far again", "whole": "the config as given"}
+    confirming = "confirming " if role == "confirmation" else ""
+    return f"trial {number}: {confirming}{names.get(role) or settings_text(change)}"
 
 
 def step_text(step: Step, unit: str) -> str:

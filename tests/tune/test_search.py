@@ -10,14 +10,14 @@ import pytest
 
 from stoker.plan.records import Estimate
 from stoker.run.json_lines import read_records
-from stoker.tune import rungs
+from stoker.tune import trials
 from stoker.tune.comparing import is_cheaper
 from stoker.tune.journal import Journal
-from stoker.tune.ladder import MOST_TRIALS, search
 from stoker.tune.objective import Objective
-from stoker.tune.records import Candidate, Measured, Outcome, Settings, State
-from stoker.tune.rungs import Propose
+from stoker.tune.records import Candidate, Measured, Outcome, Propose, Settings, State
+from stoker.tune.search import search
 from stoker.tune.text import outcome_text
+from stoker.tune.trials import MOST_TRIALS
 from tests.tune.made_up import START, MadeUp, neighbours, rises_to_four, was_run
 
 BEST: Settings = {"num_workers": 4, "loader": "process", "prefetch_factor": 2}
@@ -262,7 +262,7 @@ def test_what_a_change_needs_is_made_before_it_runs_and_its_time_is_not_the_budg
 ) -> None:
     asked: list[Settings] = []
     now_s = 1000.0
-    monkeypatch.setattr(rungs.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(trials.time, "monotonic", lambda: now_s)
 
     def ready(settings: Settings) -> str | None:
         nonlocal now_s

@@ -14,8 +14,7 @@ from stoker.doctor.what_if import (
     with_loader,
 )
 from stoker.plan.records import Estimate
-from stoker.tune.ladder import EXPECTED
-from stoker.tune.records import Candidate, Settings
+from stoker.tune.records import EXPECTED, Candidate, Settings
 
 WORKER_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers that are tried; the number of cores joins them."""

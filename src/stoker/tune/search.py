@@ -1,0 +1,337 @@
+"""The search: one change at a time, each measured against the best so far, kept or dropped.
+
+    baseline -> propose -> ask the model and the plan -> run in turns with the best -> keep or drop -> confirm
+
+Knows nothing of configs or scripts: `trier` runs settings, `propose` says what is worth a run, `fits` what must not be
+run. Whatever a run ends with is a result. The same measurements lead to the same decisions, so a search that was killed
+resumes by taking its recorded runs instead of running them again (`Journal`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from stoker.tune.comparing import FLOOR, SURE, Comparison, is_cheaper, mean_rate
+from stoker.tune.journal import Journal
+from stoker.tune.objective import Objective, run_facts
+from stoker.tune.records import (
+    EXPECTED,
+    Candidate,
+    Decision,
+    Fits,
+    Listener,
+    Measured,
+    Nobody,
+    Outcome,
+    Propose,
+    Ready,
+    Settings,
+    State,
+    Step,
+    Trier,
+    key_of,
+)
+from stoker.tune.trials import FOR_CONFIRMATION, MOST_TRIALS, Trials
+
+CLEAR = math.log(1.2)
+"""A gain from which one run is enough, if it is also twice the noise: the confirmation at the end would reveal a
+mistake."""
+CANNOT_HELP = 1.06
+"""With no gain expected: the upper end of a prediction below which a run is not worth its time. The model's own error
+alone reaches up to 1.04 where nothing changes (doctor/what_if.py)."""
+MOST_ROUNDS = 4
+"""Runs of a candidate that looks faster, on a machine whose noise hides it."""
+WORTH_ANOTHER_LOOK = 0.03
+"""A gain that may be hidden, from which on time that is left at the end is spent on it. The loader's model expected at
+most +4 % where a run showed +6 % (results/tune, a few huge images)."""
+CHANGES_THE_STEP = ("compile_model", "compile_mode", "channels_last", "batch_size", "gradient_accumulation")
+
+
+def search(
+    trier: Trier, start: Settings, propose: Propose, *, budget_s: float, trial_s: float,
+    fits: Fits = lambda _settings: None, ready: Ready = lambda _settings: None, journal: Journal | None = None,
+    tell: Listener | None = None, objective: Objective | None = None, ceiling: float | None = None,
+    most_trials: int = MOST_TRIALS, other_training: Sequence[Candidate] = (), price_per_hour: float | None = None,
+    facts: Mapping[str, Any] = MappingProxyType({}),
+) -> Outcome:  # fmt: skip
+    """The best settings that were run, confirmed against the original from fresh starts; or the original itself.
+
+    `ceiling` is samples per second with batches that are always ready, if known. `other_training` is measured at the
+    end, and never part of the best. `facts` become part of the outcome's. Ctrl-C ends the search with the best so far.
+    """
+    journal, objective = journal or Journal(), objective or Objective()
+    trials = Trials(
+        trier, journal, tell or Nobody(), objective.score, budget_s=budget_s, trial_s=trial_s, most=most_trials
+    )
+    found = _Search(trials, dict(start), propose, fits, ready, ceiling)
+    try:
+        stopped = found.improve() if found.begin() else "the original is refused"
+        found.confirm()
+        found.measure_others(other_training)
+    except KeyboardInterrupt:
+        return _outcome(found, "interrupted", objective, price_per_hour, facts)
+    outcome = _outcome(found, stopped, objective, price_per_hour, facts)
+    journal.end(outcome)
+    return outcome
+
+
+@dataclass
+class _Duel:
+    """Settings against others, run in turns."""
+
+    settings: Settings
+    change: Settings
+    other: Settings | None
+    """None if the others do not run."""
+    mine: list[Measured] = field(default_factory=list)
+    against: list[Measured] = field(default_factory=list)
+    seen: Comparison | None = None
+
+
+class _Search:
+    """How far a search has come."""
+
+    def __init__(
+        self, trials: Trials, original: Settings, propose: Propose, fits: Fits, ready: Ready, ceiling: float | None
+    ) -> None:
+        self.trials, self.original, self.ceiling = trials, original, ceiling
+        self.best = dict(original)
+        self.steps: list[Step] = []
+        self.others: list[Step] = []
+        self.confirmed: _Duel | None = None
+        self._propose, self._fits, self._ready = propose, fits, ready
+        self._open: list[tuple[bool, float, Candidate, _Duel]] = []
+        """What may hide a gain over the best so far: whether it was run, how large, and what it is."""
+        self._earlier: list[Settings] = []
+        """Settings that were the best once, newest last."""
+
+    def begin(self) -> bool:
+        """Runs the original twice: how fast it is, and how much two runs differ. False if it is refused."""
+        refused, reason = self._fits(self.original), "the original"
+        runs: list[Measured] = []
+        if refused is None:
+            runs.append(self.trials.run(self.original, {}, "baseline"))
+            if runs[0].result != "refused":
+                runs.append(self.trials.run(self.original, {}, "baseline"))
+            if len(self.trials.good(self.original)) == 1:
+                runs.append(self.trials.run(self.original, {}, "baseline"))
+        good, failed = self.trials.good(self.original), _failure_of(runs)
+        if refused is not None:
+            reason = f"not run: the plan says it would not fit: {refused}"
+        elif failed is not None:
+            reason += f"; {failed}" if good else f" does not run: {failed}"
+        self._record(Candidate({}, "what everything is compared with"), self.original, "baseline", reason, runs)
+        return bool(good) or not any(run.result == "refused" for run in runs)
+
+    def improve(self) -> str:
+        """Tries candidates until there is nothing left, no time, or nothing to gain; returns which."""
+        while self.trials.may_run(1):
+            state = self._state()
+            candidate = self._propose(state)
+            if candidate is None or state.is_done(self.best | candidate.change):
+                if self._look_again():
+                    continue
+                return "compute-bound" if state.is_at_ceiling else "nothing left to try"
+            settings = self.best | candidate.change
+            reason = _why_hopeless(candidate) or self._why_not(settings)
+            if reason is None:
+                self._try(candidate, settings)
+                continue
+            self._record(candidate, settings, "skipped", reason)
+            if candidate.predicted is not None:
+                most = math.log(max(1e-9, candidate.predicted.high))
+                self._open.append((False, most, candidate, _Duel(settings, candidate.change, self.best)))
+        return "budget"
+
+    def _try(self, candidate: Candidate, settings: Settings) -> None:
+        mine = [self.trials.run(settings, candidate.change, "candidate")]
+        duel = _Duel(settings, candidate.change, self.best, mine, self.trials.good(self.best)[-2:])
+        seen = duel.seen = self.trials.compare(mine, duel.against)
+        if seen is not None:
+            cheaper = is_cheaper(settings, self.best)
+            sure = seen.gain > max(CLEAR, 2 * seen.noise)
+            hopeless = not seen.may_be_gain and not (cheaper and seen.gain > -seen.noise)
+            if not sure and not hopeless:
+                if self.trials.may_run(4) and self.trials.lengthen():
+                    duel.mine, duel.against = [], []
+                # What looks like a gain gets more rounds; no other question is worth them before all have been asked.
+                self._run_in_turns(duel, lambda now: now.gain > math.log1p(FLOOR), MOST_ROUNDS)
+        self._judge(candidate, duel)
+
+    def _run_in_turns(self, duel: _Duel, is_open: Callable[[Comparison], bool], most: int) -> None:
+        """Runs both at least once more, until there is a gain or the question is closed."""
+        undecided = True
+        while undecided and len(duel.mine) < most and self.trials.may_run(2):
+            self._turn(duel, "best", "candidate")
+            seen = duel.seen
+            undecided = _failure_of(duel.mine) is None and seen is not None and not seen.is_gain and is_open(seen)
+
+    def _turn(self, duel: _Duel, other_role: str, role: str) -> None:
+        # Alternating, so that neither side profits when the machine gets faster or slower.
+        between = [] if duel.other is None else [self.trials.run(duel.other, {}, other_role)]
+        duel.mine.append(self.trials.run(duel.settings, duel.change, role))
+        duel.against = [*duel.against[1 - len(duel.mine) :], *between]
+        duel.seen = self.trials.compare_turns(duel.settings, duel.mine, duel.against) or duel.seen
+
+    def _judge(self, candidate: Candidate, duel: _Duel) -> None:
+        seen, failed = duel.seen, _failure_of(duel.mine)
+        decision: Decision = "kept"
+        if failed is not None:
+            decision, reason, seen = "not kept", failed if seen is None else f"run again, {failed}", None
+        elif seen is None:
+            reason = "the best so far does not run, this does"
+        elif seen.is_gain:
+            reason = seen.words()
+        elif is_cheaper(duel.settings, self.best) and seen.gain >= 0 and len(duel.mine) > 1:
+            reason = f"{seen.words()}: not slower, and cheaper"
+        else:
+            decision, reason = "not kept", seen.words() + ("" if seen.gain < -seen.noise else ", inside the noise")
+        if decision == "kept":
+            self._open.clear()
+            if key_of(self.best) != key_of(self.original):
+                self._earlier.append(self.best)
+            self.best = duel.settings
+        elif seen is not None:
+            self._open.append((True, seen.gain + seen.noise, candidate, duel))
+        speedup = None if seen is None else seen.ratio
+        self._record(candidate, duel.settings, decision, reason, duel.mine, duel.against, speedup)
+
+    def _look_again(self) -> bool:
+        """Comes back to what the noise hid, or to what was only predicted to gain nothing, in longer trials; True if
+        one of them was kept."""
+        questions = [one for one in self._open if one[1] > math.log1p(WORTH_ANOTHER_LOOK)]
+        questions = [] if self._state().is_at_ceiling else sorted(questions, key=lambda one: one[:2], reverse=True)
+        self._open, before = [], key_of(self.best)
+        for place, (was_run, _, candidate, duel) in enumerate(questions):
+            if not self.trials.may_run(2) or self._why_not(duel.settings) is not None:
+                continue
+            candidate = replace(candidate, why=f"{candidate.why}; again, as there is time")
+            if not was_run:
+                self._try(candidate, duel.settings)
+            else:
+                if self.trials.lengthen(2 * MOST_ROUNDS * (len(questions) - place) + FOR_CONFIRMATION):
+                    duel.mine, duel.against = [], []
+                self._run_in_turns(duel, lambda now: now.may_be_gain, len(duel.mine) + MOST_ROUNDS)
+                self._judge(candidate, duel)
+            if key_of(self.best) != before:
+                return True
+        return False
+
+    def confirm(self) -> None:
+        """Compares the best with the original from fresh starts, in turns; if the gain does not hold, falls back to
+        what was the best before."""
+        while key_of(self.best) != key_of(self.original):
+            change = {name: value for name, value in self.best.items() if self.original.get(name) != value}
+            duel = _Duel(self.best, change, self.original if self.trials.good(self.original) else None)
+            while self._needs_confirmation(duel):
+                self._turn(duel, "confirmation", "confirmation")
+            seen, cheaper = duel.seen, is_cheaper(self.best, self.original)
+            holds = seen is None or seen.is_gain or (cheaper and seen.gain >= 0)
+            holds = holds and bool(self.trials.scores(duel.mine))
+            failed = _failure_of([*duel.mine, *duel.against]) or "not measured"
+            self._record(
+                Candidate(change, "from fresh starts, in turns with the original"), self.best,
+                "confirmed" if holds else "not confirmed",
+                "no trials were left for it" if not duel.mine else failed if seen is None else seen.words(),
+                duel.mine, duel.against, None if seen is None else seen.ratio,
+            )  # fmt: skip
+            if holds:
+                self.confirmed = duel
+                return
+            # With no trials left only the original is certain.
+            self.best = self._earlier.pop() if self._earlier and duel.mine else dict(self.original)
+
+    def _needs_confirmation(self, duel: _Duel) -> bool:
+        seen, rounds = duel.seen, len(duel.mine)
+        if not self.trials.has_room(2) or rounds == MOST_ROUNDS:
+            return False
+        if (seen is not None and seen.is_gain) or (duel.other is None and self.trials.scores(duel.mine)):
+            return False
+        return rounds < 2 or (seen is not None and seen.may_be_gain and self.trials.has_time(2))
+
+    def measure_others(self, candidates: Sequence[Candidate]) -> None:
+        """What would be faster, but a different training."""
+        for candidate in candidates:
+            settings = self.best | candidate.change
+            refused = self._fits(settings)
+            if refused is not None:
+                self._record(candidate, settings, "skipped", refused, steps=self.others)
+                continue
+            run = self.trials.run(settings, candidate.change, "candidate")
+            ours, theirs = run.raw_samples_per_second, mean_rate(self.trials.good(self.best))
+            ratio = ours / theirs if ours and theirs else None
+            reason = run.failure if ratio is None else f"{_percent(ratio)}, but a different training"
+            self._record(candidate, settings, "not kept", reason, [run], speedup=ratio, steps=self.others)
+
+    def _record(
+        self, candidate: Candidate, settings: Settings, decision: Decision, reason: str, mine: Sequence[Measured] = (),
+        against: Sequence[Measured] = (), speedup: float | None = None, steps: list[Step] | None = None,
+    ) -> None:  # fmt: skip
+        step = Step(
+            len(self.steps) + len(self.others), dict(settings), candidate.change, candidate.why, decision, reason,
+            candidate.predicted, tuple(mine), tuple(against), speedup,
+        )  # fmt: skip
+        (self.steps if steps is None else steps).append(step)
+        self.trials.journal.step(step)
+        self.trials.tell.step(step)
+
+    def _state(self) -> State:
+        # The ceiling is the original model's: a faster step has a higher one, which nobody measured.
+        same_step = all(self.best.get(key) == self.original.get(key) for key in CHANGES_THE_STEP)
+        left_s = self.trials.budget_s - self.trials.spent_s
+        return State(
+            self.original, self.best, self.trials.runs, tuple(self.steps), self.ceiling if same_step else None, left_s
+        )
+
+    def _why_not(self, settings: Settings) -> str | None:
+        """Why these settings cannot be run."""
+        began_s = time.monotonic()
+        unready = self._ready(settings)
+        self.trials.off_budget_s += time.monotonic() - began_s
+        if unready is not None:
+            return unready
+        refused = self._fits(settings)
+        return None if refused is None else f"the plan says it would not fit: {refused}"
+
+
+def _why_hopeless(candidate: Candidate) -> str | None:
+    predicted = candidate.predicted
+    if predicted is None or predicted.expected >= EXPECTED or predicted.high >= CANNOT_HELP:
+        return None
+    return f"predicted to gain nothing ({_percent(predicted.expected)}, at most {_percent(predicted.high)})"
+
+
+def _failure_of(runs: Sequence[Measured]) -> str | None:
+    """How the first of them failed that did; None if all were measured."""
+    return next((run.failure for run in runs if run.result != "measured"), None)
+
+
+def _percent(ratio: float) -> str:
+    return f"{ratio - 1:+.0%}".replace("%", " %")
+
+
+def _outcome(
+    found: _Search, stopped: str, objective: Objective, price_per_hour: float | None, facts: Mapping[str, Any]
+) -> Outcome:
+    trials = found.trials
+    duel = found.confirmed or _Duel(found.best, {}, None, trials.good(found.best), trials.good(found.original))
+    runs = (duel.against, duel.mine)
+    before, after = (next((run for run in reversed(some) if run.result == "measured"), None) for some in runs)
+    return Outcome(
+        original=found.original, best=found.best, before=mean_rate(duel.against),
+        after=mean_rate(duel.mine), stopped=stopped, ceiling=found.ceiling, trials=trials.count,
+        took_s=trials.spent_s, steps=tuple(found.steps), other_training=tuple(found.others),
+        facts={
+            "objective": objective.goal, "confirmed": found.confirmed is not None,
+            # That two runs against two others would show.
+            "smallest_gain": max(FLOOR, math.expm1(SURE * trials.spread())), "trial_s": trials.trial_s,
+            "could_be_longer": trials.could_be_longer,
+            "budget_used": trials.spent_s / trials.budget_s if trials.budget_s > 0 else 1.0,
+            **run_facts(objective, before, after, price_per_hour), **facts,
+        },
+    )  # fmt: skip

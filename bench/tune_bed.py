@@ -16,15 +16,15 @@ from stoker.config import load_config
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.pack.preprocessing import Preparation
 from stoker.data.volumes.pack.writing import LAYOUTS
-from stoker.doctor.trials import open_once
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine, usable_cpus
 from stoker.plan.guard import quick_plan
 from stoker.tasks.volumes.packing import VolumePacking, run_volume_packing
-from stoker.tune.copies import Copies
+from stoker.trial.fork_server import ForkServer
+from stoker.trial.running import open_once, trial_server
 from stoker.tune.records import Fits, Key, Measured, Outcome, Settings, key_of
 from stoker.tune.running import TuneOptions, plan_fits, tune_config
 from stoker.tune.space import Surroundings, config_with, settings_of
-from stoker.tune.trial import ConfigTrier, trial_copies
+from stoker.tune.trial import ConfigTrier
 
 LOADER_ALONE: Settings = {"num_workers": 2, "loader": "thread", "prefetch_factor": 4}
 """What a pace is relative to, with far look-ahead and large caches."""
@@ -47,7 +47,7 @@ class Bed:
     ram_bytes: int | None
     start: Settings
     fits: Fits
-    copies: Copies
+    server: ForkServer
     """Shared by all trials of the scenario; each scenario has its own, with the addresses of its server."""
     ledgers: set[str] = field(default_factory=set)
     """Of every trial."""
@@ -67,7 +67,7 @@ class Bed:
     def open_trier(self, *, limit: int | None = None, patience_s: float | None = None) -> ConfigTrier:
         return ConfigTrier(
             self.config, pace_s=self.pace_s, memory_limit_bytes=limit or self.ram_bytes, cpus=self.machine.cpus,
-            patience_s=patience_s, copies=self.copies, compare_pixels=self.scenario.packed,
+            patience_s=patience_s, server=self.server, compare_pixels=self.scenario.packed,
         )  # fmt: skip
 
     def run(self, settings: Settings, seconds: float) -> Measured:
@@ -124,8 +124,8 @@ def made_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Ite
         image_bytes = 3 * config.img_size**2
         ram_bytes = needed_bytes(config, path, machine)
         ram_bytes += scenario.batches_of_room * config.batch_size * image_bytes
-    with closing(trial_copies()) as copies:
-        trier = ConfigTrier(config, pace_s=TAKES_NO_TIME_S, cpus=machine.cpus, copies=copies)
+    with closing(trial_server()) as server:
+        trier = ConfigTrier(config, pace_s=TAKES_NO_TIME_S, cpus=machine.cpus, server=server)
         measured = trier.run(start | LOADER_ALONE | alone, seconds)
         rate = measured.samples_per_second
         if rate is None:
@@ -133,7 +133,7 @@ def made_ready(scenario: Scenario, root: str, work: Path, seconds: float) -> Ite
         yield Bed(
             scenario, path, config, machine, config.batch_size / (scenario.pace * rate), rate, ram_bytes, start,
             plan_fits(config, path, machine) if ram_bytes is None else _fits_into(ram_bytes, config, path, machine),
-            copies,
+            server,
         )  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def _marked() -> set[int]:
 
 
 def _left_behind(before: set[int]) -> set[int]:
-    """New processes that do not end within a moment, but for the one that trials are copied from: it waits for more."""
+    """New processes that do not end within a moment, but for the one that trials are forked from: it waits for more."""
     end_s = time.monotonic() + ENDING_S
     while True:
         left = set()
@@ -218,7 +218,7 @@ def survive(bed: Bed, seconds: float) -> list[dict[str, Any]]:
     """One row per search; expects a scenario that was made ready, whose data is in a folder."""
     known: dict[Key, Measured] = {}
     os.environ[MARK] = str(os.getpid())
-    bed.copies.close()  # it starts anew with the mark
+    bed.server.close()  # it starts anew with the mark
     assert bed.config.data_root is not None
     data = Path(bed.config.data_root)
 

@@ -18,6 +18,7 @@ LAYERS = [
     {"tune", "verify", "stage"},
     {"doctor"},
     {"plan"},
+    {"trial"},
     {"tasks"},
     {"train"},
     {"machine"},

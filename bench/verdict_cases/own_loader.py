@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from stoker.clock.file import HEADER, interval_record
-from stoker.clock.reading import observed_from
+from stoker.clock.reading import NEWEST, observed_from
 from stoker.config import load_config
 from stoker.data.store.stores import LocalStore
 from stoker.doctor.diagnosing import diagnosis_of
-from stoker.doctor.trial_process import feed_at_pace
-from stoker.machine.host import HostWatch, fit_to_machine, read_machine
+from stoker.machine.host import fit_to_machine, read_machine
+from stoker.trial.process import together_trial
 
 
 def slow_down_reads(faults: dict[str, Any]) -> None:
@@ -45,22 +44,10 @@ def main() -> None:
     machine = read_machine()
     config, _ = fit_to_machine(load_config(None, sys.argv[2:]).config, machine)
     slow_down_reads(faults)
-    watch = HostWatch()
-
-    def look(seconds: float) -> None:
-        if seconds == 0:
-            watch.facts()
-        watch.look()
-
     job = {
-        "workers": config.num_workers, "cpus": machine.cpus, "seconds": faults["seconds"], "pace_s": faults["pace_s"],
+        "cpus": machine.cpus, "seconds": faults["seconds"], "pace_s": faults["pace_s"], "keep": NEWEST, "whole": True,
     }  # fmt: skip
-    interval, header, name_samples = feed_at_pace(config, job, look)
-    host = {name: value for name, value in vars(watch.facts()).items() if value is not None}
-    lines = [
-        {"kind": "event", "event": HEADER, **header},
-        {"kind": "step", **interval_record(interval, name_samples), "host": host},
-    ]
+    lines = together_trial(config, job, lambda _seconds: None)["lines"]
     sys.stdout.write(json.dumps(diagnosis_of(observed_from(lines, "the case")).as_dict()) + "\n")
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,17 @@ import pytest
 
 from stoker.clock.observed import Observed
 from stoker.clock.reading import observed_from
-from stoker.config import Config, config_values, load_config
+from stoker.config import Config, load_config
 from stoker.doctor import trials
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.diagnosing import to_confirm
 from stoker.doctor.records import Prediction
-from stoker.doctor.trial_process import ceiling_trial, together_trial
-from stoker.doctor.trials import run_trials, try_in_child
+from stoker.doctor.trials import run_trials
 from stoker.errors import UserError
 from stoker.machine.host import fit_to_machine, read_machine
 from stoker.plan.records import Estimate
+from stoker.trial.fork_server import Ended
+from stoker.trial.process import ceiling_trial, together_trial
 from tests.support.tiny_training import write_config, write_images
 from tests.support.waiting import DEADLINE_S, wait_until
 
@@ -51,7 +51,7 @@ def load(path: Path, *words: str) -> Config:
 
 
 def job(seconds: float, **parts: Any) -> dict[str, Any]:
-    return {"seconds": seconds, "workers": 2, "cpus": 1, "pace_s": None} | parts
+    return {"seconds": seconds, "cpus": 1, "keep": 400, "whole": True} | parts
 
 
 @pytest.mark.release
@@ -112,14 +112,6 @@ def test_missing_data_is_reported_at_once(config_file: Path, tmp_path: Path) -> 
     assert caught.value.name == "data-not-found"
 
 
-def test_a_user_error_in_the_trial_process_is_raised_as_one(config_file: Path, tmp_path: Path) -> None:
-    config = load(config_file, f"data_root={tmp_path}/nowhere")
-    with pytest.raises(UserError) as caught:
-        try_in_child({**job(1.0), "trial": "storage", "config": config_values(config)}, lambda _seconds: None)
-    assert caught.value.name == "data-not-found"
-    assert caught.value.hint
-
-
 def children_of(session: int) -> list[str]:
     """Command lines of the live processes that inherited this session's number."""
     found = []
@@ -156,12 +148,16 @@ def test_ctrl_c_and_even_a_kill_leave_nothing_behind(config_file: Path, ending: 
 def test_a_time_for_all_trials_includes_their_starts(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, float]] = []
 
-    def slow_start(job: dict[str, Any], _tell: object) -> dict[str, Any]:
-        tried.append((job["trial"], job["seconds"]))
-        time.sleep(0.7 + 0.1 * job["seconds"])
-        raise UserError("trial-died", "for this test")
+    now_s = 0.0
 
-    monkeypatch.setattr(trials, "try_in_child", slow_start)
+    def slow_start(_server: object, kind: str, _config: Config, seconds: float, **_keys: object) -> Ended:
+        nonlocal now_s
+        tried.append((kind, seconds))
+        now_s += 0.7 + 1.1 * seconds
+        return Ended("killed", detail="for this test", took_s=0.7 + 1.1 * seconds)
+
+    monkeypatch.setattr(trials, "run_trial", slow_start)
+    monkeypatch.setattr(trials.time, "monotonic", lambda: now_s)
     monkeypatch.setattr(trials, "LEAST_TRIAL_S", 0.5)
     seen = run_trials(load(config_file), 2.0, within_s=2.0)
     assert tried[0][0] == "together"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from stoker.config import load_config
-from stoker.doctor.trial_process import storage_trial
 from stoker.machine import storage as local_disk
 from stoker.machine.storage import measure_local_disk
+from stoker.trial.process import storage_trial
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
 

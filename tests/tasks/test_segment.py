@@ -12,12 +12,12 @@ import torch
 from stoker.config import load_config
 from stoker.data.volumes.cases import CaseList
 from stoker.data.volumes.labels import LabelRules
-from stoker.doctor.trial_process import TRIALS
 from stoker.errors import ConfigError, UserError
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.volumes.data import label_rules, open_data, updates_per_epoch, validation_plan
 from stoker.tasks.volumes.segment import VolumeScoring, build_run, open_trained
 from stoker.train.ranks import Ranks
+from stoker.trial.process import KINDS
 from tests.support.tiny_volumes import write_volume_config, write_volumes
 
 CPU = torch.device("cpu")
@@ -114,12 +114,12 @@ def test_the_config_names_the_classes_where_the_data_does_not(tmp_path: Path, sc
 
 def test_the_trials_of_the_doctor_read_patches(tmp_path: Path, scrolls: Path) -> None:
     config = configured(tmp_path, scrolls)
-    job = {"seconds": 0.1, "cpus": 1, "pace_s": 0.01}
-    assert TRIALS["loader"](config, job, lambda _s: None)["images_per_second"] > 0
-    storage = TRIALS["storage"](config, job, lambda _s: None)
+    job = {"seconds": 0.1, "cpus": 1, "pace_s": 0.01, "keep": 9, "whole": True}
+    assert KINDS["loader"](config, job, lambda _s: None)["images_per_second"] > 0
+    storage = KINDS["storage"](config, job, lambda _s: None)
     assert storage["storage"]["dataset_bytes"] > 2 * 2 * 24 * 32 * 28
     assert storage["storage"]["bytes_per_sample"] == 2 * 16**3
-    header, line = TRIALS["together"](config, job, lambda _s: None)["lines"]
+    header, line = KINDS["together"](config, job, lambda _s: None)["lines"]
     assert header["loader"]["samples"] == 6, "patches of an epoch"
     assert line["samples"] > 0
 

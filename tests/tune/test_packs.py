@@ -11,11 +11,12 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.data.volumes.pack.writing import LAYOUTS
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
-from stoker.tune.copies import Copies
+from stoker.trial.fork_server import ForkServer
+from stoker.trial.running import trial_server
 from stoker.tune.journal import Journal
 from stoker.tune.packs import FAR_SLOWER, Packs
 from stoker.tune.space import settings_of
-from stoker.tune.trial import ConfigTrier, trial_copies
+from stoker.tune.trial import ConfigTrier
 from tests.support.tiny_volumes import write_volume_config, write_volumes
 
 
@@ -35,8 +36,8 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 @pytest.fixture(scope="module")
-def copies() -> Iterator[Copies]:
-    found = trial_copies()
+def server() -> Iterator[ForkServer]:
+    found = trial_server()
     yield found
     found.close()
 
@@ -75,7 +76,7 @@ def test_layouts_that_are_close_to_the_fastest_are_tried_in_the_order_of_their_t
 
 
 def test_every_layout_is_the_same_training_and_only_the_one_in_use_is_left(
-    volumes: HostConfig, journal: Journal, tmp_path: Path, copies: Copies
+    volumes: HostConfig, journal: Journal, tmp_path: Path, server: ForkServer
 ) -> None:
     journal.note("layouts", names=list(LAYOUTS))
     journal = resumed(journal)
@@ -85,7 +86,7 @@ def test_every_layout_is_the_same_training_and_only_the_one_in_use_is_left(
     start = settings_of(volumes) | {"data_root": volumes.data_root}
     assert packs.ready(start) is None
     assert not folder.exists(), "the original needs no pack"
-    trier = ConfigTrier(volumes, pace_s=0.002, compare_pixels=True, copies=copies)
+    trier = ConfigTrier(volumes, pace_s=0.002, compare_pixels=True, server=server)
     ledgers = {trier.run(start, 0.2).ledger}
     # Rows of a batch are used again, and hold what is left of another patch: that must not count.
     ledgers.add(trier.run(start | {"num_workers": 0}, 0.2).ledger)

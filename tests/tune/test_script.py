@@ -18,8 +18,7 @@ from stoker.cli import main
 from stoker.clock.observed import Observed
 from stoker.tune.placeholders import Template, read_template
 from stoker.tune.records import Settings
-from stoker.tune.script import ScriptTrier
-from stoker.tune.script_process import windows_of
+from stoker.tune.script import ScriptTrier, windows_of
 from tests.doctor.attach.conftest import SCRIPTS
 from tests.support.waiting import is_running, wait_until
 

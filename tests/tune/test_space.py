@@ -14,10 +14,10 @@ from stoker.clock.observed import BatchTime, HostFacts, LoaderShape, Observed, S
 from stoker.config import Config
 from stoker.doctor.simulation import Setup, Work, simulate
 from stoker.machine.host import HostConfig, Machine, fit_to_machine
+from stoker.trial.ledger import HARMLESS
 from stoker.tune.records import Measured, Outcome, Settings, State, Step, key_of
 from stoker.tune.search import search
 from stoker.tune.space import (
-    HARMLESS,
     KNOBS,
     TUNED,
     Surroundings,

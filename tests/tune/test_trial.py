@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stoker.cli import main
-from stoker.clock.costs import BatchCost
 from stoker.config import load_config
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.machine.memory import tree_pids
-from stoker.tune import trial_process
-from stoker.tune.copies import Copies
+from stoker.trial.fork_server import ForkServer
+from stoker.trial.running import trial_server
 from stoker.tune.records import Measured, Settings
 from stoker.tune.space import settings_of
-from stoker.tune.trial import ConfigTrier, trial_copies
-from stoker.tune.trial_process import is_enough
+from stoker.tune.trial import ConfigTrier
 from tests.support.tiny_training import write_config, write_images
 from tests.support.waiting import is_running, wait_until
 
@@ -37,9 +33,9 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def copies() -> Iterator[Copies]:
+def server() -> Iterator[ForkServer]:
     """One process for all tests of this file: importing takes longer than they do."""
-    found = trial_copies()
+    found = trial_server()
     yield found
     found.close()
 
@@ -60,10 +56,10 @@ def trials() -> list[int]:
 
 
 @pytest.fixture
-def attempt(config_file: Path, copies: Copies) -> Callable[..., Measured]:
+def attempt(config_file: Path, server: ForkServer) -> Callable[..., Measured]:
     def run(change: Settings | None = None, *words: str, **keys: Any) -> Measured:
         config = load(config_file, *words)
-        trier = ConfigTrier(config, copies=copies, **{"pace_s": 0.002} | keys)
+        trier = ConfigTrier(config, server=server, **{"pace_s": 0.002} | keys)
         return trier.run(settings_of(config) | (change or {}), SECONDS)
 
     return run
@@ -92,66 +88,6 @@ def test_the_same_training_has_the_same_ledger_whatever_the_loader_does(attempt:
         assert attempt(change).ledger == original.ledger, change
     for change in ({"seed": 1}, {"img_size": 40}, {"gradient_accumulation": 1}, {"horizontal_flip": 0.1}):
         assert attempt(change).ledger != original.ledger, change
-
-
-@pytest.mark.parametrize("root", ["s3://bucket/photos", None])
-def test_what_a_loader_has_read_ahead_counts_only_as_far_as_more_comes_over_the_link(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, root: str | None
-) -> None:
-    """The first batch comes after 4 s, in which 200 samples were fetched; 50 a second come over the link."""
-    now_s, taken = 100.0, 0
-    monkeypatch.setattr(trial_process.time, "perf_counter", lambda: now_s)
-    config = load(config_file, "gradient_accumulation=1")
-    config = config if root is None else config.model_copy(update={"data_root": root})
-    trial = trial_process._Trial(config, {"seconds": 1.2, "ranks": 1, "pixels": False, "began": 0.0}, lambda _s: None)
-    trial.ledger._left = 0
-    for step in range(2000):
-        taken += 8
-        now_s = max(now_s + 8 / 400, 104.0, 100 + taken / 50)  # the cores make 400 a second
-        came = 50 * (now_s - 100)
-        cost = BatchCost(bytes_read=800, ready_bytes=int(100 * (came - taken)), process=1)
-        trial.note(SimpleNamespace(epoch=0, step=step, cost=cost))
-        trial.note(SimpleNamespace(epoch=0, step=step, cost=cost))
-        if trial.step(1, 8):
-            break
-    assert trial._measured_from_s is not None
-    assert trial._measured_from_s < 104.5
-    assert statistics.fmean(trial.windows) == pytest.approx(50, rel=0.1)
-    lasted_s = now_s - trial._measured_from_s
-    assert (lasted_s < 4) if root is None else (12 <= lasted_s < 13), "rounds are of requests that share a link"
-
-
-def test_the_rate_of_a_trial_that_stalls_is_that_over_its_whole_time(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bursts of 60 batches in 0.6 s, each after 2 s of waiting: 185 samples a second, and not the burst's 800."""
-    now_s = 0.0
-    monkeypatch.setattr(trial_process.time, "perf_counter", lambda: now_s)
-    config = load(config_file, "gradient_accumulation=1", "num_workers=0")
-    trial = trial_process._Trial(config, {"seconds": 1.2, "ranks": 1, "pixels": False, "began": 0.0}, lambda _s: None)
-    trial.ledger._left = 0
-    for number in range(2000):
-        now_s += 2.0 if number % 60 == 0 else 0.01
-        if trial.step(1, 8):
-            break
-    # It begins and ends in the middle of a burst.
-    assert statistics.fmean(trial.windows) == pytest.approx(480 / 2.59, rel=0.5)
-
-
-def test_a_trial_is_short_where_its_rate_is_steady_and_long_where_it_is_not() -> None:
-    def ends_after(*rates: float) -> float:
-        """Seconds of a trial of 6, in windows of 1 with 20 batches each."""
-        windows = [rates[number % len(rates)] for number in range(20)]
-        return next(
-            number for number in range(1, 20) if is_enough(windows[:number], 20 * number, 20, float(number), 6.0)
-        )  # fmt: skip
-
-    assert ends_after(100.0, 100.5) == 3
-    assert ends_after(100.0, 120.0) == 6
-    assert 6 < ends_after(100.0, 170.0) < 15
-    assert ends_after(100.0, 900.0) == 15, "not for ever"
-    assert not is_enough([100.0] * 6, 10, 64, 6.0, 1.0), "workers hand over several batches at once"
-    assert is_enough([100.0] * 6, 10, 64, 16.0, 1.0)
 
 
 def test_a_pack_counts_only_with_the_same_pixels(
@@ -198,9 +134,11 @@ def test_a_trial_that_is_killed_hangs_or_takes_too_much_memory_is_a_result(attem
     assert attempt().result == "measured", "the next trial works"
 
 
-def test_an_error_of_the_config_itself_is_kept_for_the_user(config_file: Path, copies: Copies, tmp_path: Path) -> None:
+def test_an_error_of_the_config_itself_is_kept_for_the_user(
+    config_file: Path, server: ForkServer, tmp_path: Path
+) -> None:
     config = load(config_file, f"data_root={tmp_path}/nowhere")
-    trier = ConfigTrier(config, pace_s=0.002, copies=copies)
+    trier = ConfigTrier(config, pace_s=0.002, server=server)
     assert trier.run(settings_of(config), SECONDS).result == "refused"
     assert trier.first_error is not None
     assert trier.first_error.name == "data-not-found"

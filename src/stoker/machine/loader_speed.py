@@ -1,19 +1,17 @@
-"""How fast a loader is when nothing waits for it, and how fast a step is when batches are always ready."""
+"""How fast a loader is when nothing waits for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from stoker.clock.costs import BatchCost
-from stoker.clock.steps import Interval, StepClock
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.loader import BatchLoader
 
@@ -134,93 +132,4 @@ def _endless(loader: BatchLoader[Any]) -> Iterator[Any]:
     epoch = 0
     while True:
         yield from loader.epoch(epoch)
-        epoch += 1
-
-
-# More than one, so that caches do not hold a single batch; few, so that they fit into memory.
-REPLAYED_BATCHES = 4
-# The first steps include allocation, the choice of kernels and an empty pipeline.
-WARM_UP_STEPS = 3
-ENDLESS = 1_000_000_000
-
-ReportSeconds = Callable[[float], None]
-"""Called with the seconds measured so far."""
-
-
-class Replay:
-    """A loader that repeats batches from memory: shows how fast the rest of a step is."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self._batches = batches
-
-    def steps(self, start: int = 0) -> int:  # noqa: ARG002 - protocol of the loop
-        return ENDLESS
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:  # noqa: ARG002
-        while True:
-            yield from self._batches
-
-
-def batches_to_replay(batches: Iterator[Any]) -> list[Any]:
-    """Copies of the first few batches, valid after their loader is closed."""
-    kept = []
-    for batch in islice(batches, REPLAYED_BATCHES):
-        images = batch.images.clone()
-        kept.append(replace(batch, images=images.pin_memory() if batch.images.is_pinned() else images))
-    return kept
-
-
-class Stopwatch:
-    """Lets steps warm up, measures for some seconds, and says when to stop."""
-
-    def __init__(self, clock: StepClock, seconds: float, report: ReportSeconds) -> None:
-        self.clock = clock
-        self._seconds = seconds
-        self._report = report
-        self._steps = 0
-        self._began_s = time.perf_counter()
-        self._measured_from_s: float | None = None
-        self._reported_s = 0.0
-        self._starts: list[float] = []
-
-    def step(self) -> bool:
-        """Call it after each step; True after the last one. At least one step is measured, however long it takes."""
-        self._steps += 1
-        now = time.perf_counter()
-        if self._measured_from_s is None:
-            # A step that takes longer than the whole measurement is warm-up enough.
-            if self._steps >= WARM_UP_STEPS or now - self._began_s > self._seconds:
-                self._starts = self.clock.take_interval().epoch_starts_s
-                self._measured_from_s = now
-                self._report(0.0)
-            return False
-        if now - self._reported_s > 0.2:
-            self._reported_s = now
-            self._report(now - self._measured_from_s)
-        return now - self._measured_from_s >= self._seconds
-
-    def interval(self) -> Interval:
-        """The steps after the warm-up, and the waits at the start of every epoch."""
-        interval = self.clock.take_interval()
-        interval.epoch_starts_s = self._starts + interval.epoch_starts_s
-        return interval
-
-
-def consume_at_pace(
-    loader: BatchLoader[Any], first_epoch: int, pace_s: float, seconds: float, clock: StepClock, report: ReportSeconds
-) -> Interval:
-    """A consumer that holds each batch for `pace_s` and uses no core: stands in for an accelerator."""
-    watch = Stopwatch(clock, seconds, report)
-    epoch = first_epoch
-    while True:
-        batches = loader.epoch(epoch)
-        clock.epoch_begins()
-        for _ in range(loader.steps()):
-            with clock.waiting():
-                batch = next(batches)
-            with clock.computing():
-                time.sleep(pace_s)
-            clock.step_ends([batch])
-            if watch.step():
-                return watch.interval()
         epoch += 1

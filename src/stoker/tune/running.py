@@ -18,10 +18,10 @@ from stoker.data.images.pack.folder import check_destination
 from stoker.data.store.stores import is_url
 from stoker.doctor.options import read_pace
 from stoker.doctor.pacing import step_time_s
-from stoker.doctor.trials import open_once
 from stoker.errors import StokerError, UserError
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.machine.memory import read_memory, used_by_others_bytes
+from stoker.trial.running import open_once
 from stoker.tune.journal import Journal
 from stoker.tune.objective import Goal, Objective
 from stoker.tune.records import Fits, Measured, Nobody, Outcome, Settings, Step

@@ -3,25 +3,37 @@ doctor's timers attached, under a memory limit and a time limit."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stoker.child import Child, ChildDied, ChildFailed, ChildTooSlow
+import numpy as np
+
 from stoker.clock.observed import Observed
-from stoker.doctor.attach.running import kill_all, refuse_what_cannot_work
-from stoker.errors import StokerError, UserError
-from stoker.tune.guard import MemoryWatch, memory_left, patience_after
+from stoker.doctor.attach.running import kill_all, refuse_what_cannot_work, run_attached
+from stoker.errors import UserError
+from stoker.trial.fork_server import ForkServer
+from stoker.trial.limits import patience_after
 from stoker.tune.journal import from_record
 from stoker.tune.placeholders import Template
 from stoker.tune.records import Measured, Result, Settings
-from stoker.tune.script_process import FEWEST_STEPS, TRIAL_VARIABLE, run_script, tail_of, windows_of
 
+TRIAL_VARIABLE = "STOKER_TUNE_TRIAL"
+"""In the environment of the script and all that it starts: by it they are found, wherever they went."""
+OUTPUT = "output"
+"""File in the trial's folder that gets what the script prints."""
+MOST_TAIL_BYTES = 4000
 SHOWN_LINES = 12
+PARTS = 5
+"""Windows of a trial."""
+FEWEST_STEPS = 8
+"""With fewer a rate says little."""
 ENOUGH_STEPS = 1.5 * FEWEST_STEPS
 """The first of an epoch do not count."""
 _NO_MEMORY = re.compile(
@@ -45,7 +57,7 @@ class ScriptTrier:
         report: Report = lambda _seconds: None,
     ) -> None:
         refuse_what_cannot_work(template.filled(template.start))
-        self.report = report
+        self._report = report
         self._template = template
         self._limit_bytes = memory_limit_bytes
         self._patience_s = patience_s
@@ -65,48 +77,89 @@ class ScriptTrier:
     def _in_folder(self, settings: Settings, seconds: float) -> Measured:
         folder = Path(tempfile.mkdtemp(prefix="stoker-tune-"))
         try:
-            return self._run(settings, seconds, folder, time.monotonic())
+            return self._run(settings, seconds, folder)
         finally:
             kill_all(f"{TRIAL_VARIABLE}={folder}")  # also what left the group of processes
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _run(self, settings: Settings, seconds: float, folder: Path, began_s: float) -> Measured:
+    def _run(self, settings: Settings, seconds: float, folder: Path) -> Measured:
         job = {"command": self._template.filled(settings), "seconds": seconds, "folder": str(folder)}
-        patience_s = self._patience_s or patience_after(self._first_took_s, seconds)
-        answer: dict[str, Any] | None = None
-        result: Result = "measured"
-        detail = ""
-        limit_bytes = memory_left(self._limit_bytes)
-        with Child(run_script, job, timeout_s=patience_s) as child, MemoryWatch(limit_bytes) as watch:
-            watch.begin(child.pid)
-            try:
-                answer = child.wait(self.report)
-            except ChildTooSlow:
-                result, detail = "hung", f"not finished after {patience_s:.0f} s"
-            except ChildDied as died:
-                result, detail = "killed", f"the process {died.how}"
-            except ChildFailed as failed:
-                result, detail = "crashed", str(failed).partition("\n")[0]
-            except StokerError as error:
-                result, detail = "crashed", error.seen
-        took_s = time.monotonic() - began_s
-        if watch.exceeded_bytes is not None:
-            result, detail = "out-of-memory", watch.words()
-        if answer is None:
-            return Measured(result, took_s=took_s, peak_bytes=watch.peak_bytes, detail=_with_output(detail, folder))
-        observed = _observed(answer["observed"])
-        windows = () if observed is None else windows_of(observed)
-        result, detail = _ending(answer, windows, tail_of(folder))
-        if observed is not None and observed.steps and not windows and answer["stopped"]:
-            self._least_s = ENOUGH_STEPS * observed.elapsed_s / observed.steps
+        timeout_s = self._patience_s or patience_after(self._first_took_s, seconds)
+        with closing(ForkServer(__name__)) as server:
+            ended = server.call(
+                f"{__name__}:run_script", job, timeout_s=timeout_s, memory_bytes=self._limit_bytes,
+                on_message=self._report,
+            )  # fmt: skip
+        result: Result = "crashed" if ended.how == "refused" else ended.how  # an error about the script, not a setting
+        detail, observed = ended.detail, None
+        windows: tuple[float, ...] = ()
+        if result == "measured":
+            observed = _observed(ended.result["observed"])
+            windows = () if observed is None else windows_of(observed)
+            result, detail = _ending(ended.result, windows, tail_of(folder))
+            if observed is not None and observed.steps and not windows and ended.result["stopped"]:
+                self._least_s = ENOUGH_STEPS * observed.elapsed_s / observed.steps
         if observed is None or result != "measured":
-            return Measured(result, took_s=took_s, peak_bytes=watch.peak_bytes, detail=_with_output(detail, folder))
+            detail = "\n".join([detail, *tail_of(folder).splitlines()[-SHOWN_LINES:]])
+            return Measured(result, took_s=ended.took_s, peak_bytes=ended.peak_bytes, detail=detail)
         starts = observed.epoch_starts_s
         return Measured(
-            "measured", windows=windows, wait_share=observed.wait_share, took_s=took_s, peak_bytes=watch.peak_bytes,
-            first_batch_s=sum(starts) / len(starts) if starts else None, observed=observed,
-            epoch_samples=None if observed.loader is None else observed.loader.samples,
+            "measured", windows=windows, wait_share=observed.wait_share, took_s=ended.took_s,
+            peak_bytes=ended.peak_bytes, first_batch_s=sum(starts) / len(starts) if starts else None,
+            observed=observed, epoch_samples=None if observed.loader is None else observed.loader.samples,
         )  # fmt: skip
+
+
+def run_script(job: dict[str, Any], tell: Report) -> dict[str, Any]:
+    """How the command ended, and what was observed; runs in the trial's process, so that the script ends even if stoker
+    is killed.
+
+    `job`: `command`, `seconds` of training, `folder` for temporary files."""
+    tell(0.0)
+    folder = Path(job["folder"])
+    # What run_attached writes goes where our parent can clean up, if this process is killed. The script's own
+    # temporary files stay where they are.
+    tempfile.tempdir = str(folder)
+    os.environ[TRIAL_VARIABLE] = str(folder)
+    descriptor = os.open(folder / OUTPUT, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    ended = run_attached(job["command"], seconds=job["seconds"])
+    return {
+        "exit_code": ended.exit_code,
+        "stopped": ended.stopped,
+        "notes": list(ended.notes),
+        "observed": None if ended.observed is None else asdict(ended.observed),
+    }
+
+
+def tail_of(folder: Path) -> str:
+    """The last lines that the script printed."""
+    try:
+        with (folder / OUTPUT).open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - MOST_TAIL_BYTES))
+            return stream.read().decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def windows_of(observed: Observed) -> tuple[float, ...]:
+    """Samples per second in consecutive parts of the time that the steps took, without the first of them."""
+    times = [wait + work for wait, work in zip(observed.waits_s, observed.steps_s, strict=False)]
+    if len(times) < FEWEST_STEPS or not observed.steps or not observed.samples:
+        return ()
+    shape = observed.loader
+    # While the loop waited for the first batch, every worker made some: these came faster than workers can.
+    ahead = shape.workers * (shape.prefetch or 2) if shape is not None else 0
+    steady = times[min(len(times) // 3, max(2, ahead)) :]
+    ends_s = np.cumsum([0.0, *steady])
+    if ends_s[-1] <= 0:
+        return ()
+    # Of equal lengths, or a stall would count no more than a quick step: their mean is one over time.
+    edges = np.linspace(0.0, ends_s[-1], min(PARTS, len(steady) // 2) + 1)
+    steps = np.diff(np.interp(edges, ends_s, np.arange(len(ends_s))))
+    rates = observed.samples / observed.steps * steps / np.diff(edges)
+    return tuple(float(rate) for rate in rates)
 
 
 def _observed(record: Any) -> Observed | None:
@@ -126,11 +179,6 @@ def _ending(answer: dict[str, Any], windows: tuple[float, ...], output: str) -> 
     if not windows:
         return "crashed", next(iter(answer["notes"]), "too few batches were taken to measure a speed")
     return "measured", ""
-
-
-def _with_output(detail: str, folder: Path) -> str:
-    lines = tail_of(folder).splitlines()[-SHOWN_LINES:]
-    return "\n".join([detail, *lines])
 
 
 def refuse_broken(command: str, measured: Measured) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from stoker.trial.ledger import STEP_KEYS
 from stoker.tune.comparing import FLOOR, SURE, Comparison, is_cheaper, mean_rate
 from stoker.tune.journal import Journal
 from stoker.tune.objective import Objective, run_facts
@@ -49,7 +50,6 @@ MOST_ROUNDS = 4
 WORTH_ANOTHER_LOOK = 0.03
 """A gain that may be hidden, from which on time that is left at the end is spent on it. The loader's model expected at
 most +4 % where a run showed +6 % (results/tune, a few huge images)."""
-CHANGES_THE_STEP = ("compile_model", "compile_mode", "channels_last", "batch_size", "gradient_accumulation")
 
 
 def search(
@@ -282,7 +282,7 @@ class _Search:
 
     def _state(self) -> State:
         # The ceiling is the original model's: a faster step has a higher one, which nobody measured.
-        same_step = all(self.best.get(key) == self.original.get(key) for key in CHANGES_THE_STEP)
+        same_step = all(self.best.get(key) == self.original.get(key) for key in STEP_KEYS)
         left_s = self.trials.budget_s - self.trials.spent_s
         return State(
             self.original, self.best, self.trials.runs, tuple(self.steps), self.ceiling if same_step else None, left_s

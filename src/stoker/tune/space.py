@@ -14,6 +14,7 @@ from stoker.clock.observed import Observed
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.doctor.what_if import LoaderModel, model_of
 from stoker.machine.host import HostConfig
+from stoker.trial.ledger import LOADER_KEYS, STEP_KEYS
 from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
 from stoker.tune.objective import Goal
 from stoker.tune.records import Candidate, Settings, State, Value
@@ -21,18 +22,10 @@ from stoker.tune.records import Candidate, Settings, State, Value
 Loss = Literal["data", "compute", "start"]
 """Waiting for data, computing, starting."""
 
-LOADER_KEYS = ("num_workers", "prefetch_factor", "loader", "persistent_workers", "pin_memory", "lookahead")
-STEP_KEYS = ("compile_model", "compile_mode", "channels_last", "batch_size", "gradient_accumulation")
 TUNED = {
     "classify": (*LOADER_KEYS, "decoder", *STEP_KEYS),
     "segment3d": (*LOADER_KEYS, "volume_cache", *STEP_KEYS),
 }
-HARMLESS = frozenset(
-    # Where a trial runs a single rank, its number of devices says nothing about the training.
-    {*LOADER_KEYS, *STEP_KEYS, "decoder", "volume_cache", "data_root", "devices", "num_nodes", "sync_batchnorm"}
-)
-"""Keys that cannot change a training; batch_size and gradient_accumulation are compared as their product, and data from
-another place by its pixels."""
 
 COMPUTES = 0.1
 """Share of the time that the loop computes, below which the step has nothing to gain."""

@@ -62,10 +62,10 @@ class MemoryWatch:
         limit = f"{(self.limit_bytes or 0) / 1e9:.2f} GB"
         return f"it took {(self.exceeded_bytes or 0) / 1e9:.2f} GB, and {limit} were left for it"
 
-    def begin(self, pid: int, whole: int | None = None) -> None:
-        """Watches this process, which leads a group of its own. What it shares with `whole`, which it was copied from,
+    def begin(self, pid: int, server: int) -> None:
+        """Watches this process, which leads a group of its own. What it shares with the server that it was forked from
         counts as its own."""
-        self._pid, self._whole = pid, whole or pid
+        self._pid, self._whole = pid, server
         self._thread.start()
 
     def __enter__(self) -> MemoryWatch:

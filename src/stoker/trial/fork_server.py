@@ -1,0 +1,210 @@
+"""Runs functions in throw-away processes, forked from one that has imported everything and does nothing else.
+
+Importing torch and timm takes seconds, a fork a hundredth of one; and a fork is as fresh as a new process, because the
+server never runs a trial itself. Server and forks end when we end, even after `kill -9`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+from stoker.child import Child, ChildFailed, Parent, end_with, error_as_dict, error_from_dict, kill_all
+from stoker.errors import ConfigError, StokerError
+from stoker.out_of_memory import as_out_of_memory
+from stoker.trial.limits import MemoryWatch, be_killed_first, memory_left
+
+START_S = 300.0
+"""How long importing may take on a slow disk."""
+NO_MEMORY = frozenset({"out-of-device-memory", "out-of-memory"})
+"""Names of errors that say so."""
+KILLED = frozenset({"worker-died"})
+DETAIL_LETTERS = 400
+
+How = Literal["measured", "out-of-memory", "killed", "hung", "crashed", "refused"]
+"""`refused`: an error that a user can act on. `crashed`: any other."""
+Tell = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a function ended in its process."""
+
+    how: How
+    result: Any = None
+    """What it returned, if it was measured."""
+    detail: str = ""
+    """Why it failed, in words."""
+    error: StokerError | None = None
+    """What it raised, if a user can act on it."""
+    bug: str | None = None
+    """What it raised otherwise; the first line says it all, a traceback follows."""
+    took_s: float = 0.0
+    """Without the imports, which only the first one waits for."""
+    peak_bytes: int | None = None
+    """Memory of its processes together, at the highest."""
+
+
+class ForkServer:
+    """Runs functions in forks, one at a time; `module:function` gets (argument, tell), both plain data."""
+
+    def __init__(self, *imports: str) -> None:
+        self._imports = list(imports)
+        self._server: Child | None = None
+        self.import_s = 0.0
+        """What a process would need on top to start, if it were not a fork."""
+
+    def call(
+        self,
+        function: str,
+        argument: dict[str, Any],
+        *,
+        timeout_s: float,
+        memory_bytes: int | None = None,
+        on_message: Tell = lambda _message: None,
+    ) -> Ended:
+        """How the function ended; whatever it does, this does not raise.
+
+        It may take `memory_bytes`, or what the machine has left if that is less."""
+        # As `stoker train` does: torch threads that spin while they wait would take the cores from the loader.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        try:
+            server = self._started()
+            began_s = time.monotonic()
+            with MemoryWatch(memory_left(memory_bytes)) as watch:
+                server.send({"function": function, "argument": argument})
+                parts = _follow(server, timeout_s, on_message, watch)
+            took_s = time.monotonic() - began_s
+        except ChildFailed as failed:
+            self.close()
+            why = f"the process that trials are forked from failed: {str(failed).partition(chr(10))[0]}"
+            return Ended("crashed", detail=why, bug=why)
+        except BaseException:
+            self.close()  # with the fork
+            raise
+        error = None if "error" not in parts else error_from_dict(parts["error"])
+        how, detail = _how_it_ended(parts, error, watch, timeout_s)
+        result = parts["result"] if how == "measured" else None
+        return Ended(how, result, detail[:DETAIL_LETTERS], error, parts.get("bug"), took_s, watch.peak_bytes)
+
+    def close(self) -> None:
+        """Ends everything; the next call starts anew."""
+        if self._server is not None:
+            self._server.end(at_once=True)
+            self._server = None
+
+    def _started(self) -> Child:
+        if self._server is None:
+            self._server = Child(_serve, self._imports, grace_s=0.0)
+            if not select.select([self._server], [], [], START_S)[0]:
+                raise ChildFailed(f"its imports took more than {START_S:.0f} s")
+            _, self.import_s = self._server.receive()
+        return self._server
+
+
+def _follow(server: Child, timeout_s: float, on_message: Tell, watch: MemoryWatch) -> dict[str, Any]:
+    """What a fork says until it ends: `result`, `error` or `bug`; its exit `status`; `late` if it was ended."""
+    found: dict[str, Any] = {}
+    deadline_s: float | None = time.monotonic() + timeout_s
+    while True:
+        left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        if not select.select([server], [], [], left_s)[0]:
+            # The fork's end is still awaited: what it has written by then must not be taken for the next one's.
+            found["late"], deadline_s = True, None
+            if "pid" in found:
+                kill_all(found["pid"], running=True)
+            continue
+        kind, value = server.receive()
+        if kind == "answer":
+            return found | {"status": value}
+        if "message" in value:
+            on_message(value["message"])
+            continue
+        found |= value
+        if "pid" in value:
+            watch.begin(value["pid"], server.pid)
+
+
+def _how_it_ended(
+    parts: dict[str, Any], error: StokerError | None, watch: MemoryWatch, timeout_s: float
+) -> tuple[How, str]:
+    """And why, in words."""
+    if watch.exceeded_bytes is not None:
+        return "out-of-memory", watch.words()
+    if "late" in parts:
+        return "hung", f"not finished after {timeout_s:.0f} s"
+    if error is not None:
+        problems = [problem.message for problem in error.problems] if isinstance(error, ConfigError) else []
+        how: How = "out-of-memory" if error.name in NO_MEMORY else "killed" if error.name in KILLED else "refused"
+        return how, "; ".join([error.seen, *problems])
+    if "bug" in parts:
+        return "crashed", parts["bug"].partition("\n")[0]
+    if "result" in parts:
+        return "measured", ""
+    status = parts["status"]
+    if status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
+        return "killed", f"the process was killed by {name}"
+    return "crashed", f"the process exited with code {status}"
+
+
+# In the server, and in its forks.
+
+
+def _serve(imports: list[str], parent: Parent) -> None:
+    """Imports, waits, forks."""
+    began_s = time.monotonic()
+    for name in imports:
+        import_module(name)
+    parent.send(time.monotonic() - began_s)
+    for job in parent.messages():
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            _live(job, theirs, parent, ours)
+        theirs.close()
+        with ours:
+            # Half a message of a fork that was killed ends here.
+            for message in Parent(ours).messages():
+                parent.send(message)
+        _, status = os.waitpid(pid, 0)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # workers that it left behind
+        parent.answer(os.waitstatus_to_exitcode(status))
+
+
+def _live(job: dict[str, Any], channel: socket.socket, server: Parent, other: socket.socket) -> None:
+    """The life of a fork; never returns."""
+    code = 1
+    try:
+        parent_pid = os.getppid()
+        os.setsid()
+        server.close()
+        other.close()
+        threading.Thread(target=end_with, args=(parent_pid, 0.0), name="parent-watch", daemon=True).start()
+        be_killed_first()
+        tell = Parent(channel)
+        tell.send({"pid": os.getpid()})
+        module, _, name = job["function"].partition(":")
+        result = getattr(import_module(module), name)(job["argument"], lambda item: tell.send({"message": item}))
+        tell.send({"result": result})
+        code = 0
+    except Exception as raised:
+        error = raised if isinstance(raised, StokerError) else as_out_of_memory(raised)
+        if error is not None:
+            tell.send({"error": error_as_dict(error)})
+        else:
+            tell.send({"bug": f"{type(raised).__name__}: {raised}\n{traceback.format_exc()}"})
+    finally:
+        # Not sys.exit: what the server registered for its own end is not ours to do.
+        os._exit(code)

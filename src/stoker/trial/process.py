@@ -1,0 +1,267 @@
+"""What a trial does in its own process (`stoker.trial.running` starts it): the loader with the real step or a paced
+consumer, the step alone, the loader alone, or reading the storage."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.clock.file import HEADER, clock_header, interval_record
+from stoker.clock.steps import StepClock
+from stoker.data.images.parquet_files import open_sample_store
+from stoker.data.store.stores import is_url
+from stoker.machine.accelerators import device_busy_share, measure_transfer
+from stoker.machine.host import HostConfig, allowed_cores
+from stoker.machine.local_disk import find_local_disk
+from stoker.machine.storage import measure_local_disk, measure_storage
+from stoker.tasks.dispatch import task_for
+from stoker.tasks.image_data import open_samples
+from stoker.train.loop import Run, pending, train
+from stoker.train.observer import Silence, loader_shape, run_header
+from stoker.train.ranks import Ranks
+from stoker.train.schedule import Progress
+from stoker.train.step import Prepared
+from stoker.trial.ledger import Ledger
+from stoker.trial.measuring import WARM_UP_STEPS, Measurement, ReportSeconds
+
+FEWEST_BATCHES = 20
+"""Workers hand over several batches at once: with fewer, the last of them would decide the rate."""
+LOCAL_SHARE = 0.2
+"""Share of the storage trial's time for writing to a local disk and reading it back, if the data is remote."""
+REPLAYED_BATCHES = 4
+"""More than one, so that caches do not hold a single batch; few, so that they fit into memory."""
+ENDLESS = 1_000_000_000
+
+Job = dict[str, Any]
+"""`kind`, `config`, `seconds`, `cpus`; for `together` also `pace_s` (None: the real model), `keep` (single steps and
+batches), `whole` (whether all of the seconds are measured, or as many as it takes to know the rate), `ranks` that share
+this machine and `pixels` (whether they are part of the ledger)."""
+Header = dict[str, Any]
+
+
+def run_trial(job: Job, tell: ReportSeconds) -> dict[str, Any]:
+    """What the trial of this kind shows."""
+    cores = sorted(allowed_cores())
+    if job.get("ranks", 1) > 1 and job["cpus"] < len(cores) and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores[: job["cpus"]])  # the share of one rank
+    return KINDS[job["kind"]](HostConfig.model_validate(job["config"]), job, tell)
+
+
+def together_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str, Any]:
+    """The loader and its consumer together: rate in windows, clock, ledger and start."""
+    accumulated = config.gradient_accumulation
+    whole = job.get("whole", False)
+    # While a slow first step runs, the loader fills its queue: until that is used up, the rate is not the loader's.
+    queued = 0 if whole else config.num_workers * (config.prefetch_factor or 2)
+    measurement = Measurement(
+        job["seconds"], tell, keep=job["keep"], warm_up=max(WARM_UP_STEPS * accumulated, queued),
+        least=None if whole else max(FEWEST_BATCHES, 4 * config.num_workers),
+        remote=config.data_root is not None and is_url(config.data_root),
+    )  # fmt: skip
+    ledger = Ledger(config, job.get("ranks", 1), pixels=job.get("pixels", False))
+    consume = _train if job.get("pace_s") is None else _feed_at_pace
+    header, name_samples, updates = consume(config, job, measurement, ledger)
+    interval = measurement.interval()
+    host = {name: value for name, value in asdict(measurement.host.facts()).items() if value is not None}
+    line = {"kind": "step", **interval_record(interval, name_samples), "host": host}
+    starts = interval.epoch_starts_s
+    return {
+        "windows": measurement.windows,
+        "first_batch_s": statistics.median(starts) if starts else None,
+        "start_s": measurement.start_s,
+        "ledger": ledger.digest(),
+        "epoch_samples": updates * accumulated * config.batch_size,
+        "lines": [{"kind": "event", "event": HEADER, **header}, line],
+    }
+
+
+def _train(
+    config: HostConfig, job: Job, measurement: Measurement, ledger: Ledger
+) -> tuple[Header, Callable[[Sequence[int]], list[str]], int]:
+    """The real step."""
+    run, header = build_run(config, job)
+    measurement.clock = StepClock(run.device, keep=job["keep"])
+    ledger.end_of_epoch(run.horizon.steps_per_epoch)
+    prepare = run.prepare
+
+    def watched(batch: Any, epoch: int, step: int, number: int) -> Prepared:
+        ledger.add(batch)
+        measurement.batch(batch)
+        return prepare(batch, epoch, step, number)
+
+    try:
+        train_for(replace(run, prepare=watched), config, measurement, lambda: ledger.is_full)
+    finally:
+        run.close()
+    return header, run.name_samples, run.horizon.steps_per_epoch
+
+
+def _feed_at_pace(
+    config: HostConfig, job: Job, measurement: Measurement, ledger: Ledger
+) -> tuple[Header, Callable[[Sequence[int]], list[str]], int]:
+    """A consumer that takes a batch every `pace_s` seconds and uses no core: stands in for an accelerator."""
+    task = task_for(config)
+    data = task.open_data(config, lambda _text: None)
+    loader: Any = task.open_training_loader(config, data)
+    updates = loader.steps() // config.gradient_accumulation
+    ledger.end_of_epoch(updates)
+    clock, epoch, over = measurement.clock, config.epochs - 1, False
+    try:
+        while not over:
+            batches = loader.epoch(epoch)
+            clock.epoch_begins()
+            for _ in range(updates * config.gradient_accumulation):
+                with clock.waiting():
+                    batch = next(batches)
+                ledger.add(batch)
+                measurement.batch(batch)
+                with clock.computing():
+                    time.sleep(job["pace_s"])
+                clock.step_ends([batch])
+                over = measurement.step(1, len(batch)) and ledger.is_full
+                if over:
+                    break
+            batches.close()
+            epoch += 1
+    finally:
+        loader.close()
+    header = clock_header(
+        loader_shape(config, data.samples, config.num_workers), cpus=job["cpus"], world=1,
+        torch_version=torch.__version__, device="paced", storage=data.storage(),
+        convolves_3d=True if config.task == "segment3d" else None,
+    )  # fmt: skip
+    return header, data.names, updates
+
+
+def ceiling_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str, Any]:
+    """The real model and step on batches that are already in memory, and the copy to the device."""
+    run, _ = build_run(config, job)
+    last = config.epochs - 1
+    batches = _copies_of(run.train_loader(last).epoch(last))
+    run.close()  # workers that wait for nothing would still be asked
+    # No memory guard: nothing is made ahead that could be held back.
+    run = replace(run, train_loader=lambda _epoch: Replay(batches), guard_memory=lambda _loader: None)
+    measurement = Measurement(job["seconds"], tell, keep=0, warm_up=WARM_UP_STEPS * config.gradient_accumulation)
+    measurement.clock = StepClock(run.device, keep=0)
+    train_for(run, config, measurement)
+    interval = measurement.interval()
+    accelerator = measure_transfer(run.device, batches[0].images.nbytes, 1.0, batches[0].images.is_pinned())
+    if accelerator is not None:
+        busy = device_busy_share(lambda: run.step([pending(run, batches[0], 0, 0)], 0), run.device)
+        accelerator = replace(accelerator, device_busy_share=busy)
+    return {
+        "images_per_second": interval.samples / (interval.elapsed_s - interval.wait_s),
+        "accelerator": None if accelerator is None else asdict(accelerator),
+    }
+
+
+def loader_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str, Any]:  # noqa: ARG001 - it keeps to its time
+    """The loader with a consumer that takes no time."""
+    task = task_for(config)
+    data = task.open_data(config, lambda _text: None)
+    speed = task.measure_speed(config, data, workers=config.num_workers, seconds=job["seconds"])
+    return {"images_per_second": speed.images_per_second, "first_batch_s": speed.first_batch_s}
+
+
+def storage_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str, Any]:  # noqa: ARG001
+    """Latency and throughput of the storage that the data is on."""
+    if config.task != "classify":
+        facts = task_for(config).open_data(config, lambda _text: None).storage()
+        return {"storage": asdict(facts), "missing": ["the storage's speed: it is measured for images only"]}
+    samples = open_samples(config, "train")
+    missing: list[str] = []
+    store = open_sample_store(samples.index, max_object_bytes=config.max_image_bytes)
+    facts = measure_storage(store, samples, (1 - LOCAL_SHARE) * job["seconds"], missing.append)
+    if facts.remote and facts.bytes_per_sample:
+        disk = find_local_disk()
+        folder = config.cache_dir if disk is None else config.cache_dir or disk.folder
+        seconds = LOCAL_SHARE * job["seconds"] / 2
+        facts = replace(
+            facts,
+            local_bytes_per_second=measure_local_disk(
+                None if folder is None else Path(folder), facts.bytes_per_sample, seconds
+            ),
+            local_folder=None if disk is None else disk.folder,
+            local_free_bytes=None if disk is None else disk.free_bytes,
+        )
+    return {"storage": asdict(facts), "missing": missing}
+
+
+KINDS: dict[str, Callable[[HostConfig, Job, ReportSeconds], dict[str, Any]]] = {
+    "together": together_trial,
+    "ceiling": ceiling_trial,
+    "loader": loader_trial,
+    "storage": storage_trial,
+}
+
+
+# The real loop, for some seconds.
+
+
+def build_run(config: HostConfig, job: Job) -> tuple[Run, Header]:
+    """A run as `stoker train` builds it on one device, without validation, and the header of its clock."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(job["cpus"])
+    task = task_for(config)
+    data = replace(task.open_data(config, lambda _text: None), val=None)
+    run = task.build_run(config, data, Ranks(), device)
+    run = replace(
+        run,
+        # The last epoch has full-size images, where they grow; with a rate of zero the loss cannot diverge.
+        progress=Progress(epoch=config.epochs - 1),
+        horizon=replace(run.horizon, epochs=ENDLESS),
+        peak_lr=0.0,
+    )
+    return run, run_header(config, run, data.samples, data.storage(), cpus=job["cpus"])
+
+
+def train_for(
+    run: Run, config: HostConfig, measurement: Measurement, may_end: Callable[[], bool] = lambda: True
+) -> None:
+    """Trains until the measurement is over."""
+    batches = config.gradient_accumulation
+
+    class Until(Silence):
+        def step(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:  # noqa: ARG002
+            if measurement.step(batches, batches * config.batch_size) and may_end():
+                raise _TimeIsUp
+
+    with suppress(_TimeIsUp):
+        train(replace(run, clock=measurement.clock), Until())
+
+
+class _TimeIsUp(Exception):
+    """Not an error: the only way out of the endless loop."""
+
+
+class Replay:
+    """A loader that repeats batches from memory: shows how fast the rest of a step is."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def steps(self, start: int = 0) -> int:  # noqa: ARG002 - protocol of the loop
+        return ENDLESS
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:  # noqa: ARG002
+        while True:
+            yield from self._batches
+
+
+def _copies_of(batches: Iterator[Any]) -> list[Any]:
+    """Copies of the first few batches, valid after their loader is closed."""
+    kept = []
+    for batch in islice(batches, REPLAYED_BATCHES):
+        images = batch.images.clone()
+        kept.append(replace(batch, images=images.pin_memory() if batch.images.is_pinned() else images))
+    return kept

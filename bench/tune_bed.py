@@ -24,7 +24,7 @@ from stoker.trial.running import open_once, trial_server
 from stoker.tune.records import Fits, Key, Measured, Outcome, Settings, key_of
 from stoker.tune.running import TuneOptions, plan_fits, tune_config
 from stoker.tune.space import Surroundings, config_with, settings_of
-from stoker.tune.trial import ConfigTrier
+from stoker.tune.trier import ConfigTrier
 
 LOADER_ALONE: Settings = {"num_workers": 2, "loader": "thread", "prefetch_factor": 4}
 """What a pace is relative to, with far look-ahead and large caches."""

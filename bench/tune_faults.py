@@ -26,7 +26,7 @@ from stoker.machine.memory import tree_pids
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
 from stoker.tune.search import search
 from stoker.tune.space import proposer
-from stoker.tune.trial import ConfigTrier
+from stoker.tune.trier import ConfigTrier
 
 LEAST_PATIENCE_S = 15.0
 """For a trial that hangs; the product takes a multiple of what the first one took, at least half a minute."""

@@ -16,7 +16,7 @@ from stoker.trial.running import trial_server
 from stoker.tune.journal import Journal
 from stoker.tune.packs import FAR_SLOWER, Packs
 from stoker.tune.space import settings_of
-from stoker.tune.trial import ConfigTrier
+from stoker.tune.trier import ConfigTrier
 from tests.support.tiny_volumes import write_volume_config, write_volumes
 
 

@@ -18,7 +18,7 @@ from stoker.trial.fork_server import ForkServer
 from stoker.trial.running import trial_server
 from stoker.tune.records import Measured, Settings
 from stoker.tune.space import settings_of
-from stoker.tune.trial import ConfigTrier
+from stoker.tune.trier import ConfigTrier
 from tests.support.tiny_training import write_config, write_images
 from tests.support.waiting import is_running, wait_until
 

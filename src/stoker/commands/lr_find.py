@@ -52,7 +52,7 @@ def lr_find(
 
     let_threads_sleep()  # inherited by the test's process
     from stoker.console import print_json, print_result, say
-    from stoker.tasks.lr_find import find_lr, lr_text, plot_lr
+    from stoker.tune.lr_find import find_lr, lr_text, plot_lr
 
     start = None
     if from_ is not None or ema is not None:

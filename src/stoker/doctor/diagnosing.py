@@ -162,8 +162,7 @@ def _of_config(
     path: Path, overrides: Sequence[str], seconds: float | None, pace: str | None, *, confirm: bool
 ) -> Diagnosis:
     from stoker.config.reading import load_for_command
-    from stoker.doctor.options import read_pace
-    from stoker.doctor.pacing import step_time_s
+    from stoker.doctor.options import seconds_of_a_step
     from stoker.doctor.trials import DEFAULT_SECONDS, trial_seconds
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
@@ -172,13 +171,7 @@ def _of_config(
     folder = run_folder_for(config, path).root
     fitted, notes = fit_to_machine(config, read_machine())
     say_notes(notes)
-    pace_s = None
-    if pace is not None:
-        pace_s = step_time_s(pace)
-        if pace_s is None:
-            taken = read_pace(pace, path, overrides)
-            pace_s = fitted.batch_size / taken.images_per_second
-            say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
+    pace_s = None if pace is None else seconds_of_a_step(pace, path, overrides, fitted.batch_size)
     length = seconds or DEFAULT_SECONDS
     tried = _tried(fitted, length, pace_s, within_s=seconds)
     observed = replace(tried, config=shlex.join([str(path), *overrides]))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.clock.observed import Observed
+from stoker.console import say
 from stoker.errors import UsageError, did_you_mean
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -78,6 +79,18 @@ def check_gates(gates: Sequence[Gate], observed: Observed) -> list[str]:
 
 def _share(seconds: float | None, seen: Observed) -> float | None:
     return None if seconds is None or seen.elapsed_s <= 0 else seconds / seen.elapsed_s
+
+
+def seconds_of_a_step(pace: str, path: Path, overrides: Sequence[str], batch_size: int) -> float:
+    """How long the consumer of a config's trials takes for a step; says so where that is computed from a rate."""
+    from stoker.doctor.pacing import step_time_s
+
+    seconds = step_time_s(pace)
+    if seconds is not None:
+        return seconds
+    taken = read_pace(pace, path, overrides)
+    say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
+    return batch_size / taken.images_per_second
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from stoker.child import ChildFailed
 from stoker.clock.observed import AcceleratorFacts, Observed, StorageFacts
 from stoker.clock.reading import NEWEST
 from stoker.clock.values import known_facts
@@ -77,11 +76,8 @@ def run_trials(
             )  # fmt: skip
             if ended.how == "measured":
                 found[kind] = ended
-            elif ended.bug is not None:
-                raise ChildFailed(ended.bug)
-            elif ended.error is not None and ended.error.name not in TRIAL_FAILURES:
-                raise ended.error
             else:
+                ended.reraise(but_for=TRIAL_FAILURES)
                 missing.append(f"{NAMES[kind]}: {ended.detail}")
             starting_s = max(starting_s, ended.took_s - took)
             before += took

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -54,6 +54,13 @@ class Ended:
     peak_bytes: int | None = None
     """Memory of its processes together, at the highest."""
 
+    def reraise(self, but_for: Collection[str] = ()) -> None:
+        """Raises what it raised, if anything; errors of these names are left to the caller."""
+        if self.bug is not None:
+            raise ChildFailed(self.bug)
+        if self.error is not None and self.error.name not in but_for:
+            raise self.error
+
 
 class ForkServer:
     """Runs functions in forks, one at a time; `module:function` gets (argument, tell), both plain data."""
@@ -69,7 +76,7 @@ class ForkServer:
         function: str,
         argument: dict[str, Any],
         *,
-        timeout_s: float,
+        timeout_s: float | None = None,
         memory_bytes: int | None = None,
         on_message: Tell = lambda _message: None,
     ) -> Ended:
@@ -112,10 +119,10 @@ class ForkServer:
         return self._server
 
 
-def _follow(server: Child, timeout_s: float, on_message: Tell, watch: MemoryWatch) -> dict[str, Any]:
+def _follow(server: Child, timeout_s: float | None, on_message: Tell, watch: MemoryWatch) -> dict[str, Any]:
     """What a fork says until it ends: `result`, `error` or `bug`; its exit `status`; `late` if it was ended."""
     found: dict[str, Any] = {}
-    deadline_s: float | None = time.monotonic() + timeout_s
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         if not select.select([server], [], [], left_s)[0]:
@@ -136,7 +143,7 @@ def _follow(server: Child, timeout_s: float, on_message: Tell, watch: MemoryWatc
 
 
 def _how_it_ended(
-    parts: dict[str, Any], error: StokerError | None, watch: MemoryWatch, timeout_s: float
+    parts: dict[str, Any], error: StokerError | None, watch: MemoryWatch, timeout_s: float | None
 ) -> tuple[How, str]:
     """And why, in words."""
     if watch.exceeded_bytes is not None:

@@ -17,6 +17,7 @@ import torch
 
 from stoker.clock.file import HEADER, clock_header, interval_record
 from stoker.clock.steps import StepClock
+from stoker.console import Say
 from stoker.data.images.parquet_files import open_sample_store
 from stoker.data.store.stores import is_url
 from stoker.machine.accelerators import device_busy_share, measure_transfer
@@ -88,7 +89,7 @@ def _train(
     config: HostConfig, job: Job, measurement: Measurement, ledger: Ledger
 ) -> tuple[Header, Callable[[Sequence[int]], list[str]], int]:
     """The real step."""
-    run, header = build_run(config, job)
+    run, header = _endless_run(config, job)
     measurement.clock = StepClock(run.device, keep=job["keep"])
     ledger.end_of_epoch(run.horizon.steps_per_epoch)
     prepare = run.prepare
@@ -144,7 +145,7 @@ def _feed_at_pace(
 
 def ceiling_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str, Any]:
     """The real model and step on batches that are already in memory, and the copy to the device."""
-    run, _ = build_run(config, job)
+    run, _ = _endless_run(config, job)
     last = config.epochs - 1
     batches = _copies_of(run.train_loader(last).epoch(last))
     run.close()  # workers that wait for nothing would still be asked
@@ -207,14 +208,19 @@ KINDS: dict[str, Callable[[HostConfig, Job, ReportSeconds], dict[str, Any]]] = {
 # The real loop, for some seconds.
 
 
-def build_run(config: HostConfig, job: Job) -> tuple[Run, Header]:
-    """A run as `stoker train` builds it on one device, without validation, and the header of its clock."""
+def open_run(config: HostConfig, cpus: int, say: Say = lambda _text: None) -> tuple[Run, Any]:
+    """A run as `stoker train` builds it on one device, without validation, and its data."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
-        torch.set_num_threads(job["cpus"])
+        torch.set_num_threads(cpus)
     task = task_for(config)
-    data = replace(task.open_data(config, lambda _text: None), val=None)
-    run = task.build_run(config, data, Ranks(), device)
+    data = replace(task.open_data(config, say), val=None)
+    return task.build_run(config, data, Ranks(), device, say=say), data
+
+
+def _endless_run(config: HostConfig, job: Job) -> tuple[Run, Header]:
+    """A run that only ends when its time is up, and the header of its clock."""
+    run, data = open_run(config, job["cpus"])
     run = replace(
         run,
         # The last epoch has full-size images, where they grow; with a rate of zero the loss cannot diverge.

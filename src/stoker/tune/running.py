@@ -16,8 +16,7 @@ from stoker.config.reading import Resolved, load_for_command
 from stoker.console import Advance, count, progress_bar, say, say_notes
 from stoker.data.images.pack.folder import check_destination
 from stoker.data.store.stores import is_url
-from stoker.doctor.options import read_pace
-from stoker.doctor.pacing import step_time_s
+from stoker.doctor.options import seconds_of_a_step
 from stoker.errors import StokerError, UserError
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.machine.memory import read_memory, used_by_others_bytes
@@ -29,7 +28,7 @@ from stoker.tune.result import DEFAULT_NAME, check_target, journal_path, write_t
 from stoker.tune.search import search
 from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
 from stoker.tune.text import running_text, step_text
-from stoker.tune.trial import ConfigTrier
+from stoker.tune.trier import ConfigTrier
 
 if TYPE_CHECKING:
     from stoker.tune.packs import Packs
@@ -93,12 +92,13 @@ def open_config(resolved: Resolved, path: Path, overrides: Sequence[str], option
     machine = _machine(options.ram_bytes)
     config, notes = fit_to_machine(resolved.config, machine)
     say_notes(notes)
-    pace_s = _pace(options.pace, path, overrides, config)
+    pace_s = None if options.pace is None else seconds_of_a_step(options.pace, path, overrides, config.batch_size)
     with progress_bar("opening the data", None):
         open_once(config, say)
     ranks = config.devices * config.num_nodes
     cpus = max(1, machine.cpus // config.devices)
-    remarks = _remarks(ranks, cpus)
+    shared = f"{ranks} ranks: the trials run one of them, with its share of the cores ({cpus}) and of the memory"
+    remarks = [shared] if ranks > 1 else []
     say_notes(remarks)
     live = Live("patches" if config.task == "segment3d" else "images", options.trial_s)
     trier = ConfigTrier(
@@ -133,11 +133,13 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     asked = [options.goal, options.pace, options.trial_s, options.ram_bytes, list(options.packed), pack]
     same = {"config": config_values(config), "options": asked}
     journal = begin_journal(journal_path(target), facts, same, machine, fresh=options.fresh)
-    packs = None
+    packs: Packs | None = None
     try:
-        packs = None if options.pack is None else _packs(options.pack, config, journal)
         around = replace(around, packed=options.packed)
-        if packs is not None:
+        if options.pack is not None:
+            from stoker.tune.packs import Packs  # imports what packs are made with
+
+            packs = Packs(options.pack, config, journal)
             around = replace(around, packed=(*options.packed, *packs.places), mapped=packs.mapped)
         began_s = time.monotonic()
         ceiling = _ceiling(trier, start, options.trial_s, journal, live)
@@ -145,7 +147,7 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
             trier, start, proposer(around), budget_s=options.budget_s - (time.monotonic() - began_s),
             trial_s=options.trial_s, fits=plan_fits(config, path, machine),
             ready=(lambda _settings: None) if packs is None else packs.ready, journal=journal, tell=live,
-            objective=Objective(options.goal, config.epochs, _validates(config)), ceiling=ceiling,
+            objective=Objective(options.goal, config.epochs, config.limit_val_batches != 0), ceiling=ceiling,
             other_training=other_training(options.also, around), price_per_hour=options.price_per_hour,
             facts={"unit": live.unit, "config": path.name, "notes": remarks, "paced": options.pace},
         )  # fmt: skip
@@ -186,12 +188,6 @@ def begin_journal(path: Path, facts: dict[str, Any], same: dict[str, Any], machi
     if journal.resumed:
         say(f"resuming: {count(journal.resumed, 'trial')} of {journal.path} will not be run again")
     return journal
-
-
-def _packs(folder: Path, config: HostConfig, journal: Journal) -> Packs:
-    from stoker.tune.packs import Packs  # imports what packs are made with
-
-    return Packs(folder, config, journal)
 
 
 def plan_fits(config: HostConfig, path: Path | None, machine: Machine) -> Fits:
@@ -259,23 +255,6 @@ def _memory_limit(ram_bytes: int | None, ranks_here: int) -> int | None:
     return None if total is None or (ram_bytes is None and ranks_here == 1) else total // ranks_here
 
 
-def _pace(text: str | None, path: Path, overrides: Sequence[str], config: HostConfig) -> float | None:
-    if text is None:
-        return None
-    seconds = step_time_s(text)
-    if seconds is not None:
-        return seconds
-    taken = read_pace(text, path, overrides)
-    say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
-    return config.batch_size / taken.images_per_second
-
-
-def _remarks(ranks: int, cpus: int) -> list[str]:
-    if ranks == 1:
-        return []
-    return [f"{ranks} ranks: the trials run one of them, with its share of the cores ({cpus}) and of the memory"]
-
-
 def _surroundings(config: HostConfig, machine: Machine, cpus: int, goal: Goal, *, paced: bool) -> Surroundings:
     splits = True
     if not paced and config.gradient_accumulation > 1 and config.mixup_alpha == config.cutmix_alpha == 0:
@@ -312,10 +291,6 @@ def has_batch_norm(config: HostConfig) -> bool:
         facts = planning.volume_facts(config.model_copy(update={"data_root": None}))
         step = planning.traceable_step(config, facts.channels, facts.rules.classes)
     return any(isinstance(module, _BatchNorm) for module in build_without_memory(step.build_model).modules())
-
-
-def _validates(config: HostConfig) -> bool:
-    return config.limit_val_batches != 0
 
 
 def _ceiling(trier: ConfigTrier, start: Settings, seconds: float, journal: Journal, live: Live) -> float | None:

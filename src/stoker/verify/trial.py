@@ -35,6 +35,7 @@ from stoker.train.optimization import set_lr
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import learning_rate
 from stoker.train.step import StepResult
+from stoker.trial.running import ALONE
 from stoker.verify.checks import size_text
 from stoker.verify.config import peak_lr
 
@@ -46,11 +47,11 @@ SAMPLES = 8
 PATCHES = 1
 """A patch has as many voxels as tens of images have pixels, and its networks do not normalise over a batch."""
 UNKNOWN_CLASSES = 1000
-# One device shows the same; starting processes and compiling would take longer than the steps.
-ALONE: dict[str, Any] = {
-    "devices": 1, "num_nodes": 1, "sync_batchnorm": False, "compile_model": False, "gradient_accumulation": 1,
-    "loader": "thread", "steps_per_epoch": None, "limit_train_batches": None, "limit_val_batches": None,
-    "early_stopping": None, "fast_dev_run": False, "cache_dir": None, "cache_size": None,
+# Starting processes and compiling would take longer than the steps.
+PLAIN: dict[str, Any] = {
+    **ALONE, "compile_model": False, "gradient_accumulation": 1, "loader": "thread", "steps_per_epoch": None,
+    "limit_train_batches": None, "limit_val_batches": None, "early_stopping": None, "fast_dev_run": False,
+    "cache_dir": None, "cache_size": None,
 }  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _small(config: HostConfig) -> HostConfig:
     batch = min(config.batch_size, -(-enough // repeats) * repeats)
     # The peak of the whole run, not that of so small a batch.
     keys = {"batch_size": batch, "val_batch_size": batch, "lr": peak_lr(config), "scale_lr": False}
-    return config.model_copy(update=ALONE | keys | {"num_workers": min(2, config.num_workers)})
+    return config.model_copy(update=PLAIN | keys | {"num_workers": min(2, config.num_workers)})
 
 
 def _ready_device(subject: Subject) -> torch.device:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.child import ChildDied, Parent, call
 from stoker.config import config_values
 from stoker.config.reading import load_for_command
 from stoker.console import progress_bar, say, say_notes
 from stoker.errors import UserError
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.train.lr_range import INTERVAL, LrCurve, LrReading, LrSuggestion, growing_rates, measure_range, read_curve
+from stoker.trial.running import ALONE, trial_server
 
 if TYPE_CHECKING:
     from stoker.train.checkpoint.branching import Start
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 50
-# One device shows the same curve; compiling would take longer than the steps.
-ALONE = {"devices": 1, "num_nodes": 1, "sync_batchnorm": False, "compile_model": False}
 
 
 @dataclass(frozen=True)
@@ -95,24 +94,26 @@ def find_lr(
     machine = read_machine()
     fitted, notes = fit_to_machine(config, machine)
     say_notes(notes)
-    alone, lrs = fitted.model_copy(update=ALONE), growing_rates(lowest, highest, steps)
-    try:
-        job = {"config": config_values(alone), "lrs": lrs, "cpus": machine.cpus, "sweeps": sweeps, "from": None}
-        if start is not None:
-            job |= {"from": str(start.path), "which": start.which}
-        with progress_bar("range test", sweeps * len(lrs), unit="steps") as advance:
-            found = call(
-                _measure,
-                job,
-                on_message=lambda message: say(message) if isinstance(message, str) else advance(*message),
-            )
-    except ChildDied as died:
+    lrs = growing_rates(lowest, highest, steps)
+    # Compiling would take longer than the steps.
+    alone = fitted.model_copy(update={**ALONE, "compile_model": False})
+    job = {"config": config_values(alone), "lrs": lrs, "cpus": machine.cpus, "sweeps": sweeps, "from": None}
+    if start is not None:
+        job |= {"from": str(start.path), "which": start.which}
+    with progress_bar("range test", sweeps * len(lrs), unit="steps") as advance, closing(trial_server()) as server:
+        ended = server.call(
+            f"{__name__}:measure", job,
+            on_message=lambda message: say(message) if isinstance(message, str) else advance(*message),
+        )  # fmt: skip
+    ended.reraise()
+    if ended.how != "measured":
         raise UserError(
             "trial-died",
-            f"the process of the range test {died.how}",
+            f"the range test did not end: {ended.detail}",
             why="the kernel kills processes when the machine runs out of memory",
             hint="a smaller batch_size=",
-        ) from None
+        )
+    found = ended.result
     curve = LrCurve(**found["curve"])
     return LrFound(
         curve=curve,
@@ -125,33 +126,24 @@ def find_lr(
     )
 
 
-def _measure(job: dict[str, Any], parent: Parent) -> dict[str, Any]:
-    """The curve: everything that `stoker train` does before its first step, then the steps. Runs in the child."""
-    import torch
-
-    from stoker.tasks.dispatch import task_for
+def measure(job: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
+    """The curve: everything that `stoker train` does before its first step, then the steps. Runs in a fork."""
     from stoker.train.checkpoint.branching import Start, begin
-    from stoker.train.ranks import Ranks
+    from stoker.trial.process import open_run
 
-    config = HostConfig.model_validate(job["config"])
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(job["cpus"])
-    task = task_for(config)
-    data = replace(task.open_data(config, parent.send), val=None)
-    run = task.build_run(config, data, Ranks(), device, say=parent.send)
+    run, _ = open_run(HostConfig.model_validate(job["config"]), job["cpus"], tell)
     epoch = 0
     try:
         if job["from"] is not None:
             # The optimizer's state too, if it is the same: in mid-run, momentum decides which rates are too high.
-            run = begin(run, Start(Path(job["from"]), job["which"], keep_optimizer=None), parent.send)
+            run = begin(run, Start(Path(job["from"]), job["which"], keep_optimizer=None), tell)
             origin = run.branched_from or {}
             if origin["optimizer_kept"] and origin["epoch"] is not None:
                 epoch = origin["epoch"]
                 at = f"epoch {epoch}, step {origin['step']:,}"
-                parent.send(f"the sweeps begin at {at}: weights, batch norm statistics and momenta of the checkpoint")
+                tell(f"the sweeps begin at {at}: weights, batch norm statistics and momenta of the checkpoint")
         curve = measure_range(
-            run, job["lrs"], lambda done, total: parent.send([done, total]), sweeps=job["sweeps"], epoch=epoch
+            run, job["lrs"], lambda done, total: tell([done, total]), sweeps=job["sweeps"], epoch=epoch
         )
         return {"curve": asdict(curve), "from": run.branched_from}
     finally:

@@ -186,15 +186,12 @@ def discard() -> None:
     """Fetches the objects as `stoker stage` does, and throws them away."""
     from stoker.data.store.copy_manifest import CopiedFile
     from stoker.data.store.local_copy import LocalCopy
-    from stoker.stage.concurrency import Concurrency, RateLimit
-    from stoker.stage.records import SourceFile
-    from stoker.stage.s3_download import S3Download
-    from stoker.stage.s3_requests import s3_place
-    from stoker.stage.sources import list_s3
+    from stoker.stage.sources import open_source
+    from stoker.stage.transfer import StageOptions, Summary, Transfer
 
     class Nowhere(LocalCopy):
         def __init__(self) -> None:
-            self.folder = ""
+            self.folder = MEMORY
 
         def check(self, path: str) -> None:
             del path
@@ -203,18 +200,15 @@ def discard() -> None:
             del data
             return CopiedFile(path, 0, version, "", verified)
 
-    class Silent:
-        def done(self, file: SourceFile, record: CopiedFile) -> None: ...
+        def commit(self) -> int:
+            return 0
 
-        def failed(self, file: SourceFile, reason: str) -> None:
-            raise RuntimeError(f"{file.path}: {reason}")
-
-        def retried(self, reason: str) -> None: ...
-
-    place = s3_place(f"s3://{BUCKET}/{PREFIX}")
-    assert place is not None
-    files = (file for page in list_s3(place, "") for file in page)
-    S3Download(place, Nowhere(), Silent(), Concurrency(), RateLimit(None)).run(files, lambda: None)
+    source = open_source(f"s3://{BUCKET}/{PREFIX}")
+    summary = Summary(source.url, "")
+    transfer = Transfer(source, Nowhere(), StageOptions(), summary, lambda: None)
+    transfer.copy(source.files())
+    transfer.close()
+    assert summary.complete, summary.failures[:3]
 
 
 def write(target: str, objects: int, size: int) -> None:

@@ -23,9 +23,10 @@ from bench.rounds import keep
 from stoker.data.store.local_copy import LocalCopy
 from stoker.data.store.object_store import Patience
 from stoker.stage.checking import verify_copy
-from stoker.stage.copying import StageOptions, copy_all, find_work
+from stoker.stage.copying import copy_all, find_work
 from stoker.stage.selection import everything
 from stoker.stage.sources import open_source
+from stoker.stage.transfer import StageOptions
 
 HASTE = Patience(connect_s=2, stall_s=0.5, request_s=10, retry_s=30, max_retries=40)
 OBJECTS = 300
@@ -66,10 +67,10 @@ def faults(server: S3Server, contents: dict[str, bytes], target: Path) -> dict[s
     runs, wrong = 0, 0
     while True:
         runs += 1
-        source = open_source(URL)
+        source = open_source(URL, HASTE)
         copy = LocalCopy(target, source.url)
         work = find_work(source, copy, everything())
-        summary = copy_all(source, copy, everything(), work, StageOptions(patience=HASTE), lambda _so_far, _of: None)
+        summary = copy_all(source, copy, everything(), work, StageOptions(), lambda _so_far, _of: None)
         copy.close()
         found = files_of(target)
         wrong += sum(data != contents[name] for name, data in found.items())

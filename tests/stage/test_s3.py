@@ -16,9 +16,10 @@ from stoker.data.store import outage
 from stoker.data.store.local_copy import LocalCopy
 from stoker.data.store.object_store import Patience
 from stoker.stage.checking import verify_copy
-from stoker.stage.copying import StageOptions, Summary, copy_all, find_work
+from stoker.stage.copying import copy_all, find_work
 from stoker.stage.selection import everything
 from stoker.stage.sources import open_source
+from stoker.stage.transfer import StageOptions, Summary
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.staging import files_of
@@ -43,11 +44,10 @@ def upload(server: S3Server, prefix: str, files: int) -> dict[str, bytes]:
     return objects
 
 
-def stage(url: str, target: Path, options: StageOptions | None = None) -> Summary:
-    source = open_source(url)
+def stage(url: str, target: Path, options: StageOptions = StageOptions(), patience: Patience = HASTE) -> Summary:  # noqa: B008
+    source = open_source(url, patience)
     copy = LocalCopy(target, source.url)
     work = find_work(source, copy, everything())
-    options = options or StageOptions(patience=HASTE)
     try:
         return copy_all(source, copy, everything(), work, options, lambda _summary, _total: None)
     finally:
@@ -136,7 +136,7 @@ def test_an_outage_is_waited_for_and_said_and_no_file_is_given_up(
 
     # When the first objects have arrived.
     s3_proxy.fault("GET /bucket/stage/train/c3", "call", call=break_down)
-    summary = stage(f"s3://{BUCKET}/stage", tmp_path / "copy", StageOptions())
+    summary = stage(f"s3://{BUCKET}/stage", tmp_path / "copy", patience=Patience())
     assert summary.failures == []
     assert files_of(tmp_path / "copy") == objects
     assert said
@@ -174,10 +174,10 @@ def test_a_store_that_asks_to_slow_down_gets_fewer_requests_and_a_rate_limit_hol
 ) -> None:
     s3_proxy.fault(r"GET /bucket/stage/train", "status", times=20, code=503)
     # Not in haste: what a busy machine answers late would be asked for once more.
-    calm = stage(f"s3://{BUCKET}/stage/train", tmp_path / "calm", StageOptions())
+    calm = stage(f"s3://{BUCKET}/stage/train", tmp_path / "calm", patience=Patience())
     assert calm.complete
     assert calm.concurrency < 32
-    assert sum(calm.retries.values()) == 20
+    assert sum(calm.retries.values()) in (19, 20)  # awscrt retries its first failure by itself
     s3_proxy.reset()
     limited = stage(f"s3://{BUCKET}/stage/train", tmp_path / "limited", StageOptions(limit_rate=2_000_000))
     assert limited.copied_bytes / limited.seconds < 2_600_000

@@ -15,10 +15,11 @@ from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError, UserEr
 if TYPE_CHECKING:
     from stoker.config import Config
     from stoker.stage.checking import Verification
-    from stoker.stage.copying import StageOptions, Summary, Work
+    from stoker.stage.copying import Work
     from stoker.stage.payback import Payback
     from stoker.stage.selection import Selection
     from stoker.stage.sources import Source
+    from stoker.stage.transfer import StageOptions, Summary
 
 SUBSET = "Part of a data set of images"
 MEASURED_FROM = 1_000_000_000
@@ -153,7 +154,7 @@ def stage(
     lines = [_words_of(summary)]
     code = EXIT_OK if summary.complete else EXIT_FINDING
     if file is not None and config is not None and summary.complete:
-        from stoker.stage.config_of_copy import write_config_of_copy
+        from stoker.stage.needs import write_config_of_copy
 
         written = write_config_of_copy(file, config, [*words[1:], *chosen], summary.target, output)
         document["config"] = str(written)
@@ -183,7 +184,7 @@ def _two(words: list[str]) -> tuple[str, Path]:
 
 
 def _options(limit_rate: str | None, concurrency: int | None) -> StageOptions:
-    from stoker.stage.copying import StageOptions
+    from stoker.stage.transfer import StageOptions
 
     if limit_rate is None:
         return StageOptions(None, concurrency)
@@ -312,7 +313,7 @@ def _verify(folder: Path) -> Verification:
 
 
 def _words_of(result: Summary | Verification) -> str:
-    from stoker.stage.copying import Summary
     from stoker.stage.text import summary_text, verification_text
+    from stoker.stage.transfer import Summary
 
     return summary_text(result) if isinstance(result, Summary) else verification_text(result)

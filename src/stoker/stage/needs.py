@@ -1,4 +1,5 @@
-"""What a config or a subset needs of a source, by the same index and the same choice that training makes.
+"""What a config or a subset needs of a source, by the same index and the same choice that training makes; and
+the config that trains from the copy.
 
 Paths stay as they are at the source, so training finds the copy's layout by the same rules. A subset chosen again from
 the copy is the same subset: classes and images are taken by the smallest hashes, and those are all in it.
@@ -6,6 +7,8 @@ the copy is the same subset: classes and images are taken by the smallest hashes
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from stoker.data.store.stores import is_url
 from stoker.data.volumes.cases import open_cases
 from stoker.data.volumes.opening import local_path
 from stoker.errors import ConfigError, UserError, did_you_mean
+from stoker.files import write_text
 from stoker.redact import redact_text
 from stoker.stage.selection import Selection, VolumeSelection
 from stoker.tasks.image_data import chosen_record, open_split
@@ -166,3 +170,18 @@ class _Chosen:
             return ""
         assert place.startswith(f"{self._base}/"), (place, self._base)
         return place[len(self._base) + 1 :] + "/"
+
+
+def write_config_of_copy(file: Path, config: Config, overrides: list[str], folder: str, output: Path | None) -> Path:
+    """Writes a config with the original one as its base and the copy as its data_root; returns its path."""
+    target = (output or Path(folder) / file.name).absolute()
+    base = os.path.relpath(file.resolve(), target.parent.resolve())
+    root = folder
+    if config.task != "classify" and config.data_root is not None and config.data_root.endswith((".yaml", ".yml")):
+        root = f"{folder}/{config.data_root.rpartition('/')[2]}"
+    keys = dict(override.split("=", 1) for override in overrides)
+    keys.pop("data_root", None)
+    lines = [f"base: {json.dumps(base)}", f"data_root: {json.dumps(root)}"]
+    lines += [f"{key}: {value}" for key, value in keys.items()]
+    write_text(target, "\n".join(lines) + "\n")
+    return target

@@ -16,8 +16,7 @@ from stoker.data.store.stores import ReadFailure, is_url
 from stoker.machine.storage import drop_from_cache, measure_local_disk
 from stoker.plan.break_even import BreakEven, break_even, duration_text
 from stoker.plan.storage_bench import Appetite, appetites, rate_text
-from stoker.stage.records import SourceFile
-from stoker.stage.sources import Source
+from stoker.stage.sources import Source, SourceFile
 
 SECONDS = 3.0
 READERS = 64
@@ -96,7 +95,7 @@ def read_rate(source: Source, files: Sequence[SourceFile], seconds: float) -> fl
             if not wanted or (root is not None and not drop_from_cache(f"{root}/{file.path}", 0, wanted)):
                 continue
             try:
-                size = len(source.read(file, 0, wanted))
+                size = len(source.read(file, 0, wanted).data)
             except (OSError, ReadFailure):
                 continue  # copying will report it
             with lock:

@@ -3,51 +3,82 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-import socket
+import random
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException, HTTPResponse
-from typing import Any, Protocol
-from urllib.parse import unquote_plus, urlsplit
-from xml.etree import ElementTree
+from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from stoker.console import Advance, shown
 from stoker.data.store.copy_names import source_name
-from stoker.data.store.object_store import ObjectStore
-from stoker.data.store.stores import REMOTE_SCHEMES, Buffer, ReadFailure, StoreDown, is_url
+from stoker.data.store.object_store import ObjectStore, Patience
+from stoker.data.store.stores import REMOTE_SCHEMES, Buffer, ReadFailure, is_url
 from stoker.errors import UserError, did_you_mean
 from stoker.redact import redact_text
-from stoker.stage.records import SourceFile, jitter
-from stoker.stage.s3_requests import S3Place, Signer, s3_place
 
 LISTING_THREADS = 16
-_PAGE_TRIES = 6
 _TEMPORARY_FAULTS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO)
+
+
+class SourceFile(NamedTuple):
+    """A file of the source as it was listed."""
+
+    path: str
+    size: int
+    version: str
+    """Its ETag, or a file's time of last change; "" if the store has none."""
+
+
+class Content(NamedTuple):
+    """What was read of a file."""
+
+    data: Buffer
+    verified: str
+    """The kind of checksum of the source that agreed; "" if none did, and for a part of a file."""
+
+
+Retried = Callable[[str, bool], None]
+"""Is told why a request failed that is made again, and whether fewer at once would help."""
+
+
+def say_nothing(_reason: str, _too_fast: bool) -> None:
+    """For those who do not count retries."""
 
 
 class Source(Protocol):
     """Files with a path, a size and a version."""
 
     url: str
+    most_at_once: int = 64
+    """Reads, each by a thread."""
 
     def files(self, below: Sequence[str] = ("",), progress: Advance | None = None) -> Iterator[SourceFile]:
-        """Every file below these folders; what cannot be a file is told when it is copied."""
+        """Every file below these folders; those with an impossible name fail when they are copied."""
         ...
 
     def directly_in(self, folder: str) -> list[SourceFile]:
         """The files of one folder, without those of folders in it; empty if there is no such folder."""
         ...
 
-    def read(self, file: SourceFile, start: int, end: int) -> Buffer:
+    def read(self, file: SourceFile, start: int, end: int, retried: Retried = say_nothing) -> Content:
         """Bytes of a file that must still be as it was listed; raises ReadFailure or StoreDown."""
         ...
 
+    def agreed(self, file: SourceFile, content: Buffer) -> str | None:
+        """The kind of checksum that a file which was read in parts agrees with; "" if there is none, None if it does
+        not agree."""
+        del file, content
+        return ""
 
-def open_source(url: str) -> Source:
+    def stop(self) -> None:
+        """Makes reads that other threads are waiting for fail soon."""
+        return
+
+
+def open_source(url: str, patience: Patience = Patience()) -> Source:  # noqa: B008
     """The source behind a folder's path or a URL; raises UserError if it does not exist or cannot be read."""
     if is_url(url) and not url.startswith("file://"):
         scheme = urlsplit(url).scheme
@@ -59,11 +90,14 @@ def open_source(url: str) -> Source:
                 why=f"stage copies folders and {listable}",
                 hint="give the folder or the bucket's own URL",
             )
-        return ObjectSource(url)
+        from stoker.stage.s3 import open_s3  # awscrt takes some time to import, and folders do not need it
+
+        store = ObjectStore(url, patience=patience)
+        return open_s3(store) or ObjectSource(store)
     return FolderSource(source_name(url))
 
 
-class FolderSource:
+class FolderSource(Source):
     """A folder of this machine, or mounted on it; links are followed."""
 
     def __init__(self, root: str) -> None:
@@ -74,7 +108,9 @@ class FolderSource:
             if error.errno == errno.ELOOP:
                 raise _link_loop(root, "itself") from None
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                raise UserError("data-not-readable", f"{shown(root)}: {error.strerror}", hint="ls -ld it") from None
+                raise UserError(
+                    "data-not-readable", f"{shown(root)}: {error.strerror}", hint=f"ls -ld {shown(root)}"
+                ) from None
             there = sorted(os.listdir(parent)) if os.path.isdir(parent := os.path.dirname(root)) else []  # noqa: PTH208, PTH112, PTH120
             raise UserError(
                 "data-not-found",
@@ -103,15 +139,16 @@ class FolderSource:
         """The files of one folder."""
         return _list_folder(self.root, folder, ())[0] if os.path.isdir(f"{self.root}/{folder}") else []  # noqa: PTH112
 
-    def read(self, file: SourceFile, start: int, end: int) -> Buffer:
+    def read(self, file: SourceFile, start: int, end: int, retried: Retried = say_nothing) -> Content:
         """The bytes; raises ReadFailure if the file has changed since it was listed."""
         for attempt in range(3):
             try:
-                return self._read(file, start, end)
+                return Content(self._read(file, start, end), "")
             except OSError as error:
                 if error.errno not in _TEMPORARY_FAULTS or attempt == 2:
                     reasons = {errno.ENOENT: "missing", errno.EACCES: "permission", errno.ENXIO: "not a file"}
                     raise ReadFailure(file.path, reasons.get(error.errno or 0, "unreadable"), error.strerror) from None
+                retried(error.strerror or str(error), False)
             time.sleep(jitter(0.1, 0.5) * (attempt + 1))
         raise AssertionError("unreachable")
 
@@ -189,125 +226,33 @@ def _link_loop(path: str, target: str) -> UserError:
     )
 
 
-class ObjectSource:
-    """A bucket or a part of one."""
+class ObjectSource(Source):
+    """A bucket or a part of one, through obstore."""
 
-    def __init__(self, url: str) -> None:
-        self.store = ObjectStore(url)
-        self.url = self.store.url
-        self.place = s3_place(self.url)
-        """How S3 is reached without a library; None for other stores, and if that is not possible."""
-        if self.place is None or not _answers(self.place):
-            self.store.check()  # says what is wrong
+    def __init__(self, store: ObjectStore) -> None:
+        self.url, self._store = store.url, store
+        store.check()
 
     def files(self, below: Sequence[str] = ("",), progress: Advance | None = None) -> Iterator[SourceFile]:
-        """Every object, in the server's order; several folders at once."""
-        found = 0
-        with ThreadPoolExecutor(min(LISTING_THREADS, len(below) or 1)) as pool:
-            for pages in _ahead(pool, below, self._pages):
-                for page in pages:
-                    found += len(page)
-                    if progress is not None:
-                        progress(found, None)
-                    yield from page
+        """Every object, folder by folder, in the server's order."""
+        listed = (SourceFile(*one) for folder in below for one in self._store.versions(folder))
+        for found, file in enumerate(listed, 1):
+            if progress is not None and found % 1000 == 0:
+                progress(found, None)
+            yield file
 
     def directly_in(self, folder: str) -> list[SourceFile]:
         """The objects of one folder."""
-        below = f"{folder}/" if folder else ""
-        if self.place is not None:
-            try:
-                return [file for page in list_s3(self.place, below, directly=True) for file in page]
-            except StoreDown:
-                self.store.check()
-                raise
-        return [SourceFile(*one) for one in self.store.versions(folder, directly=True)]
+        return [SourceFile(*one) for one in self._store.versions(folder, directly=True)]
 
-    def read(self, file: SourceFile, start: int, end: int) -> Buffer:
-        """The bytes of this version of an object."""
+    def read(self, file: SourceFile, start: int, end: int, retried: Retried = say_nothing) -> Content:
+        """The bytes of this version of an object; obstore makes failed requests again by itself."""
+        del retried
         whole = start == 0 and end == file.size
-        return self.store.read(file.path, start, end - start, whole=whole, version=file.version or None)
-
-    def _pages(self, folder: str) -> Iterator[list[SourceFile]]:
-        if self.place is not None:
-            try:
-                yield from list_s3(self.place, f"{folder}/" if folder else "")
-            except StoreDown:
-                self.store.check()  # it knows more about what can be wrong
-                raise
-            return
-        found = (SourceFile(*one) for one in self.store.versions(folder))
-        while page := list(itertools.islice(found, 1000)):
-            yield page
+        data = self._store.read(file.path, start, end - start, whole=whole, version=file.version or None)
+        return Content(data, "")
 
 
-def _answers(place: S3Place) -> bool:
-    """Whether anybody listens there: a wrong endpoint should be told at once, not after all tries."""
-    try:
-        socket.create_connection((place.host, place.port), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def _ahead(pool: ThreadPoolExecutor, below: Sequence[str], pages: Any) -> Iterator[Iterator[list[SourceFile]]]:
-    """The pages of each folder; of a single one as they come, of several listed at once."""
-    if len(below) == 1:
-        yield pages(below[0])
-    else:
-        yield from pool.map(lambda folder: iter(list(pages(folder))), below)
-
-
-def list_s3(place: S3Place, below: str, *, directly: bool = False) -> Iterator[list[SourceFile]]:
-    """The objects whose names begin so, a page of up to a thousand at a time; names are those below the place's prefix.
-
-    Not through obstore, whose listing ends with an error at the first name that has an empty or a '..' part."""
-    prefix = f"{place.prefix}/" if place.prefix else ""
-    query = {"list-type": "2", "prefix": prefix + below, "encoding-type": "url"}
-    if directly:
-        query["delimiter"] = "/"
-    while True:
-        page = ElementTree.fromstring(_page(place, query))  # noqa: S314 - entities are not expanded by expat's defaults
-        name = page.tag.rpartition("}")[0] + "}" if page.tag.startswith("{") else ""
-        encoded = page.findtext(f"{name}EncodingType") == "url"
-        files = []
-        for entry in page.iter(f"{name}Contents"):
-            key = entry.findtext(f"{name}Key") or ""
-            key = unquote_plus(key, errors="surrogateescape") if encoded else key
-            size = int(entry.findtext(f"{name}Size") or 0)
-            if key.endswith("/") and size == 0:
-                continue  # how consoles make an empty folder
-            files.append(SourceFile(key[len(prefix) :], size, entry.findtext(f"{name}ETag") or ""))
-        yield files
-        token = page.findtext(f"{name}NextContinuationToken")
-        if page.findtext(f"{name}IsTruncated") != "true" or not token:
-            return
-        query["continuation-token"] = token
-
-
-def _page(place: S3Place, query: dict[str, str]) -> bytes:
-    reason = ""
-    for attempt in range(_PAGE_TRIES):
-        if attempt:
-            time.sleep(jitter(0.5, 1.0) * min(10.0, 0.2 * 2**attempt))
-        try:
-            with socket.create_connection((place.host, place.port), timeout=30) as plain:
-                wrapped = place.tls.wrap_socket(plain, server_hostname=place.host) if place.tls is not None else plain
-                with wrapped:
-                    wrapped.sendall(Signer(place).request("GET", place.base or "/", {}, query))
-                    response = HTTPResponse(wrapped, method="GET")
-                    response.begin()
-                    body = response.read()
-        except (OSError, HTTPException) as error:
-            reason = str(error) or type(error).__name__
-            continue
-        if response.status == 200:
-            return body
-        reason = f"status {response.status}"
-        if response.status in (400, 401, 403, 404):
-            break
-    raise StoreDown(
-        "listing-failed",
-        f"{place.host_header} does not list the bucket ({reason})",
-        why="what to copy is not known",
-        hint="check that the credentials may list the bucket (s3:ListBucket)",
-    )
+def jitter(least: float, most: float) -> float:
+    """A number between these two, so that clients which failed together do not come back together."""
+    return random.uniform(least, most)  # noqa: S311

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from stoker.console import count, megabytes, shown
 from stoker.stage.checking import Verification
-from stoker.stage.copying import FAILURES_NAMED, Summary
+from stoker.stage.transfer import Summary
 
 if TYPE_CHECKING:
     from stoker.stage.hydrate import Hydrated  # which needs numpy; copying does without
 
+FAILURES_NAMED = 20
 CHECKSUMS = {"md5": "MD5", "sha1": "SHA-1", "sha256": "SHA-256"}
 
 

@@ -1,0 +1,337 @@
+"""Copies files of a source into a local copy: threads that each read a file or a part of one, check it and write it.
+
+Large files are written in parts, in any order. Threads report to the main one, which decides how many are at work,
+counts, and ends the run if the disk becomes full.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from stoker.console import megabytes
+from stoker.data.store.copy_manifest import CopiedFile
+from stoker.data.store.local_copy import LocalCopy, PartialFile
+from stoker.data.store.stores import ReadFailure
+from stoker.errors import UserError
+from stoker.stage.concurrency import Concurrency, RateLimit
+from stoker.stage.sources import Source, SourceFile
+
+PART_BYTES = 8 << 20
+MOST_BYTES = 1 << 30
+"""Of all reads under way, which are in memory."""
+CHECKSUM_TRIES = 4
+"""How often a file is copied in parts whose bytes do not agree with the source's checksum."""
+BAD_CHECKSUM = "the bytes do not agree with the store's checksum"
+COMMIT_EVERY_S = 2.0
+TICK_S = 0.25
+# Left free on the target's disk: other programs write there, too.
+MARGIN_SHARE = 0.02
+MOST_MARGIN_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How to copy."""
+
+    limit_rate: int | None = None
+    """Bytes per second; None for no limit."""
+    concurrency: int | None = None
+    """Requests in flight; None to find it while running."""
+
+
+@dataclass
+class Summary:
+    """What a run has done."""
+
+    source: str
+    target: str
+    files: int = 0
+    """Files that the copy should have."""
+    bytes: int = 0
+    copied_files: int = 0
+    copied_bytes: int = 0
+    present_files: int = 0
+    """Files that were there already, unchanged at the source."""
+    verified: Counter[str] = field(default_factory=Counter)
+    """Of the copied files, by the kind of checksum that agreed; "" for those of which only the length did."""
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    retries: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    concurrency: int = 0
+    """Requests in flight at the end."""
+    subset: dict[str, Any] | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the copy has everything it should have."""
+        return not self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        """The summary as `--json` prints it."""
+        by_checksum = {kind: number for kind, number in self.verified.items() if kind}
+        return {
+            "source": self.source,
+            "target": self.target,
+            "complete": self.complete,
+            "files": self.files,
+            "bytes": self.bytes,
+            "copied": {
+                "files": self.copied_files,
+                "bytes": self.copied_bytes,
+                "seconds": round(self.seconds, 3),
+                "verified_against_store": sum(by_checksum.values()),
+                "by_checksum": by_checksum,
+                "length_only": self.verified[""],
+            },
+            "already_present": self.present_files,
+            "failed": len(self.failures),
+            "failures": [{"path": path, "reason": reason} for path, reason in self.failures],
+            "retries": dict(self.retries.most_common()),
+            "concurrency": self.concurrency,
+        }
+
+
+@dataclass(eq=False)
+class _Large:
+    """A file that is written in parts."""
+
+    partial: PartialFile
+    left: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    failure: ReadFailure | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """Bytes that one thread copies."""
+
+    file: SourceFile
+    start: int
+    end: int
+    large: _Large | None = None
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+class Transfer:
+    """A run of copying. Close it, whatever happened: what was copied is whole and gets into the manifest."""
+
+    def __init__(
+        self, source: Source, copy: LocalCopy, options: StageOptions, summary: Summary, show: Callable[[], None]
+    ) -> None:
+        self._source, self._copy, self._summary, self._show = source, copy, summary, show
+        self._concurrency, self._rate = Concurrency(options.concurrency), RateLimit(options.limit_rate)
+        self._began, self._next_tick = time.monotonic(), 0.0
+        self._margin = room_margin(copy.folder)
+        self._under_way = self._bytes = 0
+        self._large: set[_Large] = set()
+        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """What threads have to say, called by the main one."""
+        self._stop = threading.Event()
+        self._trouble: OSError | None = None
+        self._committer = threading.Thread(target=self._commit, name="stoker-commit", daemon=True)
+        self._committer.start()
+
+    def copy(self, files: Iterable[SourceFile]) -> None:
+        """Copies all files; those that fail are in the summary. Raises UserError if the store or the disk fails."""
+        reads = self._reads(files)
+        read = next(reads, None)
+        pool = ThreadPoolExecutor(self._source.most_at_once, thread_name_prefix="stoker-stage")
+        try:
+            while read is not None or self._under_way:
+                while read is not None and self._may_begin(read.size):
+                    self._rate.take(read.size)
+                    self._under_way, self._bytes = self._under_way + 1, self._bytes + read.size
+                    pool.submit(self._copy_one, read)
+                    read = next(reads, None)
+                self._tick()
+                wait_s = TICK_S if read is None else min(TICK_S, self._rate.wait_s() or TICK_S)
+                with suppress(Empty):
+                    self._events.get(timeout=wait_s)()
+                    while True:
+                        self._events.get_nowait()()
+        except BaseException:
+            self._source.stop()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for large in self._large:
+                large.partial.abandon()
+        self._next_tick = 0.0
+        self._tick()
+
+    def close(self) -> None:
+        """Commits what is left."""
+        self._stop.set()
+        self._committer.join()
+        self._summary.seconds = time.monotonic() - self._began
+        self._summary.concurrency = self._concurrency.limit
+        with writing(self._copy.folder):
+            self._copy.commit()
+
+    def _may_begin(self, size: int) -> bool:
+        if self._under_way >= min(self._concurrency.limit, self._source.most_at_once) or self._rate.wait_s():
+            return False
+        return not self._under_way or self._bytes + size <= MOST_BYTES
+
+    def _reads(self, files: Iterable[SourceFile]) -> Iterator[_Read]:
+        for file in files:
+            try:
+                if file.size <= 2 * PART_BYTES:
+                    self._copy.check(file.path)
+                    yield _Read(file, 0, file.size)
+                    continue
+                with writing(self._copy.folder):
+                    partial = self._copy.create(file.path, file.size)
+            except ReadFailure as failure:
+                self._failed(file, failure)
+                continue
+            starts = range(0, file.size, PART_BYTES)
+            large = _Large(partial, len(starts))
+            self._large.add(large)
+            for start in starts:
+                yield _Read(file, start, min(start + PART_BYTES, file.size), large)
+
+    # In the threads.
+
+    def _copy_one(self, read: _Read) -> None:
+        outcome: CopiedFile | BaseException | None
+        try:
+            outcome = self._copied(read)
+        except BaseException as error:
+            outcome = error
+        self._events.put(lambda: self._ended(read, outcome))
+
+    def _copied(self, read: _Read) -> CopiedFile | None:
+        """Copies one file or part; the record of the file if that made it complete."""
+        file, large = read.file, read.large
+        if large is None:
+            content = self._source.read(file, 0, file.size, self._retried)
+            with writing(self._copy.folder):
+                return self._copy.put(file.path, content.data, file.version, content.verified)
+        try:
+            if large.failure is None:
+                self._copy_part(read, large)
+        except ReadFailure as failure:
+            large.failure = failure
+        with large.lock:
+            large.left -= 1
+            if large.left:
+                return None
+        if large.failure is not None:
+            raise large.failure
+        return self._finished(file, large)
+
+    def _copy_part(self, read: _Read, large: _Large) -> None:
+        content = self._source.read(read.file, read.start, read.end, self._retried)
+        with writing(self._copy.folder):
+            large.partial.write_at(read.start, content.data)
+
+    def _finished(self, file: SourceFile, large: _Large) -> CopiedFile:
+        for _ in range(CHECKSUM_TRIES):
+            agreed = self._source.agreed(file, large.partial.mapped())
+            if agreed is not None:
+                with writing(self._copy.folder):
+                    return large.partial.finish(file.version, agreed)
+            self._retried(BAD_CHECKSUM, False)
+            for start in range(0, file.size, PART_BYTES):
+                self._copy_part(_Read(file, start, min(start + PART_BYTES, file.size)), large)
+        raise ReadFailure(file.path, "unreadable", BAD_CHECKSUM)
+
+    def _retried(self, reason: str, too_fast: bool) -> None:
+        def note() -> None:
+            self._summary.retries[reason] += 1
+            if too_fast:
+                self._concurrency.slow_down()
+
+        self._events.put(note)
+
+    def _commit(self) -> None:
+        while not self._stop.wait(COMMIT_EVERY_S):
+            try:
+                self._copy.commit()
+            except OSError as error:
+                self._trouble = error
+                return
+
+    # In the main thread.
+
+    def _ended(self, read: _Read, outcome: CopiedFile | BaseException | None) -> None:
+        self._under_way, self._bytes = self._under_way - 1, self._bytes - read.size
+        if outcome is not None and read.large is not None:
+            read.large.partial.abandon()  # unless it is finished
+            self._large.discard(read.large)
+        if isinstance(outcome, ReadFailure):
+            self._failed(read.file, outcome)
+            return
+        if isinstance(outcome, BaseException):
+            raise outcome
+        self._concurrency.done(read.size)
+        if outcome is not None:
+            self._summary.copied_files += 1
+            self._summary.copied_bytes += read.file.size
+            self._summary.verified[outcome.verified] += 1
+
+    def _failed(self, file: SourceFile, failure: ReadFailure) -> None:
+        self._summary.failures.append((file.path, str(failure).removeprefix(f"{file.path}: ")))
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK_S
+        self._summary.seconds = now - self._began
+        self._show()
+        if self._trouble is not None:
+            raise target_failed(self._copy.folder, self._trouble)
+        free = shutil.disk_usage(self._copy.folder).free
+        if free < self._margin // 2:
+            raise UserError(
+                "disk-full",
+                f"only {megabytes(free)} are left on the disk of {self._copy.folder}",
+                why="what was copied so far is whole and stays; nothing is half-written",
+                hint="free some space, then run the same command again: it continues",
+            )
+
+
+def room_margin(folder: str) -> int:
+    """Bytes that stay free on the disk of a folder."""
+    return min(MOST_MARGIN_BYTES, int(shutil.disk_usage(folder).total * MARGIN_SHARE))
+
+
+@contextmanager
+def writing(folder: str) -> Iterator[None]:
+    """Within it, an OSError is the target's, not the source's: it ends the run with an error that says so."""
+    try:
+        yield
+    except OSError as error:
+        raise target_failed(folder, error) from None
+
+
+def target_failed(folder: str, error: OSError) -> UserError:
+    """The error if the copy cannot be written to."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            "disk-full",
+            f"the disk of {folder} is full: {error.strerror}",
+            why="what was copied so far is whole and stays; nothing is half-written",
+            hint="free some space or choose a part (--classes), then run the same command again: it continues",
+        )
+    return UserError(
+        "copy-not-writable",
+        f"{folder} cannot be written to: {error.strerror or error}",
+        why="what was copied so far is whole and stays",
+        hint=f"ls -ld {folder}",
+    )

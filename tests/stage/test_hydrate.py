@@ -14,9 +14,9 @@ import pytest
 
 from stoker.cli import main
 from stoker.errors import UsageError, UserError
-from stoker.stage.hydrate import Hydrated, hydrate, list_files
+from stoker.stage.concurrency import RateLimit
+from stoker.stage.hydrate import Hydrated, hydrate, list_files, read_through
 from stoker.stage.lustre import in_calls, parse_states
-from stoker.stage.read_through import Allowance, read_through
 from tests.support.lustre import FakeLustre
 from tests.support.waiting import DEADLINE_S, wait_until
 
@@ -162,11 +162,11 @@ def test_other_mounts_are_read_and_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_reading_keeps_to_its_limit_and_gives_up_on_a_dead_server(tmp_path: Path) -> None:
     paths = [os.fsencode(path) for path in write_files(tmp_path, numbered(8), size=250_000)]
     began = time.monotonic()
-    assert read_through(paths, Allowance(2e6), stall_s=30, progress=lambda _files, _bytes: None) == {}
+    assert read_through(paths, RateLimit(2e6), stall_s=30, progress=lambda _files, _bytes: None) == {}
     assert time.monotonic() - began > 0.7  # 2 MB at 2 MB/s, less the first reads, which need not wait
     os.mkfifo(tmp_path / "dead")  # opening it waits for a writer that never comes
     failed = read_through(
-        [*paths, os.fsencode(tmp_path / "dead")], Allowance(None), stall_s=1, progress=lambda _files, _bytes: None
+        [*paths, os.fsencode(tmp_path / "dead")], RateLimit(None), stall_s=1, progress=lambda _files, _bytes: None
     )
     assert failed == {os.fsencode(tmp_path / "dead"): "not a byte for 1 s"}
 
@@ -223,7 +223,10 @@ def test_the_command_fetches_reports_and_can_be_interrupted(
 def test_output_is_matched_by_the_names_that_were_asked_for() -> None:
     asked = [b"/d/a\n/d/b: (0x0000000d) released exists archived, archive_id:1", b"/d/b"]
     text = asked[0] + b": (0x00000000)\n" + asked[1] + b": (0x0000004d) released exists archived lost_from_hsm\n"
-    assert [(state.released, state.lost) for state in parse_states(text, asked)] == [(False, False), (True, True)]
+    assert [(state.released, state.problem is not None) for state in parse_states(text, asked)] == [
+        (False, False),
+        (True, True),
+    ]
     assert parse_states(asked[0] + b": (0x0", asked) == []
     groups = list(in_calls([b"x" * 30_000] * 7 + [b"y"] * 5, 3))
     assert [len(group) for group in groups] == [3, 3, 3, 3]

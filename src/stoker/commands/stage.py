@@ -276,8 +276,7 @@ def _payback(source: Source, work: Work, folder: str) -> Payback | None:
 
 def _hydrate(path: str, options: StageOptions, *, json: bool) -> int:
     from stoker.console import print_json, print_result, progress_bar, say, transfer_bar
-    from stoker.stage.hydrate import hydrate, list_files
-    from stoker.stage.read_through import READERS
+    from stoker.stage.hydrate import READERS, hydrate, list_files
     from stoker.stage.text import hydrated_text
 
     with progress_bar("listing", unit="files") as advance:

@@ -95,14 +95,14 @@ class RateLimit:
     """Lets so many bytes a second begin; None for no limit."""
 
     def __init__(self, bytes_per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._clock = bytes_per_second, clock
+        self.bytes_per_second, self._clock = bytes_per_second, clock
         self._free_at = clock()
 
     def wait_s(self) -> float:
         """How long the next request has to wait; 0 if it can begin."""
-        return 0.0 if self._rate is None else max(0.0, self._free_at - self._clock())
+        return 0.0 if self.bytes_per_second is None else max(0.0, self._free_at - self._clock())
 
     def take(self, size: int) -> None:
         """A request for so many bytes begins."""
-        if self._rate is not None:
-            self._free_at = max(self._free_at, self._clock()) + size / self._rate
+        if self.bytes_per_second is not None:
+            self._free_at = max(self._free_at, self._clock()) + size / self.bytes_per_second

@@ -8,11 +8,13 @@ Nothing is recorded: the file system knows what is there, so running again conti
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +22,8 @@ from stoker.console import Advance, Say, count
 from stoker.data.store.stores import is_url
 from stoker.errors import UsageError, UserError
 from stoker.machine.storage import mount_of
-from stoker.stage.lustre import FileState, Lfs, LfsFailed, find_lfs
-from stoker.stage.read_through import READERS, Allowance, read_through
+from stoker.stage.concurrency import RateLimit
+from stoker.stage.lustre import CALL_S, Lfs, LfsFailed
 
 BATCH = 2000
 """Restores under way at once; between 1,000 and 5,000 the metadata server keeps up."""
@@ -29,6 +31,9 @@ STALL_S = 300.0
 """Without one restored file or byte."""
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.2, 5.0
 """Between two questions about the files under way: each asks the metadata server about all of them."""
+READERS = 32
+CHUNK = 1 << 20
+TICK_S = 0.1
 
 Progress = Callable[[int, int, int, int], None]
 """progress(files, of_files, bytes, of_bytes)"""
@@ -38,13 +43,8 @@ Progress = Callable[[int, int, int, int], None]
 class FileList:
     """Regular files, as absolute paths: a name that begins with a dash would be an option of `lfs`."""
 
-    paths: list[bytes]
-    sizes: list[int]
+    sizes: dict[bytes, int]
     unreadable: dict[bytes, str]
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -57,31 +57,19 @@ class Hydrated:
     way: Literal["restore", "read", "restore, then read", "nothing to do"]
     files: int
     bytes: int
-    released: int | None
+    released: int | None = None
     """Files that were not there before; None where the file system does not say."""
-    restored: int
-    read: int
-    seconds: float
-    failed: tuple[tuple[str, str], ...]
+    restored: int = 0
+    read: int = 0
+    seconds: float = 0.0
+    failed: tuple[tuple[str, str], ...] = ()
     """Names, and why each is still not there."""
     note: str | None = None
     """Why files were read instead of restored."""
 
     def as_dict(self) -> dict[str, Any]:
         """The document that `--json` prints."""
-        return {
-            "path": self.path,
-            "kind": self.kind,
-            "way": self.way,
-            "files": self.files,
-            "bytes": self.bytes,
-            "released": self.released,
-            "restored": self.restored,
-            "read": self.read,
-            "seconds": self.seconds,
-            "failed": [{"path": name, "reason": reason} for name, reason in self.failed],
-            "note": self.note,
-        }
+        return asdict(self) | {"failed": [{"path": name, "reason": reason} for name, reason in self.failed]}
 
 
 def hydrate(
@@ -92,7 +80,7 @@ def hydrate(
     batch: int = BATCH,
     readers: int = READERS,
     stall_s: float = STALL_S,
-    call_s: float | None = None,
+    call_s: float = CALL_S,
     progress: Progress = lambda _files, _of_files, _bytes, _of_bytes: None,
     say: Say = lambda _text: None,
 ) -> Hydrated:
@@ -103,22 +91,22 @@ def hydrate(
     began = time.monotonic()
     files = files or list_files(path)
     mount = mount_of(path)
-    work = _Work(files, Allowance(limit_bytes_per_second), batch, readers, stall_s, progress, say)
     kind = None if mount is None else mount.kind
-    done = Hydrated(str(path), kind, "read", len(files.paths), files.bytes, None, 0, 0, 0.0, ())
-    program = find_lfs()
+    work = _Work(files.sizes, RateLimit(limit_bytes_per_second), batch, readers, stall_s, progress, say)
+    done = Hydrated(str(path), kind, "read", len(files.sizes), sum(files.sizes.values()))
+    program = shutil.which("lfs")
     try:
         if program is None:
             raise LfsFailed(
                 "lfs is not installed" if kind == "lustre" else f"it is not Lustre, but {kind or 'unknown'}"
             )
-        with Lfs(program) if call_s is None else Lfs(program, call_s=call_s) as lfs:
+        with Lfs(program, call_s) as lfs:
             done = _restore_all(work, lfs, done)
     except LfsFailed as error:
         done = replace(done, note=str(error))
         say(_why_reading(done))
-        _read(work, range(len(files.paths)))
-        done = replace(done, way="read", read=len(files.paths) - len(work.failed))
+        work.read(list(files.sizes))
+        done = replace(done, read=len(files.sizes) - len(work.failed))
     failed = files.unreadable | work.failed
     named = tuple((os.fsdecode(name), failed[name]) for name in sorted(failed))
     return replace(done, failed=named, seconds=time.monotonic() - began)
@@ -139,83 +127,36 @@ def list_files(path: str | Path, advance: Advance = lambda _done, _total: None) 
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError("no-such-path", f"{path} cannot be opened: {reason}", hint=f"ls {Path(path).parent}") from None
     if stat.S_ISREG(first.st_mode):
-        return FileList([top], [first.st_size], {})
-    found = FileList([], [], {})
+        return FileList({top: first.st_size}, {})
+    found = FileList({}, {})
     folders, seen = [top], {(first.st_dev, first.st_ino)}
-    linked: dict[bytes, int] = {}
     while folders:
         folder = folders.pop()
-        advance(len(found.paths), None)
+        advance(len(found.sizes), None)
         try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    _sort_in(entry, folders, seen, found, linked)
+            entries = list(os.scandir(folder))
         except OSError as error:
             found.unreadable[folder] = error.strerror or str(error)
-    if linked:  # most of them usually lead to files that were found anyway
-        for target in linked.keys() - set(found.paths):
-            found.paths.append(target)
-            found.sizes.append(linked[target])
-    if not found.paths:
+            continue
+        for entry in entries:
+            try:
+                about = entry.stat()
+            except OSError as error:
+                found.unreadable[entry.path] = error.strerror or str(error)
+                continue
+            if stat.S_ISREG(about.st_mode):
+                # `lfs` refuses links; most of them lead to files that are found anyway.
+                place = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
+                found.sizes[place] = about.st_size
+            # A link back up would never end.
+            elif stat.S_ISDIR(about.st_mode) and (mark := (about.st_dev, about.st_ino)) not in seen:
+                seen.add(mark)
+                folders.append(entry.path)
+    if not found.sizes:
         raise UserError(
             "nothing-to-hydrate", f"{path} holds no files", why="there is nothing to fetch", hint=f"ls {path}"
         )
     return found
-
-
-def _sort_in(
-    entry: os.DirEntry[bytes],
-    folders: list[bytes],
-    seen: set[tuple[int, int]],
-    found: FileList,
-    linked: dict[bytes, int],
-) -> None:
-    try:
-        about = entry.stat()
-    except OSError as error:
-        found.unreadable[entry.path] = error.strerror or str(error)
-        return
-    if stat.S_ISDIR(about.st_mode):
-        # A link back up would never end.
-        if (mark := (about.st_dev, about.st_ino)) not in seen:
-            seen.add(mark)
-            folders.append(entry.path)
-    elif stat.S_ISREG(about.st_mode) and entry.is_symlink():
-        linked[os.path.realpath(entry.path)] = about.st_size  # `lfs` refuses links
-    elif stat.S_ISREG(about.st_mode):
-        found.paths.append(entry.path)
-        found.sizes.append(about.st_size)
-
-
-@dataclass
-class _Work:
-    """What is being done, for all ways of doing it."""
-
-    files: FileList
-    allowance: Allowance
-    batch: int
-    readers: int
-    stall_s: float
-    progress: Progress
-    say: Say
-    done_files: int = 0
-    done_bytes: int = 0
-    of_files: int = 0
-    of_bytes: int = 0
-    failed: dict[bytes, str] = field(default_factory=dict)
-
-    def begin(self, numbers: Sequence[int]) -> None:
-        self.of_files, self.of_bytes = len(numbers), sum(self.files.sizes[number] for number in numbers)
-        self.show()
-
-    def finish(self, number: int, reason: str | None = None) -> None:
-        self.done_files += 1
-        self.done_bytes += self.files.sizes[number]
-        if reason is not None:
-            self.failed[self.files.paths[number]] = reason
-
-    def show(self, files: int = 0, size: int = 0) -> None:
-        self.progress(self.done_files + files, self.of_files, self.done_bytes + size, self.of_bytes)
 
 
 class _Stalled(Exception):
@@ -224,128 +165,184 @@ class _Stalled(Exception):
 
 def _restore_all(work: _Work, lfs: Lfs, done: Hydrated) -> Hydrated:
     """Restores what is released; reads it where that stalls. Raises LfsFailed if `lfs` is of no use from the start."""
-    paths = work.files.paths
+    paths = list(work.sizes)
     lfs.states(paths[:1])  # one file tells whether this is Lustre, before we ask about a million
     work.say(f"asking lfs about {count(len(paths), 'file')}")
-    states = lfs.states(paths)
-    released = [number for number, state in enumerate(states) if state.released and not state.lost]
-    for path, state in zip(paths, states, strict=True):
-        if state.lost:
-            work.failed[path] = "lost from the archive, too"
-        elif state.problem is not None:
-            work.failed[path] = state.problem
-    done = replace(done, released=sum(state.released for state in states))
+    states = dict(zip(paths, lfs.states(paths), strict=True))
+    work.failed |= {path: state.problem for path, state in states.items() if state.problem is not None}
+    done = replace(done, released=sum(state.released for state in states.values()))
+    released = [path for path, state in states.items() if state.released and state.problem is None]
     if not released:
         return replace(done, way="nothing to do")
     work.say(f"{count(len(released), 'file')} of {len(paths):,} not there yet; asking for {work.batch:,} at a time")
-    work.begin(released)
-    restore = _Restoring(work, lfs, deque(released))
     try:
-        restore.run()
-        return replace(done, way="restore", restored=restore.restored)
+        work.restore(lfs, released)
+        return replace(done, way="restore", restored=work.restored)
     except (LfsFailed, _Stalled) as error:
-        left = restore.left
-        note = str(error)
-        work.say(f"{note}; reading the remaining {count(len(left), 'file')} instead")
-        refused = set(work.failed)
-        _read(work, left)
-        still = _still_released(work, lfs, left)
-        unread = len([name for name in work.failed if name not in refused])
-        way: Literal["read", "restore, then read"] = "restore, then read" if restore.restored else "read"
-        return replace(done, way=way, restored=restore.restored, read=len(left) - unread - still, note=note)
+        left = [*work.under_way, *work.waiting]
+        work.say(f"{error}; reading the remaining {count(len(left), 'file')} instead")
+        work.read(left)
+        read = [path for path in left if path not in work.failed]
+        still = _still_released(lfs, read)
+        work.failed |= dict.fromkeys(still, "still released after it was read")
+        way: Literal["read", "restore, then read"] = "restore, then read" if work.restored else "read"
+        return replace(done, way=way, restored=work.restored, read=len(read) - len(still), note=str(error))
 
 
-class _Restoring:
-    """Keeps some thousand restores under way until none is left."""
+@dataclass
+class _Work:
+    """What is being done, for both ways of doing it."""
 
-    def __init__(self, work: _Work, lfs: Lfs, waiting: deque[int]) -> None:
-        self._work, self._lfs, self._waiting = work, lfs, waiting
-        self._under_way: dict[int, None] = {}
-        self.restored = 0
+    sizes: dict[bytes, int]
+    rate: RateLimit
+    batch: int
+    readers: int
+    stall_s: float
+    progress: Progress
+    say: Say
+    failed: dict[bytes, str] = field(default_factory=dict)
+    waiting: deque[bytes] = field(default_factory=deque)
+    under_way: dict[bytes, None] = field(default_factory=dict)
+    restored: int = 0
+    done: tuple[int, int] = (0, 0)
+    """Files and bytes."""
+    of: tuple[int, int] | None = None
 
-    @property
-    def left(self) -> list[int]:
-        return [*self._under_way, *self._waiting]
+    def begin(self, paths: Sequence[bytes]) -> None:
+        self.of = self.of or (len(paths), sum(self.sizes[path] for path in paths))
+        self.show()
 
-    def run(self) -> None:
-        """Raises _Stalled if nothing arrives, even after asking again."""
-        work, look_s = self._work, min(FIRST_LOOK_S, self._work.stall_s / 4)
+    def show(self, files: int = 0, size: int = 0) -> None:
+        assert self.of is not None
+        self.progress(self.done[0] + files, self.of[0], self.done[1] + size, self.of[1])
+
+    def read(self, paths: Sequence[bytes]) -> None:
+        self.begin(paths)
+        self.failed |= read_through(paths, self.rate, readers=self.readers, stall_s=self.stall_s, progress=self.show)
+
+    def restore(self, lfs: Lfs, released: Sequence[bytes]) -> None:
+        """Keeps some thousand restores under way; raises _Stalled if nothing arrives, even after asking again."""
+        self.begin(released)
+        self.waiting.extend(released)
+        look_s = min(FIRST_LOOK_S, self.stall_s / 4)
         pause_s, since, asked_again = look_s, time.monotonic(), False
-        while self._under_way or self._waiting:
-            if len(self._under_way) <= work.batch // 2:
-                self._ask_for_more()
+        while self.under_way or self.waiting:
+            if len(self.under_way) <= self.batch // 2:
+                more: list[bytes] = []
+                while self.waiting and len(self.under_way) + len(more) < self.batch and not self.rate.wait_s():
+                    self.rate.take(self.sizes[self.waiting[0]])
+                    more.append(self.waiting.popleft())
+                self._ask(lfs, more)
             time.sleep(pause_s)
-            if self._look() or not self._under_way:
+            if self._look(lfs) or not self.under_way:
                 pause_s, since, asked_again = look_s, time.monotonic(), False
                 continue
-            pause_s = min(LONGEST_LOOK_S, 2 * pause_s, work.stall_s / 4)
-            if time.monotonic() - since < work.stall_s:
+            pause_s = min(LONGEST_LOOK_S, 2 * pause_s, self.stall_s / 4)
+            if time.monotonic() - since < self.stall_s:
                 continue
-            late = f"nothing was restored for {work.stall_s:.0f} s"
+            late = f"nothing was restored for {self.stall_s:.0f} s"
             if asked_again:
                 raise _Stalled(late)
-            work.say(f"{late}; asking for {count(len(self._under_way), 'file')} again")
-            self._ask(list(self._under_way))
+            self.say(f"{late}; asking for {count(len(self.under_way), 'file')} again")
+            self._ask(lfs, list(self.under_way))
             since, asked_again = time.monotonic(), True
 
-    def _ask_for_more(self) -> None:
-        work, more = self._work, list[int]()
-        while self._waiting and len(self._under_way) + len(more) < work.batch:
-            size = work.files.sizes[self._waiting[0]]
-            more.append(self._waiting.popleft())
-            if (wait_s := work.allowance.reserve(size)) > 0:
-                # With a limit on the rate, what was allowed so far is asked for before the next wait.
-                self._under_way |= dict.fromkeys(more)
-                self._ask(more)
-                time.sleep(min(wait_s, LONGEST_LOOK_S))
-                return
-        self._under_way |= dict.fromkeys(more)
-        self._ask(more)
+    def _ask(self, lfs: Lfs, paths: Sequence[bytes]) -> None:
+        self.under_way |= dict.fromkeys(paths)
+        for path, reason in lfs.restore(paths).items():
+            self._ended(path, reason)
 
-    def _ask(self, numbers: list[int]) -> None:
-        by_path = {self._work.files.paths[number]: number for number in numbers}
-        for path, reason in self._lfs.restore(list(by_path)).items():
-            self._under_way.pop(by_path[path], None)
-            self._work.finish(by_path[path], reason)
-
-    def _look(self) -> bool:
+    def _look(self, lfs: Lfs) -> bool:
         """Whether anything has arrived since the last look."""
-        numbers = list(self._under_way)
+        paths = list(self.under_way)
         arrived = False
-        for number, state in zip(numbers, self._states(numbers), strict=True):
-            if state.released and not state.lost:
-                continue
-            del self._under_way[number]
-            arrived = True
-            reason = "lost from the archive, too" if state.lost else state.problem
-            self.restored += reason is None
-            self._work.finish(number, reason)
-        self._work.show()
+        for path, state in zip(paths, lfs.states(paths), strict=True):
+            if not state.released or state.problem is not None:
+                self._ended(path, state.problem)
+                self.restored += state.problem is None
+                arrived = True
+        self.show()
         return arrived
 
-    def _states(self, numbers: list[int]) -> list[FileState]:
-        return self._lfs.states([self._work.files.paths[number] for number in numbers])
+    def _ended(self, path: bytes, reason: str | None) -> None:
+        del self.under_way[path]
+        self.done = self.done[0] + 1, self.done[1] + self.sizes[path]
+        if reason is not None:
+            self.failed[path] = reason
 
 
-def _read(work: _Work, numbers: Sequence[int]) -> None:
-    if not work.of_files:
-        work.begin(numbers)
-    work.failed |= read_through(
-        [work.files.paths[number] for number in numbers], work.allowance, readers=work.readers, stall_s=work.stall_s,
-        progress=work.show,
-    )  # fmt: skip
-
-
-def _still_released(work: _Work, lfs: Lfs, numbers: Sequence[int]) -> int:
-    """Adds files that were read and are still not there, as far as `lfs` can say; returns how many."""
-    paths = [work.files.paths[number] for number in numbers if work.files.paths[number] not in work.failed]
+def _still_released(lfs: Lfs, paths: Sequence[bytes]) -> list[bytes]:
+    """Those that are still not there, as far as `lfs` can say."""
     try:
-        states = lfs.states(paths)
+        return [path for path, state in zip(paths, lfs.states(paths), strict=True) if state.released]
     except LfsFailed:
-        return 0
-    still = [path for path, state in zip(paths, states, strict=True) if state.released]
-    work.failed |= dict.fromkeys(still, "still released after it was read")
-    return len(still)
+        return []
+
+
+def read_through(
+    paths: Sequence[bytes],
+    rate: RateLimit,
+    *,
+    readers: int = READERS,
+    stall_s: float,
+    progress: Callable[[int, int], None],
+) -> dict[bytes, str]:
+    """Reads every file once and throws the bytes away; returns those that could not be read, with the reason.
+
+    `progress` gets the files and bytes read so far. When not a byte arrives for `stall_s`, the rest counts as not read.
+    """
+    waiting, ended, read = deque(paths), dict[bytes, str | None](), [0]
+    lock, stop = threading.Lock(), threading.Event()
+    # The slower, the smaller, so that no thread waits for longer than a second.
+    chunk = CHUNK if not rate.bytes_per_second else min(CHUNK, max(4096, int(rate.bytes_per_second / READERS)))
+
+    def read_file(path: bytes, buffer: bytearray) -> None:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - bytes
+            left = os.fstat(file.fileno()).st_size
+            while left > 0:
+                with lock:
+                    wait_s = rate.wait_s()
+                    rate.take(min(left, chunk))
+                if stop.wait(wait_s) or not (size := file.readinto(buffer)):
+                    return  # 0 bytes: it has become shorter
+                left -= size
+                with lock:
+                    read[0] += size
+
+    def work() -> None:
+        buffer = bytearray(chunk)
+        while not stop.is_set():
+            with lock:
+                if not waiting:
+                    return
+                path = waiting.popleft()
+            reason = None
+            try:
+                read_file(path, buffer)
+            except OSError as error:
+                reason = error.strerror or str(error)
+            with lock:
+                ended[path] = reason
+
+    for _ in range(min(readers, len(paths))):
+        # Daemons: a read that a dead server never answers must not keep the program from ending.
+        threading.Thread(target=work, daemon=True).start()
+    before, since = (-1, -1), time.monotonic()
+    try:
+        while True:
+            with lock:
+                now = len(ended), read[0]
+            progress(*now)
+            if now != before:
+                before, since = now, time.monotonic()
+            if now[0] == len(paths) or time.monotonic() - since > stall_s:
+                break
+            time.sleep(TICK_S)
+    finally:
+        stop.set()
+    with lock:
+        found = {path: ended.get(path, f"not a byte for {stall_s:.0f} s") for path in paths}
+    return {path: reason for path, reason in found.items() if reason is not None}
 
 
 def _why_reading(done: Hydrated) -> str:

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 RELEASED, LOST = 0x04, 0x40
 """Flags of a file's state, as lustre_user.h numbers them."""
@@ -38,50 +34,43 @@ class LfsFailed(Exception):
     """`lfs` is of no use here; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
+class FileState(NamedTuple):
     """What `lfs hsm_state` says about one file."""
 
     released: bool
-    lost: bool = False
-    """Its content is gone from the archive, too."""
     problem: str | None = None
-    """Why its state is not known."""
+    """Why it cannot be restored, or its state is not known."""
 
 
 class Lfs:
     """The program, with some calls at once; none outlives the `with` block."""
 
-    def __init__(self, program: str, *, call_s: float = CALL_S) -> None:
-        self._program = program
-        self._call_s = call_s
-        self._closed = threading.Event()
+    def __init__(self, program: str, call_s: float = CALL_S) -> None:
+        self._program, self._call_s = program, call_s
+        self._running: set[subprocess.Popen[bytes]] = set()
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="lfs")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closed.set()
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(self._running):
+            process.kill()
 
     def states(self, paths: Sequence[bytes]) -> list[FileState]:
         """The state of each file, in order. Raises LfsFailed if it cannot be asked at all."""
-        return list(chain.from_iterable(self._pool.map(self._states_of, in_calls(paths, STATES_PER_CALL))))
+        return list(chain.from_iterable(self._pool.map(self._states, in_calls(paths, STATES_PER_CALL))))
 
     def restore(self, paths: Sequence[bytes]) -> dict[bytes, str]:
         """Asks for the content of these files, which arrives later; returns those that were refused, with the reason.
 
         Raises LfsFailed if nothing may be restored.
         """
-        refused: dict[bytes, str] = {}
-        for found in self._pool.map(self._restore, in_calls(paths, RESTORES_PER_CALL)):
-            refused |= found
-        return refused
+        refused = self._pool.map(self._restore, in_calls(paths, RESTORES_PER_CALL))
+        return dict(chain.from_iterable(some.items() for some in refused))
 
-    def _states_of(self, paths: Sequence[bytes]) -> list[FileState]:
+    def _states(self, paths: Sequence[bytes]) -> list[FileState]:
         found: list[FileState] = []
         in_a_row = 0
         while len(found) < len(paths):
@@ -97,7 +86,7 @@ class Lfs:
                 raise LfsFailed(f"the output of lfs hsm_state was not understood: {out[:80]!r}")
             if "ioctl" in said or in_a_row >= MOST_FAILURES:
                 raise LfsFailed(f"lfs hsm_state: {said}")
-            found.append(FileState(released=False, problem=said))
+            found.append(FileState(False, said))
         return found
 
     def _restore(self, paths: Sequence[bytes]) -> dict[bytes, str]:
@@ -109,14 +98,12 @@ class Lfs:
             code, _, said = self._call("hsm_restore", some)
             if code == 0:
                 in_a_row = 0
-            elif _REFUSED.search(said):
-                raise LfsFailed(f"lfs hsm_restore: {said}")
-            elif len(some) > 1:
+            elif len(some) > 1 and not _REFUSED.search(said):
                 waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
             else:
                 refused[some[0]] = said
                 in_a_row += 1
-                if in_a_row >= MOST_FAILURES:
+                if _REFUSED.search(said) or in_a_row >= MOST_FAILURES:
                     raise LfsFailed(f"lfs hsm_restore: {said}")
         return refused
 
@@ -131,29 +118,19 @@ class Lfs:
             )  # fmt: skip
         except OSError as error:
             raise LfsFailed(f"{self._program} cannot be run: {error.strerror or error}") from None
-        waited = 0.0
-        while True:
-            try:
-                out, complaints = process.communicate(timeout=0.5)
-                break
-            except subprocess.TimeoutExpired:
-                waited += 0.5
-            if waited >= self._call_s or self._closed.is_set():
-                process.kill()
-                # A process that hangs in the kernel does not even end when killed: leave it.
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(1.0)
-                for stream in (process.stdout, process.stderr):
-                    if stream is not None:
-                        stream.close()
-                raise LfsFailed(f"lfs {action} did not answer in {self._call_s:.0f} s")
+        self._running.add(process)
+        try:
+            out, complaints = process.communicate(timeout=self._call_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            # A process that hangs in the kernel does not even end when killed: leave it.
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=1.0)
+            raise LfsFailed(f"lfs {action} did not answer in {self._call_s:.0f} s") from None
+        finally:
+            self._running.discard(process)
         lines = complaints.decode(errors="backslashreplace").strip().splitlines()
         return process.returncode, out, lines[-1] if lines else f"exit code {process.returncode}"
-
-
-def find_lfs() -> str | None:
-    """Where `lfs` is installed; None where it is not."""
-    return shutil.which("lfs")
 
 
 def parse_states(output: bytes, asked: Sequence[bytes]) -> list[FileState]:
@@ -164,13 +141,11 @@ def parse_states(output: bytes, asked: Sequence[bytes]) -> list[FileState]:
     found: list[FileState] = []
     at = 0
     for path in asked:
-        if not output.startswith(path, at):
-            break
-        match = _STATE.match(output, at + len(path))
+        match = _STATE.match(output, at + len(path)) if output.startswith(path, at) else None
         if match is None:
             break
         flags = int(match[1], 16)
-        found.append(FileState(released=bool(flags & RELEASED), lost=bool(flags & LOST)))
+        found.append(FileState(bool(flags & RELEASED), "lost from the archive, too" if flags & LOST else None))
         at = match.end()
     return found
 

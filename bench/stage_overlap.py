@@ -64,7 +64,7 @@ def opened(root: str, work: Path, *overrides: str) -> Opened:
     plan = classify.checked_training_plan(config, data, Ranks())
     if staging is None:
         return Opened(open_loader(config, plan, workers=WORKERS), None)
-    return Opened(open_loader(config, plan, workers=WORKERS, stage=staging.place, follow=staging.follow), staging)
+    return Opened(open_loader(config, plan, workers=WORKERS, copy=staging.place, follow=staging.follow), staging)
 
 
 def write_made_up(folder: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.data.fill_order import Files, ImageFiles, Share
-from stoker.data.store.staged import Expected, StagePlace
+from stoker.data.store.cache import CopyPlace, Expected
 from stoker.tasks.image_data import choose_decoding, open_samples, training_plan, validation_plan
 from stoker.train.ranks import Ranks
 from tests.data.test_loader import SAMPLES, config_for, make_images
@@ -26,7 +26,7 @@ def order_of(data: Path, rank: int, world: int, local_world: int, *overrides: st
     config = config_for(data, "batch_size=6", *overrides)
     train, val = open_samples(config, "train"), open_samples(config, "val")
     decoding, _ = choose_decoding(config, train.index)
-    ranks, place = Ranks(rank, world=world), StagePlace("/copy", str(data))
+    ranks, place = Ranks(rank, world=world), CopyPlace("/copy", str(data))
     parts = [
         ImageFiles(plan(config, samples, decoding, ranks), place)
         for plan, samples in ((training_plan, train), (validation_plan, val))
@@ -66,9 +66,9 @@ def test_the_ranks_of_a_node_fetch_every_file_and_none_twice(
 
 
 def test_the_path_below_the_source_is_that_of_the_object() -> None:
-    place = StagePlace("/copy", "s3://bucket/data/", {"a b.tif": Expected(1, "x")})
+    place = CopyPlace("/copy", "s3://bucket/data/", {"a b.tif": Expected(1, "x")})
     assert place.below("s3://bucket/data/train/a%20b.tif") == "train/a b.tif"
     assert place.below("s3://bucket/data") == ""
     assert place.below("s3://bucket/database/x") is None
     assert place.below("s3://other/data/x") is None
-    assert StagePlace("/copy", "/data/x").below("/data/x/../x/train") == "train"
+    assert CopyPlace("/copy", "/data/x").below("/data/x/../x/train") == "train"

@@ -16,7 +16,7 @@ import pytest
 from stoker.cli import main
 from stoker.config import load_config
 from stoker.data.loader import BatchLoader
-from stoker.data.store import staged
+from stoker.data.store import cache
 from stoker.data.store.local_copy import LocalCopy
 from stoker.data.volumes.making import PatchBatch
 from stoker.errors import UserError
@@ -65,7 +65,7 @@ def open_images(root: str | Path, *overrides: str) -> Read:
     data = classify.open_data(config, said.append)
     staging = classify.open_staging(config, data, Ranks(), said.append)
     plan = classify.checked_training_plan(config, data, Ranks())
-    keys: dict[str, Any] = {} if staging is None else {"stage": staging.place, "follow": staging.follow}
+    keys: dict[str, Any] = {} if staging is None else {"copy": staging.place, "follow": staging.follow}
     return open_loader(config, plan, workers=config.num_workers, **keys), staging, said
 
 
@@ -76,7 +76,7 @@ def open_volumes(root: str | Path, *overrides: str) -> Read:
     said: list[str] = []
     data = volumes.open_data(config, said.append)
     staging = segment.open_staging(config, data, Ranks(), said.append)
-    reading = data.reading if staging is None else replace(data.reading, stage=staging.place)
+    reading = data.reading if staging is None else replace(data.reading, copy=staging.place)
     follow = None if staging is None else staging.follow
     plan = volumes.training_plan(config, data)
     return volumes.open_loader(config, plan, reading, workers=config.num_workers, follow=follow), staging, said
@@ -250,7 +250,7 @@ def test_a_full_disk_ends_the_keeping_and_nothing_else(images: Path, s3: S3Serve
 def test_a_file_that_was_changed_in_the_copy_or_does_not_fit_the_queue_is_read_from_the_source(
     images: Path, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "MOST_WAITING_BYTES", 2000)  # two or three images
+    monkeypatch.setattr(cache, "MOST_WAITING_BYTES", 2000)  # two or three images
     url, copy = s3.put_folder(images, "overlap-changed"), tmp_path / "copy"
     keys = [f"stage_to={copy}", f"index_dir={tmp_path}/index"]
     local, _, _ = open_images(images, f"index_dir={tmp_path}/local")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
+from tests.data.store.test_cache import kept_files
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiny_training import assert_same_end, metrics
@@ -49,7 +50,7 @@ def test_training_from_a_bucket_ends_like_training_from_the_folder(
         assert_same_end(run, runs[0])
         assert metrics(run, "epoch")[1]["val/dice"] == metrics(runs[0], "epoch")[1]["val/dice"]
     # Every image and label once, whole; the two runs on them never fetched one again.
-    assert len([path for path in (tmp_path / "kept").glob("??/*") if path.is_file()]) == 6
+    assert len(kept_files(tmp_path / "kept")) == 6
 
 
 def test_a_bucket_that_may_not_be_read_is_told_and_nothing_is_left_behind(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from stoker.data.images.sample_index import SampleIndex, pack_names
-from stoker.data.store.cache import CachedStore
+from stoker.data.store.cache import CachedStore, cache_place
 from stoker.data.store.object_store import ObjectStore, Patience
 from stoker.data.store.reader import Reader
 from stoker.data.store.stores import ReadFailure, StoreDown
@@ -199,7 +199,9 @@ def test_a_batch_through_every_fault_at_once_has_right_samples_and_named_failure
             s3_proxy.fault(rf"GET .*/{sample}\.jpg", kind, **details)
     s3_proxy.fault(r"GET .*/5\.jpg", "status", code=404, times=100)
     s3_proxy.fault(r"GET .*/6\.jpg", "reset", times=100)
-    cached = CachedStore(ObjectStore(store.url, patience=NO_STALLS), tmp_path / "cache")
+    place = cache_place(str(tmp_path / "cache"))
+    assert place is not None
+    cached = CachedStore(ObjectStore(store.url, patience=NO_STALLS), place)
     for _ in range(2):
         reader = Reader(cached, index_of(40), lookahead_bytes=10 * SIZE)
         reader.expect(np.arange(40))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.config import load_config
+from stoker.data.store.cache import cache_place
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.opening import VolumeRef
 from stoker.tasks.volumes.reading import reading_options
@@ -37,7 +38,8 @@ def test_processes_of_a_node_keep_to_the_volume_cache(loader: str, image: str, l
 def test_chunks_and_fetched_files_are_as_the_config_says(tmp_path: Path) -> None:
     words = ["task=segment3d", "data_root=x", "patch_size=[8, 8, 8]"]
     plain = reading_options(load_config(None, words).config)
-    assert (plain.missing_chunks, plain.object_dir) == ("error", None)
+    assert (plain.missing_chunks, plain.copy) == ("error", None)
     words += ["missing_chunks=fill", f"cache_dir={tmp_path}", "cache_size=5GB"]
     found = reading_options(load_config(None, words).config)
-    assert (found.missing_chunks, found.object_dir, found.object_bytes) == ("fill", tmp_path, 5_000_000_000)
+    assert found.missing_chunks == "fill"
+    assert found.copy == cache_place(str(tmp_path), 5_000_000_000)

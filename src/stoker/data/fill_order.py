@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from stoker.data.engines.making import BatchPlan
 from stoker.data.order import Steps
+from stoker.data.store.cache import CopyPlace
 from stoker.data.store.filling import Wanted
-from stoker.data.store.staged import StagePlace
 from stoker.data.volumes.making import PatchPlan
 
 _PIECE = 4096
@@ -122,7 +122,7 @@ class Files:
 class ImageFiles:
     """A split of images: each a file, or in shards."""
 
-    def __init__(self, plan: BatchPlan, place: StagePlace) -> None:
+    def __init__(self, plan: BatchPlan, place: CopyPlace) -> None:
         self._samples, self._order, self.steps = plan.samples, plan.order, plan.steps
         self._index = plan.samples.index
         below = place.below(self._index.root)
@@ -167,7 +167,7 @@ class ImageFiles:
 class VolumeFiles:
     """A split of volumes: the images and labels of its cases."""
 
-    def __init__(self, plan: PatchPlan, place: StagePlace) -> None:
+    def __init__(self, plan: PatchPlan, place: CopyPlace) -> None:
         self._patches, self.steps = plan.patches, plan.steps
         self._cases = [
             [_volume(ref.location, place) for ref in (*case.images, case.label) if ref is not None]
@@ -198,7 +198,7 @@ def _once(found: Iterator[Wanted]) -> Iterator[Wanted]:
             yield wanted
 
 
-def _volume(location: str, place: StagePlace) -> Wanted:
+def _volume(location: str, place: CopyPlace) -> Wanted:
     path = place.below(location)
     assert path is not None, "the volumes are below the root of the data"
     return Wanted(path, *place.expected[path])

@@ -15,8 +15,8 @@ from stoker.data.engines.making import BatchMaker, BatchPlan, LoaderSetup, Made,
 from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
 from stoker.data.images.parquet_files import open_sample_store
+from stoker.data.store.cache import CopyPlace
 from stoker.data.store.reader import HeldBack, Reader
-from stoker.data.store.staged import StagePlace
 
 Engine = Literal["auto", "process", "thread"]
 Follow = Callable[[int, int, bool | None, bool], None]
@@ -42,10 +42,8 @@ class LoaderOptions:
     persistent_workers: bool = True
     worker_start: str = "auto"
     lookahead: int = 256_000_000
-    cache_dir: Path | None = None
-    cache_size: int | None = None
-    stage: StagePlace | None = None
-    """The local copy that is filled while the data is read."""
+    copy: CopyPlace | None = None
+    """The local copy that keeps what is read: a cache, or one that training fills."""
     max_image_bytes: int = 256_000_000
     max_bad_fraction: float = 0.01
     quarantine_file: Path | None = None
@@ -184,12 +182,6 @@ def choose_engine(wanted: Engine, workers: int, *, volumes: bool = False) -> Lit
 
 def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:
     index = plan.samples.index
-    store = open_sample_store(
-        index,
-        cache_dir=options.cache_dir,
-        cache_size=options.cache_size,
-        stage=options.stage,
-        max_object_bytes=options.max_image_bytes,
-    )
+    store = open_sample_store(index, copy=options.copy, max_object_bytes=options.max_image_bytes)
     workers = max(1, options.workers) if choose_engine(options.engine, options.workers) == "process" else 1
     return BatchMaker(plan, Reader(store, index, lookahead_bytes=options.lookahead // workers))

@@ -15,7 +15,7 @@ from stoker.config.fields import parse_bytes
 from stoker.config.reading import load_for_command
 from stoker.config.reference import write_scalar
 from stoker.console import Advance, progress_bar, say_notes
-from stoker.data.store.staged import copied_bytes
+from stoker.data.store.cache import copied_bytes
 from stoker.errors import StokerError, UsageError
 from stoker.files import write_text
 from stoker.machine.accelerators import measure_cpu

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stoker.config import Config
 from stoker.console import Say, count
 from stoker.data.loader import LoaderOptions
-from stoker.data.store.staged import StagePlace
+from stoker.data.store.cache import CopyPlace, cache_place
 from stoker.errors import ConfigError
 from stoker.run.metric import Metric
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
@@ -137,10 +137,10 @@ def loader_options(
     workers: int,
     held: int = 1,
     quarantine_file: Path | None = None,
-    stage: StagePlace | None = None,
+    copy: CopyPlace | None = None,
 ) -> LoaderOptions:
     """The config's settings for how batches are made; for a consumer that holds `held` batches when it asks for the
-    next. `stage` is the local copy that training fills."""
+    next. `copy` is the local copy that training fills."""
     return LoaderOptions(
         engine=config.loader,
         workers=workers,
@@ -150,9 +150,7 @@ def loader_options(
         persistent_workers=config.persistent_workers,
         worker_start=config.worker_start,
         lookahead=config.lookahead,
-        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
-        cache_size=config.cache_size,
-        stage=stage,
+        copy=copy or cache_place(config.cache_dir, config.cache_size),
         max_image_bytes=config.max_image_bytes,
         max_bad_fraction=config.max_bad_fraction,
         quarantine_file=quarantine_file,

@@ -263,7 +263,7 @@ class _Loaders:
         held = batches_in_hand(accumulation, on_gpu=self._on_gpu)
         return open_loader(
             config, plan, workers=config.num_workers, held=held, quarantine_file=self._quarantine_file,
-            stage=None if self._staging is None else self._staging.place, follow=follow, say=self._once,
+            copy=None if self._staging is None else self._staging.place, follow=follow, say=self._once,
         )  # fmt: skip
 
     def _once(self, line: str) -> None:

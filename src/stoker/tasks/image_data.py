@@ -27,7 +27,7 @@ from stoker.data.images.splits import find_split
 from stoker.data.images.subset import Subset, choose_subset, split_samples, subset_record
 from stoker.data.loader import Follow, ImageLoader
 from stoker.data.order import Order, Steps
-from stoker.data.store.staged import StagePlace
+from stoker.data.store.cache import CopyPlace, cache_place
 from stoker.data.store.stores import ReadFailure, StoreDown, is_url
 from stoker.errors import StokerError, UserError
 from stoker.machine.loader_speed import LoaderSpeed, measure_loader, repeated
@@ -170,8 +170,7 @@ def listing_of_samples(samples: SampleSet) -> Listing:
 
 def contents_of_samples(config: Config, samples: SampleSet) -> dict[str, Any] | None:
     """The contents of the samples that a resumed run compares (`Contents`); None if the store does not respond."""
-    cache_dir = None if config.cache_dir is None else Path(config.cache_dir)
-    store = open_sample_store(samples.index, cache_dir=cache_dir, cache_size=config.cache_size)
+    store = open_sample_store(samples.index, copy=cache_place(config.cache_dir, config.cache_size))
     members = samples.indices(np.array(looked_at(len(samples)), np.int64))
 
     def read(index: int) -> str:
@@ -295,13 +294,13 @@ def open_loader(
     workers: int,
     held: int = 1,
     quarantine_file: Path | None = None,
-    stage: StagePlace | None = None,
+    copy: CopyPlace | None = None,
     follow: Follow | None = None,
     say: Say = lambda _line: None,
 ) -> ImageLoader:
     """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
     batches when it asks for the next."""
-    return ImageLoader(plan, loader_options(config, workers, held, quarantine_file, stage), say, follow)
+    return ImageLoader(plan, loader_options(config, workers, held, quarantine_file, copy), say, follow)
 
 
 def measure_speed(

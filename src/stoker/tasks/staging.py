@@ -16,10 +16,10 @@ from stoker.data.images.parquet_files import LAYOUT as PARQUET
 from stoker.data.images.sample_index import SampleIndex
 from stoker.data.images.splits import list_entries
 from stoker.data.loader import DEFAULT_PREFETCH
+from stoker.data.store.cache import CopyPlace, Expected, OpenCopy
 from stoker.data.store.filling import Filler, Wanted
 from stoker.data.store.reader import FIRST_ESTIMATE_BYTES
-from stoker.data.store.staged import Expected, StagedCopy, StagePlace
-from stoker.data.store.stores import ReadFailure, SourceStore, is_url, open_source
+from stoker.data.store.stores import ReadFailure, SourceStore, is_url, open_store
 from stoker.data.store.subset_file import keep_subset
 from stoker.data.volumes.making import PatchPlan
 from stoker.data.volumes.opening import VolumeRef, suffix_of
@@ -40,8 +40,8 @@ SETTLING_S = 10.0
 class Staging:
     """The local copy of a run's data, which fills while the run trains."""
 
-    place: StagePlace
-    copy: StagedCopy
+    place: CopyPlace
+    copy: OpenCopy
     filler: Filler
     files: int
     say: Say
@@ -80,12 +80,12 @@ def stage_images(config: HostConfig, train: BatchPlan, val: BatchPlan | None, ra
     place = _place(config, root)
     if outside := next((index.root for index in indexes if place.below(index.root) is None), None):
         raise _cannot(config, f"{redact_text(outside)} is outside of it", "the copy has the files of data_root")
-    source = open_source(root, config.max_image_bytes)
+    source = open_store(root, config.max_image_bytes)
     expected: dict[str, Expected] = {}
     for index in indexes:
         below = place.below(index.root) or ""
         expected |= {f"{below}/{name}".lstrip("/"): found for name, found in _shards(index, source, below).items()}
-    place = StagePlace(place.folder, place.source, expected)
+    place = CopyPlace(place.folder, place.source, expected)
     parts = [ImageFiles(plan, place) for plan in (train, val) if plan is not None]
     lists = [name for name in (config.samples_csv, config.train_csv, config.val_csv) if name is not None]
     beside = _beside(root, [index.root for index in indexes], place, lists, source)
@@ -105,7 +105,7 @@ def stage_volumes(
     root = split_place(config.data_root or "", "")
     listed = root.lower().endswith(LISTS)
     root = root.rpartition("/")[0] if listed else root
-    place, source = _place(config, root), open_source(root)
+    place, source = _place(config, root), open_store(root)
     plans = [plan for plan in (train, val) if plan is not None]
     refs = [ref for plan in plans for case in plan.cases for ref in (*case.images, case.label) if ref is not None]
     expected: dict[str, Expected] = {}
@@ -118,19 +118,19 @@ def stage_volumes(
         if _is_zarr(ref):
             raise _cannot(config, f"{shown(path)} is a Zarr array", "its chunks are read by a library of their own")
         expected[path] = _expected(ref, source, path)
-    place = StagePlace(place.folder, place.source, expected)
+    place = CopyPlace(place.folder, place.source, expected)
     beside = _beside(root, [], place, [], source)
     order = Files(VolumeFiles(train, place), None if val is None else VolumeFiles(val, place), beside, _share(ranks), 0)
     return _open(place, source, order, ranks, say)
 
 
-def _open(place: StagePlace, source: SourceStore, order: Files, ranks: Ranks, say: Say) -> Staging:
+def _open(place: CopyPlace, source: SourceStore, order: Files, ranks: Ranks, say: Say) -> Staging:
     copy = place.open()
     filler = Filler(copy, source, order, say if ranks.is_first else None)
     return Staging(place, copy, filler, order.files, say)
 
 
-def _place(config: Config, root: str) -> StagePlace:
+def _place(config: Config, root: str) -> CopyPlace:
     """The copy's folder; refuses one inside the data, or around it."""
     folder = os.path.realpath(os.path.expanduser(config.stage_to or ""))  # noqa: PTH111
     if not is_url(root):
@@ -142,7 +142,7 @@ def _place(config: Config, root: str) -> StagePlace:
                 why="one is inside the other, and the copy would become a part of the data",
                 hint="stage_to=FOLDER, outside of the data",
             )
-    return StagePlace(folder, root)
+    return CopyPlace(folder, root)
 
 
 def _shards(index: SampleIndex, source: SourceStore, below: str) -> Mapping[str, Expected]:
@@ -175,7 +175,7 @@ def _is_zarr(ref: VolumeRef) -> bool:
 
 
 def _beside(
-    root: str, splits: Sequence[str], place: StagePlace, lists: Iterable[str], source: SourceStore
+    root: str, splits: Sequence[str], place: CopyPlace, lists: Iterable[str], source: SourceStore
 ) -> list[Wanted]:
     """The files that tell what the data is: lists, tables, classes, the index of a pack; it comes last."""
     folders = {""}

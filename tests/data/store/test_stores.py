@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from stoker.data.store.aws_profile import profile_settings
+from stoker.data.store.cache import CachedStore, cache_place
 from stoker.data.store.object_store import ObjectStore
 from stoker.data.store.stores import LocalStore, ReadFailure, Store, StoreDown, open_store
 from stoker.errors import UserError
@@ -48,7 +49,8 @@ def store(request: pytest.FixtureRequest, folder: Path) -> Store:
     if request.param == "file URL":
         return open_store(f"file://{folder}")
     url = put(request.getfixturevalue("s3"), "same")
-    return open_store(url, cache_dir=folder / "cache" if "cache" in request.param else None)
+    place = cache_place(str(folder / "cache") if "cache" in request.param else None)
+    return open_store(url) if place is None else CachedStore(open_store(url), place)
 
 
 def test_whole_and_partial_reads_are_exact(store: Store) -> None:
@@ -123,7 +125,9 @@ def test_the_number_of_open_shards_is_bounded(tmp_path: Path) -> None:
 
 
 def test_stores_cross_to_other_processes_without_secrets(s3: S3Server, tmp_path: Path) -> None:
-    store = open_store(put(s3, "pickled"), cache_dir=tmp_path / "cache")
+    place = cache_place(str(tmp_path / "cache"))
+    assert place is not None
+    store = CachedStore(open_store(put(s3, "pickled")), place)
     assert bytes(store.read("class/a.jpg")) == CONTENT
     text = pickle.dumps(store)
     assert SECRET.encode() not in text

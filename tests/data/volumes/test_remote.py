@@ -16,6 +16,7 @@ import zarr
 
 from stoker.data.loader import LoaderOptions
 from stoker.data.store import outage
+from stoker.data.store.cache import cache_place
 from stoker.data.store.stores import ReadFailure, StoreDown
 from stoker.data.volumes import ahead, sources, zarr_volume
 from stoker.data.volumes.ahead import ReadAhead
@@ -31,6 +32,7 @@ from stoker.data.volumes.survey import survey
 from stoker.data.volumes.transforms import TransformRange
 from stoker.data.volumes.volume import ReadingOptions, Region, Volume, whole
 from stoker.errors import UserError
+from tests.data.store.test_cache import kept_files
 from tests.data.volumes.test_formats import SHAPE, some_regions, voxels
 from tests.data.volumes.test_loader import READING, stream
 from tests.data.volumes.writing import FORMATS, PILLOW, npy, tiff, zarr_array
@@ -63,14 +65,14 @@ def test_a_region_in_s3_is_the_slice_of_the_array(name: str, s3: S3Server, tmp_p
     ref = (FORMATS | PILLOW)[name](tmp_path / "written", array)
     there = remote(s3, tmp_path / "written", ref, f"formats/{name.replace(' ', '-')}")
     check_reads(open_volume(there), array)
-    kept = ReadingOptions(object_dir=tmp_path / "kept")
+    kept = ReadingOptions(copy=cache_place(str(tmp_path / "kept")))
     check_reads(open_volume(there, kept), array)
     if ".zarr" not in there.location:
         first = open_volume(there, kept)
         assert first.identity == open_volume(there).identity
-        # From the folder, and checked: what was damaged there is fetched again.
-        (file,) = [path for path in (tmp_path / "kept").glob("??/*") if path.is_file()]
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        # From the folder; what was cut off there is fetched again.
+        (file,) = kept_files(tmp_path / "kept")
+        file.write_bytes(file.read_bytes()[:-1])
         check_reads(open_volume(there, kept), array)
 
 
@@ -112,7 +114,7 @@ def test_several_threads_fetch_a_file_into_the_folder_once(
 ) -> None:
     (tmp_path / "written").mkdir()
     there = remote(s3_server, tmp_path / "written", npy(tmp_path / "written", voxels("uint8")), "once")
-    volumes = OpenVolumes(ReadingOptions(object_dir=tmp_path / "kept"))
+    volumes = OpenVolumes(ReadingOptions(copy=cache_place(str(tmp_path / "kept"))))
     threads = [threading.Thread(target=lambda: volumes.get(there).read(whole(SHAPE))) for _ in range(6)]
     for thread in threads:
         thread.start()
@@ -125,9 +127,9 @@ def test_a_full_folder_is_no_reason_to_stop(s3: S3Server, tmp_path: Path) -> Non
     (tmp_path / "written").mkdir()
     array = voxels("uint8")
     there = remote(s3, tmp_path / "written", npy(tmp_path / "written", array), "full")
-    small = ReadingOptions(object_dir=tmp_path / "kept", object_bytes=1000)
+    small = ReadingOptions(copy=cache_place(str(tmp_path / "kept"), 1000))
     check_reads(open_volume(there, small), array)
-    assert not [path for path in (tmp_path / "kept").glob("*/*") if path.is_file()]
+    assert not kept_files(tmp_path / "kept")
 
 
 @pytest.mark.parametrize("name", ["npy", "zarr v3"])

@@ -11,7 +11,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,8 @@ from stoker.data.images.foreign_tars import open_range
 from stoker.data.images.imagenet_labels import LabelFileWrong
 from stoker.data.images.sample_index import SampleIndex, encode_name, pack_names
 from stoker.data.images.sample_lists import LABEL_COLUMNS, class_order
-from stoker.data.store.staged import StagedStore, StagePlace
-from stoker.data.store.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, Store, open_source, open_store
+from stoker.data.store.cache import CachedStore, CopyPlace
+from stoker.data.store.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, Store, open_store
 from stoker.errors import UserError
 from stoker.redact import redact_text
 
@@ -36,27 +35,13 @@ ROW_BITS = 32
 
 
 def open_sample_store(
-    index: SampleIndex,
-    *,
-    cache_dir: Path | None = None,
-    cache_size: int | None = None,
-    stage: StagePlace | None = None,
-    max_object_bytes: int = MAX_OBJECT_BYTES,
+    index: SampleIndex, *, copy: CopyPlace | None = None, max_object_bytes: int = MAX_OBJECT_BYTES
 ) -> Store:
-    """The store from which an index's samples are read, with a local cache in front of it if `cache_dir` is given, or a
-    local copy that fills if `stage` is."""
-    if stage is not None:
-        below = stage.below(index.root)
-        assert below is not None, "the samples are below the root of the data"
-        return StagedStore(open_source(index.root, max_object_bytes), stage, below, max_object_bytes)
-    if index.facts.get("layout") != LAYOUT:
-        return open_store(index.root, cache_dir=cache_dir, cache_size=cache_size, max_object_bytes=max_object_bytes)
-    store = ParquetStore(open_store(index.root), index.facts["version"], max_object_bytes)
-    if cache_dir is None:
-        return store
-    from stoker.data.store.cache import CachedStore
-
-    return CachedStore(store, cache_dir, cache_size=cache_size)
+    """The store from which an index's samples are read, with a local copy in front of it if one is given."""
+    store: Store = open_store(index.root, max_object_bytes)
+    if index.facts.get("layout") == LAYOUT:
+        store = ParquetStore(open_store(index.root), index.facts["version"], max_object_bytes)
+    return store if copy is None else CachedStore(store, copy, max_object_bytes)
 
 
 def row_groups(index: SampleIndex) -> NDArray[np.int64] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import xxhash
@@ -35,21 +36,22 @@ class CopiedFile(NamedTuple):
 
 
 class _Lines(NamedTuple):
-    """Hashes of paths in ascending order, and where the line of each begins; arrays of numpy."""
+    """Hashes of paths in ascending order, where the line of each begins, and the size in it; arrays of numpy."""
 
     keys: Any
     starts: Any
+    sizes: Any
 
 
 class ManifestTable:
-    """From a path to its line in the manifest: 16 bytes a line, because ImageNet has 1.28 million.
+    """From a path to its line in the manifest: 24 bytes a line, because ImageNet has 1.28 million.
 
     Paths are found by a hash; the line itself then says whether it is the right one. numpy is imported only when
     there are many lines, so that a short command starts sooner."""
 
     def __init__(self) -> None:
         self._sorted: _Lines | None = None
-        self._recent: dict[int, int] = {}
+        self._recent: dict[int, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._recent) + (0 if self._sorted is None else len(self._sorted.keys))
@@ -60,29 +62,51 @@ class ManifestTable:
         start = 0
         while start < len(text):
             end = text.index(b"\n", start)
-            if text.startswith(_LINE_START, start) and (size := text.find(_SIZE_FIELD, start, end)) > 0:
-                recent[xxhash.xxh3_64_intdigest(text[start + len(_LINE_START) : size])] = at + start
+            if text.startswith(_LINE_START, start) and (field := text.find(_SIZE_FIELD, start, end)) > 0:
+                digits = text[field + len(_SIZE_FIELD) : text.find(b",", field + 1, end)]
+                with suppress(ValueError):  # a line that was written to
+                    key = xxhash.xxh3_64_intdigest(text[start + len(_LINE_START) : field])
+                    recent[key] = at + start, int(digits)
             start = end + 1
         if len(recent) > _MOST_RECENT:
             # Replaced at once, and before the recent ones are: threads look lines up without a lock.
             self._sorted, recent = self._merged(recent), {}
         self._recent = recent
 
-    def _merged(self, recent: dict[int, int]) -> _Lines:
+    def _merged(self, recent: dict[int, tuple[int, int]]) -> _Lines:
         import numpy as np
 
-        keys, starts = np.fromiter(recent.keys(), np.uint64), np.fromiter(recent.values(), np.int64)
+        keys, lines = np.fromiter(recent.keys(), np.uint64), np.array(list(recent.values()), np.int64)
+        starts, sizes = lines[:, 0], lines[:, 1]
         if self._sorted is not None:
             keys = np.concatenate([self._sorted.keys, keys])
             starts = np.concatenate([self._sorted.starts, starts])
+            sizes = np.concatenate([self._sorted.sizes, sizes])
         order = np.lexsort((starts, keys))
-        last = np.flatnonzero(np.append(keys[order][1:] != keys[order][:-1], True))
-        return _Lines(keys[order][last], starts[order][last])
+        last = order[np.flatnonzero(np.append(keys[order][1:] != keys[order][:-1], True))]
+        return _Lines(keys[last], starts[last], sizes[last])
+
+    def totals(self) -> tuple[int, int]:
+        """How many files there are, and their bytes."""
+        recent, lines = self._recent, self._sorted
+        sizes = [size for _, size in recent.values() if size != FORGOTTEN]
+        files, total = len(sizes), sum(sizes)
+        if lines is not None:
+            import numpy as np
+
+            keys = np.fromiter(recent.keys(), np.uint64)
+            places = np.minimum(lines.keys.searchsorted(keys), len(lines.keys) - 1)
+            counted = lines.sizes != FORGOTTEN
+            counted[places[lines.keys[places] == keys]] = False  # the recent line counts
+            files, total = files + int(counted.sum()), total + int(lines.sizes[counted].sum())
+        return files, total
 
     def find(self, path: str, manifest: int) -> CopiedFile | None:
         key = xxhash.xxh3_64_intdigest(json.dumps(path).encode())
-        start = self._recent.get(key)
-        if start is None:
+        recent = self._recent.get(key)
+        if recent is not None:
+            start = recent[0]
+        else:
             lines = self._sorted
             if lines is None:
                 return None
@@ -96,7 +120,7 @@ class ManifestTable:
     def records(self, manifest: int) -> Iterator[CopiedFile]:
         """Every file once, in the order of the lines."""
         known = [] if self._sorted is None else self._sorted.starts.tolist()
-        for start in sorted([*known, *self._recent.values()]):
+        for start in sorted([*known, *(start for start, _ in self._recent.values())]):
             record = _parse(_read_line(manifest, start))
             if record is not None and record.size != FORGOTTEN:
                 yield record

@@ -1,6 +1,6 @@
 """Fills a local copy in the background, in the order in which training will need its files.
 
-Training fetches what it needs next itself, and a `StagedStore` keeps that. This fetches what is further ahead, and what
+Training fetches what it needs next itself, and a `CachedStore` keeps that. This fetches what is further ahead, and what
 the first epoch never takes, and steps aside when training waits for data.
 """
 
@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 from stoker.console import Say, count
 from stoker.data.priority import step_back
-from stoker.data.store.staged import COMMIT_WHEN_IDLE_S, StagedCopy
-from stoker.data.store.stores import ReadFailure, SourceStore, StoreDown
+from stoker.data.store.cache import COMMIT_WHEN_IDLE_S, Expected, OpenCopy
+from stoker.data.store.stores import Buffer, ReadFailure, SourceStore, StoreDown
 
 MOST_IN_FLIGHT = 16
 # If nobody can tell whether training waits: with no workers, batches are made when they are asked for.
@@ -66,7 +66,7 @@ class FillOrder(Protocol):
 class Filler:
     """Threads that fetch what a copy still lacks; they begin with the first batch of training."""
 
-    def __init__(self, copy: StagedCopy, source: SourceStore, order: FillOrder, say: Say | None) -> None:
+    def __init__(self, copy: OpenCopy, source: SourceStore, order: FillOrder, say: Say | None) -> None:
         """Without `say`, another process of the copy speaks for all."""
         self.is_complete = False
         self.failed: dict[str, str] = {}
@@ -144,7 +144,7 @@ class Filler:
         if self._is_stopped() or self._say is None:
             return
         for wanted in self._order.all():
-            while not self._copy.has(wanted.path, wanted.size, wanted.version) and wanted.path not in self.failed:
+            while not self._has(wanted) and wanted.path not in self.failed:
                 if self._closing.wait(LOOK_EVERY_S):  # another rank is fetching it
                     return
         self._finish(self._say)
@@ -188,8 +188,11 @@ class Filler:
             wanted.path not in self.failed
             and wanted.path not in self._active
             and not self._copy.is_coming(wanted.path)
-            and not self._copy.has(wanted.path, wanted.size, wanted.version)
+            and not self._has(wanted)
         )
+
+    def _has(self, wanted: Wanted) -> bool:
+        return self._copy.find(wanted.path, wanted.size, wanted.version) is not None
 
     def _submit(self, wanted: Wanted) -> None:
         """Has a file fetched if it is missing; waits while as many as allowed are being fetched."""
@@ -221,7 +224,8 @@ class Filler:
             try:
                 size = self._source.about(wanted.path)[0] if wanted.size is None else wanted.size
                 if size > PART_BYTES:
-                    self._copy.keep_large(wanted.path, self._source, PART_BYTES)
+                    expected = Expected(*self._source.about(wanted.path))
+                    self._copy.keep_parts(wanted.path, expected, self._parts(wanted.path, expected))
                 else:
                     self._copy.keep(wanted.path, *self._source.fetch(wanted.path, wanted.size))
                 return
@@ -231,3 +235,9 @@ class Filler:
             except ReadFailure as failure:
                 self.failed[wanted.path] = failure.reason
                 return
+
+    def _parts(self, path: str, expected: Expected) -> Iterator[Buffer]:
+        for start in range(0, expected.size, PART_BYTES):
+            yield self._source.read(path, start, min(PART_BYTES, expected.size - start))
+        if self._source.about(path) != expected:
+            raise ReadFailure(path, "changed", "it was replaced while it was being read")

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import mmap
 import os
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,9 @@ class LocalCopy:
         """Files that were written and are not yet in the manifest."""
         return len(self._written)
 
-    def commit(self) -> int:
+    def commit(self, limit_bytes: int | None = None) -> int:
         """Makes what was written so far survive a power cut, and then adds it to the manifest; returns how many files.
+        What would exceed the limit is removed instead.
 
         Other threads can go on writing meanwhile."""
         with self._committing:
@@ -160,14 +162,50 @@ class LocalCopy:
                 return 0
             try:
                 sync_file_system(self._manifest)
-                # It begins with a line break, which ends what a killed process may have left of its line.
-                write_fully(self._manifest, b"\n" + b"".join(record.line() for record in batch))
+                if limit_bytes is None:
+                    self._append(batch)
+                else:
+                    with self._alone():
+                        self.refresh()
+                        batch = self._within(batch, limit_bytes)
+                        self._append(batch)
             except BaseException:
                 with self._lock:
                     self._written = batch + self._written
                 raise
             self.refresh()
             return len(batch)
+
+    def totals(self) -> tuple[int, int]:
+        """How many files the manifest lists, and their bytes."""
+        return self._table.totals()
+
+    def _append(self, batch: list[CopiedFile]) -> None:
+        # It begins with a line break, which ends what a killed process may have left of its line.
+        write_fully(self._manifest, b"\n" + b"".join(record.line() for record in batch))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other process commits; without a lock where the file system has none."""
+        with suppress(OSError):
+            fcntl.lockf(self._manifest, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.lockf(self._manifest, fcntl.LOCK_UN)
+
+    def _within(self, batch: list[CopiedFile], limit_bytes: int) -> list[CopiedFile]:
+        room = limit_bytes - self.totals()[1]
+        fitting = []
+        for record in batch:
+            if record.size <= room or self.finished(record.path) is not None:
+                fitting.append(record)
+                room -= record.size
+            else:
+                with suppress(OSError):
+                    os.unlink(self.place(record.path))  # noqa: PTH108
+        return fitting
 
     def refresh(self) -> None:
         """Reads the lines that were added since, by any process."""

@@ -225,29 +225,13 @@ def _read_fully(descriptor: int, size: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
-def open_store(
-    root: str,
-    *,
-    cache_dir: Path | None = None,
-    cache_size: int | None = None,
-    max_object_bytes: int = MAX_OBJECT_BYTES,
-) -> Store:
-    """The store of a folder or URL, with a local cache in front of it if `cache_dir` is given."""
-    store = open_source(root, max_object_bytes)
-    if cache_dir is None:
-        return store
-    from stoker.data.store.cache import CachedStore
-
-    return CachedStore(store, cache_dir, cache_size=cache_size)
-
-
 def is_url(root: str) -> bool:
     """Whether a root is a URL (`s3://…`) and not a folder."""
     scheme, separator, _ = root.partition("://")
     return bool(separator) and "/" not in scheme
 
 
-def open_source(root: str, max_object_bytes: int = MAX_OBJECT_BYTES) -> SourceStore:
+def open_store(root: str, max_object_bytes: int = MAX_OBJECT_BYTES) -> SourceStore:
     """The store of a folder or URL."""
     if not is_url(root):
         return LocalStore(root, max_object_bytes=max_object_bytes)

@@ -121,7 +121,8 @@ class OpenVolumes:
 
     def _opened_now(self, ref: VolumeRef) -> Volume:
         try:
-            is_staged = self.options.stage is None or staged_file(ref.location, self.options) is not None
+            copy = self.options.copy
+            is_staged = copy is None or copy.is_cache or staged_file(ref.location, self.options) is not None
             volume = open_volume(ref, self.options)
             with self._lock:
                 if not is_staged:

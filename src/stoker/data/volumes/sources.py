@@ -12,13 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from stoker.data.priority import step_back
-from stoker.data.store.cache import CachedStore
+from stoker.data.store.cache import CopyPlace, Expected
 from stoker.data.store.stores import Buffer, ReadFailure, is_url, open_store
 from stoker.data.volumes.volume import ReadingOptions, failure_of, identity_of, map_file
 from stoker.redact import redact_text
@@ -31,6 +30,8 @@ MOST_BETWEEN = 128 << 10
 # A larger range is several requests at once: a single connection to S3 gives less than 100 MB/s.
 PART_BYTES = 2 << 20
 REQUESTS_IN_FLIGHT = 64
+# Of a file that is fetched into a cache: in memory at once, and several requests.
+CACHED_PART_BYTES = 64 << 20
 # Of one request: a part, or a table or list of cases.
 MOST_AT_ONCE = 64_000_000
 # Headers are read in pieces of this size. A file whose headers lie in more pieces than this is fetched as a whole: one
@@ -208,20 +209,27 @@ def open_source(location: str, version: str, options: ReadingOptions) -> MappedS
     if size == 0:
         raise ReadFailure(name, "short", "it is empty")
     source = ObjectSource(name, f"{name} {size} {tag}", size, tag, store, path)
-    if local is not None:
-        return MappedSource(name, source.identity, map_file(local)[0])
-    if options.object_dir is not None:
-        kept = _keeping(store, options.object_dir, options.object_bytes)
-        mapped = kept.mapped(path, size, tag, lambda start, stop: source.parts([(start, stop)])[0])
-        if mapped is not None:
-            return MappedSource(name, source.identity, mapped)
-    return source
+    if options.copy is not None and options.copy.is_cache:
+        local = _cached_file(location, source, options.copy)
+    return source if local is None else MappedSource(name, source.identity, map_file(local)[0])
+
+
+def _cached_file(location: str, source: ObjectSource, cache: CopyPlace) -> str | None:
+    """Where a whole file is in the cache, fetched now if it is not there; None if the cache has no room for it."""
+    path, expected = cache.below(location) or "", Expected(source.size, source.version)
+    if (local := cache.local(path, expected)) is not None:
+        return local
+    starts = range(0, source.size, CACHED_PART_BYTES)
+    parts = (source.parts([(start, min(start + CACHED_PART_BYTES, source.size))])[0] for start in starts)
+    kept = cache.open().keep_parts(path, expected, parts)
+    return cache.local(path, expected) if kept else None
 
 
 def staged_file(location: str, options: ReadingOptions) -> str | None:
     """Where a file is in the local copy that is being filled; None if it is not there, or there is no such copy."""
-    path = None if options.stage is None else options.stage.below(location)
-    return None if path is None or options.stage is None else options.stage.local(path)
+    copy = options.copy
+    path = None if copy is None or copy.is_cache else copy.below(location)
+    return None if path is None or copy is None else copy.local(path)
 
 
 def for_headers(source: Source) -> Source:
@@ -277,11 +285,6 @@ def store_at(url: str) -> Any:
 @cache
 def _store(url: str, environment: tuple[tuple[str, str], ...]) -> Any:  # noqa: ARG001 - part of the key
     return open_store(url, max_object_bytes=MOST_AT_ONCE)
-
-
-@cache
-def _keeping(store: Any, folder: Path, limit: int | None) -> CachedStore:
-    return CachedStore(store, folder, cache_size=limit)
 
 
 class _Requests:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.store.staged import StagePlace
+from stoker.data.store.cache import CopyPlace
 from stoker.data.store.stores import ReadFailure
 
 Shape = tuple[int, int, int]
@@ -94,12 +94,9 @@ class ReadingOptions:
     missing_chunks: Literal["error", "fill"] = "error"
     """Zarr does not store chunks that hold only the fill value, so a missing one may also be a lost one: `fill` says
     that it means the fill value."""
-    object_dir: Path | None = None
-    """Folder that keeps the files fetched from an object store, each whole; None to fetch only what is read."""
-    object_bytes: int | None = None
-    """Size limit of that folder."""
-    stage: StagePlace | None = None
-    """The local copy that is filled while the data is read."""
+    copy: CopyPlace | None = None
+    """The local copy of files: a cache, which gets each file of an object store whole when it is opened; or one that is
+    filled while the data is read."""
 
 
 class Volume(Protocol):

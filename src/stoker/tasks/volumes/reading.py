@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from stoker.config import Config
 from stoker.console import Say, count
 from stoker.data.loader import choose_engine
+from stoker.data.store.cache import cache_place
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.opening import suffix_of
 from stoker.data.volumes.volume import ReadingOptions
@@ -40,8 +40,7 @@ def reading_options(
         # Chunks are kept by tensorstore, decoded pages and files by us: two caches only if the data needs both.
         cache_bytes=share // max(1, _caches(cases)),
         missing_chunks="fill" if config.missing_chunks == "fill" else "error",
-        object_dir=Path(config.cache_dir).expanduser() if config.cache_dir else None,
-        object_bytes=config.cache_size,
+        copy=cache_place(config.cache_dir, config.cache_size),
     )
 
 

@@ -75,7 +75,7 @@ def build_run(
     held = batches_in_hand(config.gradient_accumulation, on_gpu=uploader.queue is not None)
     opened: list[PatchLoader] = []
 
-    reading = data.reading if staging is None else replace(data.reading, stage=staging.place)
+    reading = data.reading if staging is None else replace(data.reading, copy=staging.place)
     follow, make_way = (None, None) if staging is None else (staging.follow, staging.make_way)
 
     def load(plan: PatchPlan, held: int, follow: Follow | None) -> PatchLoader:

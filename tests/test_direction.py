@@ -92,6 +92,17 @@ def test_imports_go_one_way_and_only_the_console_prints(path: Path) -> None:
     assert wrong_imports(module, imports_of(path)) + prints(module, path.read_text()) == []
 
 
+def test_stores_know_nothing_of_images_or_volumes() -> None:
+    allowed = ("stoker.data.store", "stoker.data.priority")
+    found = [
+        f"{path.name}:{line} imports {name}"
+        for path in (SOURCE / "data" / "store").glob("*.py")
+        for line, name in imports_of(path)
+        if name.startswith("stoker.data") and not name.startswith(allowed)
+    ]
+    assert found == []
+
+
 def test_violations_are_found() -> None:
     assert wrong_imports("config/keys.py", [(1, "stoker.report.page")]) == [
         "config/keys.py:1 must not import stoker.report.page"

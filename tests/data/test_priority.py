@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from stoker.data.priority import LOWEST, STEPS_BACK, step_back
-from stoker.data.store.reader import Reader
-from tests.data.store.test_reader import SlowStore, index_of
+from stoker.data.store.prefetch import open_reader
+from tests.data.store.test_prefetch import SlowStore, index_of
 from tests.data.test_loader import loader_for, make_images
 
 pytestmark = pytest.mark.skipif(not Path("/proc/thread-self").exists(), reason="needs a priority for each thread")
@@ -85,7 +85,7 @@ def test_workers_run_at_a_lower_priority_than_the_thread_that_takes_their_batche
 
 
 def test_threads_that_read_ahead_step_back_too() -> None:
-    reader = Reader(SlowStore(), index_of(8), lookahead_bytes=10**6)
+    reader = open_reader(SlowStore(), index_of(8), lookahead_bytes=10**6)
     reader.take(np.arange(8))
     threads = named("stoker-reader")
     assert threads

@@ -15,7 +15,7 @@ import pytest
 from stoker.data.images.sample_index import SampleIndex, pack_names
 from stoker.data.store.cache import CachedStore, cache_place
 from stoker.data.store.object_store import ObjectStore, Patience
-from stoker.data.store.reader import Reader
+from stoker.data.store.prefetch import open_reader
 from stoker.data.store.stores import ReadFailure, StoreDown
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server, use_environment
@@ -203,7 +203,7 @@ def test_a_batch_through_every_fault_at_once_has_right_samples_and_named_failure
     assert place is not None
     cached = CachedStore(ObjectStore(store.url, patience=NO_STALLS), place)
     for _ in range(2):
-        reader = Reader(cached, index_of(40), lookahead_bytes=10 * SIZE)
+        reader = open_reader(cached, index_of(40), lookahead_bytes=10 * SIZE)
         reader.expect(np.arange(40))
         found = [*reader.take(np.arange(20)), *reader.take(np.arange(20, 40))]
         reader.close()
@@ -215,7 +215,7 @@ def test_a_batch_through_every_fault_at_once_has_right_samples_and_named_failure
 
 
 def test_a_store_that_dies_midway_stops_every_consumer(store: ObjectStore, s3_proxy: Proxy) -> None:
-    reader = Reader(store, index_of(4, None), lookahead_bytes=SIZE)
+    reader = open_reader(store, index_of(4, None), lookahead_bytes=SIZE)
     assert bytes(reader.take(np.array([0]))[0]) == content(0)  # type: ignore[arg-type]
     reader.expect(np.array([1, 2, 3, 1, 2, 3]))
     s3_proxy.stop()

@@ -11,7 +11,7 @@ import pytest
 from stoker.clock.costs import BatchCost, StageCost
 from stoker.clock.steps import StepClock
 from stoker.data.engines.making import LoaderSetup
-from stoker.data.store.reader import HeldBack
+from stoker.data.store.prefetch import HeldBack
 from stoker.machine.memory import MemoryState
 from stoker.train import loader_adjuster
 from stoker.train.loader_adjuster import IDLE_LOOKS, LOOK_STEPS, LOOKS, LoaderAdjuster

@@ -16,7 +16,7 @@ from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
 from stoker.data.images.parquet_files import open_sample_store
 from stoker.data.store.cache import CopyPlace
-from stoker.data.store.reader import HeldBack, Reader
+from stoker.data.store.prefetch import HeldBack, open_reader
 
 Engine = Literal["auto", "process", "thread"]
 Follow = Callable[[int, int, bool | None, bool], None]
@@ -184,4 +184,4 @@ def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:
     index = plan.samples.index
     store = open_sample_store(index, copy=options.copy, max_object_bytes=options.max_image_bytes)
     workers = max(1, options.workers) if choose_engine(options.engine, options.workers) == "process" else 1
-    return BatchMaker(plan, Reader(store, index, lookahead_bytes=options.lookahead // workers))
+    return BatchMaker(plan, open_reader(store, index, lookahead_bytes=options.lookahead // workers))

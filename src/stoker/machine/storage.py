@@ -22,8 +22,8 @@ import numpy as np
 
 from stoker.clock.observed import StorageFacts
 from stoker.console import Say
-from stoker.data.images.sample_index import Location, SampleIndex, SampleSet
-from stoker.data.store.stores import ReadFailure, Store, is_url
+from stoker.data.images.sample_index import SampleIndex, SampleSet
+from stoker.data.store.stores import Location, ReadFailure, Store, is_url
 from stoker.redact import redact_text
 
 MOUNTINFO = Path("/proc/self/mountinfo")
@@ -91,7 +91,7 @@ def _holds(point: str, path: str) -> bool:
     return point == "/" or path == point or path.startswith(point.rstrip("/") + "/")
 
 
-# The same numbers as the loader's readers (stoker.data.store.reader).
+# The same numbers as the loader's readers (stoker.data.store.prefetch).
 LOCAL_READERS = 16
 REMOTE_READERS = 64
 # A fast disk reads these in a second, and more would not change the result.

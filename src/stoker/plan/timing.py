@@ -17,7 +17,7 @@ from stoker.plan.records import PACKED_BYTES, Estimate, Finding, Rate, TimeBudge
 
 # How many images per second storage delivers: measured, by name, or given as bytes per second.
 
-# Requests that our reader keeps in flight per rank (data/store/reader.py).
+# Requests that our reader keeps in flight per rank (data/store/prefetch.py).
 REQUESTS_IN_FLIGHT = 64
 _BYTES_PER_SECOND = re.compile(r"(.+?)\s*(?:/\s*s|ps)", re.IGNORECASE)
 

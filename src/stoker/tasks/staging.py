@@ -18,7 +18,7 @@ from stoker.data.images.splits import list_entries
 from stoker.data.loader import DEFAULT_PREFETCH
 from stoker.data.store.cache import CopyPlace, Expected, OpenCopy
 from stoker.data.store.filling import Filler, Wanted
-from stoker.data.store.reader import FIRST_ESTIMATE_BYTES
+from stoker.data.store.prefetch import FIRST_ESTIMATE_BYTES
 from stoker.data.store.stores import ReadFailure, SourceStore, is_url, open_store
 from stoker.data.store.subset_file import keep_subset
 from stoker.data.volumes.making import PatchPlan

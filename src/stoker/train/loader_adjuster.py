@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from stoker.clock.costs import run_queue_s
 from stoker.clock.steps import StepClock
 from stoker.data.engines.making import LoaderSetup
-from stoker.data.store.reader import HeldBack
+from stoker.data.store.prefetch import HeldBack
 from stoker.machine.loader_memory import STATED
 from stoker.machine.memory import MemoryState, read_memory
 from stoker.train.loader_changes import (

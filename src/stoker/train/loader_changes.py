@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from stoker.console import count, megabytes
 from stoker.data.engines.making import LoaderSetup
-from stoker.data.store.reader import HeldBack
+from stoker.data.store.prefetch import HeldBack
 
 Knob = Literal["workers", "prefetch", "lookahead_bytes", "requests"]
 

@@ -19,7 +19,7 @@ from stoker.data.images.crops import View, draw_flips
 from stoker.data.images.headers import BadImage
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.order import Order, Steps
-from stoker.data.store.reader import HeldBack, Reader
+from stoker.data.store.prefetch import HeldBack, Reader
 from stoker.data.store.stores import ReadFailure
 from stoker.errors import UserError
 
@@ -138,7 +138,7 @@ class BatchMaker:
     def announce(self, epoch: int, step: int, start: int) -> None:
         """Tells the reader that a step's batch will be made later, so that its bytes can be fetched."""
         members, _ = self.plan.members(epoch, step, start)
-        self.reader.expect(self.plan.samples.indices(members))
+        self.reader.expect(self.plan.samples.indices(members).tolist())
 
     def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> Batch:
         """The batch of a step, counted from the position `start` of an epoch."""
@@ -151,7 +151,7 @@ class BatchMaker:
         clock.begins("collate")
         images = allocate((len(members), plan.view.size, plan.view.size, 3))
         clock.begins("fetch")
-        found: list[Any] = list(self.reader.take(indices))
+        found: list[Any] = list(self.reader.take(indices.tolist()))
         # Repeats of a sample were read once.
         once = dict(zip(indices.tolist(), found, strict=True)).values()
         clock.cost.bytes_read = sum(len(data) for data in once if not isinstance(data, ReadFailure))
@@ -205,7 +205,7 @@ class BatchMaker:
             other = int(mix(mix(key, REPLACEMENT), attempt)) % len(samples)
             index, other_index = (int(samples.indices(np.array([m]))[0]) for m in (member, other))
             bad.append(BadSample(index, samples.index.name(index), reason, other_index))
-            data = self.reader.take(np.array([other_index]))[0]
+            data = self.reader.take([other_index])[0]
             other_reason = self._fill(data, draws, slot, out)
             if other_reason is None:
                 return other

@@ -19,7 +19,7 @@ from stoker.data.engines.buffers import BufferPool
 from stoker.data.engines.crew import Crew
 from stoker.data.engines.making import Announcer, LoaderSetup, Made, Maker, beyond_flight
 from stoker.data.store import outage
-from stoker.data.store.reader import HeldBack
+from stoker.data.store.prefetch import HeldBack
 
 
 class ThreadEngine(Generic[Made]):

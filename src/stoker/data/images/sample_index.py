@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from stoker.data.store.stores import Location
 from stoker.errors import UserError
 from stoker.files import atomic_file, has_whole_seal, sealed, write_text
 
@@ -25,15 +27,6 @@ _ARRAYS = {
     "shard_of": np.int32,
     "offsets": np.int64,
 }
-
-
-class Location(NamedTuple):
-    """Where a sample's bytes are: a path below the split's root, and a range in that file."""
-
-    path: str
-    offset: int
-    size: int | None
-    """None for a whole file whose size was not listed."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +69,29 @@ class SampleIndex:
         if self.shard_of is None or self.offsets is None:
             return Location(self.name(index), 0, size)
         return Location(self.shards[int(self.shard_of[index])], int(self.offsets[index]), size)
+
+    @property
+    def are_files(self) -> bool:
+        """Whether each sample is a file of its own."""
+        return self.shard_of is None
+
+    def bytes_of(self, index: int) -> int | None:
+        """Bytes of a sample, if the listing included them."""
+        return None if self.sizes is None else int(self.sizes[index])
+
+    def locations(self, indices: Sequence[int]) -> Iterator[Location]:
+        """Where the bytes of these samples are; looked up at once, because single array elements are slow."""
+        wanted = np.array(indices, np.int64)
+        sizes = [None] * len(wanted) if self.sizes is None else self.sizes[wanted].tolist()
+        if self.shard_of is not None and self.offsets is not None:
+            shards, offsets = self.shard_of[wanted].tolist(), self.offsets[wanted].tolist()
+            for shard, offset, size in zip(shards, offsets, sizes, strict=True):
+                yield Location(self.shards[shard], offset, size)
+            return
+        names, ends = np.asarray(self.name_bytes).data, self.name_ends[wanted].tolist()
+        starts = np.where(wanted > 0, self.name_ends[wanted - 1], 0).tolist()
+        for start, end, size in zip(starts, ends, sizes, strict=True):
+            yield Location(decode_name(bytes(names[start:end])), 0, size)
 
     def __reduce__(self) -> Any:
         # A worker process maps the same file instead of receiving a copy of it.

@@ -7,14 +7,13 @@ the first epoch never takes, and steps aside when training waits for data.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
-from queue import SimpleQueue
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from stoker.console import Say, count
 from stoker.data.priority import step_back
 from stoker.data.store.cache import COMMIT_WHEN_IDLE_S, Expected, OpenCopy
+from stoker.data.store.prefetch import Prefetcher
 from stoker.data.store.stores import Buffer, ReadFailure, SourceStore, StoreDown
 
 MOST_IN_FLIGHT = 16
@@ -75,14 +74,13 @@ class Filler:
         self._source = source
         self._order = order
         self._say = say
-        self._allowed = 1
         self._epoch = self._position = 0
         self._is_over = False
         self._closing = threading.Event()
-        self._jobs: SimpleQueue[Wanted | None] = SimpleQueue()
-        self._done = threading.Condition()
-        self._active: set[str] = set()
-        self._threads: list[threading.Thread] = []
+        self._files: Prefetcher[Wanted, None] = Prefetcher(
+            self._fetch, lambda _wanted: PART_BYTES, lookahead_bytes=MOST_IN_FLIGHT * PART_BYTES, requests=1,
+            are_taken=False,
+        )  # fmt: skip
         self._dispatcher: threading.Thread | None = None
 
     def training_at(self, epoch: int, position: int, waits: bool | None, *, is_over: bool = False) -> None:
@@ -95,14 +93,19 @@ class Filler:
 
     def make_way(self, waits: bool | None) -> None:
         """Fetches fewer files at once if training waits for data, and more if it does not."""
+        allowed = self._files.requests
         if waits is None:
-            self._allowed = IN_FLIGHT_UNTOLD
+            self._allow(IN_FLIGHT_UNTOLD)
         else:
-            self._allowed = max(1, self._allowed // 2) if waits else min(MOST_IN_FLIGHT, self._allowed + 1)
+            self._allow(max(1, allowed // 2) if waits else min(MOST_IN_FLIGHT, allowed + 1))
+
+    def _allow(self, files: int) -> None:
+        self._files.allow(MOST_IN_FLIGHT * PART_BYTES, files)
 
     def settle(self, seconds: float) -> bool:
         """Training has ended: fetches what is left, for at most this long; whether the copy is complete."""
-        self._is_over, self._allowed = True, MOST_IN_FLIGHT
+        self._is_over = True
+        self._allow(MOST_IN_FLIGHT)
         if self._dispatcher is not None:
             self._dispatcher.join(seconds)
         return self.is_complete
@@ -110,11 +113,9 @@ class Filler:
     def close(self) -> None:
         """Ends the threads after the parts that they are fetching; does not wait for a store that does not answer."""
         self._closing.set()
-        for _ in self._threads:
-            self._jobs.put(None)
-        deadline = time.monotonic() + CLOSING_S
-        for thread in [*self._threads, *([] if self._dispatcher is None else [self._dispatcher])]:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._files.close()
+        if self._dispatcher is not None:
+            self._dispatcher.join(CLOSING_S)
 
     def _run(self) -> None:
         step_back()
@@ -129,7 +130,7 @@ class Filler:
             if self._is_stopped():
                 return
         # What this epoch still takes, training fetches itself; what it could not keep is fetched now.
-        while not self._is_past(epoch) and not self._is_stopped():
+        while not (self._files.drained(LOOK_EVERY_S, done=True) and self._is_past(epoch)) and not self._is_stopped():
             self._closing.wait(LOOK_EVERY_S)
         self._copy.flush()
         self._closing.wait(SETTLING_S)
@@ -137,9 +138,8 @@ class Filler:
             self._submit(wanted)
             if self._is_stopped():
                 return
-        with self._done:
-            while self._active and not self._closing.is_set():
-                self._done.wait(LOOK_EVERY_S)
+        while not self._files.drained(LOOK_EVERY_S, done=True) and not self._closing.is_set():
+            pass
         self._copy.commit()
         if self._is_stopped() or self._say is None:
             return
@@ -184,12 +184,7 @@ class Filler:
         return self._order.fetched_ahead == 0 or self._epoch != epoch or self._is_over
 
     def _is_missing(self, wanted: Wanted) -> bool:
-        return (
-            wanted.path not in self.failed
-            and wanted.path not in self._active
-            and not self._copy.is_coming(wanted.path)
-            and not self._has(wanted)
-        )
+        return wanted.path not in self.failed and not self._copy.is_coming(wanted.path) and not self._has(wanted)
 
     def _has(self, wanted: Wanted) -> bool:
         return self._copy.find(wanted.path, wanted.size, wanted.version) is not None
@@ -198,43 +193,31 @@ class Filler:
         """Has a file fetched if it is missing; waits while as many as allowed are being fetched."""
         if not self._is_missing(wanted):
             return
-        with self._done:
-            while len(self._active) >= self._allowed and not self._closing.is_set():
-                self._done.wait(LOOK_EVERY_S)
-            if self._closing.is_set():
-                return
-            self._active.add(wanted.path)
-        if len(self._active) > len(self._threads):
-            thread = threading.Thread(target=self._work, name="stoker-filler", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        self._jobs.put(wanted)
+        self._files.expect([wanted])
+        while not self._files.drained(LOOK_EVERY_S) and not self._closing.is_set():
+            pass
 
-    def _work(self) -> None:
-        step_back()
-        while (wanted := self._jobs.get()) is not None:
-            if not self._closing.is_set() and not self._copy.is_coming(wanted.path):
-                self._fetch(wanted)
-            with self._done:
-                self._active.discard(wanted.path)
-                self._done.notify_all()
+    def _fetch(self, files: Sequence[Wanted]) -> Iterator[None]:
+        for wanted in files:
+            while not self._closing.is_set() and not self._copy.is_coming(wanted.path):
+                try:
+                    self._keep(wanted)
+                    break
+                except StoreDown:
+                    # Training says so, if it has to read from there; it may come back.
+                    self._closing.wait(STORE_DOWN_WAIT_S)
+                except ReadFailure as failure:
+                    self.failed[wanted.path] = failure.reason
+                    break
+            yield None
 
-    def _fetch(self, wanted: Wanted) -> None:
-        while not self._closing.is_set():
-            try:
-                size = self._source.about(wanted.path)[0] if wanted.size is None else wanted.size
-                if size > PART_BYTES:
-                    expected = Expected(*self._source.about(wanted.path))
-                    self._copy.keep_parts(wanted.path, expected, self._parts(wanted.path, expected))
-                else:
-                    self._copy.keep(wanted.path, *self._source.fetch(wanted.path, wanted.size))
-                return
-            except StoreDown:
-                # Training says so, if it has to read from there; it may come back.
-                self._closing.wait(STORE_DOWN_WAIT_S)
-            except ReadFailure as failure:
-                self.failed[wanted.path] = failure.reason
-                return
+    def _keep(self, wanted: Wanted) -> None:
+        size = self._source.about(wanted.path)[0] if wanted.size is None else wanted.size
+        if size <= PART_BYTES:
+            self._copy.keep(wanted.path, *self._source.fetch(wanted.path, wanted.size))
+            return
+        expected = Expected(*self._source.about(wanted.path))
+        self._copy.keep_parts(wanted.path, expected, self._parts(wanted.path, expected))
 
     def _parts(self, path: str, expected: Expected) -> Iterator[Buffer]:
         for start in range(0, expected.size, PART_BYTES):

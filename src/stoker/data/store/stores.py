@@ -8,7 +8,7 @@ import resource
 import stat
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from stoker.errors import UserError
@@ -21,6 +21,15 @@ MAX_OBJECT_BYTES = 256_000_000
 # Shards of a large data set (ImageNet at 256 MB each: 600) fit, and half of the usual limit of 1024 stays free.
 MOST_OPEN_SHARDS = 512
 REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
+
+
+class Location(NamedTuple):
+    """Where bytes are in a store: an object, and a range in it."""
+
+    path: str
+    offset: int
+    size: int | None
+    """None for a whole object whose size was not listed."""
 
 
 class ReadFailure(Exception):

@@ -8,9 +8,10 @@ swaps axes and flips: a batch carries what that needs.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,17 +22,19 @@ from stoker.data.batch import BadSample
 from stoker.data.draws import REPLACEMENT, mix
 from stoker.data.engines.making import MAX_REPLACEMENTS, Allocate
 from stoker.data.order import Steps
-from stoker.data.store.reader import HeldBack
+from stoker.data.store.prefetch import HeldBack, Prefetcher
 from stoker.data.store.stores import ReadFailure, is_url
-from stoker.data.volumes.ahead import ReadAhead, Wanted
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.opening import OpenVolumes
+from stoker.data.volumes.opening import OpenVolumes, VolumeRef
 from stoker.data.volumes.patches import Patches, Placement
-from stoker.data.volumes.volume import Shape, Voxels, check_finite, read_padded
+from stoker.data.volumes.volume import ArrayVolume, Region, Shape, Volume, Voxels, check_finite, read_padded
 from stoker.errors import UserError
 
 _ALIGNED = 16
+# Regions of remote volumes that are read ahead at once, each of them many requests: first these few.
+FIRST_IN_FLIGHT = 4
+MOST_IN_FLIGHT = 32
 
 
 @dataclass(frozen=True)
@@ -165,14 +168,28 @@ class PatchPlan:
         return self.patches.place(self.patches.cases(epoch, positions), keys, positions), keys
 
 
+class _Part(NamedTuple):
+    """A region of a remote volume that will be read; it may stick out of the volume."""
+
+    ref: VolumeRef
+    box: Region | None
+    region: Region
+    bytes: int
+
+
 class PatchReader:
-    """Reads the regions of a plan's patches; one for a process and all its threads."""
+    """Reads the regions of a plan's patches, those of remote volumes ahead of time; one for a process and all its
+    threads. Local volumes are not read ahead: copying from a mapping takes less than handing voxels from thread to
+    thread."""
 
     def __init__(self, volumes: OpenVolumes, row_bytes: int, lookahead_bytes: int = 0) -> None:
         self.volumes = volumes
         self.mean_bytes = float(row_bytes)
         """Of what is read for a sample: of the largest region first, then of those announced."""
-        self._ahead = ReadAhead(volumes, lookahead_bytes)
+        self._ahead: Prefetcher[_Part, Voxels] = Prefetcher(
+            self._read_ahead, lambda part: part.bytes, lookahead_bytes=lookahead_bytes, requests=MOST_IN_FLIGHT,
+            first_requests=FIRST_IN_FLIGHT,
+        )  # fmt: skip
 
     def expect(self, case: Case, placement: Placement, layout: RowLayout) -> None:
         """Announces that a patch will be read."""
@@ -182,38 +199,71 @@ class PatchReader:
             refs.append(case.label)
             sizes.append(np.dtype(layout.label).itemsize)
         voxels = placement.region.voxels
-        for ref, size in zip(refs, sizes, strict=True):
-            self._ahead.expect(Wanted(ref, case.box, placement.region), voxels * size)
+        self._ahead.expect(
+            [
+                _Part(ref, case.box, placement.region, voxels * size)
+                for ref, size in zip(refs, sizes, strict=True)
+                if self._is_remote(ref)
+            ]
+        )
         self.mean_bytes += (voxels * sum(sizes) - self.mean_bytes) / 32
 
     def read(self, case: Case, placement: Placement, rules: LabelRules | None, image: Voxels, label: Any) -> None:
         """Fills the parts of a row; raises ReadFailure if the case cannot be read, or has NaN voxels."""
         for channel, ref in zip(image, case.images, strict=True):
-            volume = self._ahead.volume(ref, case.box, placement.region)
-            read_padded(volume, placement.region, channel, 0)
+            volume, read = self._reading(_Part(ref, case.box, placement.region, channel.nbytes))
+            read_padded(volume, placement.region, channel, 0, read)
             if ref.packed is None:  # a pack has no other voxels
                 check_finite(channel, volume.name)
         if rules is None or label is None:
             return
         assert case.label is not None, "a case without a label cannot be trained on"
-        volume = self._ahead.volume(case.label, case.box, placement.region)
+        volume, read = self._reading(_Part(case.label, case.box, placement.region, label.nbytes))
         rules.check_kind(case.id, volume)
         # Packing has looked at every label.
         known = case.label.packed is not None and case.label.packed.has_only(rules.classes, rules.ignore)
         inside = placement.region.within(volume.shape)
         if inside == placement.region and volume.dtype == label.dtype:
-            volume.read(inside, label)
+            read(inside, label)
             if not known:
                 rules.check_values(case.id, volume.name, label)
             return
         label[...] = rules.outside
         if inside.voxels:
-            voxels = volume.read(inside)
+            voxels = read(inside)
             # Before they are narrowed: 256 would become 0.
             if not known:
                 rules.check_values(case.id, volume.name, voxels)
             z, y, x = (-a for a in placement.region.start)
             label[inside.moved((z, y, x)).slices] = voxels
+
+    def _is_remote(self, ref: VolumeRef) -> bool:
+        """Whether reading it waits for a network; not if it is mapped from a local copy."""
+        return is_url(ref.location) and not isinstance(self.volumes.opened(ref), ArrayVolume)
+
+    def _reading(self, part: _Part) -> tuple[Volume, Callable[..., Voxels]]:
+        """The volume of a part, and what reads the part of it: what was read ahead is handed over."""
+        volume = self.volumes.get(part.ref, part.box)
+        if self._is_remote(part.ref) and part.region.within(volume.shape).voxels:
+            return volume, partial(self._taken, part)
+        if is_url(part.ref.location):
+            self._ahead.drop([part])  # it may have been announced before the volume was opened
+        return volume, volume.read
+
+    def _taken(self, part: _Part, _region: Region, out: Voxels | None = None) -> Voxels:
+        (found,) = self._ahead.take([part])
+        if isinstance(found, ReadFailure):
+            raise found
+        if out is None:
+            return found
+        out[...] = found
+        return out
+
+    def _read_ahead(self, parts: Sequence[_Part]) -> Iterator[Voxels]:
+        for part in parts:
+            volume = self.volumes.get(part.ref, part.box)
+            inside = part.region.within(volume.shape)
+            yield volume.read(inside) if inside.voxels else np.empty(0)
 
     @property
     def requests(self) -> int:

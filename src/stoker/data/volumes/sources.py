@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import io
 import os
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from queue import SimpleQueue
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from stoker.data.priority import step_back
 from stoker.data.store.cache import CopyPlace, Expected
+from stoker.data.store.prefetch import Prefetcher
 from stoker.data.store.stores import Buffer, ReadFailure, is_url, open_store
 from stoker.data.volumes.volume import ReadingOptions, failure_of, identity_of, map_file
 from stoker.redact import redact_text
@@ -97,7 +94,7 @@ class ObjectSource:
         if outside := next((one for one in ranges if one[1] > self.size), None):
             raise ReadFailure(self.name, "short", f"byte {outside[1]:,} is needed; it has {self.size:,}")
         wanted = [piece for one in ranges for piece in _pieces(one)]
-        found = [self._part(wanted[0])] if len(wanted) == 1 else list(_requests.map(self._part, wanted))
+        found = [self._part(wanted[0])] if len(wanted) == 1 else self._parts(wanted)
         results: list[Buffer] = []
         pieces = iter(found)
         for one in ranges:
@@ -109,6 +106,14 @@ class ObjectSource:
     def fetched(self) -> MappedSource:
         """The same with all bytes in memory."""
         return MappedSource(self.name, self.identity, memoryview(self.parts([(0, self.size)])[0]))
+
+    def _parts(self, ranges: Sequence[Range]) -> list[Buffer]:
+        found: list[Buffer] = []
+        for part in _requests(os.getpid()).take([(self, one) for one in ranges]):
+            if isinstance(part, ReadFailure):
+                raise part
+            found.append(part)
+        return found
 
     def _part(self, one: Range) -> Buffer:
         start, stop = one
@@ -287,44 +292,14 @@ def _store(url: str, environment: tuple[tuple[str, str], ...]) -> Any:  # noqa: 
     return open_store(url, max_object_bytes=MOST_AT_ONCE)
 
 
-class _Requests:
-    """Threads whose requests wait for the network. Not an executor: that would hold up the end of the program until the
-    last request has been answered or given up."""
+@cache
+def _requests(process: int) -> Prefetcher[tuple[ObjectSource, Range], Buffer]:  # noqa: ARG001 - threads do not survive a fork
+    """Threads for the requests of all volumes of a process."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._waiting: SimpleQueue[tuple[Future[Buffer], Callable[[Range], Buffer], Range]] = SimpleQueue()
-        self._threads = 0
-        self._idle = 0
+    def read(wanted: Sequence[tuple[ObjectSource, Range]]) -> Iterator[Buffer]:
+        return (source._part(one) for source, one in wanted)
 
-    def map(self, call: Callable[[Range], Buffer], ranges: Sequence[Range]) -> list[Buffer]:
-        """The results in order; raises the first error."""
-        futures: list[Future[Buffer]] = [Future() for _ in ranges]
-        with self._lock:
-            for _ in range(min(len(ranges) - self._idle, self._most - self._threads)):
-                self._threads += 1
-                threading.Thread(target=self._work, name="stoker-objects", daemon=True).start()
-        for future, one in zip(futures, ranges, strict=True):
-            self._waiting.put((future, call, one))
-        return [future.result() for future in futures]
-
-    def _work(self) -> None:
-        step_back()
-        while True:
-            with self._lock:
-                self._idle += 1
-            future, call, one = self._waiting.get()
-            with self._lock:
-                self._idle -= 1
-            try:
-                future.set_result(call(one))
-            except BaseException as error:  # raised to who waits for it
-                future.set_exception(error)
-            del future, call
-
-
-_requests = _Requests(REQUESTS_IN_FLIGHT)
+    return Prefetcher(read, lambda _wanted: None, lookahead_bytes=0, requests=REQUESTS_IN_FLIGHT)
 
 
 def _pieces(one: Range) -> list[Range]:

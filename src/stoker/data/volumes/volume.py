@@ -190,17 +190,21 @@ class CroppedVolume:
         return self.volume.read(region.moved(self.box.start), out)
 
 
-def read_padded(volume: Volume, region: Region, out: Voxels, fill: float) -> None:
-    """Reads a region that may stick out of the volume; what lies outside gets the fill value."""
+def read_padded(
+    volume: Volume, region: Region, out: Voxels, fill: float, read: Callable[..., Voxels] | None = None
+) -> None:
+    """Reads a region that may stick out of the volume; what lies outside gets the fill value. `read` reads what is
+    inside, if the volume itself does not."""
+    read = read or volume.read
     inside = region.within(volume.shape)
     if inside == region:
-        volume.read(region, out)
+        read(region, out)
         return
     out[...] = fill
     if inside.voxels:
         back = _shape([-a for a in region.start])
         place = out[inside.moved(back).slices]
-        place[...] = volume.read(inside)
+        place[...] = read(inside)
 
 
 def check_finite(voxels: Voxels, name: str) -> None:

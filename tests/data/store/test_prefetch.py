@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from stoker.data.images.sample_index import SampleIndex, pack_names
 from stoker.data.store import blocking as blocking_module
 from stoker.data.store.blocking import BLOCKS_ABOVE_S, LOCK_WAITS_BELOW_S, Blocking
 from stoker.data.store.object_store import ObjectStore
-from stoker.data.store.reader import Announced, Reader
+from stoker.data.store.prefetch import Announced, Prefetcher, open_reader
 from stoker.data.store.stores import Buffer, LocalStore, ReadFailure, StoreDown
 from tests.support.proxy import Proxy, hold_until_in_flight
 from tests.support.s3_server import BUCKET, S3Server
@@ -64,7 +65,7 @@ class SlowStore:
 def test_latency_is_paid_once_and_not_for_each_sample(s3_server: S3Server, s3_proxy: Proxy) -> None:
     for number in range(64):
         s3_server.put(f"latency/{number}.jpg", content(number, 5000))
-    reader = Reader(ObjectStore(f"s3://{BUCKET}/latency"), index_of(64, 5000), lookahead_bytes=10**7)
+    reader = open_reader(ObjectStore(f"s3://{BUCKET}/latency"), index_of(64, 5000), lookahead_bytes=10**7)
     reader.take(np.arange(64))
     assert (
         len([line for line in s3_proxy.requests if "list-type" in line]) == 1
@@ -80,7 +81,7 @@ def test_latency_is_paid_once_and_not_for_each_sample(s3_server: S3Server, s3_pr
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_samples_come_in_the_order_in_which_they_are_taken(announced: bool) -> None:
-    reader = Reader(SlowStore(), index_of(100), lookahead_bytes=20_000)
+    reader = open_reader(SlowStore(), index_of(100), lookahead_bytes=20_000)
     order = np.random.default_rng(1).permutation(100)
     if announced:
         reader.expect(order)
@@ -93,7 +94,7 @@ def test_samples_come_in_the_order_in_which_they_are_taken(announced: bool) -> N
 
 def test_each_announced_sample_is_read_ahead_exactly_once() -> None:
     store = SlowStore()
-    reader = Reader(store, index_of(100, 1000), lookahead_bytes=10**6)
+    reader = open_reader(store, index_of(100, 1000), lookahead_bytes=10**6)
     reader.expect(np.arange(50))
     wait_until(lambda: len(store.reads) == 50)
     for first in range(0, 50, 10):
@@ -104,7 +105,7 @@ def test_each_announced_sample_is_read_ahead_exactly_once() -> None:
 
 def test_buffered_samples_stay_within_the_budget() -> None:
     store = SlowStore(size=100_000, delay=0.0005)
-    reader = Reader(store, index_of(1000), lookahead_bytes=1_000_000, max_in_flight=8)
+    reader = open_reader(store, index_of(1000), lookahead_bytes=1_000_000, max_in_flight=8)
     reader.expect(np.arange(1000))
     most = 0
     wait_until(lambda: reader.buffered_bytes > 500_000)
@@ -120,7 +121,7 @@ def test_buffered_samples_stay_within_the_budget() -> None:
 
 def test_a_single_sample_above_the_budget_is_still_read_ahead_and_alone() -> None:
     store = SlowStore(size=5000)
-    reader = Reader(store, index_of(10, 5000), lookahead_bytes=1000)
+    reader = open_reader(store, index_of(10, 5000), lookahead_bytes=1000)
     reader.expect(np.arange(10))
     wait_until(lambda: len(store.reads) == 1)
     time.sleep(0.02)
@@ -130,7 +131,7 @@ def test_a_single_sample_above_the_budget_is_still_read_ahead_and_alone() -> Non
 
 
 def test_a_batch_larger_than_the_budget_does_not_wait_for_room() -> None:
-    reader = Reader(SlowStore(), index_of(300, 1000), lookahead_bytes=5000, max_in_flight=4)
+    reader = open_reader(SlowStore(), index_of(300, 1000), lookahead_bytes=5000, max_in_flight=4)
     reader.expect(np.arange(300))
     # The second batch first: the samples before it fill the budget and have not been taken yet.
     assert reader.take(np.arange(100, 200)) == [content(number, 1000) for number in range(100, 200)]
@@ -142,7 +143,7 @@ def test_a_batch_larger_than_the_budget_does_not_wait_for_room() -> None:
 
 def test_repeats_of_a_sample_are_read_once() -> None:
     store = SlowStore()
-    reader = Reader(store, index_of(20, 1000), lookahead_bytes=10**6)
+    reader = open_reader(store, index_of(20, 1000), lookahead_bytes=10**6)
     order = np.repeat(np.arange(20), 3)
     reader.expect(order)
     for first in range(0, 60, 5):
@@ -154,7 +155,7 @@ def test_repeats_of_a_sample_are_read_once() -> None:
 
 
 def test_threads_taking_different_batches_get_the_right_samples() -> None:
-    reader = Reader(SlowStore(delay=0.0002), index_of(2000, 1000), lookahead_bytes=100_000, max_in_flight=16)
+    reader = open_reader(SlowStore(delay=0.0002), index_of(2000, 1000), lookahead_bytes=100_000, max_in_flight=16)
     order = np.random.default_rng(2).integers(0, 2000, 4000)
     batches = [order[first : first + 16] for first in range(0, 4000, 16)]
     reader.expect(order)
@@ -173,7 +174,7 @@ def test_threads_taking_different_batches_get_the_right_samples() -> None:
 
 def test_forgotten_samples_free_their_space() -> None:
     store = SlowStore()
-    reader = Reader(store, index_of(1000, 1000), lookahead_bytes=10_000)
+    reader = open_reader(store, index_of(1000, 1000), lookahead_bytes=10_000)
     reader.expect(np.arange(1000))
     wait_until(lambda: reader.ready_bytes == 10_000)
     assert len(store.reads) == 10
@@ -189,7 +190,7 @@ def test_forgotten_samples_free_their_space() -> None:
 
 def test_a_closed_reader_releases_all_waiting_threads() -> None:
     store = SlowStore(delay=0.2)
-    reader = Reader(store, index_of(200), lookahead_bytes=10**6, max_in_flight=2)
+    reader = open_reader(store, index_of(200), lookahead_bytes=10**6, max_in_flight=2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(reader.take, np.arange(200))
         wait_until(lambda: store.in_flight)
@@ -205,13 +206,68 @@ class DeadStore(SlowStore):
 
 
 def test_a_dead_store_is_reported_to_every_thread_at_once() -> None:
-    reader = Reader(DeadStore(), index_of(1000), lookahead_bytes=10**6, max_in_flight=2)
+    reader = open_reader(DeadStore(), index_of(1000), lookahead_bytes=10**6, max_in_flight=2)
     with ThreadPoolExecutor(4) as pool:
         takes = [pool.submit(reader.take, np.arange(first, first + 250)) for first in range(0, 1000, 250)]
         for take in takes:
             with pytest.raises(StoreDown):
                 take.result()
     reader.close()
+
+
+def test_after_a_failure_of_the_store_the_next_read_tries_again() -> None:
+    store = DeadStore()
+    reader = open_reader(store, index_of(10), lookahead_bytes=10**6)
+    with pytest.raises(StoreDown):
+        reader.take(range(10))
+    store.read = SlowStore().read  # type: ignore[method-assign]
+    assert reader.take([3]) == [content(3, 1000)]
+    wait_until(lambda: reader.buffered_bytes == 0)
+    reader.close()
+
+
+def test_reads_begin_few_at_a_time_and_each_that_is_done_adds_one() -> None:
+    permits, read_so_far = threading.Semaphore(0), list[int]()
+
+    def read(keys: Sequence[int]) -> Iterator[bytes]:
+        read_so_far.extend(keys)
+        permits.acquire()
+        return iter([bytes(keys)])
+
+    ahead = Prefetcher(read, lambda _key: 1, lookahead_bytes=100, requests=5, first_requests=2)
+    ahead.expect(range(20))
+    for begun in (2, 4, 6, 8, 9, 10):  # with one done each time, two to five are under way
+        wait_until(lambda begun=begun: len(read_so_far) == begun)
+        permits.release()
+    permits.release(20)
+    assert ahead.take(range(20)) == [bytes([key]) for key in range(20)]
+    ahead.close()
+
+
+def test_what_nobody_takes_is_read_in_order_and_leaves_nothing_behind() -> None:
+    done: list[str] = []
+
+    def read(keys: Sequence[str]) -> Iterator[None]:
+        done.extend(keys)
+        yield None
+
+    files = Prefetcher(read, lambda _key: 10, lookahead_bytes=100, requests=1, are_taken=False)
+    files.expect("abc")
+    files.expect("a")
+    assert files.drained(DEADLINE_S, done=True)
+    assert (done, files.buffered_bytes, files._ahead) == (["a", "b", "c", "a"], 0, {})
+    files.close()
+
+
+def test_a_key_that_is_dropped_gives_its_bytes_back() -> None:
+    ahead = Prefetcher(lambda keys: iter([b"x" * 10]), lambda _key: 10, lookahead_bytes=20, requests=2)
+    ahead.expect(range(4))
+    wait_until(lambda: ahead.ready_bytes == 20)
+    ahead.drop([0, 3])
+    wait_until(lambda: ahead.ready_bytes == 20)  # of 1 and 2: 3 is no longer announced
+    ahead.drop([1, 2])
+    assert ahead.buffered_bytes == 0
+    ahead.close()
 
 
 @pytest.fixture
@@ -224,7 +280,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("announced", [True, False])
 def test_warm_files_are_read_by_the_caller_and_failures_stay_in_their_place(folder: Path, announced: bool) -> None:
     (folder / "3.jpg").unlink()
-    reader = Reader(LocalStore(folder), index_of(100), lookahead_bytes=10**6)
+    reader = open_reader(LocalStore(folder), index_of(100), lookahead_bytes=10**6)
     reader._blocking.note = lambda blocked_s: None  # type: ignore[method-assign]
     before = threading.active_count()
     for _ in range(3):
@@ -252,7 +308,7 @@ def test_shards_are_read_at_their_offsets(tmp_path: Path) -> None:
         shards=("0.tar", "1.tar", "2.tar"), shard_of=np.arange(30, dtype=np.int32) % 3,
         offsets=512 + np.arange(30, dtype=np.int64) * 150,
     )  # fmt: skip
-    reader = Reader(LocalStore(tmp_path), index, lookahead_bytes=10**6)
+    reader = open_reader(LocalStore(tmp_path), index, lookahead_bytes=10**6)
     assert reader.take(np.arange(30)) == [content(n % 3, 5000)[n * 150 : n * 150 + 100] for n in range(30)]
     reader.close()
 
@@ -263,7 +319,7 @@ class SlowFolder(SlowStore):
 
 def test_a_folder_that_blocks_is_read_ahead_by_threads_until_it_flows_again() -> None:
     store = SlowFolder(delay=0.02)
-    reader = Reader(store, index_of(2000), lookahead_bytes=10**6)
+    reader = open_reader(store, index_of(2000), lookahead_bytes=10**6)
     reader.expect(np.arange(2000))
     for first in range(0, 500, 50):
         assert reader.take(np.arange(first, first + 50)) == [content(n, 1000) for n in range(first, first + 50)]
@@ -279,7 +335,7 @@ def test_a_folder_that_begins_to_block_in_the_middle_of_a_batch_loses_no_sample(
     """The first sample is under way in a thread; it arrives while the second is read here, so slowly that the other
     two are handed to threads."""
     store = SlowFolder(delay=0.3)
-    reader = Reader(store, index_of(4), lookahead_bytes=1)
+    reader = open_reader(store, index_of(4), lookahead_bytes=1)
     reader._blocking.blocks = True
     reader.expect(np.arange(4))
     wait_until(lambda: store.reads)
@@ -292,7 +348,7 @@ def test_a_folder_that_begins_to_block_in_the_middle_of_a_batch_loses_no_sample(
 
 def test_a_reader_that_is_closed_while_its_folder_begins_to_block_releases_its_caller() -> None:
     store = SlowFolder(delay=0.3)
-    reader = Reader(store, index_of(4), lookahead_bytes=1)
+    reader = open_reader(store, index_of(4), lookahead_bytes=1)
     reader._blocking.mean_s = 0.25e-3  # one slow read is enough from here
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(reader.take, np.arange(4))
@@ -303,7 +359,7 @@ def test_a_reader_that_is_closed_while_its_folder_begins_to_block_releases_its_c
 
 
 def test_an_epoch_that_the_collector_ends_in_a_thread_that_holds_the_lock_does_not_hang() -> None:
-    reader = Reader(SlowStore(), index_of(1000, 1000), lookahead_bytes=10_000)
+    reader = open_reader(SlowStore(), index_of(1000, 1000), lookahead_bytes=10_000)
     reader.expect(np.arange(1000))
     with reader._lock:  # as in the middle of any of its methods
         reader.forget()
@@ -356,10 +412,10 @@ def test_a_program_may_end_while_reads_are_under_way(s3: S3Server) -> None:
 import sys
 import numpy as np
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-from tests.data.store.test_reader import index_of
+from tests.data.store.test_prefetch import index_of
 from stoker.data.store.object_store import ObjectStore
-from stoker.data.store.reader import Reader
-reader = Reader(ObjectStore("s3://{BUCKET}/ending"), index_of(100), lookahead_bytes=10**8)
+from stoker.data.store.prefetch import open_reader
+reader = open_reader(ObjectStore("s3://{BUCKET}/ending"), index_of(100), lookahead_bytes=10**8)
 reader.take(np.array([0]))
 reader.expect(np.arange(100))
 print("ends")

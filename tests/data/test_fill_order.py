@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.data.fill_order import Files, ImageFiles, Share
-from stoker.data.store.cache import CopyPlace, Expected
+from stoker.data.store.cache import CopyPlace, FileVersion
 from stoker.tasks.image_data import choose_decoding, open_samples, training_plan, validation_plan
 from stoker.train.ranks import Ranks
 from tests.data.test_loader import SAMPLES, config_for, make_images
@@ -66,7 +66,7 @@ def test_the_ranks_of_a_node_fetch_every_file_and_none_twice(
 
 
 def test_the_path_below_the_source_is_that_of_the_object() -> None:
-    place = CopyPlace("/copy", "s3://bucket/data/", {"a b.tif": Expected(1, "x")})
+    place = CopyPlace("/copy", "s3://bucket/data/", {"a b.tif": FileVersion(1, "x")})
     assert place.below("s3://bucket/data/train/a%20b.tif") == "train/a b.tif"
     assert place.below("s3://bucket/data") == ""
     assert place.below("s3://bucket/database/x") is None

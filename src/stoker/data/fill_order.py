@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stoker.data.engines.making import BatchPlan
 from stoker.data.order import Steps
 from stoker.data.store.cache import CopyPlace
-from stoker.data.store.filling import Wanted
+from stoker.data.store.filling import WantedFile
 from stoker.data.volumes.making import PatchPlan
 
 _PIECE = 4096
@@ -55,9 +55,9 @@ class Part(Protocol):
         """Samples."""
         ...
 
-    def files(self) -> Iterator[Wanted]: ...
+    def files(self) -> Iterator[WantedFile]: ...
 
-    def at(self, epoch: int, positions: Indices) -> Iterator[Wanted]:
+    def at(self, epoch: int, positions: Indices) -> Iterator[WantedFile]:
         """Those of the samples at these positions, in order."""
 
 
@@ -67,7 +67,7 @@ class Files:
 
     train: Part
     val: Part | None
-    beside: Sequence[Wanted]
+    beside: Sequence[WantedFile]
     share: Share
     fetched_ahead: int
     """Positions ahead of its own that training fetches itself, as whole files; 0 if it reads parts of them."""
@@ -79,23 +79,23 @@ class Files:
         # A million names take a second, and images are in one split only.
         return sum(len(part) for part in (self.train, self.val) if part is not None) + len(self.beside)
 
-    def needed(self, epoch: int, position: int) -> Iterator[Wanted]:
+    def needed(self, epoch: int, position: int) -> Iterator[WantedFile]:
         """What this rank reads in the rest of the epoch; its share of validation; then what nobody on this node reads
         in this epoch: what was dropped at its end or taken before a restart, and the samples of other nodes."""
         found = self._needed(epoch, position)
         return found if self.fetched_ahead else filter(lambda one: self.share.has(one.path), _once(found))
 
-    def everything(self) -> Iterator[Wanted]:
+    def everything(self) -> Iterator[WantedFile]:
         return (wanted for wanted in self.all() if self.share.has(wanted.path))
 
-    def all(self) -> Iterator[Wanted]:
+    def all(self) -> Iterator[WantedFile]:
         for part in (self.train, self.val):
             if part is not None:
                 yield from part.files()
         # The last: a pack is complete when its index is there.
         yield from self.beside
 
-    def _needed(self, epoch: int, position: int) -> Iterator[Wanted]:
+    def _needed(self, epoch: int, position: int) -> Iterator[WantedFile]:
         yield from self._own(self.train, epoch, position)
         if self.val is not None:
             for wanted in self._own(self.val, 0, 0):
@@ -104,12 +104,12 @@ class Files:
         if self.val is not None:
             yield from self._others(self.val, 0, 0)
 
-    def _own(self, part: Part, epoch: int, start: int) -> Iterator[Wanted]:
+    def _own(self, part: Part, epoch: int, start: int) -> Iterator[WantedFile]:
         steps = part.steps
         for positions in _pieces(start + steps.rank, _end(steps, start), steps.world):
             yield from part.at(epoch, positions)
 
-    def _others(self, part: Part, epoch: int, start: int) -> Iterator[Wanted]:
+    def _others(self, part: Part, epoch: int, start: int) -> Iterator[WantedFile]:
         end = _end(part.steps, start)
         for positions in _pieces(0, part.positions, 1):
             taken = (positions >= start) & (positions < end)
@@ -135,11 +135,11 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def files(self) -> Iterator[Wanted]:
+    def files(self) -> Iterator[WantedFile]:
         for members in _pieces(0, len(self._samples), 1):
             yield from self._of(self._samples.indices(members))
 
-    def at(self, epoch: int, positions: Indices) -> Iterator[Wanted]:
+    def at(self, epoch: int, positions: Indices) -> Iterator[WantedFile]:
         members, _ = self._order.at(epoch, positions)
         if self.is_sharded:
             yield from self._of(self._samples.indices(members))
@@ -150,18 +150,18 @@ class ImageFiles:
                 yield self._file(index)._replace(position=position)
             last = index
 
-    def _of(self, indices: Indices) -> Iterator[Wanted]:
+    def _of(self, indices: Indices) -> Iterator[WantedFile]:
         if self._index.shard_of is None:
             yield from (self._file(index) for index in indices.tolist())
             return
         shards, first = np.unique(self._index.shard_of[indices], return_index=True)
         for shard in shards[np.argsort(first)].tolist():
             path = self._below + self._index.shards[shard]
-            yield Wanted(path, *self._expected[path])
+            yield WantedFile(path, *self._expected[path])
 
-    def _file(self, index: int) -> Wanted:
+    def _file(self, index: int) -> WantedFile:
         sizes = self._index.sizes
-        return Wanted(self._below + self._index.name(index), None if sizes is None else int(sizes[index]))
+        return WantedFile(self._below + self._index.name(index), None if sizes is None else int(sizes[index]))
 
 
 class VolumeFiles:
@@ -178,18 +178,18 @@ class VolumeFiles:
     def __len__(self) -> int:
         return self.positions
 
-    def files(self) -> Iterator[Wanted]:
+    def files(self) -> Iterator[WantedFile]:
         for case in self._cases:
             yield from case
 
-    def at(self, epoch: int, positions: Indices) -> Iterator[Wanted]:
+    def at(self, epoch: int, positions: Indices) -> Iterator[WantedFile]:
         # Every case comes up within two turns; each of its later patches reads the same files.
         cases = self._patches.cases(epoch, positions).tolist()
         for case in dict.fromkeys(cases):
             yield from self._cases[case]
 
 
-def _once(found: Iterator[Wanted]) -> Iterator[Wanted]:
+def _once(found: Iterator[WantedFile]) -> Iterator[WantedFile]:
     """Each file where it comes up first; for files that are few."""
     seen: set[str] = set()
     for wanted in found:
@@ -198,10 +198,10 @@ def _once(found: Iterator[Wanted]) -> Iterator[Wanted]:
             yield wanted
 
 
-def _volume(location: str, place: CopyPlace) -> Wanted:
+def _volume(location: str, place: CopyPlace) -> WantedFile:
     path = place.below(location)
     assert path is not None, "the volumes are below the root of the data"
-    return Wanted(path, *place.expected[path])
+    return WantedFile(path, *place.expected[path])
 
 
 def _end(steps: Steps, start: int) -> int:

@@ -16,8 +16,8 @@ from stoker.data.images.parquet_files import LAYOUT as PARQUET
 from stoker.data.images.sample_index import SampleIndex
 from stoker.data.images.splits import list_entries
 from stoker.data.loader import DEFAULT_PREFETCH
-from stoker.data.store.cache import CopyPlace, Expected, OpenCopy
-from stoker.data.store.filling import Filler, Wanted
+from stoker.data.store.cache import CopyPlace, FileVersion, OpenCopy
+from stoker.data.store.filling import Filler, WantedFile
 from stoker.data.store.prefetch import FIRST_ESTIMATE_BYTES
 from stoker.data.store.stores import ReadFailure, SourceStore, is_url, open_store
 from stoker.data.store.subset_file import keep_subset
@@ -81,7 +81,7 @@ def stage_images(config: HostConfig, train: BatchPlan, val: BatchPlan | None, ra
     if outside := next((index.root for index in indexes if place.below(index.root) is None), None):
         raise _cannot(config, f"{redact_text(outside)} is outside of it", "the copy has the files of data_root")
     source = open_store(root, config.max_image_bytes)
-    expected: dict[str, Expected] = {}
+    expected: dict[str, FileVersion] = {}
     for index in indexes:
         below = place.below(index.root) or ""
         expected |= {f"{below}/{name}".lstrip("/"): found for name, found in _shards(index, source, below).items()}
@@ -108,7 +108,7 @@ def stage_volumes(
     place, source = _place(config, root), open_store(root)
     plans = [plan for plan in (train, val) if plan is not None]
     refs = [ref for plan in plans for case in plan.cases for ref in (*case.images, case.label) if ref is not None]
-    expected: dict[str, Expected] = {}
+    expected: dict[str, FileVersion] = {}
     for ref in refs:
         path = place.below(ref.location)
         if path is None:
@@ -145,7 +145,7 @@ def _place(config: Config, root: str) -> CopyPlace:
     return CopyPlace(folder, root)
 
 
-def _shards(index: SampleIndex, source: SourceStore, below: str) -> Mapping[str, Expected]:
+def _shards(index: SampleIndex, source: SourceStore, below: str) -> Mapping[str, FileVersion]:
     """Size and version of the shards of a split."""
     if not index.shards:
         return {}
@@ -154,20 +154,20 @@ def _shards(index: SampleIndex, source: SourceStore, below: str) -> Mapping[str,
     prefix = f"{below}/" if below else ""
     try:
         return {
-            shard: Expected(int(known[shard][0]), known[shard][1] or "")
+            shard: FileVersion(int(known[shard][0]), known[shard][1] or "")
             if shard in known
-            else Expected(*source.about(prefix + shard))
+            else FileVersion(*source.about(prefix + shard))
             for shard in index.shards
         }
     except ReadFailure as failure:
         raise UserError("shard-missing", str(failure), why="the index lists it", hint="copy the shards again") from None
 
 
-def _expected(ref: VolumeRef, source: SourceStore, path: str) -> Expected:
+def _expected(ref: VolumeRef, source: SourceStore, path: str) -> FileVersion:
     if ref.version:
         size, _, version = ref.version.partition(" ")
-        return Expected(int(size), version)
-    return Expected(*source.about(path))
+        return FileVersion(int(size), version)
+    return FileVersion(*source.about(path))
 
 
 def _is_zarr(ref: VolumeRef) -> bool:
@@ -176,13 +176,13 @@ def _is_zarr(ref: VolumeRef) -> bool:
 
 def _beside(
     root: str, splits: Sequence[str], place: CopyPlace, lists: Iterable[str], source: SourceStore
-) -> list[Wanted]:
+) -> list[WantedFile]:
     """The files that tell what the data is: lists, tables, classes, the index of a pack; it comes last."""
     folders = {""}
     for split in splits:
         parts = (place.below(split) or "").split("/")
         folders |= {"/".join(parts[:number]) for number in range(1, len(parts) + 1)}
-    found: dict[str, Wanted] = {}
+    found: dict[str, WantedFile] = {}
     for folder in sorted(folders):
         if root.startswith("http"):
             break  # a web server does not list
@@ -190,14 +190,14 @@ def _beside(
         for name in () if entries is None else entries.files:
             path = f"{folder}/{name}".lstrip("/")
             if name.lower().endswith(BESIDE) and path not in place.expected:
-                found[path] = Wanted(path)
+                found[path] = WantedFile(path)
     for name in lists:
         if not is_url(name) and not Path(name).is_absolute() and name not in found:
             try:
                 source.about(name)
             except ReadFailure:
                 continue  # relative to the current folder, and stays there
-            found[name] = Wanted(name)
+            found[name] = WantedFile(name)
     return sorted(found.values(), key=lambda one: one.path.endswith("index.json"))
 
 

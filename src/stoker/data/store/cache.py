@@ -68,7 +68,7 @@ _SIZE = re.compile(rb',"size":(\d+),')
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
-class Expected(NamedTuple):
+class FileVersion(NamedTuple):
     """What the source said about one of its files."""
 
     size: int
@@ -82,7 +82,7 @@ class CopyPlace:
     folder: str
     source: str | None
     """Root of the data: a folder or URL; None for a cache, which has files of any."""
-    expected: Mapping[str, Expected] = field(default_factory=dict, compare=False)
+    expected: Mapping[str, FileVersion] = field(default_factory=dict, compare=False)
     """Of shards and volumes, by their path below the source: a copy of another version is not used."""
     limit_bytes: int | None = None
     """Of a cache; None for a share of the disk."""
@@ -109,7 +109,7 @@ class CopyPlace:
                 opened = _open[key] = OpenCopy(self)
             return opened
 
-    def local(self, path: str, expected: Expected | None = None) -> str | None:
+    def local(self, path: str, expected: FileVersion | None = None) -> str | None:
         """Where a file of the copy is; None if the copy does not have it, or another version of it."""
         copy, expected = self.open(), expected or self.expected.get(path)
         if copy.find(path, *(expected or ())) is None:
@@ -222,7 +222,7 @@ class OpenCopy:
         self._note(record)
         return True
 
-    def keep_parts(self, path: str, expected: Expected, parts: Iterable[Buffer]) -> bool:
+    def keep_parts(self, path: str, expected: FileVersion, parts: Iterable[Buffer]) -> bool:
         """Writes a file that may be larger than memory, a part at a time; raises what getting a part does. False if
         there is no room for it, or the copy is being closed."""
         with self._lock:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from stoker.console import Say, count
 from stoker.data.priority import step_back
-from stoker.data.store.cache import COMMIT_WHEN_IDLE_S, Expected, OpenCopy
+from stoker.data.store.cache import COMMIT_WHEN_IDLE_S, FileVersion, OpenCopy
 from stoker.data.store.prefetch import Prefetcher
 from stoker.data.store.stores import Buffer, ReadFailure, SourceStore, StoreDown
 
@@ -29,7 +29,7 @@ SETTLING_S = 5 * COMMIT_WHEN_IDLE_S
 NAMED_FAILURES = 3
 
 
-class Wanted(NamedTuple):
+class WantedFile(NamedTuple):
     """A file of the source that the copy should have."""
 
     path: str
@@ -51,14 +51,14 @@ class FillOrder(Protocol):
     def fetched_ahead(self) -> int:
         """Positions ahead of its own that training fetches itself."""
 
-    def needed(self, epoch: int, position: int) -> Iterator[Wanted]:
+    def needed(self, epoch: int, position: int) -> Iterator[WantedFile]:
         """What this process should fetch first, in order: what training needs from a position of an epoch on; then what
         that epoch does not take."""
 
-    def everything(self) -> Iterator[Wanted]:
+    def everything(self) -> Iterator[WantedFile]:
         """This process's share of all files."""
 
-    def all(self) -> Iterator[Wanted]:
+    def all(self) -> Iterator[WantedFile]:
         """Every file that the copy should have, with those of other processes."""
 
 
@@ -77,7 +77,7 @@ class Filler:
         self._epoch = self._position = 0
         self._is_over = False
         self._closing = threading.Event()
-        self._files: Prefetcher[Wanted, None] = Prefetcher(
+        self._files: Prefetcher[WantedFile, None] = Prefetcher(
             self._fetch, lambda _wanted: PART_BYTES, lookahead_bytes=MOST_IN_FLIGHT * PART_BYTES, requests=1,
             are_taken=False,
         )  # fmt: skip
@@ -183,13 +183,13 @@ class Filler:
     def _is_past(self, epoch: int) -> bool:
         return self._order.fetched_ahead == 0 or self._epoch != epoch or self._is_over
 
-    def _is_missing(self, wanted: Wanted) -> bool:
+    def _is_missing(self, wanted: WantedFile) -> bool:
         return wanted.path not in self.failed and not self._copy.is_coming(wanted.path) and not self._has(wanted)
 
-    def _has(self, wanted: Wanted) -> bool:
+    def _has(self, wanted: WantedFile) -> bool:
         return self._copy.find(wanted.path, wanted.size, wanted.version) is not None
 
-    def _submit(self, wanted: Wanted) -> None:
+    def _submit(self, wanted: WantedFile) -> None:
         """Has a file fetched if it is missing; waits while as many as allowed are being fetched."""
         if not self._is_missing(wanted):
             return
@@ -197,7 +197,7 @@ class Filler:
         while not self._files.drained(LOOK_EVERY_S) and not self._closing.is_set():
             pass
 
-    def _fetch(self, files: Sequence[Wanted]) -> Iterator[None]:
+    def _fetch(self, files: Sequence[WantedFile]) -> Iterator[None]:
         for wanted in files:
             while not self._closing.is_set() and not self._copy.is_coming(wanted.path):
                 try:
@@ -211,15 +211,15 @@ class Filler:
                     break
             yield None
 
-    def _keep(self, wanted: Wanted) -> None:
+    def _keep(self, wanted: WantedFile) -> None:
         size = self._source.about(wanted.path)[0] if wanted.size is None else wanted.size
         if size <= PART_BYTES:
             self._copy.keep(wanted.path, *self._source.fetch(wanted.path, wanted.size))
             return
-        expected = Expected(*self._source.about(wanted.path))
+        expected = FileVersion(*self._source.about(wanted.path))
         self._copy.keep_parts(wanted.path, expected, self._parts(wanted.path, expected))
 
-    def _parts(self, path: str, expected: Expected) -> Iterator[Buffer]:
+    def _parts(self, path: str, expected: FileVersion) -> Iterator[Buffer]:
         for start in range(0, expected.size, PART_BYTES):
             yield self._source.read(path, start, min(PART_BYTES, expected.size - start))
         if self._source.about(path) != expected:

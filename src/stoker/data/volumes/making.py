@@ -168,7 +168,7 @@ class PatchPlan:
         return self.patches.place(self.patches.cases(epoch, positions), keys, positions), keys
 
 
-class _Part(NamedTuple):
+class _RegionKey(NamedTuple):
     """A region of a remote volume that will be read; it may stick out of the volume."""
 
     ref: VolumeRef
@@ -186,8 +186,8 @@ class PatchReader:
         self.volumes = volumes
         self.mean_bytes = float(row_bytes)
         """Of what is read for a sample: of the largest region first, then of those announced."""
-        self._ahead: Prefetcher[_Part, Voxels] = Prefetcher(
-            self._read_ahead, lambda part: part.bytes, lookahead_bytes=lookahead_bytes, requests=MOST_IN_FLIGHT,
+        self._ahead: Prefetcher[_RegionKey, Voxels] = Prefetcher(
+            self._read_ahead, lambda key: key.bytes, lookahead_bytes=lookahead_bytes, requests=MOST_IN_FLIGHT,
             first_requests=FIRST_IN_FLIGHT,
         )  # fmt: skip
 
@@ -201,7 +201,7 @@ class PatchReader:
         voxels = placement.region.voxels
         self._ahead.expect(
             [
-                _Part(ref, case.box, placement.region, voxels * size)
+                _RegionKey(ref, case.box, placement.region, voxels * size)
                 for ref, size in zip(refs, sizes, strict=True)
                 if self._is_remote(ref)
             ]
@@ -211,14 +211,14 @@ class PatchReader:
     def read(self, case: Case, placement: Placement, rules: LabelRules | None, image: Voxels, label: Any) -> None:
         """Fills the parts of a row; raises ReadFailure if the case cannot be read, or has NaN voxels."""
         for channel, ref in zip(image, case.images, strict=True):
-            volume, read = self._reading(_Part(ref, case.box, placement.region, channel.nbytes))
+            volume, read = self._reading(_RegionKey(ref, case.box, placement.region, channel.nbytes))
             read_padded(volume, placement.region, channel, 0, read)
             if ref.packed is None:  # a pack has no other voxels
                 check_finite(channel, volume.name)
         if rules is None or label is None:
             return
         assert case.label is not None, "a case without a label cannot be trained on"
-        volume, read = self._reading(_Part(case.label, case.box, placement.region, label.nbytes))
+        volume, read = self._reading(_RegionKey(case.label, case.box, placement.region, label.nbytes))
         rules.check_kind(case.id, volume)
         # Packing has looked at every label.
         known = case.label.packed is not None and case.label.packed.has_only(rules.classes, rules.ignore)
@@ -241,17 +241,17 @@ class PatchReader:
         """Whether reading it waits for a network; not if it is mapped from a local copy."""
         return is_url(ref.location) and not isinstance(self.volumes.opened(ref), ArrayVolume)
 
-    def _reading(self, part: _Part) -> tuple[Volume, Callable[..., Voxels]]:
-        """The volume of a part, and what reads the part of it: what was read ahead is handed over."""
-        volume = self.volumes.get(part.ref, part.box)
-        if self._is_remote(part.ref) and part.region.within(volume.shape).voxels:
-            return volume, partial(self._taken, part)
-        if is_url(part.ref.location):
-            self._ahead.drop([part])  # it may have been announced before the volume was opened
+    def _reading(self, key: _RegionKey) -> tuple[Volume, Callable[..., Voxels]]:
+        """The volume of a region, and what reads that region: what was read ahead is handed over."""
+        volume = self.volumes.get(key.ref, key.box)
+        if self._is_remote(key.ref) and key.region.within(volume.shape).voxels:
+            return volume, partial(self._taken, key)
+        if is_url(key.ref.location):
+            self._ahead.drop([key])  # it may have been announced before the volume was opened
         return volume, volume.read
 
-    def _taken(self, part: _Part, _region: Region, out: Voxels | None = None) -> Voxels:
-        (found,) = self._ahead.take([part])
+    def _taken(self, key: _RegionKey, _region: Region, out: Voxels | None = None) -> Voxels:
+        (found,) = self._ahead.take([key])
         if isinstance(found, ReadFailure):
             raise found
         if out is None:
@@ -259,10 +259,10 @@ class PatchReader:
         out[...] = found
         return out
 
-    def _read_ahead(self, parts: Sequence[_Part]) -> Iterator[Voxels]:
-        for part in parts:
-            volume = self.volumes.get(part.ref, part.box)
-            inside = part.region.within(volume.shape)
+    def _read_ahead(self, keys: Sequence[_RegionKey]) -> Iterator[Voxels]:
+        for key in keys:
+            volume = self.volumes.get(key.ref, key.box)
+            inside = key.region.within(volume.shape)
             yield volume.read(inside) if inside.voxels else np.empty(0)
 
     @property

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from stoker.data.store.cache import CopyPlace, Expected
+from stoker.data.store.cache import CopyPlace, FileVersion
 from stoker.data.store.prefetch import Prefetcher
 from stoker.data.store.stores import Buffer, ReadFailure, is_url, open_store
 from stoker.data.volumes.volume import ReadingOptions, failure_of, identity_of, map_file
@@ -221,7 +221,7 @@ def open_source(location: str, version: str, options: ReadingOptions) -> MappedS
 
 def _cached_file(location: str, source: ObjectSource, cache: CopyPlace) -> str | None:
     """Where a whole file is in the cache, fetched now if it is not there; None if the cache has no room for it."""
-    path, expected = cache.below(location) or "", Expected(source.size, source.version)
+    path, expected = cache.below(location) or "", FileVersion(source.size, source.version)
     if (local := cache.local(path, expected)) is not None:
         return local
     starts = range(0, source.size, CACHED_PART_BYTES)

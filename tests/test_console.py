@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from stoker import console
-from stoker.console import bar_line, clock, metric_text, progress_bar, rate_text
+from stoker.console import bar_line, progress_bar
+from stoker.units import clock, iterations_text, metric_text
 from tests.support.terminal import on_a_terminal
 
 PROGRAM = (
@@ -67,8 +68,8 @@ def test_metrics_are_formatted_for_reading(name: str, value: float, text: str) -
 
 
 def test_slow_steps_are_shown_in_seconds() -> None:
-    assert rate_text(1.1) == "1.10it/s"
-    assert rate_text(1 / 18) == "18.00s/it"
+    assert iterations_text(1.1) == "1.10it/s"
+    assert iterations_text(1 / 18) == "18.00s/it"
     assert clock(3599.6) == "1:00:00"
 
 

@@ -23,8 +23,8 @@ from stoker.doctor.records import Prediction
 from stoker.doctor.trial_process import ceiling_trial, together_trial
 from stoker.doctor.trials import run_trials, try_in_child
 from stoker.errors import UserError
+from stoker.finding import Estimate
 from stoker.machine.host import fit_to_machine, read_machine
-from stoker.plan.records import Estimate
 from tests.support.tiny_training import write_config, write_images
 from tests.support.waiting import DEADLINE_S, wait_until
 

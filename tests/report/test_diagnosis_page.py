@@ -11,7 +11,7 @@ import pytest
 from stoker.clock.observed import LoaderShape, Observed, SlowSample
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.records import Confirmation, Diagnosis, Prediction
-from stoker.plan.records import Estimate
+from stoker.finding import Estimate
 from stoker.report.diagnosis_document import diagnosis_document
 from stoker.report.page import report_document, report_page
 from tests.doctor.checks.observations import healthy, starved

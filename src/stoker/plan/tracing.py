@@ -237,11 +237,11 @@ class Trace:
     events: tuple[int, ...]
     """In order, from building the model to the end of the second step: `n` allocates piece n, `~n` frees it."""
     ops: tuple[TracedOp, ...]
-    """Of the second step, in order."""
+    """Allocations of the second step, in order."""
     parameters: int
     """Number of scalar parameters."""
     trained_bytes: int
-    """Of the parameters with gradients."""
+    """Size of the parameters with gradients."""
 
     @property
     def flops(self) -> int:
@@ -315,7 +315,7 @@ def _run(step: TraceableStep, batch: int, model: nn.Module, recorder: Recorder) 
     model.register_forward_pre_hook(recorder.enter_model)
     model.register_forward_hook(recorder.leave_model)
     optimizer.register_step_pre_hook(recorder.begin_update)
-    batches = _Batches(step, batch, recorder)
+    batches = _DeviceBatches(step, batch, recorder)
     result: Any = None
     for number in range(TRACED_STEPS):
         recorder.begin_step(watch_ops=number == TRACED_STEPS - 1)
@@ -346,7 +346,7 @@ def trace_forward(step: TraceableStep, batch: int) -> Trace:
     return _traced(recorder, batch, model)
 
 
-class _Batches:
+class _DeviceBatches:
     """Batches as the loop has them on the device: while one is computed, the next is already there."""
 
     def __init__(self, step: TraceableStep, batch: int, recorder: Recorder) -> None:

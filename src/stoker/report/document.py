@@ -14,7 +14,7 @@ from stoker.doctor.attach.reading import has_records
 from stoker.doctor.diagnosing import diagnosis_of, diagnosis_of_watched
 from stoker.doctor.records import Diagnosis, Need
 from stoker.errors import StokerError
-from stoker.plan.records import Finding
+from stoker.finding import Finding, as_json
 from stoker.report.figures import (
     epoch_columns,
     figures,
@@ -39,14 +39,14 @@ from stoker.report.run_files import (
 )
 from stoker.report.tune_document import TuneReader, find_journal
 from stoker.run.folder import RunFolder, find_run, is_run
-from stoker.run.json_lines import JsonLines, Kept, Record, number
+from stoker.run.json_lines import JsonLines, KeptRecords, Record, number
 from stoker.run.lease import is_held
 from stoker.run.metrics import ABOUT
 from stoker.train.loader_changes import outcome_text
 
 JUDGE_EVERY_S = 5.0
 JUDGING_SHARE = 0.05
-"""Of one core's time, at most."""
+"""Share of one core's time, at most."""
 SHOWN_FINDINGS = 40
 SHOWN_EVENTS = 60
 SHOWN_SLOW_SAMPLES = 10
@@ -66,8 +66,8 @@ class RunReader:
         self._unjudged = True
         self._metrics = JsonLines(self.folder.metrics_file, _MetricsLines)
         self._clock = JsonLines(self.folder.clock_file, ClockSums)
-        self._predictions = JsonLines(self.folder.predictions_file, Kept)
-        self._quarantine = JsonLines(self.folder.quarantine_file, Kept)
+        self._predictions = JsonLines(self.folder.predictions_file, KeptRecords)
+        self._quarantine = JsonLines(self.folder.quarantine_file, KeptRecords)
         self._document: Document | None = None
         self._seen: tuple[object, ...] = ()
 
@@ -173,7 +173,7 @@ class RunReader:
         return [*found, *(clip(text) for text in observed)]
 
 
-class _MetricsLines(Kept):
+class _MetricsLines(KeptRecords):
     """Lines of metrics.jsonl without the costs of batches, which the page has from clock.jsonl."""
 
     def append(self, record: Record, /) -> None:
@@ -182,14 +182,9 @@ class _MetricsLines(Kept):
 
 def finding_row(finding: Finding) -> dict[str, Any]:
     """A finding as the page shows it."""
-    speedup = finding.speedup
-    return {
-        "id": clip(finding.id),
-        "message": clip(finding.message, 1000),
-        "fix": None if finding.fix is None else clip(finding.fix, 1000),
-        "speedup": None if speedup is None else {n: rounded(v) for n, v in speedup.as_dict().items()},
-        "refuses": finding.refuses,
-    }
+    row = as_json(finding, "id", "message", "fix", "speedup", "refuses")
+    row |= {key: clip(row[key], 1000) for key in ("id", "message", "fix") if row[key] is not None}
+    return row | {"speedup": row["speedup"] and {name: rounded(value) for name, value in row["speedup"].items()}}
 
 
 def need_row(need: Need) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from stoker.redact import redact_text
 from stoker.report.figures import rounded
 from stoker.run.json_lines import Record, finite, number
 from stoker.run.metric import read_checkpoint_name
+from stoker.units import size_text
 
 LONGEST_TEXT = 400
 """Characters of a name or a message: a path may have 4,096, and a page full of those is unreadable."""
@@ -66,14 +67,14 @@ def read_environment(path: Path) -> dict[str, Any]:
         return {}
     host, git = _mapping(record.get("host")), _mapping(record.get("git"))
     packages = {clip(name, 80): clip(version, 80) for name, version in _mapping(record.get("packages")).items()}
-    command = record.get("command")
+    command, ram = record.get("command"), finite(host.get("ram_bytes"))
     facts = {
         "started": record.get("time"),
         "host": host.get("name"),
         "system": host.get("system"),
         "processor": host.get("cpu"),
         "cores": host.get("cpus"),
-        "memory": _gigabytes(host.get("ram_bytes")),
+        "memory": None if ram is None else size_text(ram),
         "python": record.get("python"),
         "torch": packages.get("torch"),
         "stoker": record.get("stoker"),
@@ -211,8 +212,3 @@ def _plain(value: Any) -> Any:
 
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _gigabytes(value: Any) -> str | None:
-    known = finite(value)
-    return None if known is None else f"{known / 1e9:.1f} GB"

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stoker.console import count
 from stoker.errors import UserError
 from stoker.report.figures import rounded
 from stoker.report.run_files import clip
-from stoker.run.json_lines import JsonLines, Kept, Record, finite, number, read_records
+from stoker.run.json_lines import JsonLines, KeptRecords, Record, finite, number, read_records
 from stoker.run.lease import is_locked
+from stoker.units import count
 
 JOURNAL = "tune.jsonl"
 ABLATION = "ablate.jsonl"
@@ -57,7 +57,7 @@ class TuneReader:
 
     def __init__(self, journal: Path) -> None:
         self.journal = journal
-        self._lines = JsonLines(journal, Kept)
+        self._lines = JsonLines(journal, KeptRecords)
         self._document: Document | None = None
         self._running: bool | None = None
 

@@ -35,7 +35,7 @@ def finished_progress(folder: RunFolder, config: Config) -> dict[str, Any] | Non
 
 
 def finished_lines(folder: RunFolder, config: Config, progress: dict[str, Any]) -> list[str]:
-    """That the run is finished, with its best checkpoint and the next command."""
+    """Says that the run is finished, with its best checkpoint and the next command."""
     metric = metric_of(config_values(config))
     best = "none" if progress["best"] is None else metric.text(progress["best"])
     early = [record.get("why") for record in read_metrics(folder.metrics_file, "event") if _is_early(record)]

@@ -17,7 +17,7 @@ Record = dict[str, Any]
 LONGEST_LINE = 1 << 20
 """Bytes, twenty times our longest line: a file without newlines must not fill the memory."""
 MOST_BYTES = 1 << 30
-"""Of one file; a run of months writes a tenth."""
+"""The most that is read of one file; a run of months writes a tenth."""
 MOST_LINES = 250_000
 """Kept of one file; a run of 600 epochs with a line a minute has fewer."""
 MOST_KEPT_BYTES = 100 << 20
@@ -61,7 +61,7 @@ def read_records(path: Path) -> Iterator[Record]:
                 yield record
 
 
-class Kept(list[Record]):
+class KeptRecords(list[Record]):
     """Records of a file, as many as there is memory for; `left_out` counts the others."""
 
     def __init__(self) -> None:

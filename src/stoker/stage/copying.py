@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.console import Advance, count, megabytes, some
+from stoker.console import Advance, some
 from stoker.data.store.copy_manifest import CopiedFile
 from stoker.data.store.copy_names import remove_abandoned, temporary_name
 from stoker.data.store.local_copy import LocalCopy
@@ -24,6 +24,7 @@ from stoker.stage.s3_download import S3Download
 from stoker.stage.selection import MARKERS, Selection
 from stoker.stage.sources import ObjectSource, Source
 from stoker.stage.thread_copy import ThreadCopy
+from stoker.units import count, size_text
 
 COMMIT_EVERY_S = 2.0
 # Left free on the target's disk: other programs write there, too.
@@ -190,8 +191,8 @@ def check_room(work: Work, folder: str) -> None:
     if work.bytes > usable:
         raise UserError(
             "disk-too-small",
-            f"{megabytes(work.bytes)} are to be copied; {folder} has room for {megabytes(max(0, usable))}",
-            why=f"{megabytes(disk.free)} are free, of which {megabytes(_margin(disk.total))} stay free",
+            f"{size_text(work.bytes)} are to be copied; {folder} has room for {size_text(max(0, usable))}",
+            why=f"{size_text(disk.free)} are free, of which {size_text(_margin(disk.total))} stay free",
             hint="choose another disk, or a part of the data: --classes 100 --train-per-class 500",
         )
 
@@ -298,7 +299,7 @@ class _Run:
             if free < self._margin // 2:
                 raise UserError(
                     "disk-full",
-                    f"only {megabytes(free)} are left on the disk of {self._copy.folder}",
+                    f"only {size_text(free)} are left on the disk of {self._copy.folder}",
                     why="what was copied so far is whole and stays; nothing is half-written",
                     hint="free some space, then run the same command again: it continues",
                 )

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from stoker.console import count, megabytes
 from stoker.data.engines.making import LoaderSetup
 from stoker.data.store.reader import HeldBack
+from stoker.units import count, size_text
 
 Knob = Literal["workers", "prefetch", "lookahead_bytes", "requests"]
 
@@ -229,12 +229,12 @@ def _rate(per_second: float) -> str:
 
 
 def _shown(knob: Knob, value: int) -> str:
-    return megabytes(value) if knob == "lookahead_bytes" else str(value)
+    return size_text(value) if knob == "lookahead_bytes" else str(value)
 
 
 def _amount(knob: Knob, value: int) -> str:
     if knob == "lookahead_bytes":
-        return f"{megabytes(value)} of look-ahead"
+        return f"{size_text(value)} of look-ahead"
     if knob == "prefetch":
         return f"{count(value, 'batch', 'batches')} in flight per worker"
     return count(value, "worker") if knob == "workers" else f"{count(value, 'request')} at once"

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from stoker.config import config_values
 from stoker.config.reading import load_for_command
-from stoker.console import count, format_table, say
+from stoker.console import format_table, say
 from stoker.data.store.stores import is_url
 from stoker.errors import UsageError
 from stoker.tune.ablate import TOGETHER, Ablation, Contribution, ablate, sources_of
 from stoker.tune.running import TuneOptions, begin_journal, open_config
 from stoker.tune.text import rate_text, settings_text
+from stoker.units import count
 
 NAME = "ablate.jsonl"
 

@@ -13,7 +13,7 @@ from stoker.doctor.what_if import (
     speed_up,
     with_loader,
 )
-from stoker.plan.records import Estimate
+from stoker.finding import Estimate
 from stoker.tune.ladder import EXPECTED
 from stoker.tune.records import Candidate, Settings
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from stoker.clock.observed import Observed
-from stoker.plan.records import Estimate
+from stoker.finding import Estimate
 
 Value = bool | int | float | str | None
 Settings = dict[str, Value]

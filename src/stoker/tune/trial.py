@@ -154,7 +154,7 @@ def ending_of(ended: Ended, watch: MemoryWatch, patience_s: float) -> tuple[Resu
 
 
 def _all_problems(error: StokerError) -> str:
-    problems = [problem.message for problem in error.problems] if isinstance(error, ConfigError) else []
+    problems = [problem.seen for problem in error.problems] if isinstance(error, ConfigError) else []
     return "; ".join([error.seen, *problems])
 
 

@@ -10,7 +10,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.finding import Finding
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ def query_gpus(*fields: str) -> list[dict[str, str | None]] | None:
     ]
 
 
-def check_gpus(subject: Subject) -> Outcome | None:
+def check_gpus(subject: Subject) -> Finding | None:
     """As many GPUs as the config wants, all alike."""
     if not subject.machine.accelerators:
         return None
@@ -66,7 +67,7 @@ def check_gpus(subject: Subject) -> Outcome | None:
     return passed(f"{wanted} of {present} {names[0]}, driver {facts['driver']}", **facts)
 
 
-def check_torch_sees_gpus(subject: Subject) -> Outcome | None:
+def check_torch_sees_gpus(subject: Subject) -> Finding | None:
     if not subject.machine.accelerators:
         return None
     import torch
@@ -74,7 +75,7 @@ def check_torch_sees_gpus(subject: Subject) -> Outcome | None:
     return judge_torch(torch.cuda.is_available(), torch.version.cuda, torch.__version__)
 
 
-def judge_torch(available: bool, cuda: str | None, version: str) -> Outcome:
+def judge_torch(available: bool, cuda: str | None, version: str) -> Finding:
     """Whether torch can use the GPUs that the kernel shows."""
     if cuda is None and not available:
         return failed(f"torch {version} is built for the CPU only", "pip install a torch build with CUDA or ROCm")
@@ -86,7 +87,7 @@ def judge_torch(available: bool, cuda: str | None, version: str) -> Outcome:
     return passed(f"torch {version} with CUDA {cuda}")
 
 
-def check_link(subject: Subject) -> Outcome | None:
+def check_link(subject: Subject) -> Finding | None:
     """Every lane of the PCIe link works. Its generation says nothing: an idle link runs slower to save power."""
     if not subject.machine.accelerators:
         return None
@@ -102,15 +103,15 @@ def check_link(subject: Subject) -> Outcome | None:
     facts = {"widths": [now for _, now, _ in widths], "widest": [most for _, _, most in widths]}
     if narrow:
         said = ", ".join(f"GPU {index} has {now:g} of {most:g} lanes" for index, now, most in narrow)
-        return failed(said, "reseat the card or use another slot; a virtual machine may only show it so", **facts)
+        return failed(said, "reseat the card or use another slot; a virtual machine may report it wrongly", **facts)
     return passed(f"{widths[0][1]:g} lanes each", **facts)
 
 
-def check_clocks(subject: Subject) -> Outcome | None:
+def check_clocks(subject: Subject) -> Finding | None:
     """No GPU is slowed down by heat or by its power supply."""
     if not subject.machine.accelerators:
         return None
-    # Drivers from 535 on call it an event, older ones a throttling.
+    # Drivers from 535 on call it an event, older ones throttling.
     for prefix in ("clocks_event_reasons", "clocks_throttle_reasons"):
         reasons = [f"{prefix}.hw_slowdown", f"{prefix}.hw_thermal_slowdown", f"{prefix}.sw_thermal_slowdown"]
         seen = query_gpus("index", "clocks.sm", "clocks.max.sm", "temperature.gpu", *reasons)
@@ -132,7 +133,7 @@ def check_clocks(subject: Subject) -> Outcome | None:
     return passed(f"up to {seen[0]['clocks.max.sm']} MHz, none slowed down by heat or power", **facts)
 
 
-def check_memory_errors(subject: Subject) -> Outcome | None:
+def check_memory_errors(subject: Subject) -> Finding | None:
     """No uncorrected memory errors, and no serious Xid message of the driver in the kernel's log."""
     if not subject.machine.accelerators:
         return None
@@ -163,7 +164,7 @@ def read_xids() -> list[int] | None:
     return [int(match["number"]) for match in _XID.finditer(done.stdout)]
 
 
-def check_product(subject: Subject) -> Outcome | None:
+def check_product(subject: Subject) -> Finding | None:
     """A large matrix product on each GPU has the right result, to the last bit."""
     if not subject.machine.accelerators:
         return None
@@ -177,7 +178,7 @@ def check_product(subject: Subject) -> Outcome | None:
 
 def judge_products(
     devices: Sequence[torch.device], multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], side: int = SIDE
-) -> Outcome:
+) -> Finding:
     """Compares products with those of the host. The factors are -1, 0 and 1: sums of a thousand such products are exact
     in float32, TF32 and float16, so that any difference is an error of the hardware."""
     import torch

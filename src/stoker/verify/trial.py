@@ -35,7 +35,7 @@ from stoker.train.optimization import set_lr
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import learning_rate
 from stoker.train.step import StepResult
-from stoker.verify.checks import size_text
+from stoker.units import size_text
 from stoker.verify.config import peak_lr
 
 if TYPE_CHECKING:

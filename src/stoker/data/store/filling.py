@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
-from stoker.console import Say, count
+from stoker.console import Say
 from stoker.data.priority import step_back
 from stoker.data.store.staged import COMMIT_WHEN_IDLE_S, StagedCopy
 from stoker.data.store.stores import ReadFailure, SourceStore, StoreDown
+from stoker.units import count
 
 MOST_IN_FLIGHT = 16
 # If nobody can tell whether training waits: with no workers, batches are made when they are asked for.

@@ -59,7 +59,7 @@ class StageClock:
         self.queued_ns = 0
         """How long this thread has waited for a core, as of the last time the kernel was asked."""
         self.began_ns = self.took_ns = self.ran_ns = self.queue_ns = 0
-        """Of the last batch."""
+        """The last batch's."""
         self.stage = OTHER
         """The stage on top."""
         self._stack: list[int] = []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stoker.machine import loader_memory
-from stoker.machine.loader_memory import STATED, Trial, measure_loader_memory, parts_of
+from stoker.machine.loader_memory import STATED, MemoryTrial, measure_loader_memory, parts_of
 from stoker.machine.memory import TreeMemory, read_memory, tree_memory, tree_pids, used_by_others_bytes
 from tests.conftest import PROJECT
 from tests.support import decoder_trials as trials
@@ -66,9 +66,9 @@ def test_documented_figures_are_used_where_nothing_can_be_measured(
 def test_parts_are_distinguished() -> None:
     batch_bytes, held = 16 * 224 * 224 * 3, 16 * 100_000
 
-    def trial(*anonymous: int) -> Trial:
+    def trial(*anonymous: int) -> MemoryTrial:
         peaks = tuple(TreeMemory(0, size, 0, 250 * MEGABYTE) for size in anonymous)
-        return Trial(TreeMemory(0, 300 * MEGABYTE, 0, 250 * MEGABYTE), peaks, (30,) * len(peaks), 100_000.0)
+        return MemoryTrial(TreeMemory(0, 300 * MEGABYTE, 0, 250 * MEGABYTE), peaks, (30,) * len(peaks), 100_000.0)
 
     def processes(count: int) -> int:
         return 300 * MEGABYTE + 200 * MEGABYTE + count * (20 * MEGABYTE + held)

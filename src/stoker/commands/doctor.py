@@ -95,7 +95,7 @@ def doctor(
     else:
         print_result(doctor_text(diagnosis))
     if report is not None:
-        from stoker.report.diagnosis_document import diagnosis_document
+        from stoker.report.document import diagnosis_document
         from stoker.report.page import report_document, write_page
 
         name = " ".join(script) if script is not None else Path(target or "").name

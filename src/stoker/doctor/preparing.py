@@ -57,17 +57,13 @@ def _read_far_more(observed: Observed) -> Oversized | None:
     sizes = [batch.bytes / batch.samples for batch in observed.batches if batch.bytes and batch.samples]
     read = None if storage is None else storage.bytes_per_sample
     spot = next((spot for spot in preparation.spots if spot.share >= 2 * WORTH_NAMING), None)
-    if spot is None or not read or not sizes or _is_reading(spot):
+    if spot is None or not read or not sizes or (spot.calls or "").startswith(READERS):
         return None
     times = read / (sum(sizes) / len(sizes))
     return Oversized(spot, read, times, is_read=True) if times >= FAR_MORE else None
 
 
 READERS = ("tifffile.", "nibabel.", "h5py.", "zarr.", "PIL.", "imageio.", "numpy.load", "numpy.fromfile", "torch.load")
-
-
-def _is_reading(spot: HotSpot) -> bool:
-    return spot.calls is not None and spot.calls.startswith(READERS)
 
 
 def _filter_at(spot: HotSpot, filters: tuple[FilterWork, ...]) -> FilterWork | None:

@@ -77,7 +77,7 @@ STATED = LoaderMemory(
 
 
 @dataclass(frozen=True)
-class Trial:
+class MemoryTrial:
     """Memory of one process in which loaders ran one after the other."""
 
     before: TreeMemory
@@ -138,13 +138,13 @@ def start_trial(
         raise LoaderMemoryUnknown(f"the loader's memory could not be measured: {error}") from error
 
 
-def trial_of(child: Child) -> Trial:
+def trial_of(child: Child) -> MemoryTrial:
     """What a started trial measured; raises LoaderMemoryUnknown."""
     try:
         found = child.wait()
     except (ChildFailed, StokerError) as error:
         raise LoaderMemoryUnknown(f"the loader's memory could not be measured: {error}") from error
-    return Trial(
+    return MemoryTrial(
         before=TreeMemory(**found["before"]),
         peaks=tuple(TreeMemory(**run["peak"]) for run in found["runs"]),
         open_files=tuple(run["open_files"] for run in found["runs"]),
@@ -152,7 +152,7 @@ def trial_of(child: Child) -> Trial:
     )
 
 
-def parts_of(threads: Trial, processes: Trial) -> LoaderMemory:
+def parts_of(threads: MemoryTrial, processes: MemoryTrial) -> LoaderMemory:
     """The cost of each part, from a trial with threads and one with few and then more worker processes."""
     held, batch_bytes = int(BATCH * threads.image_bytes), BATCH * SIZE * SIZE * 3
     before, with_threads = threads.before.anonymous_bytes, threads.peaks[0].anonymous_bytes

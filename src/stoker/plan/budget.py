@@ -197,14 +197,21 @@ def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config",
     )  # fmt: skip
     vram = needs.vram if needs is not None and not hardware.on_cpu else None
     shape, ram = _ram(job, needs)
-    shm, disk, files = shm_budget(shape, hardware.shm_bytes), _disk(job, needs), _open_files(job, shape)
+    shm, disk, files = shm_budget(shape, hardware.shm_bytes), _disk(job, needs), open_files_budget(shape)
+    if not hardware.is_here:
+        files = replace(files, limit=None)  # it was read on this machine
+
+    def ram_with(workers: int, prefetch: int) -> int:
+        changed = config.model_copy(update={"num_workers": workers, "prefetch_factor": prefetch})
+        return _ram(replace(job, config=changed), needs)[1].total_bytes
+
     found = [
         *batch_finding(job.total_batch, data.samples),
         *vram_findings(
             vram, config.batch_size, config.gradient_accumulation,
             "a smaller patch_size=" if job.volumes is not None else "a smaller img_size=",
         ),
-        *ram_findings(ram, job.workers, job.prefetch, lambda w, p: _ram(_with_loader(job, w, p), needs)[1].total_bytes),
+        *ram_findings(ram, job.workers, job.prefetch, ram_with),
         *budget_findings(shm, disk, files),
         *time_findings(
             time, cpus=hardware.cpus, nodes=hardware.nodes, sample_bytes=data.sample_bytes,
@@ -276,16 +283,6 @@ def _ram(job: PlannedRun, needs: StepNeeds | None) -> tuple[HostShape, RamBudget
         shape, measured.loader_memory, limit_bytes=job.hardware.ram_bytes, os_bytes=measured.used_by_others_bytes
     )
     return shape, budget
-
-
-def _with_loader(job: PlannedRun, workers: int, prefetch: int) -> PlannedRun:
-    return replace(job, config=job.config.model_copy(update={"num_workers": workers, "prefetch_factor": prefetch}))
-
-
-def _open_files(job: PlannedRun, shape: HostShape) -> Budget:
-    budget = open_files_budget(shape)
-    # The limit was read on this machine.
-    return budget if job.hardware.is_here else Budget(budget.needed, None, budget.parts)
 
 
 def _disk(job: PlannedRun, needs: StepNeeds | None) -> Budget | None:

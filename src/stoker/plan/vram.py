@@ -161,8 +161,6 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-# The memory of one accelerator: the traced step in CUDA's allocator, and what else is needed.
-
 MIB = 1 << 20
 
 # The driver's own structures and the loaded kernels, which nvidia-smi counts and torch does not. Since CUDA 11.7,

@@ -62,7 +62,7 @@ def frame_lines(run: Document) -> list[tuple[str, str]]:
     if share is not None:
         left = "" if figures["left_s"] is None else f", {clock(figures['left_s'])} left"
         done = f"{figures['epochs_done']} of {figures['epochs_total']} epochs, step {figures['step']:,}{left}"
-        lines.append((f"{'progress':<12}{_bar(share)} {share:4.0%}  {done}", ""))
+        lines.append((f"{'progress':<12}[{'#' * round(BAR * share):<{BAR}}] {share:4.0%}  {done}", ""))
     else:
         lines.append((f"{'progress':<12}{figures['epochs_done']} epochs, step {figures['step']:,}", ""))
     speeds = (_rate(figures), _with(figures["step_ms"], "{:,.1f} ms per step"))
@@ -180,10 +180,6 @@ def _memory(columns: dict[str, Any]) -> str:
     }
     newest = {name: next((v for v in reversed(columns.get(name, [])) if v is not None), None) for name in names}
     return "   ".join(f"{names[name]} {size_text(value)}" for name, value in newest.items() if value is not None)
-
-
-def _bar(share: float) -> str:
-    return f"[{'#' * round(BAR * share):<{BAR}}]"
 
 
 def _rate(figures: dict[str, Any]) -> str | None:

@@ -21,8 +21,8 @@ _HASHES = ("header_xxh3_128", "tensors_xxh3_128")
 
 
 def finished_progress(folder: RunFolder, config: Config) -> dict[str, Any] | None:
-    """The progress of a run that is finished with exactly this config, and whose last checkpoint is whole; None for
-    anything else, which whoever resumes the run looks at."""
+    """The progress of a run that is finished with exactly this config, and whose last checkpoint is whole; None
+    otherwise: then the run is resumed, which says what is wrong."""
     try:
         if folder.config_file.read_text("utf-8") != config_text(folder, config):
             return None

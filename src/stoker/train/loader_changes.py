@@ -68,7 +68,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryRoom:
     """What a change may use."""
 
     cores: float
@@ -123,7 +123,7 @@ def mean_of(looks: Sequence[Look]) -> Look:
     )  # fmt: skip
 
 
-def possible_changes(seen: Look, setup: LoaderSetup, room: Room, *, idle_for_long: bool) -> Iterator[Change]:
+def possible_changes(seen: Look, setup: LoaderSetup, room: MemoryRoom, *, idle_for_long: bool) -> Iterator[Change]:
     """What may help, the most likely first; nothing that needs more than there is room for."""
     if seen.wait_share >= WAITS_FROM:
         for change in _more(seen, setup, room):
@@ -159,7 +159,7 @@ def is_kept(change: Change, before: Sequence[Look], after: Sequence[Look]) -> bo
     return now / was - 1 >= -MOST_LOSS and mean_of(after).wait_share < WAITS_FROM
 
 
-def needed_bytes(change: Change, setup: LoaderSetup, room: Room) -> int:
+def needed_bytes(change: Change, setup: LoaderSetup, room: MemoryRoom) -> int:
     """Memory that a change takes at most."""
     more = change.after - change.before
     if change.knob == "workers":
@@ -183,7 +183,7 @@ def outcome_text(details: dict[str, Any], unit: str) -> str | None:
     return f"loader: back from {_shown(knob, after)} to {_amount(knob, before)}, {rates}{noise}"
 
 
-def _more(seen: Look, setup: LoaderSetup, room: Room) -> Iterator[Change]:
+def _more(seen: Look, setup: LoaderSetup, room: MemoryRoom) -> Iterator[Change]:
     waited = f"the loop waited {seen.wait_share:.0%} of the time"
     blocked_share = None if seen.cpu_share is None else 1 - seen.cpu_share
     blocks = blocked_share is not None and blocked_share >= BLOCKED_FROM
@@ -211,7 +211,7 @@ def _more(seen: Look, setup: LoaderSetup, room: Room) -> Iterator[Change]:
         yield Change("workers", setup.workers, after, f"{waited}, and the workers were {kind}")
 
 
-def _fits(change: Change, setup: LoaderSetup, room: Room) -> bool:
+def _fits(change: Change, setup: LoaderSetup, room: MemoryRoom) -> bool:
     needed = needed_bytes(change, setup, room)
     return needed <= 0 or (room.spare_bytes is not None and needed <= room.spare_bytes)
 

@@ -51,13 +51,18 @@ class Check:
     title: str
     """What is checked, as a noun phrase."""
     run: Callable[[Subject], Finding | None]
-    """None if the check does not apply, such as that of a GPU on a host without one."""
+    """None if the check does not apply, such as that of a validation split without one."""
     deep: bool = False
     """Only with `--deep`: takes longer than a few seconds."""
     cheap: bool = False
     """Takes less than a second and no model: `stoker train` runs it too."""
     task: str | None = None
     """The only task that it applies to; None for all."""
+    on_gpu: bool = False
+    """Only on a host with an accelerator."""
+
+    def applies_to(self, subject: Subject) -> bool:
+        return self.task in (None, subject.config.task) and bool(subject.machine.accelerators or not self.on_gpu)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ def check_learning_rate(subject: Subject) -> Finding:
 
 def check_schedule(subject: Subject) -> Finding:
     """The learning rate over the whole run as a table and a picture; fails if it has not come down by the end."""
+    from stoker.tasks.building import horizon_for
     from stoker.train.schedule import learning_rate
 
     config = subject.config
@@ -89,7 +90,7 @@ def check_schedule(subject: Subject) -> Finding:
     else:
         samples, assumed = _samples(subject)
         updates = max(1, steps_of(config, *samples)[0])
-    horizon = _horizon(config, updates)
+    horizon = horizon_for(config, updates * config.gradient_accumulation)
     peak = peak_lr(config)
     last = horizon.total_steps - 1
     after_warmup = min(last, horizon.warmup_epochs * horizon.steps_per_epoch)
@@ -101,7 +102,9 @@ def check_schedule(subject: Subject) -> Finding:
         "last": rates[-1], "scheduler": horizon.scheduler,
     }  # fmt: skip
     table = _table(config, horizon, peak)
-    picture = _picture(subject)
+    # Neither beside the data nor in the run folder, which belongs to the run.
+    folder = subject.out or cache_folder() / "verify" / run_name_for(config, subject.path)
+    picture = folder / "lr_schedule.png"
     try:
         draw_schedule(epochs, rates, horizon.warmup_epochs, picture)
         table.append(f"picture: {picture}")
@@ -242,12 +245,6 @@ def _samples(subject: Subject) -> tuple[tuple[int, int | None], str]:
     return (len(train), None if val is None else len(val)), ""
 
 
-def _horizon(config: HostConfig, updates: int) -> Horizon:
-    from stoker.tasks.building import horizon_for
-
-    return horizon_for(config, updates * config.gradient_accumulation)
-
-
 def _table(config: HostConfig, horizon: Horizon, peak: float) -> list[str]:
     """The learning rate at the moments that people check, and the image size if it changes."""
     from stoker.train.schedule import default_resize_epochs, image_size, learning_rate
@@ -272,12 +269,6 @@ def _table(config: HostConfig, horizon: Horizon, peak: float) -> list[str]:
         rows.append(row)
     header = ["", "epoch", "step", "learning rate", "images"]
     return format_table(rows, header[: len(rows[0])]).splitlines()
-
-
-def _picture(subject: Subject) -> Path:
-    # Neither beside the data nor in the run folder, which belongs to the run.
-    folder = subject.out or cache_folder() / "verify" / run_name_for(subject.config, subject.path)
-    return folder / "lr_schedule.png"
 
 
 def draw_schedule(epochs: Sequence[float], rates: Sequence[float], warmup_epochs: int, path: Path) -> None:

@@ -57,7 +57,8 @@ def check_validation_split(subject: Subject) -> Finding:
         return passed(f"{len(val):,} images in {shown(val.index.root)}")
     root = str(subject.config.data_root)
     lost = "without one there is no val/acc1, and no best checkpoint"
-    for name in _like_validation(root):
+    names = [] if is_url(root) else class_names(split_place(root, ""))
+    for name in (name for name in names if name != "train" and name.lower().startswith(LIKE_VALIDATION)):
         folders = class_names(split_place(root, name))
         same = len(set(folders) & set(train.index.classes))
         if same:
@@ -68,13 +69,6 @@ def check_validation_split(subject: Subject) -> Finding:
                 found=name,
             )
     return unknown(f"no validation split; {lost}", "put validation images into val/CLASS/ beside train/")
-
-
-def _like_validation(root: str) -> list[str]:
-    if is_url(root):
-        return []
-    names = class_names(split_place(root, ""))
-    return [name for name in names if name != "train" and name.lower().startswith(LIKE_VALIDATION)]
 
 
 def check_counts(subject: Subject) -> Finding:

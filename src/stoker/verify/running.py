@@ -112,7 +112,7 @@ def run_checks(checks: Sequence[Check], subject: Subject, on_start: OnStart = la
     for number, check in enumerate(checks, start=1):
         on_start(check, number, len(checks))
         started = time.perf_counter()
-        finding = None if check.task not in (None, subject.config.task) else _run(check, subject)
+        finding = _run(check, subject) if check.applies_to(subject) else None
         if finding is None:
             not_applicable.append(check.name)
         else:

@@ -90,6 +90,7 @@ def threads_of(seen: Sequence[SeenProcess], loop: int, made: Sequence[FetchFile]
     others = [(cpu_s, runq_s) for cpu_s, runq_s in busiest if cpu_s >= HELPS * main_cpu_s]
     pids = {file.pid for file in made} - {loop}
     workers = [(each.pid, each.thread_times_s()) for each in seen if each.pid in pids]
+    beside = (cpu_s for pid, found in workers for thread, (cpu_s, _) in found.items() if thread != pid)
     ranks = about.facts.get("ranks_here")
     return LoopThreads(
         watched_s=process.last_s - process.first_s,
@@ -101,12 +102,8 @@ def threads_of(seen: Sequence[SeenProcess], loop: int, made: Sequence[FetchFile]
         others=len(others),
         ranks=ranks if isinstance(ranks, int) else 1,
         worker_cpu_s=sum(found.get(pid, (0.0, 0.0))[0] for pid, found in workers) if workers else None,
-        worker_threads_cpu_s=_beside(workers) if workers else None,
+        worker_threads_cpu_s=sum(beside) if workers else None,
     )
-
-
-def _beside(workers: Sequence[tuple[int, dict[int, tuple[float, float]]]]) -> float:
-    return sum(cpu_s for pid, times in workers for thread, (cpu_s, _) in times.items() if thread != pid)
 
 
 def habits_of(about: About, records: Sequence[StepRecord], feeding: Sequence[int]) -> LoopHabits:

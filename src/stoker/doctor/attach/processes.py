@@ -1,8 +1,8 @@
 """Looks at the processes of a script from outside, a few times a second: their memory, and the time of their threads.
 
-What a process has is one small file. What it has for itself alone takes the kernel 10 ms and more, because it counts
-every page, and keeps the process from mapping memory meanwhile: that is asked rarely. Only this shows pages that a fork
-shared with its parent, and that become its own when it writes to them: Python does so when it reads an object.
+The memory of a process is one small file. For the memory that it shares with nobody, the kernel counts every page: that
+takes 10 ms or more, in which the process cannot map memory, so it is rarely asked. Only this shows pages that a fork
+shared with its parent and that become its own when it writes to them, as Python does when it reads an object.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SeenProcess:
     points: list[Point] = field(default_factory=list)
     """Seconds since watching began, and resident bytes."""
     own_points: list[Point] = field(default_factory=list)
-    """The same of what is its own; fewer points."""
+    """The same for memory that it shares with nobody; fewer points."""
     first_s: float = 0.0
     last_s: float = 0.0
     threads_before: dict[int, tuple[int, int]] = field(default_factory=dict)

@@ -154,7 +154,9 @@ def _observe(
         slow_samples=timeline.slow_samples_of(made),
         host=host,
         storage=_storage(made),
-        accelerator=_accelerator(about.facts),
+        accelerator=AcceleratorFacts(about.facts["device"], about.facts.get("devices"))
+        if "device" in about.facts
+        else None,
         preparation=preparation_of(made),
         memory=memory_of(seen, process.pid, made, about),
         threads=threads_of(seen, process.pid, made, about),
@@ -231,10 +233,6 @@ def data_root(paths: Sequence[str]) -> str | None:
         if part.name.lower() in SPLIT_FOLDERS:
             return str(part.parent)
     return str(common)
-
-
-def _accelerator(facts: dict[str, Any]) -> AcceleratorFacts | None:
-    return AcceleratorFacts(name=facts["device"], count=facts.get("devices")) if "device" in facts else None
 
 
 def _host_of(abouts: dict[int, About]) -> HostFacts | None:

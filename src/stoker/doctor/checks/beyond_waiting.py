@@ -70,7 +70,7 @@ def _shared_cores(facts: Facts) -> float:
     return max(queued, used / facts.own_cores * (1 - (observed.wait_share or 0.0)) if full else 0.0)
 
 
-def _nothing(_case: Facts) -> float:
+def _nothing(_facts: Facts) -> float:
     """The verdict only where no check found a loss."""
     return 0.0
 

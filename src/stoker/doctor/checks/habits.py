@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from stoker.clock.observed import Observed, Preparation
+from stoker.clock.observed import Preparation
 from stoker.doctor.checks.facts import Facts, check, speedup_without
 from stoker.doctor.preparing import FEWEST_SAMPLES
 from stoker.finding import Finding
@@ -174,8 +174,11 @@ def long_validation(facts: Facts) -> Finding | None:
 
     Example: 10,000 images with num_workers=0 after each epoch of 50,000 with 8 workers.
     """
-    observed, rounds = facts.observed, _validations(facts.observed)
-    if not rounds or not observed.validation_s:
+    observed = facts.observed
+    rounds = len(observed.epoch_starts_s) - 1 if observed.source == "run" else 0
+    if observed.habits is not None:
+        rounds = observed.habits.validations
+    if rounds < 1 or not observed.validation_s:
         return None
     training_s = observed.elapsed_s + sum(observed.epoch_starts_s)
     share = observed.validation_s / (training_s + observed.validation_s)
@@ -192,9 +195,3 @@ def long_validation(facts: Facts) -> Finding | None:
         f"({count(rounds, 'time')}){waiting}",
         fix,
     )
-
-
-def _validations(observed: Observed) -> int:
-    if observed.habits is not None:
-        return observed.habits.validations
-    return len(observed.epoch_starts_s) - 1 if observed.source == "run" else 0

@@ -11,7 +11,7 @@ RESTART = "end the run in time with Ctrl-C or SIGTERM: it saves, and the same co
 """For our own training, in which no code of the user's keeps anything."""
 
 
-def _unless_something_else_is_wrong(_case: Facts) -> float:
+def _unless_something_else_is_wrong(_facts: Facts) -> float:
     """The verdict only where nothing takes the loop's time: then it is what ends the run."""
     return -1.0
 

@@ -6,7 +6,6 @@ from stoker.clock.observed import Observed
 from stoker.doctor.checks import beyond_waiting, contention, cores, habits, memory, samples, storage, threads
 from stoker.doctor.checks.facts import DoctorCheck, Facts
 from stoker.doctor.records import Diagnosis, Need, Prediction
-from stoker.finding import Finding
 from stoker.units import count, duration_text, size_text
 
 MODULES = (samples, contention, storage, cores, beyond_waiting, threads, memory, habits)
@@ -22,7 +21,11 @@ def judge(observed: Observed, predictions: tuple[Prediction, ...] = ()) -> Diagn
     # max() takes the first of several with the same loss: that is the rule for those who share one.
     losses = [(check.loss(facts), check, finding) for check, finding in found if check.loss is not None]
     _, first, verdict = max(losses, key=lambda each: each[0], default=(0.0, None, None))
-    rest = sorted((finding for _, finding in found if finding is not verdict), key=_worth, reverse=True)
+    rest = sorted(
+        (finding for _, finding in found if finding is not verdict),
+        key=lambda each: each.speedup.expected if each.speedup else 0.0,
+        reverse=True,
+    )
     return Diagnosis(
         verdict="unknown" if verdict is None else verdict.name,
         line=_unknown(observed) if first is None or verdict is None else f"{first.words}: {verdict.seen}",
@@ -31,10 +34,6 @@ def judge(observed: Observed, predictions: tuple[Prediction, ...] = ()) -> Diagn
         predictions=predictions,
         needs=needs_against_has(facts),
     )
-
-
-def _worth(finding: Finding) -> float:
-    return 0.0 if finding.speedup is None else finding.speedup.expected
 
 
 def _unknown(observed: Observed) -> str:

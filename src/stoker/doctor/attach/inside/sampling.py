@@ -190,7 +190,7 @@ class Sampler:
         return name
 
     def _kind(self, code: CodeType) -> tuple[int, bool]:
-        """Whose code it is, and whether its name says something to a user."""
+        """Whose code it is, and whether its name means something to a user."""
         known = self._kinds.get(code)
         if known is None:
             path, name = code.co_filename, code.co_name

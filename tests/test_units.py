@@ -20,9 +20,9 @@ def test_sizes_have_three_digits_at_most_and_no_needless_zero(size: float, said:
 
 @pytest.mark.parametrize(
     ("per_second", "said"),
-    [(1214.4, "1,214 images/s"), (12.3, "12 images/s"), (4.66, "4.7 images/s"), (0.72, "0.72 images/s")],
+    [(1214.4, "1,214 images/s"), (99.97, "100 images/s"), (12.34, "12.3 images/s"), (0.7251, "0.725 images/s")],
 )
-def test_slow_rates_have_two_digits(per_second: float, said: str) -> None:
+def test_slow_rates_have_three_digits(per_second: float, said: str) -> None:
     assert rate_text(per_second) == said
 
 

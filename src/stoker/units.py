@@ -35,8 +35,8 @@ def clock(seconds: float) -> str:
 
 
 def number_text(number: float) -> str:
-    """1,214 or 3.4: with two digits where it is small."""
-    return f"{number:,.0f}" if number >= 9.95 else f"{number:.2g}"
+    """1,214, 12.3 or 0.35: three digits, where a number is small."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
 
 
 def rate_text(per_second: float, unit: str = "images") -> str:

@@ -145,7 +145,7 @@ def test_the_outcome_of_a_trial_is_one_line() -> None:
     kept = outcome_text({"decision": "kept", **about, "rate_after": 1010.0}, "images")
     assert kept == "loader: 2 workers instead of 1, 812 -> 1,010 images/s: the loop waited 23% of the time"
     undone = outcome_text({"decision": "undone", **about, "rate_after": 8.05}, "patches")
-    assert undone == "loader: back from 2 to 1 worker, 812 -> 8.1 patches/s"
+    assert undone == "loader: back from 2 to 1 worker, 812 -> 8.05 patches/s"
     slightly = outcome_text({"decision": "undone", **about, "rate_after": 820.0}, "images")
     assert slightly == "loader: back from 2 to 1 worker, 812 -> 820 images/s, which is within the noise"
     ahead = {"knob": "lookahead_bytes", "from": 256_000_000, "to": 512_000_000, "why": "memory ran low"}

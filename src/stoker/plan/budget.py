@@ -165,11 +165,14 @@ class PlannedRun:
 
 
 def trace_needs(job: PlannedRun, step: TraceableStep, *, search: bool = True) -> StepNeeds:
-    """VRAM and time of the real step, from tracing it."""
+    """VRAM and time of the real step, from tracing it. Without `search`, the largest batch is only searched for if this
+    one does not fit: that takes three more traces."""
     config, hardware = job.config, job.hardware
     vram, trace = trace_vram(
         step, config.batch_size, hardware.vram_bytes, compiled=config.compile_model, gpus=hardware.world, search=search
     )
+    if not search and vram.fits is False:
+        return trace_needs(job, step)
     return StepNeeds(vram, None if trace is None else step_s_of(job, trace), trace)
 
 

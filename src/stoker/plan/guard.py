@@ -63,10 +63,7 @@ def quick_plan(config: Config, path: Path | None, machine: Machine) -> Plan:
     heavy = most_bytes > WORTH_A_TRACE * (hardware.ram_bytes or 0)
     if not heavy and hardware.on_cpu:
         return make_plan(job, _weights_only(config, step), scaling=False)
-    needs = trace_needs(job, step, search=False)
-    if needs.vram.fits is False:
-        needs = trace_needs(job, step)  # only now: finding what would fit takes three more traces
-    return make_plan(job, needs, scaling=False)
+    return make_plan(job, trace_needs(job, step, search=False), scaling=False)
 
 
 def _weights_only(config: Config, step: TraceableStep) -> StepNeeds:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from stoker.data.engines.making import LoaderSetup
 from stoker.data.store.reader import HeldBack
-from stoker.units import count, size_text
+from stoker.units import count, number_text, rate_text, size_text
 
 Knob = Literal["workers", "prefetch", "lookahead_bytes", "requests"]
 
@@ -176,7 +176,7 @@ def outcome_text(details: dict[str, Any], unit: str) -> str | None:
     knob, before, after = details["knob"], details["from"], details["to"]
     if details.get("rate_after") is None:
         return f"loader: back from {_shown(knob, after)} to {_amount(knob, before)}: {details['why']}"
-    rates = f"{_rate(details['rate_before'])} -> {_rate(details['rate_after'])} {unit}/s"
+    rates = f"{number_text(details['rate_before'])} -> {rate_text(details['rate_after'], unit)}"
     if details["decision"] == "kept":
         return f"loader: {_amount(knob, after)} instead of {_shown(knob, before)}, {rates}: {details['why']}"
     noise = ", which is within the noise" if details["rate_after"] > details["rate_before"] else ""
@@ -222,10 +222,6 @@ def _error(looks: Sequence[Look]) -> float:
         return 0.0
     rates = [look.rate for look in looks]
     return statistics.stdev(rates) / math.sqrt(len(rates)) / max(1e-9, statistics.mean(rates))
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
 
 
 def _shown(knob: Knob, value: int) -> str:

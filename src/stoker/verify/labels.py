@@ -258,7 +258,7 @@ def check_by_model(subject: Subject) -> Finding | None:
         if by_names is not None and by_names.status != "unknown":
             return None  # the file names already answer it
         return unknown(
-            "whether the folders hold their classes: the file names do not say, a trained network would",
+            "whether the folders hold their classes: file names do not say, a trained network would",
             f"stoker verify {subject.path} --weights FILE (a checkpoint, or published weights of the same classes)",
         )
     from stoker.verify.judge import confusion_by, open_judge

@@ -33,11 +33,7 @@ def plan_run(subject: Subject) -> Plan:
     hardware = hardware_for(config, subject.path, wanted, subject.machine)
     data, volumes = facts_of(config)
     job = PlannedRun(config, hardware, data, MeasuredHere(STATED, None, used_by_others_bytes()), volumes)
-    step = step_of(job)
-    needs = trace_needs(job, step, search=False)
-    if needs.vram.fits is False:
-        needs = trace_needs(job, step)  # only now: finding what would fit takes three more traces
-    return make_plan(job, needs, name=subject.path.name, scaling=False)
+    return make_plan(job, trace_needs(job, step_of(job), search=False), name=subject.path.name, scaling=False)
 
 
 def check_ram(subject: Subject) -> Finding:

@@ -86,7 +86,7 @@ class Shapes:
 
 
 def _largest_shape(data: Any, samples: int) -> tuple[int, ...] | None:
-    """Elements of arrays that have a row for each sample; a list of images of different sizes does not count."""
+    """The largest shape among arrays that have a row for each sample; a list of images of different sizes has none."""
     parts = list(data.values()) if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else [data]
     shapes = [tuple(part.shape) for part in parts if getattr(part, "nbytes", 0) and len(getattr(part, "shape", ())) > 1]
     shapes = [shape for shape in shapes if shape[0] == samples]

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def tried(before: HostConfig, after: HostConfig, fix: str) -> dict[str, Any]:
     gain, model = prediction.speedup, model_of(seen)
     return {
         "before": round(was, 1), "after": round(measured, 1), "measured_speedup": round(measured / was, 3),
-        "predicted": {name: round(value, 3) for name, value in gain.as_dict().items()},
+        "predicted": {name: round(value, 3) for name, value in asdict(gain).items()},
         "error": round(gain.expected / (measured / was) - 1, 4), "inside": gain.low <= measured / was <= gain.high,
         "cores_of_others": None if model is None else round(2 - model.setup.cores, 2),
     }  # fmt: skip

@@ -22,8 +22,8 @@ from stoker.config import load_config
 from stoker.data.images.sample_index import SampleSet
 from stoker.machine.accelerators import measure_cpu
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine, usable_cpus
-from stoker.plan.budget import Job, step_s_of, trace_needs
-from stoker.plan.planning import SPREAD, Wanted, facts_of, hardware_for, samples_per_core_second, step_of
+from stoker.plan.budget import PlannedRun, step_s_of, trace_needs
+from stoker.plan.planning import SPREAD, WantedMachine, facts_of, hardware_for, samples_per_core_second, step_of
 from stoker.tasks.image_data import choose_decoding, measure_speed, open_samples
 
 BENCH_S = 6.0
@@ -57,9 +57,9 @@ def loader_rate(config: HostConfig, samples: SampleSet) -> float:
     return measure_speed(config, samples, decoding, workers=usable_cpus(), seconds=BENCH_S).images_per_second
 
 
-def _job(config: HostConfig) -> Job:
+def _job(config: HostConfig) -> PlannedRun:
     data, volumes = facts_of(config)
-    return Job(config, hardware_for(config, None, Wanted(), read_machine()), data, volumes=volumes)
+    return PlannedRun(config, hardware_for(config, None, WantedMachine(), read_machine()), data, volumes=volumes)
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,7 @@ def _plan_here() -> dict[str, Any]:
         "cpu_s": round(time.process_time() - began, 1),
         "wall_s": round(time.perf_counter() - wall, 1),
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
-        "budget": budget.as_dict(),
+        "budget": asdict(budget) | {"fits": budget.fits},
     }
 
 

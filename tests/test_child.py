@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stoker.child import Child, ChildDied, ChildFailed, ChildTooSlow, Parent, call, share_out
-from stoker.errors import ConfigError, Problem, UserError
+from stoker.errors import ConfigError, UserError, config_problem
 from tests.conftest import PROJECT
 from tests.support.waiting import DEADLINE_S, is_running, wait_until
 
@@ -66,7 +66,9 @@ def refuse(argument: Any, parent: Parent) -> None:
     if argument == "user":
         raise UserError("no-such-thing", "there is none", why="it was never there", hint="make one")
     if argument == "config":
-        raise ConfigError("two problems", [Problem(("lr",), "too small", "a.yaml:3", "lr=1")], name="odd", hint="look")
+        raise ConfigError(
+            "two problems", [config_problem(("lr",), "too small", "a.yaml:3", "lr=1")], name="odd", hint="look"
+        )
     if argument == "unsendable":
         parent.send(object())
     raise ConnectionError("of the function, not of the channel")
@@ -81,7 +83,7 @@ def test_an_error_for_the_user_arrives_as_the_same_error() -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError) as wrong:
         call(refuse, "config")
-    assert wrong.value.problems == (Problem(("lr",), "too small", "a.yaml:3", "lr=1"),)
+    assert wrong.value.problems == (config_problem(("lr",), "too small", "a.yaml:3", "lr=1"),)
     assert (wrong.value.name, wrong.value.exit_code, wrong.value.hint) == ("odd", 2, "look")
 
 

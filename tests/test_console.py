@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from stoker import console
-from stoker.console import bar_line, clock, metric_text, progress_bar, rate_text
+from stoker.console import bar_line, finding_lines, progress_bar
+from stoker.finding import Estimate, Finding, as_json
+from stoker.units import clock, iterations_text, metric_text
 from tests.support.terminal import on_a_terminal
 
 PROGRAM = (
@@ -67,8 +69,8 @@ def test_metrics_are_formatted_for_reading(name: str, value: float, text: str) -
 
 
 def test_slow_steps_are_shown_in_seconds() -> None:
-    assert rate_text(1.1) == "1.10it/s"
-    assert rate_text(1 / 18) == "18.00s/it"
+    assert iterations_text(1.1) == "1.10it/s"
+    assert iterations_text(1 / 18) == "18.00s/it"
     assert clock(3599.6) == "1:00:00"
 
 
@@ -99,3 +101,24 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == ""
     assert "packing" in shown
     assert "images/s" in shown
+
+
+def test_a_finding_shows_its_fix_and_its_details_below_what_was_seen() -> None:
+    found = Finding("8 cores are too few", "more cores", Estimate(1.2, 1.4, 1.6), details=("a table",))
+    assert finding_lines(found, "  ! ") == [
+        "  ! 8 cores are too few   1.4x (1.2-1.6)", "    fix: more cores", "    a table",
+    ]  # fmt: skip
+    unknown = Finding("the driver does not answer", "install it", status="unknown")
+    assert finding_lines(unknown)[1] == "    to check it: install it"
+    assert finding_lines(Finding("many words " * 4), width=30) == [
+        "  - many words many words many",
+        "    words many words",
+    ]
+
+
+def test_documents_name_the_parts_of_a_finding_as_they_always_have() -> None:
+    found = Finding("too slow", name="slow", status="failed", facts={"rate": float("nan"), "path": Path("a")})
+    assert as_json(found, "id", "message", "fix", "speedup", "refuses") == {
+        "id": "slow", "message": "too slow", "fix": None, "speedup": None, "refuses": True,
+    }  # fmt: skip
+    assert as_json(found, "facts", "details") == {"facts": {"rate": None, "path": "a"}, "details": []}

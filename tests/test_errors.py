@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import stoker
-from stoker.errors import ConfigError, Preempted, Problem, StokerError, UserError, did_you_mean, nearest
+from stoker.errors import ConfigError, Preempted, StokerError, UserError, config_problem, did_you_mean, nearest
 
 SOURCE = Path(stoker.__file__).parent
 
@@ -19,7 +19,7 @@ SOURCE = Path(stoker.__file__).parent
     "error",
     [
         UserError("a-name", "seen", why="why", hint="hint"),
-        ConfigError("2 problems", [Problem(("lr",), "wrong", "f:1")]),
+        ConfigError("2 problems", [config_problem(("lr",), "wrong", "f:1")]),
         Preempted("preempted", "at step 3"),
     ],
 )

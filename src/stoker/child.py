@@ -42,7 +42,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from stoker import errors
-from stoker.errors import ConfigError, Problem, StokerError
+from stoker.errors import ConfigError, StokerError, config_problem
 
 GRACE_S = 3.0
 """How long a child may take to close its files and workers before it is killed."""
@@ -405,7 +405,7 @@ def error_from_dict(parts: dict[str, Any]) -> StokerError:
     texts = {name: parts[name] for name in ("name", "why", "hint")}
     kind = getattr(errors, parts["kind"])
     if kind is ConfigError:
-        problems = [Problem(**problem | {"keys": tuple(problem["keys"])}) for problem in parts["problems"]]
+        problems = [config_problem(one["keys"], one["message"], one["where"], one["hint"]) for one in parts["problems"]]
         return ConfigError(parts["message"], problems, **texts)
     error: StokerError = kind(seen=parts["message"], **texts)
     return error

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import ConfigError, StokerError
+from stoker.finding import Finding
+from stoker.units import clock, iterations_text, metric_text, number_text, size_text, speedup_text
 
 Say = Callable[[str], None]
 """Takes one line of text for the user."""
@@ -60,10 +62,27 @@ def say_error(error: StokerError) -> None:
         say("")
         for problem in error.problems:
             where = f"{problem.where}\n      " if problem.where else ""
-            hint = f"; {problem.hint}" if problem.hint else ""
-            say(f"  - {where}{problem.message}{hint}")
+            fix = f"; {problem.fix}" if problem.fix else ""
+            say(f"  - {where}{problem.seen}{fix}")
     if error.hint:
         say(f"\nhint: {error.hint}")
+
+
+def finding_lines(finding: Finding, mark: str = "  - ", width: int | None = None) -> list[str]:
+    """What we saw after `mark`; below it, indented alike, the fix and the details. Wrapped if there is a `width`."""
+    indent = " " * len(mark)
+    gain = "" if finding.speedup is None else f"   {speedup_text(finding.speedup)}"
+    parts = [(mark, f"{finding.seen}{gain}")]
+    if finding.fix is not None:
+        parts.append((indent + ("to check it: " if finding.status == "unknown" else "fix: "), finding.fix))
+    lines = []
+    for first, text in parts:
+        wrap = textwrap.TextWrapper(
+            width or sys.maxsize, initial_indent=first, subsequent_indent=" " * len(first),
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        lines += wrap.wrap(text) or [first.rstrip()]
+    return lines + [f"{indent}{line}" for line in finding.details]
 
 
 def say_bug(error: BaseException, log: Path | None) -> None:
@@ -109,52 +128,18 @@ def bar_line(
     """`Epoch 0:   1%|▏| 33/3336 [00:30<50:00, 1.10it/s, train/loss=6.9, wait=3%]`; None: not known."""
     shown = [f"{short(name)}={metric_text(name, value)}" for name, value in (metrics or {}).items()]
     if not total:
-        return f"{label}: {done}it [{', '.join([clock(elapsed_s), rate_text(per_second), *shown])}]"
+        return f"{label}: {done}it [{', '.join([clock(elapsed_s), iterations_text(per_second), *shown])}]"
     left_s = (total - done) / per_second if per_second else None
     times = f"{clock(elapsed_s)}<{'?' if left_s is None else clock(left_s)}"
     # 100 % only when everything is done.
     percent = 100 if done >= total else min(99, round(100 * done / total))
-    details = ", ".join([times, rate_text(per_second), *shown])
+    details = ", ".join([times, iterations_text(per_second), *shown])
     return f"{label}: {percent:3d}%|{_bar(done / total, blocks)}| {done}/{total} [{details}]"
-
-
-_PERCENTAGES = ("dice", "iou", "surface_dice")
-
-
-def metric_text(name: str, value: Any) -> str:
-    """A metric for display: scores and shares in percent, rates without digits that flicker."""
-    if isinstance(value, str):
-        return value
-    number = float(value)
-    last = name.rsplit("/", 1)[-1]
-    if last.startswith("acc") or last in _PERCENTAGES:
-        return f"{number:.1f}%"
-    if last == "wait" or last.endswith("_share"):
-        return f"{number:.0%}"
-    if last.endswith("seconds"):
-        return f"{number:.1f} s"
-    if last.endswith("per_second") or abs(number) >= 1000:
-        return f"{number:,.0f}"
-    return f"{number:.4g}"
 
 
 def short(name: str) -> str:
     """`wait_share` is shown as `wait`, next to a percentage."""
     return name.removesuffix("_share")
-
-
-def rate_text(per_second: float | None) -> str:
-    """Steps per second, or seconds per step if that is the larger number."""
-    if not per_second:
-        return "?it/s"
-    return f"{per_second:.2f}it/s" if per_second >= 1 else f"{1 / per_second:.2f}s/it"
-
-
-def clock(seconds: float) -> str:
-    """07:37, or 1:15:00 from one hour on."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"
 
 
 def _bar(share: float, blocks: bool) -> str:
@@ -186,11 +171,11 @@ def _rich_bar(what: str, total: int | None, unit: str) -> Iterator[Advance]:
     from rich.progress import Task as RichTask
     from rich.text import Text
 
-    class Rate(ProgressColumn):
+    class RateColumn(ProgressColumn):
         def render(self, task: RichTask) -> Text:
             return Text(_rate(task.finished_speed or task.speed, unit))
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn(), TimeRemainingColumn())
     # Transient: it disappears when the work is done.
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
@@ -236,8 +221,8 @@ def transfer_bar(what: str) -> Iterator[Transfer]:
         left = f", {clock((total - done) / per_second)} left" if per_second > 0 and done < total else ""
         share = f" ({done / total:.0%})" if total else ""
         return (
-            f"{files:,} of {of_files:,} files, {megabytes(done)} of {megabytes(total)}{share}, "
-            f"{megabytes(per_second)}/s{left}"
+            f"{files:,} of {of_files:,} files, {size_text(done)} of {size_text(total)}{share}, "
+            f"{size_text(per_second)}/s{left}"
         )
 
     if not sys.stderr.isatty():
@@ -267,18 +252,8 @@ def transfer_bar(what: str) -> Iterator[Transfer]:
         yield bar
 
 
-def megabytes(size: float) -> str:
-    """A number of bytes for people: 0.5 MB, 110 MB, 5.46 GB."""
-    if size >= 1e9:
-        return f"{size / 1e9:.2f} GB"
-    return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
-
-
 def _rate(per_second: float | None, unit: str) -> str:
-    if per_second is None or per_second <= 0:
-        return ""
-    number = f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
-    return f"{number} {unit}/s" if unit else f"{number}/s"
+    return f"{number_text(per_second)}{f' {unit}' if unit else ''}/s" if per_second and per_second > 0 else ""
 
 
 @contextmanager
@@ -312,8 +287,3 @@ def some(names: list[str]) -> str:
 def shown(name: str) -> str:
     """A name that a terminal can print, whatever its bytes."""
     return name if name.isprintable() else repr(name)
-
-
-def count(number: int, one: str, many: str | None = None) -> str:
-    """A number with its noun."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from stoker.finding import Finding, as_json
 
 EXIT_OK = 0
 EXIT_FINDING = 1
@@ -32,10 +33,11 @@ class StokerError(Exception):
 
     def __init__(self, name: str, seen: str, *, why: str | None = None, hint: str | None = None) -> None:
         super().__init__(seen)
-        self.name = name
-        self.seen = seen
-        self.why = why
-        self.hint = hint
+        self.name, self.seen, self.why, self.hint = name, seen, why, hint
+
+    @property
+    def finding(self) -> Finding:
+        return Finding(self.seen, self.hint, name=self.name, why=self.why, status="failed")
 
     def __reduce__(self) -> Any:
         # Errors are pickled in worker processes; the default would call __init__ with one argument.
@@ -43,13 +45,7 @@ class StokerError(Exception):
 
     def as_dict(self) -> dict[str, Any]:
         """The error as `--json` prints it; missing parts are null."""
-        return {
-            "name": self.name,
-            "message": self.seen,
-            "why": self.why,
-            "hint": self.hint,
-            "exit_code": self.exit_code,
-        }
+        return as_json(self.finding, "name", "message", "why", "hint") | {"exit_code": self.exit_code}
 
 
 def _rebuild(kind: type[StokerError], arguments: tuple[Any, ...], parts: dict[str, Any]) -> StokerError:
@@ -68,14 +64,9 @@ class UsageError(UserError):
     exit_code = EXIT_USAGE
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One problem of a config, and where it is."""
-
-    keys: tuple[str, ...]
-    message: str
-    where: str | None = None
-    hint: str | None = None
+def config_problem(keys: Sequence[str], seen: str, where: str | None = None, fix: str | None = None) -> Finding:
+    """One problem of a config: the keys that it is about, and the place in the file."""
+    return Finding(seen, fix, status="failed", keys=tuple(keys), where=where)
 
 
 class ConfigError(UserError):
@@ -86,7 +77,7 @@ class ConfigError(UserError):
     def __init__(
         self,
         seen: str,
-        problems: Sequence[Problem] = (),
+        problems: Sequence[Finding] = (),
         *,
         name: str = "config-invalid",
         why: str | None = None,
@@ -96,10 +87,9 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
 
     def as_dict(self) -> dict[str, Any]:
-        problems = [
-            {"keys": list(p.keys), "message": p.message, "where": p.where, "hint": p.hint} for p in self.problems
-        ]
-        return super().as_dict() | {"problems": problems}
+        return super().as_dict() | {
+            "problems": [as_json(problem, "keys", "message", "where", "hint") for problem in self.problems]
+        }
 
 
 class Interrupted(StokerError):

@@ -7,6 +7,7 @@ import re
 import resource
 
 from stoker.errors import UserError
+from stoker.units import size_text
 
 LEAST_ADDRESS_BYTES = 3_500_000 * 1024
 """With `ulimit -v 3000000` PyTorch 2.15 aborts the process while it starts, with 4000000 a small network trains."""
@@ -23,8 +24,8 @@ def refuse_few_addresses() -> None:
     if limit is not None and limit < LEAST_ADDRESS_BYTES:
         raise UserError(
             "address-space-limited",
-            f"`ulimit -v` allows this process {limit / 1e9:.1f} GB of addresses; PyTorch needs "
-            f"{LEAST_ADDRESS_BYTES / 1e9:.1f} GB to start",
+            f"`ulimit -v` allows this process {size_text(limit)} of addresses; PyTorch needs "
+            f"{size_text(LEAST_ADDRESS_BYTES)} to start",
             why="libraries are mapped whole, whatever is used of them; memory that is really used is far less",
             hint="ulimit -v unlimited    # to limit memory itself: systemd-run --user --scope -p MemoryMax=8G stoker …",
         )
@@ -38,7 +39,7 @@ def as_out_of_memory(error: BaseException) -> UserError | None:
     if not (isinstance(error, MemoryError) or system or libraries):
         return None
     limit = _address_limit()
-    limited = "" if limit is None else f"; `ulimit -v` allows it {limit / 1e9:.1f} GB of addresses"
+    limited = "" if limit is None else f"; `ulimit -v` allows it {size_text(limit)} of addresses"
     return UserError(
         "out-of-memory",
         f"this process got no more memory: {first or type(error).__name__}",

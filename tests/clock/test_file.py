@@ -223,11 +223,11 @@ def test_memory_that_grows_beyond_its_caches_is_seen_in_a_runs_own_lines() -> No
     assert seen.memory.watched_s == 390
     assert seen.memory.worker_bytes_per_second == pytest.approx(1e6, rel=0.01)
     assert (seen.memory.loop_bytes_per_second, seen.memory.loop_grown_bytes) == (0, 0)
-    found = next(each for each in diagnosis_of(seen).findings if each.id == "memory-grows")
-    assert found.message.startswith("each of 8 workers grows by 60 MB a minute, at 29 GB an hour in all: 20 GB")
+    found = next(each for each in diagnosis_of(seen).findings if each.name == "memory-grows")
+    assert found.seen.startswith("each of 8 workers grows by 60 MB a minute, at 28.8 GB an hour in all: 20 GB")
     assert "the same command continues" in (found.fix or "")
     fills_a_cache = observed_from([start, *grown(0, 1e6)], "these")
-    assert "memory-grows" not in {each.id for each in diagnosis_of(fills_a_cache).findings}
+    assert "memory-grows" not in {each.name for each in diagnosis_of(fills_a_cache).findings}
     # After a restart the process is another one, with its own memory.
     again = observed_from([start, *grown(0, 8e6), start, *grown(0, 0, first=40)], "these")
     assert again.memory is not None

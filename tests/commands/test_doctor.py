@@ -18,8 +18,8 @@ from stoker.clock.observed import LoaderShape, Observed
 from stoker.clock.steps import BATCH_COLUMNS
 from stoker.doctor.diagnosing import keep_predictions, settle_predictions
 from stoker.doctor.records import Diagnosis, Prediction
-from stoker.doctor.text import doctor_text
-from stoker.plan.records import Estimate
+from stoker.doctor.screen import doctor_text
+from stoker.finding import Estimate
 from tests.conftest import Run
 from tests.doctor.checks.observations import starved
 from tests.support.tiny_training import write_config, write_images
@@ -259,11 +259,11 @@ def test_a_pace_that_makes_no_sense_is_refused(
 
 
 def test_a_card_by_name_is_as_fast_as_the_plan_says(large_pictures: Path) -> None:
-    from stoker.doctor.options import read_pace
-    from stoker.plan.planning import Wanted, plan_config
+    from stoker.doctor.pacing import read_pace
+    from stoker.plan.planning import WantedMachine, plan_config
 
     pace = read_pace("a100-80", large_pictures, ["devices=8"])
-    plan = plan_config(large_pictures, [], Wanted(gpu="a100-80")).plan
+    plan = plan_config(large_pictures, [], WantedMachine(gpu="a100-80")).plan
     assert pace.images_per_second == plan.time.rates["accelerator"].images_per_second
     assert "A100" in pace.how
 

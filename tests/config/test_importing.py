@@ -98,14 +98,14 @@ def test_what_differs_is_refused_with_the_reason_and_the_import(yaml_file: Write
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     (problem,) = caught.value.problems
-    assert reason in problem.message
+    assert reason in problem.seen
     assert caught.value.hint == f"stoker config import {path} -o ours.yaml"
 
 
 def test_a_name_of_others_with_a_wrong_value_is_refused_under_our_key(yaml_file: Write) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(yaml_file("log_every_n_steps: often\nrandom_horizontal_flip: 7\ncosine_t_max: [1]\n"))
-    messages = " ".join(problem.message for problem in caught.value.problems)
+    messages = " ".join(problem.seen for problem in caught.value.problems)
     assert "log_every: 'often' is not a whole number" in messages
     assert "horizontal_flip: 7 must be at most 1" in messages
     assert "cosine_t_max: [1]" in messages
@@ -114,7 +114,7 @@ def test_a_name_of_others_with_a_wrong_value_is_refused_under_our_key(yaml_file:
 def test_a_key_and_its_other_name_that_disagree_are_refused(yaml_file: Write) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(yaml_file("gradient_clip_val: 1.0\nclip_grad_norm: 2.0\n"))
-    assert "gradient_clip_val and clip_grad_norm: set twice" in caught.value.problems[0].message
+    assert "gradient_clip_val and clip_grad_norm: set twice" in caught.value.problems[0].seen
 
 
 @pytest.mark.parametrize("where", ["file", "command line", "base"])

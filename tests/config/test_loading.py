@@ -24,7 +24,7 @@ Write = Callable[..., Path]
 def problems_of(path: Path | None, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
-    return [f"{problem.message}; {problem.hint}" for problem in caught.value.problems] or [caught.value.seen]
+    return [f"{problem.seen}; {problem.fix}" for problem in caught.value.problems] or [caught.value.seen]
 
 
 def test_later_sources_win(yaml_file: Write) -> None:
@@ -78,7 +78,7 @@ def test_all_problems_come_at_once_with_their_lines(yaml_file: Write) -> None:
     path = yaml_file("num_worker: 3\nlr: fast\nepochs: 5\nwarmup_epochs: 5\nmomentum: 1.5\n")
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["precision=64", "nonsense"])
-    found = {problem.where: problem.message for problem in caught.value.problems}
+    found = {problem.where: problem.seen for problem in caught.value.problems}
     assert len(found) == 6
     assert found[f"{path}:1"] == "'num_worker' is not a key"
     assert found[f"{path}:2"] == "lr: 'fast' is not a number"

@@ -9,8 +9,7 @@ import pytest
 from stoker.doctor.attach.traced_step import TracedStep
 from stoker.doctor.diagnosing import diagnosis_of
 from stoker.doctor.pacing import paced, read_script_pace, step_time_s
-from stoker.doctor.text import doctor_text
-from stoker.doctor.words import rate_text, time_text
+from stoker.doctor.screen import doctor_text
 from stoker.errors import UsageError
 from stoker.machine.datasheets import load_datasheet
 from stoker.plan.records import TracedOp
@@ -95,19 +94,3 @@ def test_a_pace_is_a_time_or_a_rate() -> None:
         read_script_pace("a100-8")
     with pytest.raises(UsageError, match="must take some time"):
         step_time_s("1.2.3ms")
-
-
-@pytest.mark.parametrize(
-    ("per_second", "said"),
-    [(1214.4, "1,214 images/s"), (12.3, "12 images/s"), (4.66, "4.7 samples/s"), (0.72, "1.4 s per sample"),
-     (0.055, "18 s per sample")],
-)  # fmt: skip
-def test_slow_rates_are_worded_with_two_digits(per_second: float, said: str) -> None:
-    assert rate_text(per_second) == said
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(1.43, "1.4 s"), (18.2, "18 s"), (0.0671, "67.1 ms"), (0.00052, "0.52 ms"), (0.9998, "1.0 s")]
-)
-def test_times_are_never_in_exponents(seconds: float, said: str) -> None:
-    assert time_text(seconds) == said

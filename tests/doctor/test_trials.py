@@ -21,8 +21,8 @@ from stoker.doctor.diagnosing import to_confirm
 from stoker.doctor.records import Prediction
 from stoker.doctor.trials import run_trials
 from stoker.errors import UserError
+from stoker.finding import Estimate
 from stoker.machine.host import fit_to_machine, read_machine
-from stoker.plan.records import Estimate
 from stoker.trial.fork_server import Ended
 from stoker.trial.process import ceiling_trial, together_trial
 from tests.support.tiny_training import write_config, write_images

@@ -10,7 +10,7 @@ import pytest
 
 from stoker.config import load_config
 from stoker.errors import UserError
-from stoker.plan.budget import Hardware, Job
+from stoker.plan.budget import Hardware, PlannedRun
 from stoker.report.document import read_document
 from stoker.tasks.classify import open_data
 from stoker.tasks.image_data import DataFacts, updates_per_epoch, validation_plan
@@ -93,7 +93,7 @@ def test_an_epoch_has_the_limited_number_of_updates_and_the_plan_counts_them(
     settings = [f"{key}={value}".replace("True", "true") for key, value in {"batch_size": 4, **keys}.items()]
     config = trial_run(load_config(None, settings).config)
     assert updates_per_epoch(config, samples=99, world=2) == updates  # 12 whole batches of two times four
-    job = Job(config, Hardware(gpus=2, nodes=1, cpus=2), DataFacts(3, samples=99))
+    job = PlannedRun(config, Hardware(gpus=2, nodes=1, cpus=2), DataFacts(3, samples=99))
     assert job.steps_per_epoch == updates
 
 

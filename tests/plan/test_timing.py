@@ -52,7 +52,7 @@ def test_unknown_times_are_not_reported() -> None:
 def findings(time: TimeBudget) -> dict[str, str]:
     found = time_findings(time, cpus=8, nodes=1, sample_bytes=100_000, dataset_bytes=1e11, config="x.yaml")
     assert all(finding.speedup is None or finding.speedup.low <= finding.speedup.high for finding in found)
-    return {finding.id: finding.message for finding in found}
+    return {finding.name: finding.seen for finding in found}
 
 
 def test_an_accelerator_that_is_the_slowest_part_needs_nothing() -> None:
@@ -90,8 +90,8 @@ def test_slow_storage_is_fixed_by_staging_where_there_is_room(free: int | None, 
     )  # fmt: skip
     assert found.fix == fix
     assert (None if found.speedup is None else found.speedup.high) == (None if most is None else pytest.approx(most))
-    assert ("/nvme has" in found.message) == (room is not None)
-    assert ("pays off" in found.message) == fix.startswith("stoker stage")
+    assert ("/nvme has" in found.seen) == (room is not None)
+    assert ("pays off" in found.seen) == fix.startswith("stoker stage")
 
 
 def test_workers_beyond_the_cores_gain_nothing() -> None:

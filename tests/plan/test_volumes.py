@@ -12,7 +12,7 @@ from stoker.data.volumes.scrolls import write_scrolls
 from stoker.errors import UserError
 from stoker.machine.host import Machine
 from stoker.plan.allocator import replay
-from stoker.plan.budget import Hardware, Job
+from stoker.plan.budget import Hardware, PlannedRun
 from stoker.plan.guard import refuse_what_cannot_fit
 from stoker.plan.tracing import trace_forward, trace_step
 from stoker.plan.volumes import volume_findings
@@ -103,7 +103,7 @@ def test_a_step_that_does_not_fit_is_refused_with_one_that_does() -> None:
     greedy = config("model=residual_unet", "patch_size=[160, 160, 160]", "batch_size=2", "precision=32")
     with pytest.raises(UserError) as caught:
         refuse_what_cannot_fit(greedy, None, here, force=False)
-    assert "of RAM, the host has 16.0 GB" in caught.value.seen
+    assert "of RAM, the host has 16 GB" in caught.value.seen
     refuse_what_cannot_fit(config("batch_size=2"), None, here, force=False)
 
 
@@ -121,5 +121,5 @@ def test_a_forward_pass_keeps_nothing_for_gradients() -> None:
     [("2.9.1+cu128", "bf16-mixed", True), ("2.9.0", "32", False), ("2.15.0", "bf16-mixed", False)],
 )
 def test_a_version_of_torch_with_slow_convolutions_is_named(version: str, precision: str, found: bool) -> None:
-    job = Job(config(f"precision={precision}"), Hardware(1, 1, 8), DataFacts(2))
-    assert [finding.id for finding in volume_findings(job, version)] == (["slow-conv3d"] if found else [])
+    job = PlannedRun(config(f"precision={precision}"), Hardware(1, 1, 8), DataFacts(2))
+    assert [finding.name for finding in volume_findings(job, version)] == (["slow-conv3d"] if found else [])

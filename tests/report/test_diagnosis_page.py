@@ -11,8 +11,8 @@ import pytest
 from stoker.clock.observed import LoaderShape, Observed, SlowSample
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.records import Confirmation, Diagnosis, Prediction
-from stoker.plan.records import Estimate
-from stoker.report.diagnosis_document import diagnosis_document
+from stoker.finding import Estimate
+from stoker.report.document import diagnosis_document
 from stoker.report.page import report_document, report_page
 from tests.doctor.checks.observations import healthy, starved
 from tests.support.browser import Page, browser_page

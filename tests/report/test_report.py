@@ -15,7 +15,7 @@ from PIL import Image
 
 from stoker.clock.observed import Observed
 from stoker.doctor.records import Diagnosis, Need
-from stoker.plan.records import Estimate, Finding
+from stoker.finding import Estimate, Finding
 from stoker.report.document import Document, RunReader
 from stoker.report.page import embedded_json, report_document, report_page
 from stoker.run.lease import Lease, is_held
@@ -32,8 +32,8 @@ def judged(observed: Observed) -> Diagnosis:
         verdict="too-few-workers",
         line="too few workers: 30% of the time is spent waiting",
         findings=(
-            Finding("too-few-workers", "both workers are always busy", "num_workers=6", Estimate(1.2, 1.4, 1.6)),
-            Finding("slow-samples", f"one file is slow: {EVIL}"),
+            Finding("both workers are always busy", "num_workers=6", Estimate(1.2, 1.4, 1.6), name="too-few-workers"),
+            Finding(f"one file is slow: {EVIL}", name="slow-samples"),
         ),
         observed=replace(observed, missing=("the ceiling: not measured",)),
         needs=(Need("decoding", "images/s", 900.0, 600.0, "2 cores"),),

@@ -18,7 +18,7 @@ from stoker.errors import UserError
 from stoker.files import parse_json, read_json
 from stoker.report.document import read_document
 from stoker.run.folder import open_run
-from stoker.run.json_lines import JsonLines, Kept, finite, number
+from stoker.run.json_lines import JsonLines, KeptRecords, finite, number
 from stoker.run.metrics import truncate_after
 from tests.conftest import Run
 from tests.support.damaged_runs import (
@@ -139,7 +139,7 @@ def test_deep_huge_and_odd_json_is_refused(tmp_path: Path) -> None:
         read_json(tmp_path / "large.json", most_bytes=50)
     assert [finite(value) for value in (1, 2.5, True, "1", 1e300, 10**400, float("nan"))] == [1.0, 2.5, *[None] * 5]
     assert number({"a": 3}, "b") is None
-    many = JsonLines(tmp_path / "many.jsonl", Kept)
+    many = JsonLines(tmp_path / "many.jsonl", KeptRecords)
     (tmp_path / "many.jsonl").write_bytes(b'{"text": "' + b"x" * 600_000 + b'"}\n' + b'{"a": 1}\n')
     many.refresh()
     assert many.records == [{"a": 1}]

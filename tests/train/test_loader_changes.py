@@ -12,7 +12,7 @@ from stoker.train.loader_changes import (
     MOST_WORKERS,
     Change,
     Look,
-    Room,
+    MemoryRoom,
     is_idle,
     is_kept,
     mean_of,
@@ -23,7 +23,7 @@ from stoker.train.loader_changes import (
 
 GB = 1_000_000_000
 SETUP = LoaderSetup(workers=3, prefetch=2, lookahead_bytes=256_000_000, requests=64)
-ROOM = Room(cores=4, spare_bytes=8 * GB, batch_bytes=10_000_000, worker_bytes=20_000_000, first_requests=64)
+ROOM = MemoryRoom(cores=4, spare_bytes=8 * GB, batch_bytes=10_000_000, worker_bytes=20_000_000, first_requests=64)
 # Workers compute all the time, and the loop waits for them.
 STARVED = Look(
     seconds=1.0, samples=1000, wait_share=0.3, ready_share=0.0, busy_share=1.0, cpu_share=0.98, fetch_share=0.05,
@@ -34,7 +34,7 @@ FED = replace(STARVED, wait_share=0.0, ready_share=0.9, busy_share=0.4)
 
 
 def tried(
-    seen: Look, setup: LoaderSetup = SETUP, room: Room = ROOM, *, idle_for_long: bool = False
+    seen: Look, setup: LoaderSetup = SETUP, room: MemoryRoom = ROOM, *, idle_for_long: bool = False
 ) -> list[tuple[str, int]]:
     return [(one.knob, one.after) for one in possible_changes(seen, setup, room, idle_for_long=idle_for_long)]
 
@@ -145,7 +145,7 @@ def test_the_outcome_of_a_trial_is_one_line() -> None:
     kept = outcome_text({"decision": "kept", **about, "rate_after": 1010.0}, "images")
     assert kept == "loader: 2 workers instead of 1, 812 -> 1,010 images/s: the loop waited 23% of the time"
     undone = outcome_text({"decision": "undone", **about, "rate_after": 8.05}, "patches")
-    assert undone == "loader: back from 2 to 1 worker, 812 -> 8.1 patches/s"
+    assert undone == "loader: back from 2 to 1 worker, 812 -> 8.05 patches/s"
     slightly = outcome_text({"decision": "undone", **about, "rate_after": 820.0}, "images")
     assert slightly == "loader: back from 2 to 1 worker, 812 -> 820 images/s, which is within the noise"
     ahead = {"knob": "lookahead_bytes", "from": 256_000_000, "to": 512_000_000, "why": "memory ran low"}

@@ -70,14 +70,14 @@ def test_the_prefetch_shrinks_step_by_step_with_a_message(loader: ImageLoader) -
     host.available = 5.0
     host.pass_time(1, loader)
     assert loader.in_flight == 6
-    assert host.said == ["memory is down to 5.0 GB of 62.0 GB: prefetch_factor 4 -> 2 (12 -> 6 batches in flight)"]
+    assert host.said == ["memory is down to 5 GB of 62 GB: prefetch_factor 4 -> 2 (12 -> 6 batches in flight)"]
     host.pass_time(SETTLE_S - 1, loader)
     assert loader.in_flight == 6, "what was in flight has not been taken yet"
     host.pass_time(1, loader)
     assert loader.in_flight == 3
     host.pass_time(60, loader)
     assert loader.in_flight == 1
-    assert host.said[-1] == "memory is down to 5.0 GB of 62.0 GB: 3 -> 1 batches in flight"
+    assert host.said[-1] == "memory is down to 5 GB of 62 GB: 3 -> 1 batches in flight"
     assert len(host.said) == 3
 
 
@@ -113,7 +113,7 @@ def test_it_grows_again_after_a_long_quiet_period_but_only_once(loader: ImageLoa
     assert loader.in_flight == 6
     host.pass_time(1, loader)
     assert loader.in_flight == 12
-    assert host.said[-1] == "40.0 GB of memory are free again: prefetch_factor 2 -> 4 (6 -> 12 batches in flight)"
+    assert host.said[-1] == "40 GB of memory are free again: prefetch_factor 2 -> 4 (6 -> 12 batches in flight)"
     host.available = 5.0
     host.pass_time(1, loader)
     host.available = 40.0

@@ -12,7 +12,7 @@ import pytest
 
 from stoker.clock.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime
 from stoker.config import Config
-from stoker.doctor.simulation import Setup, Work, simulate
+from stoker.doctor.simulation import Setup, ThreadWork, simulate
 from stoker.machine.host import HostConfig, Machine, fit_to_machine
 from stoker.trial.ledger import HARMLESS
 from stoker.tune.records import Measured, Outcome, Settings, State, Step, key_of
@@ -51,8 +51,8 @@ class Simulated:
         cpu_s = self.cpu_s * (1 + self.crowding * max(0.0, workers - self.cores))
         processes = settings["loader"] == "process" and workers > 0
         setup = Setup(workers, prefetch, processes, self.cores)
-        works = [Work(self._cpu_s(i, cpu_s), self.blocked_s * (1 + 0.3 * math.cos(i))) for i in range(240)]
-        found = simulate(setup, works, [Work(0.0, self.pace_s)] * 240).batches_per_second
+        works = [ThreadWork(self._cpu_s(i, cpu_s), self.blocked_s * (1 + 0.3 * math.cos(i))) for i in range(240)]
+        found = simulate(setup, works, [ThreadWork(0.0, self.pace_s)] * 240).batches_per_second
         if not processes and workers > 0 and self.locked:
             found = min(found, 1 / (self.locked * cpu_s))
         return found * BATCH

@@ -10,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from stoker.finding import Finding
 from stoker.train.schedule import Horizon
-from stoker.verify.checks import Outcome, Subject
+from stoker.verify.checks import Subject
 from stoker.verify.config import (
     check_learning_rate,
     check_recipe,
@@ -106,7 +107,7 @@ def images(tmp_path: Path) -> Path:
     return write_images(tmp_path / "images", train=8, val=3)
 
 
-def scheduled(folder: Path, images: Path, *overrides: str) -> Outcome:
+def scheduled(folder: Path, images: Path, *overrides: str) -> Finding:
     return check_schedule(subject_of(write_config(folder, images), *overrides, out=folder / "pictures"))
 
 
@@ -195,7 +196,7 @@ def test_without_the_data_the_steps_are_those_of_imagenet(
     assert "assuming ImageNet's counts" in outcome.seen
 
 
-def steps_in(folder: Path, images: Path, *overrides: str) -> tuple[Outcome, Subject]:
+def steps_in(folder: Path, images: Path, *overrides: str) -> tuple[Finding, Subject]:
     subject = subject_of(write_config(folder, images), *overrides)
     return check_steps(subject), subject
 

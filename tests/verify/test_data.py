@@ -240,7 +240,7 @@ def test_what_was_not_compared_is_not_claimed(whole: Path, monkeypatch: pytest.M
     assert found("duplicates", whole).status == "unknown"
     store = listed({"a": ["1.jpg"], "b": ["2.jpg"]}, "s3://bucket/train")
     unknown = outcome(CHECKS, "duplicates", subject_with(store, store))
-    assert (unknown.status, "without sizes" in unknown.seen) == ("unknown", True)
+    assert (unknown.status, "no sizes" in unknown.seen) == ("unknown", True)
 
 
 def test_a_bucket_is_checked_like_a_folder(data: Path, tmp_path: Path, s3: S3Server) -> None:

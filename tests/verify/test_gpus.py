@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.verify.checks import Outcome, Subject
+from stoker.finding import Finding
+from stoker.verify.checks import Subject
 from stoker.verify.gpus import CHECKS, judge_products, judge_torch, query_gpus, read_xids
 from stoker.verify.running import run_checks
 from tests.support.subjects import HERE, check_named, subject_of
@@ -64,8 +65,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Subje
     return make
 
 
-def found(name: str, subject: Subject) -> Outcome:
-    return run_checks([check_named(name)], subject).results[0].outcome
+def found(name: str, subject: Subject) -> Finding:
+    return run_checks([check_named(name)], subject).results[0].finding
 
 
 def test_without_a_gpu_none_of_these_apply(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import safetensors.torch
 
 from stoker.data.images.imagenet import DEVKIT_FIRST, real_labels, synsets
 from stoker.data.images.sample_index import SampleSet
+from stoker.finding import Finding
 from stoker.train.checkpoint.restore import restore_model
-from stoker.verify.checks import Outcome
 from stoker.verify.labels import CHECKS
 from tests.support.trained import train_on_colours, write_colours
 from tests.verify.data_sets import listed, outcome, subject_of, subject_with
@@ -48,8 +48,8 @@ def training(classes: Sequence[str], folders: Mapping[str, str] | None = None) -
     return listed({named[synset]: [f"{synset}_{number}.JPEG" for number in (18, 36, 117)] for synset in classes})
 
 
-def by_names(train: SampleSet, val: Folders) -> Outcome:
-    found: Outcome = outcome(CHECKS, "val-labels", subject_with(train, listed(val)))
+def by_names(train: SampleSet, val: Folders) -> Finding:
+    found: Finding = outcome(CHECKS, "val-labels", subject_with(train, listed(val)))
     return found
 
 

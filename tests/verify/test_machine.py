@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from stoker import cgroups
-from stoker.verify.checks import Outcome, Subject
+from stoker.finding import Finding
+from stoker.verify.checks import Subject
 from stoker.verify.machine import judge_cores, judge_quota
 from stoker.verify.running import run_checks
 from tests.support.subjects import HERE, check_named, subject_of
@@ -35,12 +36,12 @@ def tiny(tmp_path: Path, images: Path) -> Callable[..., Subject]:
     return lambda *overrides, **fields: subject_of(write_config(tmp_path, images, **keys), *overrides, **fields)
 
 
-def found(name: str, subject: Subject) -> Outcome | None:
+def found(name: str, subject: Subject) -> Finding | None:
     report = run_checks([check_named(name)], subject)
-    return report.results[0].outcome if report.results else None
+    return report.results[0].finding if report.results else None
 
 
-def failure(name: str, subject: Subject) -> Outcome:
+def failure(name: str, subject: Subject) -> Finding:
     outcome = found(name, subject)
     assert outcome is not None
     assert outcome.status == "failed", outcome
@@ -60,13 +61,13 @@ def test_a_small_run_fits(tiny: Callable[..., Subject]) -> None:
 
 def test_too_little_ram_fails(tiny: Callable[..., Subject]) -> None:
     outcome = failure("ram", tiny(machine=replace(HERE, ram_bytes=200_000_000)))
-    assert "of RAM, the host has 0.2 GB" in outcome.seen
+    assert "of RAM, the host has 200 MB" in outcome.seen
 
 
 def test_too_little_shared_memory_fails(tiny: Callable[..., Subject]) -> None:
     small = replace(HERE, shm_bytes=65_536)
     outcome = failure("shared-memory", tiny("loader=process", "num_workers=2", machine=small))
-    assert "/dev/shm has 0.1 MB" in outcome.seen
+    assert "/dev/shm has 65.5 kB" in outcome.seen
     assert "loader=thread" in str(outcome.fix)
     threads = found("shared-memory", tiny("loader=thread", "num_workers=2", machine=small))
     assert threads is not None
@@ -99,7 +100,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_cannot_hold_all_checkpoints_fails(tiny: Callable[..., Subject], small_disk: Path) -> None:
     outcome = failure("disk", tiny(f"runs_dir={small_disk}/runs"))
     assert "checkpoints" in outcome.seen
-    assert "1.0 MB are free" in outcome.seen
+    assert "1 MB are free" in outcome.seen
     assert "save_top_k=" in str(outcome.fix)
 
 

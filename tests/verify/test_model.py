@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from stoker.finding import Finding
 from stoker.machine.memory import MemoryState
 from stoker.verify import trial as trials
-from stoker.verify.checks import Outcome, Subject
+from stoker.verify.checks import Subject
 from stoker.verify.model import CHECKS
 from stoker.verify.running import run_checks
 from stoker.verify.trial import GroupFacts, Trial, WholeStep, try_run
@@ -39,10 +40,10 @@ def tiny(tmp_path: Path, images: Path) -> Callable[..., Subject]:
     return lambda *overrides, **keys: subject_of(write_config(tmp_path, images, **keys), *overrides)
 
 
-def judged(name: str, subject: Subject, trial: Trial | None = None) -> Outcome:
+def judged(name: str, subject: Subject, trial: Trial | None = None) -> Finding:
     if trial is not None:
         subject._opened["trial"] = trial
-    return run_checks([check_named(name)], subject).results[0].outcome
+    return run_checks([check_named(name)], subject).results[0].finding
 
 
 def test_a_real_model_passes_every_check_and_leaves_nothing_behind(
@@ -70,10 +71,10 @@ def test_without_data_the_images_are_random_and_the_check_says_so(tmp_path: Path
 
 def test_a_model_that_does_not_exist_fails_and_the_rest_is_unknown(tiny: Callable[..., Subject]) -> None:
     report = run_checks([check_named(name) for name in NAMES], tiny("model=resnet5O"))
-    states = {result.check.name: result.outcome.status for result in report.results}
+    states = {result.check.name: result.finding.status for result in report.results}
     assert states == dict.fromkeys(NAMES, "unknown") | {"model-builds": "failed", "train-accuracy": "passed"}
-    assert "resnet5O" in report.results[0].outcome.seen
-    assert report.results[0].outcome.fix
+    assert "resnet5O" in report.results[0].finding.seen
+    assert report.results[0].finding.fix
 
 
 def test_a_model_that_cannot_compute_the_images_fails(
@@ -200,10 +201,10 @@ def test_a_model_that_does_not_fit_into_memory_is_not_tried(
 ) -> None:
     monkeypatch.setattr(trials, "read_memory", lambda: MemoryState(1_000_000, 2_000_000))
     report = run_checks([check_named(name) for name in NAMES[:-1]], tiny())
-    assert [result.outcome.status for result in report.results] == ["unknown"] * 5
-    assert "may need 0.0 GB" not in report.results[0].outcome.seen
-    assert "MB are free" in report.results[0].outcome.seen
-    assert report.results[0].outcome.fix == "check it on the machine that will train"
+    assert [result.finding.status for result in report.results] == ["unknown"] * 5
+    assert "may need 0.0 GB" not in report.results[0].finding.seen
+    assert "MB are free" in report.results[0].finding.seen
+    assert report.results[0].finding.fix == "check it on the machine that will train"
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,9 @@ def test_ranks_that_cannot_be_started_here_are_unknown_with_the_way_to_check_the
     assert why_not_started(subject.config, HERE) == "the config has 8 ranks a node, and this one has 1 cores"
     assert why_not_started(subject.config, Machine(cpus=2, accelerators=8)) is None
     first, *others = run_checks(CHECKS, subject).results
-    assert first.outcome.status == "unknown"
-    assert f"srun stoker verify {subject.path} devices=8" in str(first.outcome.fix)
-    assert [other.outcome.seen for other in others] == ["the ranks did not meet"] * 5
+    assert first.finding.status == "unknown"
+    assert f"srun stoker verify {subject.path} devices=8" in str(first.finding.fix)
+    assert [other.finding.seen for other in others] == ["the ranks did not meet"] * 5
     many = subject_of(write_config(tmp_path, tmp_path), "num_nodes=2", "devices=1").config
     assert why_not_started(many, HERE, {}) == "num_nodes is 2: start it on every node"
     assert why_not_started(many, HERE, {"MASTER_ADDR": "node-a"}) is None
@@ -156,5 +156,5 @@ def test_why_the_ranks_did_not_meet_is_a_failure(tmp_path: Path) -> None:
     subject = subject_of(
         write_config(tmp_path, tmp_path), "devices=2", ranks=UserError("rank-lost", "lost", hint="look")
     )
-    outcome = run_checks(CHECKS[:1], subject).results[0].outcome
+    outcome = run_checks(CHECKS[:1], subject).results[0].finding
     assert (outcome.status, outcome.seen, outcome.fix) == ("failed", "lost", "look")

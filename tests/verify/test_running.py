@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from stoker.errors import Interrupted, UsageError, UserError
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
-from stoker.verify.expected import Expected
-from stoker.verify.running import Report, all_checks, choose_checks, run_checks, warnings_before_training
-from stoker.verify.text import list_text, verify_text
+from stoker.finding import Finding
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
+from stoker.verify.expected import Forecast
+from stoker.verify.running import (
+    Report,
+    all_checks,
+    choose_checks,
+    list_text,
+    run_checks,
+    verify_text,
+    warnings_before_training,
+)
 from tests.support.subjects import HERE, subject_of
 from tests.support.tiny_training import write_config
 
@@ -25,11 +33,11 @@ def subject(tmp_path: Path) -> Subject:
     return subject_of(write_config(tmp_path, tmp_path / "no-data"))
 
 
-def crash(_subject: Subject) -> Outcome:
+def crash(_subject: Subject) -> Finding:
     raise ZeroDivisionError("division by zero")
 
 
-def refuse(_subject: Subject) -> Outcome:
+def refuse(_subject: Subject) -> Finding:
     raise UserError("no-such-thing", "the thing is missing", hint="thing=here")
 
 
@@ -44,10 +52,10 @@ PLANTED = (
 
 def test_a_check_that_crashes_or_cannot_look_is_unknown_and_the_rest_continue(subject: Subject) -> None:
     report = run_checks(PLANTED, subject)
-    assert {result.check.name: result.outcome.status for result in report.results} == {
+    assert {result.check.name: result.finding.status for result in report.results} == {
         "fine": "passed", "crashes": "unknown", "cannot-open": "unknown", "wrong": "failed",
     }  # fmt: skip
-    crashed, closed = report.results[1].outcome, report.results[2].outcome
+    crashed, closed = report.results[1].finding, report.results[2].finding
     assert "ZeroDivisionError: division by zero" in crashed.seen
     assert "crash-" in str(crashed.fix), "names the log"
     assert (closed.seen, closed.fix) == ("the thing is missing", "thing=here")
@@ -57,7 +65,7 @@ def test_a_check_that_crashes_or_cannot_look_is_unknown_and_the_rest_continue(su
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), Interrupted("interrupted", "stopped by Ctrl-C")])
 def test_ctrl_c_ends_all_checks(subject: Subject, ending: BaseException) -> None:
-    def interrupted(_subject: Subject) -> Outcome:
+    def interrupted(_subject: Subject) -> Finding:
         raise ending
 
     with pytest.raises(type(ending)):
@@ -87,7 +95,7 @@ def test_what_is_opened_is_opened_once_and_its_error_is_the_same_for_all(
     monkeypatch.setattr("stoker.tasks.classify.open_data", no_data)
     looks = [Check(name, "data", "looks", lambda subject: passed(str(subject.samples))) for name in ("one", "two")]
     report = run_checks(looks, subject)
-    assert [result.outcome.seen for result in report.results] == ["nothing there"] * 2
+    assert [result.finding.seen for result in report.results] == ["nothing there"] * 2
     assert len(opened) == 1
 
 
@@ -124,7 +132,7 @@ def test_training_warns_of_failed_cheap_checks_only(subject: Subject) -> None:
 
 def test_the_text_has_a_mark_a_reason_and_a_fix(subject: Subject) -> None:
     report = run_checks(PLANTED, subject)
-    expected = Expected(
+    expected = Forecast(
         hours=21.8, images_per_second=4874.2, bound_by="loader", vram_bytes=14_300_000_000,
         ram_bytes=50_000_000, cost=26.4, milestones=((299, 79.8),), milestones_source="A2",
     )  # fmt: skip
@@ -136,8 +144,8 @@ def test_the_text_has_a_mark_a_reason_and_a_fix(subject: Subject) -> None:
     assert "  ? cannot-open  the thing is missing" in lines
     assert "                 to check it: thing=here" in lines
     assert lines[lines.index("  ✗ wrong        it is wrong") + 1] == "                 fix: right=true"
-    assert "  time    21.8 h at 4,874 images/s, bound by the loader (a plan, not a measurement)" in lines
-    assert "  memory  14.3 GB of VRAM, 50.0 MB of RAM" in lines
+    assert "  time    22 h at 4,874 images/s, bound by the loader (a plan, not a measurement)" in lines
+    assert "  memory  14.3 GB of VRAM, 50 MB of RAM" in lines
     assert "  cost    26.40" in lines
     assert "  val     79.8 % after epoch 299 (A2)" in lines
     assert lines[-1] == "1 passed, 1 failed, 2 could not be checked, 1 do not apply here; 34 s"

@@ -25,6 +25,7 @@ from stoker.clock.values import LONGEST_NAME, amount, batch_time, finite_in, kno
 from stoker.errors import UserError
 from stoker.run.folder import RunFolder
 from stoker.run.json_lines import LARGEST_NUMBER, MOST_LINES, JsonLines, Record, finite, number
+from stoker.units import count
 
 NEWEST = 400
 """Single steps and batches that are read back: enough to simulate the loader with, and no older than a few hours."""
@@ -147,7 +148,7 @@ class ClockSums:
             ) from None
         if not damaged:
             return observed
-        note = f"{damaged:,} damaged line{'s' * (damaged != 1)} of {Path(name).name}, which were skipped"
+        note = f"{count(damaged, 'damaged line')} of {Path(name).name}, which were skipped"
         return replace(observed, missing=(*observed.missing, note))
 
     @property

@@ -72,15 +72,15 @@ def doctor(
     """
     script: list[str] | None = context.obj
 
-    from stoker.doctor.options import check_gates, parse_gates
+    from stoker.doctor.gates import check_gates, parse_gate
 
-    gates = parse_gates(fail_if or ())
+    gates = [parse_gate(text) for text in fail_if or ()]
     _refuse_combinations(target, script, steps, {"--confirm": confirm})
 
     from stoker.commands.options import let_threads_sleep
     from stoker.console import print_json, print_result, say
     from stoker.doctor.diagnosing import diagnose
-    from stoker.doctor.text import doctor_text
+    from stoker.doctor.screen import doctor_text
 
     let_threads_sleep()
     if report is not None:
@@ -95,7 +95,7 @@ def doctor(
     else:
         print_result(doctor_text(diagnosis))
     if report is not None:
-        from stoker.report.diagnosis_document import diagnosis_document
+        from stoker.report.document import diagnosis_document
         from stoker.report.page import report_document, write_page
 
         name = " ".join(script) if script is not None else Path(target or "").name

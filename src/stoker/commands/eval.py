@@ -212,11 +212,12 @@ def _evaluate_volumes(
     raw: bool,
     json: bool,
 ) -> int:
-    from stoker.console import count, progress_bar, say
+    from stoker.console import progress_bar, say
     from stoker.run.folder import run_of
     from stoker.tasks.volumes.evaluation import choose_cases, evaluate_volumes
     from stoker.tasks.volumes.segment import open_trained
     from stoker.tasks.volumes.windows import SlidingWindow
+    from stoker.units import count
 
     trained = [open_trained(path, say, settings, raw=raw) for path in checkpoints]
     first = trained[0]

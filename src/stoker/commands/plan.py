@@ -50,10 +50,10 @@ def plan(
     model is traced on tensors without memory. Exits with 1 if something does not fit.
     """
     from stoker.console import print_json, print_result, say
-    from stoker.plan.planning import Wanted, plan_config, write_tier_configs
-    from stoker.plan.text import plan_text, plot_plan
+    from stoker.plan.planning import WantedMachine, plan_config, write_tier_configs
+    from stoker.plan.summary import plan_text, plot_plan
 
-    wanted = Wanted(gpu, cpus, ram, shm, disk, price, storage, samples, measure, cores)
+    wanted = WantedMachine(gpu, cpus, ram, shm, disk, price, storage, samples, measure, cores)
     planned = plan_config(config, overrides or (), wanted)
     if plot is not None:
         plot_plan(planned.plan, config.name, plot)

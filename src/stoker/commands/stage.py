@@ -225,12 +225,13 @@ def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, S
 def _stage(
     root: str, target: Path, selection: Selection, options: StageOptions, *, measure: bool
 ) -> tuple[Summary, Payback | None]:
-    from stoker.console import count, megabytes, progress_bar, say, transfer_bar
+    from stoker.console import progress_bar, say, transfer_bar
     from stoker.data.store.local_copy import LocalCopy
     from stoker.data.store.stores import is_url
     from stoker.data.store.subset_file import keep_subset
     from stoker.stage.copying import check_apart, check_room, copy_all, find_work
     from stoker.stage.sources import open_source
+    from stoker.units import count, size_text
 
     source = open_source(root)
     if not is_url(source.url):
@@ -242,7 +243,7 @@ def _stage(
         check_room(work, copy.folder)
         keep_subset(copy, selection.record)
         say(
-            f"staging {count(len(work.files), 'file')}, {megabytes(work.bytes)} from {source.url} to {copy.folder} "
+            f"staging {count(len(work.files), 'file')}, {size_text(work.bytes)} from {source.url} to {copy.folder} "
             f"({count(work.present_files, 'file')} already there)"
         )
         payback = _payback(source, work, copy.folder) if measure and work.bytes >= MEASURED_FROM else None

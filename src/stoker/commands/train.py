@@ -118,7 +118,7 @@ def train_from_config(
     if loaded.fast_dev_run and checkpoint is not None:
         raise UsageError("usage", "fast_dev_run begins with a new model", hint="leave out --resume")
     if loaded.data_root is None:
-        raise no_data(loaded)  # before the plan speaks of memory for data that nobody named
+        raise no_data(loaded)  # before the plan talks about memory for data that was not named
     accelerator_of(loaded)  # refuses an unknown name before anything starts, on every rank
     machine = read_machine()
     config, notes = fit_to_machine(loaded, machine)

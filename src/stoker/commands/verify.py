@@ -53,11 +53,9 @@ def verify(
     `stoker train` starts them. Exits with 1 if a check fails.
     """
     from stoker.console import print_result
-    from stoker.verify.running import all_checks, choose_checks
+    from stoker.verify.running import all_checks, choose_checks, list_text
 
     if list_:
-        from stoker.verify.text import list_text
-
         print_result(list_text(all_checks()))
         return EXIT_OK
     if config is None:
@@ -79,7 +77,7 @@ def _verify(
     price: float | None,
     json: bool,
 ) -> int:
-    from dataclasses import replace
+    from dataclasses import asdict, replace
 
     from stoker.config.reading import load_for_command
     from stoker.console import print_json, print_result, say_notes
@@ -89,7 +87,7 @@ def _verify(
     from stoker.verify.checks import Subject
     from stoker.verify.expected import expect
     from stoker.verify.nodes import meet
-    from stoker.verify.text import verify_text
+    from stoker.verify.running import verify_text
 
     ranks = ranks_from_environment()
     loaded = load_for_command(path, overrides).config
@@ -108,7 +106,7 @@ def _verify(
     report = _run(checks, subject)
     expected = expect(subject)
     if json:
-        print_json({"config": str(path), **report.as_dict(), "expected": expected.as_dict()})
+        print_json({"config": str(path), **report.as_dict(), "expected": asdict(expected)})
     else:
         print_result(verify_text(report, expected, subject.arguments))
     return EXIT_FINDING if report.count("failed") else EXIT_OK

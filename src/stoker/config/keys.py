@@ -237,7 +237,7 @@ class ModelKeys(KeyGroup):
     """Keep an exponential moving average of the weights with this decay per update, and validate that."""
 
     ema_every: int = key(1, unit="steps", ge=1)
-    """Update the average at the first step of an epoch and every so many steps after it."""
+    """Update the average at the first step of an epoch and every this many steps after it."""
 
     ema_warmup: Literal["ramp", "copy", "none"] = key("ramp")
     """How the average begins: `ramp` lets the decay rise from 0 to `ema_decay`; `copy` copies the weights during
@@ -254,7 +254,7 @@ def _whole_or_share(value: Any) -> Any:
 
 
 Limit = Annotated[Positive | Annotated[float, Field(gt=0, le=1)], BeforeValidator(_whole_or_share)]
-"""So many batches, or a share of all."""
+"""A number of batches, or a share of all of them."""
 
 
 class OptimizationKeys(KeyGroup):
@@ -282,7 +282,7 @@ class OptimizationKeys(KeyGroup):
     `acc1` for images and `dice` for volumes. A smaller `loss` is better."""
 
     early_stopping: int | None = key(None, unit="epochs", ge=1)
-    """End the run once the metric of `best_by` has not improved for so many epochs in a row; off by default."""
+    """End the run once the metric of `best_by` has not improved for this many epochs in a row; off by default."""
 
     early_stopping_min_delta: float = key(0.0, unit="percentage points", ge=0)
     """With `early_stopping`: an improvement of that metric up to this does not count."""
@@ -369,8 +369,8 @@ class RunKeys(KeyGroup):
     """Parent folder of the run folders."""
 
     fast_dev_run: bool | Positive = key(False)
-    """Try out a config: one epoch of a single update and a single validation batch, or of so many, at the learning rate
-    of the first step. No checkpoints, trackers or run folder: nothing is left behind, and nothing is resumed."""
+    """Try out a config: one epoch of a single update and a single validation batch, or of this many, at the learning
+    rate of the first step. No checkpoints, trackers or run folder: nothing is left behind, and nothing is resumed."""
 
     devices: Annotated[int, Field(ge=1)] | Literal["auto"] = key("auto")
     """GPUs per node; `auto` uses all of them. Without a GPU: processes on the CPU, default 1."""

@@ -22,7 +22,9 @@ from stoker.config.pairs import RULES
 from stoker.config.schema import ALIASES, SECTION_NAMES, Config, describe_type, key_names
 from stoker.config.yaml_file import YamlFile, parse_value, read_yaml_file
 from stoker.console import say_notes, say_warnings
-from stoker.errors import ConfigError, Problem, UserError, did_you_mean
+from stoker.errors import ConfigError, UserError, config_problem, did_you_mean
+from stoker.finding import Finding
+from stoker.units import count
 
 
 def say_validation_error(error: ValidationError) -> dict[str, str]:
@@ -121,7 +123,7 @@ class Resolved:
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resolved:
     """The config of a file with overrides applied; raises ConfigError with all problems."""
-    problems: list[Problem] = []
+    problems: list[Finding] = []
     warnings: list[str] = []
     settings: dict[str, Setting] = {}
     others: dict[Path, list[str]] = {}
@@ -136,8 +138,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resol
     config = _validate(settings, problems, warnings)
     if problems:
         source = str(path) if path is not None else "the command line"
-        count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
-        raise ConfigError(f"{count} in {source}", problems, hint=_hint(problems, path))
+        raise ConfigError(f"{count(len(problems), 'problem')} in {source}", problems, hint=_hint(problems, path))
     origins = {key: setting.where for key, setting in settings.items()}
     return Resolved(config, origins, tuple(warnings), notes)
 
@@ -197,16 +198,18 @@ def _base_of(layer: YamlFile) -> Path | None:
     if not bases:
         return None
     if len(bases) > 1:
-        layer.problems.append(Problem((BASE,), "is set twice", layer.where(bases[1].line)))
+        layer.problems.append(config_problem((BASE,), "is set twice", layer.where(bases[1].line)))
     layer.entries[:] = [entry for entry in layer.entries if entry.key != BASE]
     value = bases[0].value
     if not isinstance(value, str) or not value:
-        layer.problems.append(Problem((BASE,), f"must be a file name, not {value!r}", layer.where(bases[0].line)))
+        layer.problems.append(
+            config_problem((BASE,), f"must be a file name, not {value!r}", layer.where(bases[0].line))
+        )
         return None
     return layer.path.parent / value
 
 
-def _settings_of_file(layer: YamlFile, problems: list[Problem], warnings: list[str]) -> dict[str, Setting]:
+def _settings_of_file(layer: YamlFile, problems: list[Finding], warnings: list[str]) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     theirs = Theirs({entry.key: entry.value for entry in layer.entries})
     for entry in layer.entries:
@@ -216,18 +219,18 @@ def _settings_of_file(layer: YamlFile, problems: list[Problem], warnings: list[s
     return settings
 
 
-def _settings_of_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
+def _settings_of_overrides(overrides: Sequence[str], problems: list[Finding]) -> dict[str, Setting]:
     given: list[Setting] = []
     for text in overrides:
         key, equals, value_text = text.partition("=")
         where = f"{COMMAND_LINE}: {text}"
         if not equals:
-            problems.append(Problem((text,), f"{text!r} is not KEY=VALUE", COMMAND_LINE))
+            problems.append(config_problem((text,), f"{text!r} is not KEY=VALUE", COMMAND_LINE))
             continue
         try:
             value = parse_value(value_text)
         except (yaml.YAMLError, ValueError, RecursionError):
-            problems.append(Problem((key,), f"the value {value_text!r} cannot be read", where))
+            problems.append(config_problem((key,), f"the value {value_text!r} cannot be read", where))
             continue
         given.append(Setting(value, key.strip(), where))
     settings: dict[str, Setting] = {}
@@ -238,27 +241,27 @@ def _settings_of_overrides(overrides: Sequence[str], problems: list[Problem]) ->
     return settings
 
 
-def _from_others(setting: Setting, theirs: Theirs, problems: list[Problem], file: Path | None) -> list[Setting]:
+def _from_others(setting: Setting, theirs: Theirs, problems: list[Finding], file: Path | None) -> list[Setting]:
     """The setting itself, or what another program's name or value for it stands for; or a problem, if it differs."""
     spelled, value = setting.spelled, setting.value
     rule = NAMES.get(spelled) or VALUES.get(spelled)
     try:
         became = rule(value, theirs) if rule is not None else None
     except (TypeError, ValueError):
-        problems.append(Problem((spelled,), f"{spelled}: {_show(value)} cannot be read", setting.where))
+        problems.append(config_problem((spelled,), f"{spelled}: {_show(value)} cannot be read", setting.where))
         return []
     if became is None:
         return [setting]
     if became.kind is not Kind.SAME:
         message = f"{spelled}: {_show(value)} is another program's: {became.why}"
         how = f"`{IMPORT}` translates it" if file else None
-        problems.append(Problem((spelled,), message, setting.where, how))
+        problems.append(config_problem((spelled,), message, setting.where, how))
         return []
     return [Setting(item, spelled, setting.where, key) for key, item in became.settings.items()]
 
 
-def _check_meaning_of_lr(settings: dict[str, Setting], others: dict[Path, list[str]], problems: list[Problem]) -> None:
-    """Refuses an lr that stands beside other programs' names, unless it is said whether it is to be scaled.
+def _check_meaning_of_lr(settings: dict[str, Setting], others: dict[Path, list[str]], problems: list[Finding]) -> None:
+    """Refuses an lr beside other programs' names, unless the config says whether to scale it.
 
     Those programs use it as it is. Scaled with the total batch, 0.005 on 8 GPUs with 256 samples each would be 0.04.
     """
@@ -272,10 +275,10 @@ def _check_meaning_of_lr(settings: dict[str, Setting], others: dict[Path, list[s
             f"lr: {_show(lr.value)} is beside names of other programs ({names}), which use lr as it is; stoker scales "
             "it with the total batch. Set scale_lr: false or true to say which is meant"
         )
-        problems.append(Problem(("lr",), message, lr.where, f"`{IMPORT}` does that"))
+        problems.append(config_problem(("lr",), message, lr.where, f"`{IMPORT}` does that"))
 
 
-def _add(settings: dict[str, Setting], setting: Setting, problems: list[Problem], warnings: list[str] | None) -> None:
+def _add(settings: dict[str, Setting], setting: Setting, problems: list[Finding], warnings: list[str] | None) -> None:
     """Adds a setting under its canonical key, or records why it cannot."""
     key = setting.meant or ALIASES.get(setting.spelled, setting.spelled)
     if key not in Config.model_fields:
@@ -293,11 +296,11 @@ def _add(settings: dict[str, Setting], setting: Setting, problems: list[Problem]
     else:
         names = setting.spelled if earlier.spelled == setting.spelled else f"{earlier.spelled} and {setting.spelled}"
         message = f"{names}: set twice, to {earlier.value!r} ({earlier.where}) and {setting.value!r}"
-        problems.append(Problem((key,), message, setting.where))
+        problems.append(config_problem((key,), message, setting.where))
 
 
 def _shorten_warmup(settings: dict[str, Setting]) -> tuple[str, ...]:
-    """Fits the file's warmup into fewer epochs, if these were given on the command line; says so.
+    """Fits the file's warmup into fewer epochs, if these were given on the command line, and returns a note.
 
     `epochs=2` is how people try out a recipe, and it is not a mistake that the recipe's warmup is longer. A file that
     contradicts itself, or a command line that does, still is one.
@@ -313,7 +316,7 @@ def _shorten_warmup(settings: dict[str, Setting]) -> tuple[str, ...]:
     return (f"warmup_epochs: {warmup.value} does not fit into {epochs.spelled}={epochs.value}: using {shorter}",)
 
 
-def _unknown_key(setting: Setting) -> Problem:
+def _unknown_key(setting: Setting) -> Finding:
     spelled = setting.spelled
     message = f"{spelled!r} is not a key"
     odd = next((letter for letter in spelled if ord(letter) > 127), None)
@@ -321,10 +324,10 @@ def _unknown_key(setting: Setting) -> Problem:
         message += f" (it contains {odd!r}, {unicodedata.name(odd, 'an unnamed character')})"
     last_part = unicodedata.normalize("NFKC", spelled).rpartition(".")[2]
     meant = did_you_mean(last_part, _OURS) or did_you_mean(last_part, NAMES)
-    return Problem((spelled,), message, setting.where, meant)
+    return config_problem((spelled,), message, setting.where, meant)
 
 
-def _validate(settings: dict[str, Setting], problems: list[Problem], warnings: list[str]) -> Config:
+def _validate(settings: dict[str, Setting], problems: list[Finding], warnings: list[str]) -> Config:
     """The validated config; defaults replace invalid values, so that the rules over several keys can still be
     checked for the other keys."""
     values = {key: setting.value for key, setting in settings.items()}
@@ -334,7 +337,7 @@ def _validate(settings: dict[str, Setting], problems: list[Problem], warnings: l
     except ValidationError as error:
         for key, message in say_validation_error(error).items():
             wrong.add(key)
-            problems.append(Problem((key,), message, settings[key].where))
+            problems.append(config_problem((key,), message, settings[key].where))
         config = Config.model_validate({key: value for key, value in values.items() if key not in wrong})
     for rule in RULES:
         message_or_none = None if wrong.intersection(rule.keys) else rule.check(config)
@@ -342,14 +345,14 @@ def _validate(settings: dict[str, Setting], problems: list[Problem], warnings: l
             continue
         written = [settings[key].where for key in rule.keys if key in settings]
         if rule.forbids:
-            problems.append(Problem(rule.keys, message_or_none, " and ".join(written) or None))
+            problems.append(config_problem(rule.keys, message_or_none, " and ".join(written) or None))
         else:
             warnings.append(message_or_none)
     return config
 
 
-def _hint(problems: Sequence[Problem], path: Path | str | None) -> str | None:
-    if path is not None and any(problem.hint and IMPORT in problem.hint for problem in problems):
+def _hint(problems: Sequence[Finding], path: Path | str | None) -> str | None:
+    if path is not None and any(one.fix and IMPORT in one.fix for one in problems):
         return f"{IMPORT} {shlex.quote(str(path))} -o ours.yaml"
-    named = next((key for problem in problems for key in problem.keys if key in Config.model_fields), None)
+    named = next((key for one in problems for key in one.keys if key in Config.model_fields), None)
     return f"stoker config keys {named}" if named else "stoker config keys    # every key with its meaning"

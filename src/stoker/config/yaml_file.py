@@ -13,7 +13,9 @@ from typing import Any
 
 import yaml
 
-from stoker.errors import ConfigError, Problem, nearest
+from stoker.errors import ConfigError, config_problem, nearest
+from stoker.finding import Finding
+from stoker.units import size_text
 
 # Shipped configs have at most 2 KB; a file of more than a megabyte is not a config.
 MAX_FILE_BYTES = 1_000_000
@@ -38,7 +40,7 @@ class YamlFile:
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Finding] = field(default_factory=list)
 
     def where(self, line: int) -> str:
         return f"{self.path}:{line}"
@@ -151,7 +153,7 @@ class _Walk:
         self.found.entries.append(Entry(key, value, line, sections))
 
     def problem(self, keys: tuple[str, ...], message: str, line: int) -> None:
-        self.found.problems.append(Problem(keys, message, self.found.where(line)))
+        self.found.problems.append(config_problem(keys, message, self.found.where(line)))
 
 
 def _read_text(path: Path) -> str:
@@ -164,7 +166,7 @@ def _read_text(path: Path) -> str:
         size = status.st_size
         if size > MAX_FILE_BYTES:
             raise ConfigError(
-                f"{path} has {size / 1e6:.1f} MB; configs have a few kilobytes",
+                f"{path} has {size_text(size)}; configs have a few kilobytes",
                 name="config-too-large",
                 why="it is probably a data file, named by mistake",
             )

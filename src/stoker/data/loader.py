@@ -11,7 +11,7 @@ from typing import Generic, Literal
 from stoker.console import Say
 from stoker.data.batch import Batch, Quarantine
 from stoker.data.engines.buffers import PageLock
-from stoker.data.engines.making import BatchMaker, BatchPlan, LoaderSetup, Made, Maker, Plan
+from stoker.data.engines.making import BatchMaker, BatchPlan, EnginePlan, LoaderSetup, Made, Maker
 from stoker.data.engines.processes import ProcessEngine
 from stoker.data.engines.threads import ThreadEngine
 from stoker.data.images.parquet_files import open_sample_store
@@ -54,7 +54,7 @@ class BatchLoader(Generic[Made]):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: EnginePlan,
         open_maker: Callable[[], Maker[Made]],
         quarantine: Quarantine,
         options: LoaderOptions,

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.clock.observed import LoaderShape, Observed
 from stoker.console import say, say_notes
-from stoker.doctor.checks.case import Case
+from stoker.doctor.checks.facts import Facts
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.records import Confirmation, Diagnosis, Prediction
 from stoker.doctor.what_if import WORTH_SAYING, what_if
 from stoker.errors import UsageError
-from stoker.plan.records import Estimate
+from stoker.finding import Estimate
 
 if TYPE_CHECKING:
     from stoker.doctor.attach.traced_step import TracedStep
@@ -61,7 +61,7 @@ def diagnose(
 
 def diagnosis_of(observed: Observed) -> Diagnosis:
     """Verdict, findings and predicted speed-ups."""
-    return judge(observed, what_if(observed, takes_turns=Case(observed).takes_turns))
+    return judge(observed, what_if(observed, takes_turns=Facts(observed).takes_turns))
 
 
 def diagnosis_of_watched(folder: Path) -> Diagnosis:
@@ -132,7 +132,7 @@ def _with_room(observed: Observed) -> Observed:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Sends what a child prints on stdout to stderr meanwhile."""
+    """Sends what a child prints on stdout to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -162,7 +162,7 @@ def _of_config(
     path: Path, overrides: Sequence[str], seconds: float | None, pace: str | None, *, confirm: bool
 ) -> Diagnosis:
     from stoker.config.reading import load_for_command
-    from stoker.doctor.options import seconds_of_a_step
+    from stoker.doctor.pacing import seconds_of_a_step
     from stoker.doctor.trials import DEFAULT_SECONDS, trial_seconds
     from stoker.machine.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
@@ -186,7 +186,7 @@ def _of_config(
         say(f"note: --confirm tried nothing: {why_not}")
         return diagnosis
     helps = best.speedup.expected >= WORTH_SAYING
-    say(f"trying {best.label}" + ("" if helps else ", the best setting there is, though nothing is expected of it"))
+    say(f"trying {best.label}" + ("" if helps else ", although no speed-up is predicted"))
     changed = fitted.model_copy(update=dict(best.settings))
     # As long as before, and only the trial that is compared.
     as_long = trial_seconds(length, pace_s)["together"]

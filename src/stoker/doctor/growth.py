@@ -8,11 +8,11 @@ from stoker.clock.observed import Held, MemoryGrowth, Observed
 from stoker.doctor.preparing import USABLE
 
 HORIZON_S = 24 * 3600.0
-"""Memory that lasts for a day longer is not what a run dies of: an epoch, a restart or an end comes first."""
+"""Memory that lasts another day does not end a run: an epoch, a restart or the end of training comes first."""
 
 SURE_ALONE_S = 60.0
-"""Without something that was seen to get longer, memory has to grow for as long: allocators and caches of a young
-process grow for a while, too (a step of a second, watched for nine, looked like 33 GB an hour)."""
+"""If nothing was seen to get longer, memory has to grow for this long: allocators and caches of a young process also
+grow for a while (nine seconds of one-second steps looked like 33 GB an hour)."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Filling:
     """Memory that grows until there is none left."""
 
     bytes_per_second: float
-    """Of the loop and all workers."""
+    """Growth of the loop and all workers together."""
     full_in_s: float
     workers: int
     """Worker processes that grow; 0 if it is the loop's process."""
     each_bytes_per_second: float
-    """Of one of them."""
+    """Growth of one of them."""
     held: Held | None
     """What was seen to get longer there."""
 

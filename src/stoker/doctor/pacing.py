@@ -1,19 +1,25 @@
-"""`--pace` for a script: what its workers would mean for a consumer that takes a given time for a step."""
+"""`--pace 400ms | 800 | a100-80`: a consumer that takes a given time for a step replaces the model. For a config the
+trials have one; for a script it is simulated."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
 
 from stoker.clock.observed import BatchTime, Observed, StageTime
+from stoker.console import say
 from stoker.doctor.attach.traced_step import TracedStep
-from stoker.doctor.simulation import Work
+from stoker.doctor.simulation import ThreadWork
 from stoker.doctor.what_if import model_of, rate_of
-from stoker.doctor.words import time_text
 from stoker.errors import UsageError
 from stoker.machine.datasheets import Datasheet, load_datasheet
+from stoker.units import duration_text
 
+Timed = TypeVar("Timed", BatchTime, StageTime)
 _STEP = re.compile(r"\s*([0-9.]+)\s*(ms|s)\s*")
 SHOWN = 64
 """Simulated steps that are kept one by one: they are all alike."""
@@ -44,7 +50,7 @@ class ScriptPace:
     card: Datasheet | None = None
 
     def seconds(self, observed: Observed, traced: TracedStep | str | None) -> float | str:
-        """How long a step of it takes; or why nobody knows."""
+        """How long its step takes, or why that is unknown."""
         if self.step_s is not None:
             return self.step_s
         if self.images_per_second is not None:
@@ -54,7 +60,7 @@ class ScriptPace:
 
     def words(self, step_s: float, traced: TracedStep | str | None) -> str:
         """What replaces the model."""
-        said = f"a simulated consumer of {time_text(step_s)} a step"
+        said = f"a simulated consumer of {duration_text(step_s)} a step"
         if self.card is None or not isinstance(traced, TracedStep):
             return said
         return f"{said}: the roofline of a step of the script on {self.card.title}, in {traced.precision}"
@@ -67,13 +73,59 @@ def read_script_pace(text: str) -> ScriptPace:
     seconds = step_time_s(text)
     if seconds is not None:
         return ScriptPace(step_s=seconds)
+    rate = _images_per_second(text)
+    return ScriptPace(card=load_datasheet(text)) if rate is None else ScriptPace(images_per_second=rate)
+
+
+def seconds_of_a_step(pace: str, path: Path, overrides: Sequence[str], batch_size: int) -> float:
+    """How long the consumer of a config's trials takes for a step; says so where that is computed from a rate."""
+    seconds = step_time_s(pace)
+    if seconds is not None:
+        return seconds
+    taken = read_pace(pace, path, overrides)
+    say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
+    return batch_size / taken.images_per_second
+
+
+def _images_per_second(text: str) -> float | None:
     try:
         rate = float(text)
     except ValueError:
-        return ScriptPace(card=load_datasheet(text))
+        return None  # a card, perhaps
     if not (math.isfinite(rate) and rate > 0):
         raise UsageError("pace-invalid", f"--pace {text}: images per second must be above zero", hint="--pace 400ms")
-    return ScriptPace(images_per_second=rate)
+    return rate
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast the consumer of the trials takes batches."""
+
+    images_per_second: float
+    how: str
+    """'as given', or the card whose roofline it is."""
+
+
+def read_pace(text: str, path: Path, overrides: Sequence[str]) -> Pace:
+    """A number of images per second, or the one that `stoker plan` computes for a card.
+
+    Raises UsageError: `pace-invalid`, or the datasheets' error for an unknown card.
+    """
+    number = _images_per_second(text)
+    if number is not None:
+        return Pace(number, "as given")
+    from stoker.plan.planning import WantedMachine, plan_config
+
+    load_datasheet(text)  # an unknown name is an error before anything is traced
+    rates = plan_config(path, overrides, WantedMachine(gpu=text, alone=True)).plan.time.rates
+    if "accelerator" not in rates:
+        raise UsageError(
+            "pace-unknown",
+            f"--pace {text}: the plan has no images/s for this card",
+            hint="--pace 800, if 800 images/s were measured on it",
+        )
+    rate = rates["accelerator"]
+    return Pace(rate.images_per_second, rate.source)
 
 
 def paced(observed: Observed, step_s: float, words: str = "a simulated consumer") -> Observed | None:
@@ -84,7 +136,7 @@ def paced(observed: Observed, step_s: float, words: str = "a simulated consumer"
     # The script's own model and other programs are gone from the cores: waits for them are left out below as well.
     cores = model.setup.cores if observed.host is None else float(observed.host.cpus)
     setup = replace(model.setup, consumer_threads=1.0, cores=cores)
-    rate = rate_of(replace(model, setup=setup, steps=(Work(0.0, step_s),)))
+    rate = rate_of(replace(model, setup=setup, steps=(ThreadWork(0.0, step_s),)))
     wait_s = max(0.0, 1 / rate - step_s)
     steps = observed.steps
     return replace(
@@ -101,21 +153,15 @@ def paced(observed: Observed, step_s: float, words: str = "a simulated consumer"
         steps_s=(step_s,) * min(steps, SHOWN),
         ready_batches=(),
         batches=tuple(map(_without_queueing, observed.batches)),
-        stages={name: _stage_without_queueing(stage) for name, stage in observed.stages.items()},
+        stages={name: _without_queueing(stage) for name, stage in observed.stages.items()},
         pace_images_per_second=observed.samples / steps / step_s,
         host=None if observed.host is None else replace(observed.host, cpu_busy_share=None),
         missing=(*observed.missing, f"the model: replaced by {words}"),
     )
 
 
-def _without_queueing(batch: BatchTime) -> BatchTime:
+def _without_queueing(time: Timed) -> Timed:
     """Without its waits for a core: the script's own model, which took the cores, is gone."""
-    if batch.runq_s is None:
-        return batch
-    return replace(batch, wall_s=max(0.0, batch.wall_s - batch.runq_s), runq_s=0.0)
-
-
-def _stage_without_queueing(stage: StageTime) -> StageTime:
-    if stage.runq_s is None:
-        return stage
-    return replace(stage, wall_s=max(0.0, stage.wall_s - stage.runq_s), runq_s=0.0)
+    if time.runq_s is None:
+        return time
+    return replace(time, wall_s=max(0.0, time.wall_s - time.runq_s), runq_s=0.0)

@@ -1,5 +1,5 @@
-"""What a script's preparation of samples comes down to: what one costs, the line that takes the time, work on far more
-than the sample, a cache that cannot help, and how many workers fit into memory. Pure; for checks and predictions."""
+"""How a script prepares its samples: what one costs, the line that takes the time, work on far more than the sample,
+a cache that cannot help, and how many workers fit into memory. Pure; for checks and predictions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEWEST_SAMPLES = 8
 MISSES = 0.5
 """Share of the samples from which a cache does less than half of what it is there for."""
 USABLE = 0.9
-"""Of the available memory: the rest is for what grows meanwhile."""
+"""Share of the available memory: the rest is for what grows meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Oversized:
 
     spot: HotSpot
     elements: float
-    """That one call works on; the bytes that are read for a sample, where no call could be measured."""
+    """What one call works on; the bytes that are read for a sample if no call could be measured."""
     times: float
     """What is worked on for one sample, relative to the sample."""
     is_read: bool = False
@@ -57,17 +57,13 @@ def _read_far_more(observed: Observed) -> Oversized | None:
     sizes = [batch.bytes / batch.samples for batch in observed.batches if batch.bytes and batch.samples]
     read = None if storage is None else storage.bytes_per_sample
     spot = next((spot for spot in preparation.spots if spot.share >= 2 * WORTH_NAMING), None)
-    if spot is None or not read or not sizes or _is_reading(spot):
+    if spot is None or not read or not sizes or (spot.calls or "").startswith(READERS):
         return None
     times = read / (sum(sizes) / len(sizes))
     return Oversized(spot, read, times, is_read=True) if times >= FAR_MORE else None
 
 
 READERS = ("tifffile.", "nibabel.", "h5py.", "zarr.", "PIL.", "imageio.", "numpy.load", "numpy.fromfile", "torch.load")
-
-
-def _is_reading(spot: HotSpot) -> bool:
-    return spot.calls is not None and spot.calls.startswith(READERS)
 
 
 def _filter_at(spot: HotSpot, filters: tuple[FilterWork, ...]) -> FilterWork | None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stoker.clock.observed import Observed
-from stoker.plan.records import Estimate, Finding
+from stoker.finding import Estimate, Finding, as_json
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,7 @@ class Prediction:
     """Config keys that make the change, so that it can be tried; empty if there are none."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "label": self.label,
-            "speedup": self.speedup.as_dict(),
-            "images_per_second": self.images_per_second.as_dict(),
-            "settings": dict(self.settings),
-        }
+        return asdict(self) | {"settings": dict(self.settings)}
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,7 @@ class Confirmation:
 
     @property
     def error(self) -> float:
-        """Of the predicted rate, as a share of the measured one; above zero if the prediction was too high."""
+        """Error of the predicted rate, as a share of the measured one; above zero if the prediction was too high."""
         return self.prediction.images_per_second.expected / self.measured_images_per_second - 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,9 +62,6 @@ class Need:
     @property
     def covered(self) -> float:
         return self.has / self.wants if self.wants > 0 else float("inf")
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -105,20 +96,12 @@ class Diagnosis:
                 }
                 for name, stage in observed.stages.items()
             },
-            "findings": [
-                {
-                    "id": finding.id,
-                    "message": finding.message,
-                    "fix": finding.fix,
-                    "speedup": None if finding.speedup is None else finding.speedup.as_dict(),
-                }
-                for finding in self.findings
-            ],
+            "findings": [as_json(finding, "id", "message", "fix", "speedup") for finding in self.findings],
         }
         if observed.preparation is not None:
             document["lines"] = [asdict(spot) for spot in observed.preparation.spots]
         document["what_if"] = [prediction.as_dict() for prediction in self.predictions]
-        document["needs"] = [need.as_dict() for need in self.needs]
+        document["needs"] = [asdict(need) for need in self.needs]
         document["not_seen"] = list(observed.missing)
         if self.confirmation is not None:
             document["confirmed"] = self.confirmation.as_dict()

@@ -19,7 +19,7 @@ SLICES = 4
 
 
 @dataclass(frozen=True)
-class Work:
+class ThreadWork:
     """What a batch or a step needs, per thread."""
 
     cpu_s: float
@@ -59,12 +59,14 @@ class _Thread:
     batch: int = -1
 
 
-def simulate(setup: Setup, batches: Sequence[Work], steps: Sequence[Work], *, warm_up: int | None = None) -> Simulated:
+def simulate(
+    setup: Setup, batches: Sequence[ThreadWork], steps: Sequence[ThreadWork], *, warm_up: int | None = None
+) -> Simulated:
     """The rate at which batches are consumed; batch i needs `batches[i]`, its step needs `steps[i mod n]`."""
     if setup.workers == 0:
         return _serial(batches, steps)
     skipped = len(batches) // 5 if warm_up is None else warm_up
-    returned, waited = _Run(setup, batches, steps).returns()
+    returned, waited = _Simulation(setup, batches, steps).returns()
     # Whole rounds of the workers: batches come in bursts of as many, and half a burst would count as slow or fast.
     rounds = (len(returned) - 1 - skipped) // setup.workers
     skipped = len(returned) - 1 - rounds * setup.workers if rounds else 0
@@ -75,18 +77,18 @@ def simulate(setup: Setup, batches: Sequence[Work], steps: Sequence[Work], *, wa
     return Simulated((len(returned) - 1 - skipped) / seconds, waiting / seconds)
 
 
-def _serial(batches: Sequence[Work], steps: Sequence[Work]) -> Simulated:
+def _serial(batches: Sequence[ThreadWork], steps: Sequence[ThreadWork]) -> Simulated:
     making = sum(work.cpu_s + work.blocked_s for work in batches)
     stepping = sum(steps[i % len(steps)].cpu_s + steps[i % len(steps)].blocked_s for i in range(len(batches)))
     seconds = making + stepping
     return Simulated(len(batches) / seconds if seconds else float("inf"), making / seconds if seconds else 0.0)
 
 
-class _Run:
+class _Simulation:
     """One simulation. Computing is counted in shared time, which passes more slowly while the cores are short, the same
     for all, so that the next to finish is always on top of a heap."""
 
-    def __init__(self, setup: Setup, batches: Sequence[Work], steps: Sequence[Work]) -> None:
+    def __init__(self, setup: Setup, batches: Sequence[ThreadWork], steps: Sequence[ThreadWork]) -> None:
         self.setup = setup
         self.works = batches
         self.steps = steps
@@ -156,7 +158,7 @@ class _Run:
             worker.batch = queue.popleft()
             self._begin(worker, self.works[worker.batch])
 
-    def _begin(self, thread: _Thread, work: Work) -> None:
+    def _begin(self, thread: _Thread, work: ThreadWork) -> None:
         thread.phases = deque(_phases(work))
         self._next_phase(thread)
 
@@ -184,7 +186,7 @@ class _Run:
         return thread
 
 
-def _phases(work: Work) -> Iterator[tuple[bool, float]]:
+def _phases(work: ThreadWork) -> Iterator[tuple[bool, float]]:
     turns = SLICES if work.cpu_s > 0 and work.blocked_s > 0 else 1
     for _ in range(turns):
         if work.blocked_s > 0:

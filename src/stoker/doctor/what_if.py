@@ -19,8 +19,9 @@ from stoker.clock.observed import BatchTime, LoaderShape, Observed
 from stoker.doctor.growth import filling
 from stoker.doctor.preparing import oversized_work, workers_that_fit
 from stoker.doctor.records import Prediction
-from stoker.doctor.simulation import Setup, Work, simulate
-from stoker.plan.records import PACKED_BYTES, Estimate
+from stoker.doctor.simulation import Setup, ThreadWork, simulate
+from stoker.finding import Estimate
+from stoker.plan.records import PACKED_BYTES
 
 DRAWN = 160
 """Batches of one simulation, plus a few for each worker: 3 ms, and steady from the fiftieth on."""
@@ -42,7 +43,7 @@ STAGING_ERROR = 0.18
 """With the model's own error, the root mean square of the logarithm of (predicted / measured) in results/cures: 0.19
 over six trials, all of them too low."""
 PACKING_ERROR = 0.12
-"""How far PACKING_SPEEDUP moved between rounds, as a standard deviation of its logarithm."""
+"""The spread of PACKING_SPEEDUP between rounds, as a standard deviation of its logarithm."""
 
 PREPROCESSING_ERROR = 0.2
 """An allowance, not measured: the time of a filter is not quite proportional to what it works on; a patch has a margin,
@@ -57,10 +58,10 @@ class LoaderModel:
     """What the simulation needs, from an observation."""
 
     setup: Setup
-    batches: tuple[Work, ...]
-    steps: tuple[Work, ...]
+    batches: tuple[ThreadWork, ...]
+    steps: tuple[ThreadWork, ...]
     images_per_second: float
-    fetching: tuple[Work, ...] | None = None
+    fetching: tuple[ThreadWork, ...] | None = None
     """What fetching took of each batch: on a core, by threads beside the workers, and blocked. None if the stages are
     not known."""
     fetched_bytes: tuple[float, ...] | None = None
@@ -190,7 +191,9 @@ def _staging(model: LoaderModel, observed: Observed) -> Prediction | None:
         return None
     local = [size / nearby for size in model.fetched_bytes]
     batches = tuple(
-        Work(work.cpu_s - fetch.cpu_s, work.blocked_s - fetch.blocked_s + min(fetch.cpu_s + fetch.blocked_s, there))
+        ThreadWork(
+            work.cpu_s - fetch.cpu_s, work.blocked_s - fetch.blocked_s + min(fetch.cpu_s + fetch.blocked_s, there)
+        )
         for work, fetch, there in zip(model.batches, model.fetching, local, strict=True)
     )
     return _prediction(
@@ -215,7 +218,7 @@ def _packing(model: LoaderModel, observed: Observed) -> Prediction | None:
     if storage.bytes_per_sample is not None and storage.bytes_per_sample < PACKED_BYTES:
         return None
     factor = 1 - decode.wall_s / whole * (1 - 1 / PACKING_SPEEDUP)
-    batches = tuple(Work(work.cpu_s * factor, work.blocked_s) for work in model.batches)
+    batches = tuple(ThreadWork(work.cpu_s * factor, work.blocked_s) for work in model.batches)
     return _prediction(
         model,
         "packing",
@@ -231,7 +234,7 @@ def _preprocessing(model: LoaderModel, observed: Observed) -> Prediction | None:
     if found is None:
         return None
     factor = 1 - found.spot.share * (1 - 1 / found.times)
-    batches = tuple(Work(work.cpu_s * factor, work.blocked_s) for work in model.batches)
+    batches = tuple(ThreadWork(work.cpu_s * factor, work.blocked_s) for work in model.batches)
     name = f"{found.spot.file}:{found.spot.line}" if found.spot.calls is None else found.spot.calls.split(".")[-1]
     return _prediction(
         model, "preprocessing", f"{name} on patches only", lambda one: replace(one, batches=batches, fetching=None),
@@ -240,7 +243,7 @@ def _preprocessing(model: LoaderModel, observed: Observed) -> Prediction | None:
 
 
 def _faster_accelerator(model: LoaderModel) -> LoaderModel:
-    return replace(model, steps=tuple(Work(step.cpu_s / 2, step.blocked_s / 2) for step in model.steps))
+    return replace(model, steps=tuple(ThreadWork(step.cpu_s / 2, step.blocked_s / 2) for step in model.steps))
 
 
 def model_of(observed: Observed) -> LoaderModel | None:
@@ -250,7 +253,7 @@ def model_of(observed: Observed) -> LoaderModel | None:
     if rate is None or shape is None or len(known) < FEWEST_BATCHES or not observed.steps_s:
         return None
     cpus = float(observed.host.cpus) if observed.host is not None else float(max(1, shape.workers))
-    batches = tuple(Work(b.cpu_s or 0.0, b.blocked_s or 0.0) for b in known)
+    batches = tuple(ThreadWork(b.cpu_s or 0.0, b.blocked_s or 0.0) for b in known)
     worker_cpu = sum(work.cpu_s for work in batches) / len(batches)
     batches_per_second = observed.steps / observed.elapsed_s
     used_cpu = _step_cpu(observed, worker_cpu, cpus)
@@ -262,13 +265,15 @@ def model_of(observed: Observed) -> LoaderModel | None:
     share = min(1.0, step_cpu / threads / mean_step)
     handover = _handover(observed)
     steps = tuple(
-        Work(handover + alone * seconds * share, alone * seconds * (1 - share)) for seconds in observed.steps_s
+        ThreadWork(handover + alone * seconds * share, alone * seconds * (1 - share)) for seconds in observed.steps_s
     )
     others = _others(observed, worker_cpu + used_cpu, batches_per_second)
     fetching = _fetching(known, used_cpu - step_cpu)
     if fetching is not None:
         # Threads that compute for a waiting worker do so on the core that it leaves.
-        batches = tuple(Work(b.cpu_s + f.cpu_s, b.blocked_s - f.cpu_s) for b, f in zip(batches, fetching, strict=True))
+        batches = tuple(
+            ThreadWork(b.cpu_s + f.cpu_s, b.blocked_s - f.cpu_s) for b, f in zip(batches, fetching, strict=True)
+        )
     return LoaderModel(
         setup=Setup(
             workers=shape.workers,
@@ -294,12 +299,12 @@ def _own_cpu(observed: Observed, shape: LoaderShape, used_cpu: float, most_cpu: 
     return 0.0 if observed.pace_images_per_second is not None else min(used_cpu, most_cpu)
 
 
-def _fetching(batches: Sequence[BatchTime], threads_cpu: float) -> tuple[Work, ...] | None:
+def _fetching(batches: Sequence[BatchTime], threads_cpu: float) -> tuple[ThreadWork, ...] | None:
     blocked = [min(batch.blocked_s or 0.0, batch.fetch_s) for batch in batches if batch.fetch_s is not None]
     if len(blocked) < len(batches):
         return None
     own = [min(threads_cpu, seconds) for seconds in blocked]
-    return tuple(Work(cpu, seconds - cpu) for cpu, seconds in zip(own, blocked, strict=True))
+    return tuple(ThreadWork(cpu, seconds - cpu) for cpu, seconds in zip(own, blocked, strict=True))
 
 
 def _alone(observed: Observed, mean_step: float) -> float:

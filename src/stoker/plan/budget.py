@@ -7,15 +7,16 @@ from dataclasses import dataclass, field, replace
 from stoker.config import Config
 from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.errors import UsageError
+from stoker.finding import Finding
 from stoker.machine.datasheets import Datasheet
 from stoker.machine.host import workers_for
 from stoker.machine.loader_memory import STATED, LoaderMemory
 from stoker.plan.break_even import Room
 from stoker.plan.findings import LOCAL_COPY, batch_finding, budget_findings, ram_findings, vram_findings
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
-from stoker.plan.records import Budget, Finding, Plan, RamBudget, Rate, ScalingRow, VramBudget
+from stoker.plan.records import Budget, Plan, RamBudget, Rate, ScalingRow, VramBudget
 from stoker.plan.roofline import step_seconds
-from stoker.plan.timing import Storage, loader_rate, time_budget, time_findings, torch_loader_rate
+from stoker.plan.timing import StorageKind, loader_rate, time_budget, time_findings, torch_loader_rate
 from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
 from stoker.tasks.image_data import DataFacts, updates_per_epoch
@@ -24,8 +25,6 @@ from stoker.tasks.volumes.planning import VolumeFacts, row_bytes
 from stoker.train.schedule import lr_warning, scaled_lr
 from stoker.train.step import TraceableStep
 from stoker.train.transfers import batches_in_hand
-
-# The machine that a plan is for: this one, or one described by the user.
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Hardware:
     sheet: Datasheet | None = None
     """The accelerator; None if it is unknown, or the CPU."""
     vram_bytes: int | None = None
-    """Of one accelerator, as torch reports it."""
+    """Memory of one accelerator, as torch reports it."""
     on_cpu: bool = False
     """The model runs on the host and uses its memory."""
     ram_bytes: int | None = None
@@ -50,9 +49,9 @@ class Hardware:
     disk_bytes: int | None = None
     room: Room | None = None
     """The local disk that a copy of the data could go to."""
-    storage: Storage | None = None
+    storage: StorageKind | None = None
     price_per_hour: float | None = None
-    """Of one node."""
+    """Price of one node."""
     is_here: bool = True
     """Whether it is the machine that we run on."""
     stated: tuple[str, ...] = ()
@@ -92,8 +91,6 @@ def check_counts(cpus: int | None, cores: int | None) -> None:
         )
 
 
-# The whole plan of a config on a machine: memory, time, cost, and what to change.
-
 SCALING = (1, 2, 4, 8)
 # last.ckpt, the one before it, and the one being written.
 CHECKPOINTS_BESIDE_THE_BEST = 3
@@ -103,7 +100,7 @@ DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredHere:
     """What was measured on this machine for the plan; otherwise None, or assumed figures."""
 
     loader_memory: LoaderMemory = STATED
@@ -123,15 +120,15 @@ class StepNeeds:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """A config on a machine, with what is known about the data."""
 
     config: Config
     hardware: Hardware
     data: DataFacts
-    measured: Measured = field(default_factory=Measured)
+    measured: MeasuredHere = field(default_factory=MeasuredHere)
     volumes: VolumeFacts | None = None
-    """Of `task: segment3d`."""
+    """Only for `task: segment3d`."""
 
     @property
     def total_batch(self) -> int:
@@ -167,16 +164,19 @@ class Job:
         return scaled_lr(self.config.lr, self.total_batch, self.config.lr_reference_batch, self.config.scale_lr)
 
 
-def trace_needs(job: Job, step: TraceableStep, *, search: bool = True) -> StepNeeds:
-    """VRAM and time of the real step, from tracing it."""
+def trace_needs(job: PlannedRun, step: TraceableStep, *, search: bool = True) -> StepNeeds:
+    """VRAM and time of the real step, from tracing it. Without `search`, the largest batch is only searched for if this
+    one does not fit: that takes three more traces."""
     config, hardware = job.config, job.hardware
     vram, trace = trace_vram(
         step, config.batch_size, hardware.vram_bytes, compiled=config.compile_model, gpus=hardware.world, search=search
     )
+    if not search and vram.fits is False:
+        return trace_needs(job, step)
     return StepNeeds(vram, None if trace is None else step_s_of(job, trace), trace)
 
 
-def step_s_of(job: Job, trace: Trace) -> float | None:
+def step_s_of(job: PlannedRun, trace: Trace) -> float | None:
     """The time of a traced step on the job's accelerators; None if they are unknown."""
     config, hardware = job.config, job.hardware
     if hardware.sheet is None:
@@ -188,26 +188,33 @@ def step_s_of(job: Job, trace: Trace) -> float | None:
     ).total_s  # fmt: skip
 
 
-def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scaling: bool = True) -> Plan:
+def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config", scaling: bool = True) -> Plan:
     """Puts the parts together. Without `needs` the plan leaves out the accelerator."""
     config, hardware, data = job.config, job.hardware, job.data
     rates = _rates(job, None if needs is None else needs.step_s)
     time = time_budget(
         rates, total_batch=job.total_batch, steps_per_epoch=job.steps_per_epoch, epochs=config.epochs,
         nodes=hardware.nodes, price_per_hour=hardware.price_per_hour,
-        # Of volumes, theirs was not measured.
+        # For volumes, torch's loader was not measured.
         torch_loader=torch_loader_rate(rates["loader"]) if job.volumes is None and "loader" in rates else None,
     )  # fmt: skip
     vram = needs.vram if needs is not None and not hardware.on_cpu else None
     shape, ram = _ram(job, needs)
-    shm, disk, files = shm_budget(shape, hardware.shm_bytes), _disk(job, needs), _open_files(job, shape)
+    shm, disk, files = shm_budget(shape, hardware.shm_bytes), _disk(job, needs), open_files_budget(shape)
+    if not hardware.is_here:
+        files = replace(files, limit=None)  # it was read on this machine
+
+    def ram_with(workers: int, prefetch: int) -> int:
+        changed = config.model_copy(update={"num_workers": workers, "prefetch_factor": prefetch})
+        return _ram(replace(job, config=changed), needs)[1].total_bytes
+
     found = [
         *batch_finding(job.total_batch, data.samples),
         *vram_findings(
             vram, config.batch_size, config.gradient_accumulation,
             "a smaller patch_size=" if job.volumes is not None else "a smaller img_size=",
         ),
-        *ram_findings(ram, job.workers, job.prefetch, lambda w, p: _ram(_with_loader(job, w, p), needs)[1].total_bytes),
+        *ram_findings(ram, job.workers, job.prefetch, ram_with),
         *budget_findings(shm, disk, files),
         *time_findings(
             time, cpus=hardware.cpus, nodes=hardware.nodes, sample_bytes=data.sample_bytes,
@@ -216,7 +223,7 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
         ),
     ]  # fmt: skip
     if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:
-        found.append(Finding("lr-above-published", warning))
+        found.append(Finding(warning, name="lr-above-published"))
     return Plan(
         hardware=hardware.describe(), batch_size=config.batch_size, total_batch=job.total_batch, lr=job.lr,
         steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, vram=vram, ram=ram, shm=shm, disk=disk,
@@ -226,12 +233,12 @@ def make_plan(job: Job, needs: StepNeeds | None, *, name: str = "config", scalin
     )  # fmt: skip
 
 
-def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
+def _rates(job: PlannedRun, step_s: float | None) -> dict[str, Rate]:
     """Images per second of each part with a known rate."""
     hardware, rates = job.hardware, {}
     if step_s and hardware.sheet is not None:
         rates["accelerator"] = Rate(job.total_batch / step_s, f"roofline of {hardware.world} x {hardware.sheet.title}")
-    # No figure for others' volumes: their format and place make a difference of a factor of fifty.
+    # No default for volumes: their format and location make a difference of a factor of fifty.
     measured = job.measured.images_per_core_second
     if job.volumes is None or measured is not None:
         rates["loader"] = loader_rate(
@@ -243,7 +250,7 @@ def _rates(job: Job, step_s: float | None) -> dict[str, Rate]:
     return rates
 
 
-def host_shape(job: Job, needs: StepNeeds | None) -> HostShape:
+def host_shape(job: PlannedRun, needs: StepNeeds | None) -> HostShape:
     """What runs on one host of the job."""
     config, hardware = job.config, job.hardware
     engine = choose_engine(config.loader, job.workers, volumes=config.task == "segment3d")
@@ -272,7 +279,7 @@ def host_shape(job: Job, needs: StepNeeds | None) -> HostShape:
     )  # fmt: skip
 
 
-def _ram(job: Job, needs: StepNeeds | None) -> tuple[HostShape, RamBudget]:
+def _ram(job: PlannedRun, needs: StepNeeds | None) -> tuple[HostShape, RamBudget]:
     shape = host_shape(job, needs)
     measured = job.measured
     budget = ram_budget(
@@ -281,17 +288,7 @@ def _ram(job: Job, needs: StepNeeds | None) -> tuple[HostShape, RamBudget]:
     return shape, budget
 
 
-def _with_loader(job: Job, workers: int, prefetch: int) -> Job:
-    return replace(job, config=job.config.model_copy(update={"num_workers": workers, "prefetch_factor": prefetch}))
-
-
-def _open_files(job: Job, shape: HostShape) -> Budget:
-    budget = open_files_budget(shape)
-    # The limit was read on this machine.
-    return budget if job.hardware.is_here else Budget(budget.needed, None, budget.parts)
-
-
-def _disk(job: Job, needs: StepNeeds | None) -> Budget | None:
+def _disk(job: PlannedRun, needs: StepNeeds | None) -> Budget | None:
     """Checkpoints, cache and local copy; None if the size of the model is unknown."""
     if needs is None:
         return None
@@ -307,7 +304,7 @@ def _disk(job: Job, needs: StepNeeds | None) -> Budget | None:
     return Budget(sum(wanted.values()), job.hardware.disk_bytes, wanted)
 
 
-def _scaling(job: Job, needs: StepNeeds | None) -> tuple[ScalingRow, ...]:
+def _scaling(job: PlannedRun, needs: StepNeeds | None) -> tuple[ScalingRow, ...]:
     """The same settings per accelerator, for more accelerators in one node."""
     if job.hardware.on_cpu:
         return ()
@@ -325,7 +322,7 @@ def _scaling(job: Job, needs: StepNeeds | None) -> tuple[ScalingRow, ...]:
     return tuple(rows)
 
 
-def _assumptions(job: Job, ram: RamBudget) -> tuple[str, ...]:
+def _assumptions(job: PlannedRun, ram: RamBudget) -> tuple[str, ...]:
     said = [*job.data.assumptions, *(job.volumes.assumptions if job.volumes is not None else ()), *job.hardware.stated]
     if not ram.measured:
         said.append("memory per worker: figures for torch 2.15 on Linux; --measure measures it here")

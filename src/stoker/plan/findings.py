@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stoker.plan.records import Budget, Finding, RamBudget, VramBudget
+from stoker.finding import Finding
+from stoker.plan.records import Budget, RamBudget, VramBudget
+from stoker.units import size_text
 
 # Above this share of a limit, the error of the plan itself decides whether it fits.
 TIGHT = 0.9
@@ -18,10 +20,12 @@ def vram_findings(
     """Whether the step fits on the accelerator, and the batch size that does; `smaller` is what helps if none does."""
     if vram is None or vram.limit_bytes is None:
         return []
-    sizes = f"a step needs up to {_gb(vram.peak_bytes)} of VRAM, the accelerator has {_gb(vram.limit_bytes)}"
+    needed, limit = size_text(vram.peak_bytes), size_text(vram.limit_bytes)
+    sizes = f"a step needs up to {needed} of VRAM, the accelerator has {limit}"
     if vram.fits:
         if vram.peak_bytes > TIGHT * vram.limit_bytes:
-            return [Finding("vram-tight", f"{sizes}: it fits, with little to spare", _smaller_batch(batch_size))]
+            smaller_batch = f"batch_size={batch_size * 3 // 4}" if batch_size >= 4 else None
+            return [Finding(f"{sizes}: it fits, with little to spare", smaller_batch, name="vram-tight")]
         return []
     fixes = []
     if vram.largest_batch:
@@ -33,7 +37,7 @@ def vram_findings(
         fixes.append(f"gradient_checkpointing=true batch_size={min(batch_size, checkpointed)}")
     if not fixes:
         fixes.append(f"{smaller}, a smaller model, or an accelerator with more memory")
-    return [Finding("vram-exceeded", sizes, "; or ".join(fixes), refuses=True)]
+    return [Finding(sizes, "; or ".join(fixes), name="vram-exceeded", status="failed")]
 
 
 def ram_findings(
@@ -42,17 +46,17 @@ def ram_findings(
     """Whether the host has enough memory; `total_with` returns the total for other workers and prefetch."""
     if ram.limit_bytes is None:
         return []
-    sizes = f"the run needs {_gb(ram.total_bytes)} of RAM, the host has {_gb(ram.limit_bytes)}"
+    sizes = f"the run needs {size_text(ram.total_bytes)} of RAM, the host has {size_text(ram.limit_bytes)}"
     if ram.fits:
         if ram.total_bytes > TIGHT * ram.limit_bytes:
-            return [Finding("ram-tight", f"{sizes}: it fits, with little to spare for the page cache")]
+            return [Finding(f"{sizes}: it fits, with little to spare for the page cache", name="ram-tight")]
         return []
     fix = "a lower num_workers=, prefetch_factor= or batch_size="
     if total_with is not None:
         fitting = fitting_loader(workers, prefetch, lambda w, p: total_with(w, p) <= TIGHT * ram.limit_bytes)  # type: ignore[operator]
         if fitting is not None:
             fix = f"num_workers={fitting[0]} prefetch_factor={fitting[1]}"
-    return [Finding("ram-exceeded", sizes, fix, refuses=True)]
+    return [Finding(sizes, fix, name="ram-exceeded", status="failed")]
 
 
 def fitting_loader(workers: int, prefetch: int, fits: Callable[[int, int], bool]) -> tuple[int, int] | None:
@@ -72,30 +76,30 @@ def budget_findings(shm: Budget, disk: Budget | None, open_files: Budget) -> lis
     if shm.fits is False:
         found.append(
             Finding(
-                "shm-exceeded",
-                f"the loader needs {_gb(shm.needed)} of shared memory, /dev/shm has {_gb(shm.limit or 0)}",
+                f"the loader needs {size_text(shm.needed)} of shared memory, /dev/shm has {size_text(shm.limit or 0)}",
                 "loader=thread, a lower prefetch_factor=, or docker run --shm-size / mount -o remount,size=",
-                refuses=True,
+                name="shm-exceeded",
+                status="failed",
             )
         )
     if disk is not None and disk.fits is False:
-        parts = ", ".join(f"{name} {_gb(size)}" for name, size in disk.parts.items() if size)
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in disk.parts.items() if size)
         found.append(
             Finding(
-                "disk-exceeded",
-                f"the run needs {_gb(disk.needed)} of disk ({parts}), {_gb(disk.limit or 0)} are free",
+                f"the run needs {size_text(disk.needed)} of disk ({parts}), {size_text(disk.limit or 0)} are free",
                 "a lower save_top_k= or cache_size=, or runs_dir= or stage_to= on a larger disk",
+                name="disk-exceeded",
                 # A local copy that does not fit is left incomplete, and the rest is read from the source.
-                refuses=disk.needed - disk.parts.get(LOCAL_COPY, 0) > (disk.limit or 0),
+                status="failed" if disk.needed - disk.parts.get(LOCAL_COPY, 0) > (disk.limit or 0) else "advice",
             )
         )
     if open_files.fits is False:
         found.append(
             Finding(
-                "open-files-exceeded",
                 f"the run needs {open_files.needed:,} open files, {open_files.limit:,} are allowed",
                 f"ulimit -n {open_files.needed * 2}",
-                refuses=True,
+                name="open-files-exceeded",
+                status="failed",
             )
         )
     return found
@@ -107,18 +111,10 @@ def batch_finding(total_batch: int, samples: int | None) -> list[Finding]:
         return []
     return [
         Finding(
-            "batch-larger-than-data",
             f"a total batch of {total_batch:,} from {samples:,} images: the last partial batch is dropped, "
             "so every epoch would be empty",
             "a lower batch_size=, or fewer accelerators",
-            refuses=True,
+            name="batch-larger-than-data",
+            status="failed",
         )
     ]
-
-
-def _smaller_batch(batch_size: int) -> str | None:
-    return f"batch_size={batch_size * 3 // 4}" if batch_size >= 4 else None
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

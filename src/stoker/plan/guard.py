@@ -11,8 +11,8 @@ from stoker.errors import UserError
 from stoker.machine.host import Machine
 from stoker.machine.loader_memory import STATED
 from stoker.machine.memory import used_by_others_bytes
-from stoker.plan.budget import Job, Measured, StepNeeds, make_plan, trace_needs
-from stoker.plan.planning import Wanted, hardware_for, step_of
+from stoker.plan.budget import MeasuredHere, PlannedRun, StepNeeds, make_plan, trace_needs
+from stoker.plan.planning import WantedMachine, hardware_for, step_of
 from stoker.plan.records import Plan, VramBudget
 from stoker.plan.tracing import build_without_memory
 from stoker.tasks.image_data import DataFacts
@@ -35,13 +35,13 @@ def refuse_what_cannot_fit(config: Config, path: Path | None, machine: Machine, 
         return
     if force:
         for finding in plan.refused:
-            say(f"warning: {finding.message}; starting anyway because of --force")
+            say(f"warning: {finding.seen}; starting anyway because of --force")
         return
     first, *others = plan.refused
-    more = "".join(f"\nalso: {finding.message} ({finding.fix})" for finding in others)
+    more = "".join(f"\nalso: {finding.seen} ({finding.fix})" for finding in others)
     raise UserError(
         "does-not-fit",
-        f"{first.message}{more}",
+        f"{first.seen}{more}",
         why="the run would be killed later, when there is more to lose",
         hint=f"{first.fix}; `stoker plan` shows every part, --force starts anyway",
     )
@@ -49,24 +49,21 @@ def refuse_what_cannot_fit(config: Config, path: Path | None, machine: Machine, 
 
 def quick_plan(config: Config, path: Path | None, machine: Machine) -> Plan:
     """What the config needs and this machine has; takes less than a second unless the step has to be traced."""
-    hardware = hardware_for(config, path, Wanted(), machine, for_start=True)
-    measured = Measured(STATED, None, used_by_others_bytes())
+    hardware = hardware_for(config, path, WantedMachine(), machine, for_start=True)
+    measured = MeasuredHere(STATED, None, used_by_others_bytes())
     if config.task == "classify":
-        job = Job(config, hardware, DataFacts(config.num_classes or UNKNOWN_CLASSES), measured)
+        job = PlannedRun(config, hardware, DataFacts(config.num_classes or UNKNOWN_CLASSES), measured)
         most_bytes = config.batch_size * 3 * config.img_size**2 * 4 * MOST_ACTIVATIONS_PER_INPUT
     else:
         # Without opening the data: a second channel would hardly change what a network keeps.
         facts = volume_facts(config.model_copy(update={"data_root": None}))
-        job = Job(config, hardware, DataFacts(facts.rules.classes), measured, facts)
+        job = PlannedRun(config, hardware, DataFacts(facts.rules.classes), measured, facts)
         most_bytes = config.batch_size * math.prod(config.patch_size or ()) * 4 * MOST_ACTIVATIONS_PER_VOXEL_INPUT
     step = step_of(job)
     heavy = most_bytes > WORTH_A_TRACE * (hardware.ram_bytes or 0)
     if not heavy and hardware.on_cpu:
         return make_plan(job, _weights_only(config, step), scaling=False)
-    needs = trace_needs(job, step, search=False)
-    if needs.vram.fits is False:
-        needs = trace_needs(job, step)  # only now: finding what would fit takes three more traces
-    return make_plan(job, needs, scaling=False)
+    return make_plan(job, trace_needs(job, step, search=False), scaling=False)
 
 
 def _weights_only(config: Config, step: TraceableStep) -> StepNeeds:

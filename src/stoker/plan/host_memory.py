@@ -14,7 +14,7 @@ from stoker.machine.loader_memory import STATED, LoaderMemory
 from stoker.plan.records import Budget, RamBudget
 
 CHANNELS = 3
-# Of our index of the data set (results/index).
+# Our index of the data set (results/index).
 INDEX_BYTES_PER_SAMPLE = 42
 # The first use of CUDA takes 1,203 MiB of host memory per process (github.com/pytorch/pytorch/issues/106511).
 CUDA_HOST_BYTES = 1_300_000_000
@@ -55,7 +55,7 @@ class LoaderSettings:
     held: int = 1
     """Batches that the consumer holds when it asks for the next: with gradient accumulation, those of an update."""
     sample_bytes: int | None = None
-    """Of a sample in a batch, if it is not an RGB image of `size` pixels."""
+    """Size of a sample in a batch, if it is not an RGB image of `size` pixels."""
 
     @property
     def batch_bytes(self) -> int:
@@ -77,9 +77,9 @@ class HostShape:
     """What runs on one host."""
 
     loader: LoaderSettings
-    """Of training, in each process."""
+    """The training loader of each process."""
     validation: LoaderSettings | None = None
-    """Of validation; with persistent workers, its workers exist at the same time as those of training."""
+    """The validation loader; with persistent workers, its workers exist at the same time as those of training."""
     persistent_workers: bool = True
     processes: int = 1
     """One per accelerator of the host."""

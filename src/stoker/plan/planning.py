@@ -25,7 +25,7 @@ from stoker.machine.loader_memory import STATED, measure_loader_memory
 from stoker.machine.local_disk import find_local_disk
 from stoker.machine.memory import used_by_others_bytes
 from stoker.plan.break_even import ANY_DISK, Room
-from stoker.plan.budget import Hardware, Job, Measured, StepNeeds, check_counts, make_plan, trace_needs
+from stoker.plan.budget import Hardware, MeasuredHere, PlannedRun, StepNeeds, check_counts, make_plan, trace_needs
 from stoker.plan.records import Plan
 from stoker.plan.tiers import TierSetting, choose_tiers
 from stoker.plan.timing import CLOUD_THREADS_PER_CORE, SECOND_THREAD_GAIN, cores_worth, read_storage
@@ -39,8 +39,6 @@ from stoker.tasks.volumes import data as volume_data
 from stoker.tasks.volumes import planning as segment_plan
 from stoker.tasks.volumes.planning import VolumeFacts, mean_read_bytes, volume_facts
 from stoker.train.step import TraceableStep
-
-# How many images per second a core prepares, measured on a config's own data.
 
 TRIAL_S = 3.0
 MOST_BATCH = 64
@@ -68,18 +66,16 @@ def samples_per_core_second(config: Config) -> float | None:
     return speed.images_per_second / cores
 
 
-# The steps of `stoker plan`, in order: config, machine, data, trace, plan; and the configs of its tiers.
-
 # The default size limit of a tmpfs is half of the memory (Linux, Documentation/filesystems/tmpfs).
 SHM_SHARE_OF_RAM = 0.5
 # 430 to 558 images/s for one config on one machine, which was not idle; bench/plan_spread.py measures it.
 SPREAD = 0.15
 BUSY_LOAD = 0.5
-"""Processes that want a core, of those there are: from here on, measurements share them."""
+"""Runnable processes per core from which measurements share the cores with other programs."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedMachine:
     """The machine as the user describes it; None means the value of this machine."""
 
     gpu: str | None = None
@@ -102,7 +98,7 @@ class Planned:
     """A plan, and what it was made from."""
 
     plan: Plan
-    job: Job
+    job: PlannedRun
     step: TraceableStep
     needs: StepNeeds
     path: Path
@@ -110,7 +106,7 @@ class Planned:
     """Keys that the command line set on top of the file."""
 
 
-def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned:
+def plan_config(path: Path, overrides: Sequence[str], wanted: WantedMachine) -> Planned:
     """Plans a config for the machine that the user describes."""
     config = load_for_command(path, overrides).config
     in_file = config_values(load_config(path, []).config) if overrides else config_values(config)
@@ -124,7 +120,7 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: Wanted) -> Planned
     say_notes(notes)
     with progress_bar("listing", None) as advance:
         data, volumes = facts_of(config, wanted.samples, advance)
-    job = Job(config, hardware, data, _measured(config, hardware, wanted), volumes)
+    job = PlannedRun(config, hardware, data, _measured(config, hardware, wanted), volumes)
     step = step_of(job)
     with progress_bar("tracing the step", None):
         needs = trace_needs(job, step)
@@ -144,7 +140,7 @@ def facts_of(
     return DataFacts(volumes.rules.classes, sample_bytes=mean_read_bytes(config, volumes)), volumes
 
 
-def step_of(job: Job) -> TraceableStep:
+def step_of(job: PlannedRun) -> TraceableStep:
     """The training step of the job's task."""
     if job.volumes is not None:
         return segment_plan.traceable_step(job.config, job.volumes.channels, job.volumes.rules.classes)
@@ -160,7 +156,7 @@ class _Accelerator:
 
 
 def hardware_for(
-    config: Config, path: Path | None, wanted: Wanted, machine: Machine, *, for_start: bool = False
+    config: Config, path: Path | None, wanted: WantedMachine, machine: Machine, *, for_start: bool = False
 ) -> Hardware:
     """The machine that the user describes, or this one; with `for_start` nothing is measured."""
     check_counts(wanted.cpus, wanted.cores)
@@ -207,7 +203,7 @@ def hardware_for(
 
 
 def cpu_caveats(cpus: int) -> list[str]:
-    """How much figures that were measured on these cores are worth."""
+    """How reliable figures measured on these cores are."""
     load = os.getloadavg()[0]
     spread = f"{100 * SPREAD:.0f} %"
     said = [f"the model's time: measured on these cores just now; another measurement may differ by {spread}"]
@@ -268,7 +264,7 @@ def _tier_text(setting: TierSetting, base: Path, overridden: dict[str, Any]) -> 
     return "\n".join(lines) + "\n"
 
 
-def _accelerator(config: Config, wanted: Wanted, machine: Machine, *, for_start: bool) -> _Accelerator:
+def _accelerator(config: Config, wanted: WantedMachine, machine: Machine, *, for_start: bool) -> _Accelerator:
     named = wanted.gpu or (config.accelerator if machine.accelerators or not for_start else None)
     if named is not None:
         sheet = load_datasheet(named)
@@ -283,12 +279,12 @@ def _accelerator(config: Config, wanted: Wanted, machine: Machine, *, for_start:
     return _Accelerator(None if for_start else measure_cpu(), None, 1, on_cpu=True)
 
 
-def _measured(config: Config, hardware: Hardware, wanted: Wanted) -> Measured:
+def _measured(config: Config, hardware: Hardware, wanted: WantedMachine) -> MeasuredHere:
     others = used_by_others_bytes() if hardware.is_here else None
     if not wanted.measure:
-        return Measured(STATED, None, others)
+        return MeasuredHere(STATED, None, others)
     with progress_bar("measuring the loader", None):
-        return Measured(measure_loader_memory(), samples_per_core_second(config), others)
+        return MeasuredHere(measure_loader_memory(), samples_per_core_second(config), others)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

@@ -1,58 +1,16 @@
-"""What a config will need before anything runs (memory, time, cost), and what a check or a plan found."""
+"""What a config will need before anything runs: memory, time and cost. None always means 'unknown', never zero."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-# What a check or a plan found: what is wrong, what to do, and the speed-up from it.
-
+from stoker.finding import Finding, as_json
 
 PACKED_BYTES = 54_000
 """The mean of 400 of ImageNet's images, packed at 500 px and quality 90; their files have 113,000 on average. Smaller
 files would not shrink, and packing is not offered for them."""
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """A predicted figure: the expected value, and the range that contains the true one with 80 % probability."""
-
-    low: float
-    expected: float
-    high: float
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that a user should know."""
-
-    id: str
-    """A stable name: `storage-bound`, `too-few-workers`."""
-    message: str
-    """What was seen, with the numbers."""
-    fix: str | None = None
-    """What to type or to set: a command, a config line, an argument of DataLoader."""
-    speedup: Estimate | None = None
-    """By how much the fix would speed up training; None if no measurement says so."""
-    refuses: bool = False
-    """Whether a run must not start like this."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "message": self.message,
-            "fix": self.fix,
-            "speedup": None if self.speedup is None else self.speedup.as_dict(),
-            "refuses": self.refuses,
-        }
-
-
-# What a config will need before anything runs: memory, time and cost.
-#
-# None always means 'unknown', never zero.
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -67,7 +25,7 @@ class TracedOp:
     flops: int
     """A multiplication and an addition count as two; 0 for everything but matrix products and convolutions."""
     dtype: str
-    """Of the computation: float32, float16, bfloat16."""
+    """In which it computes: float32, float16, bfloat16."""
     read_bytes: int
     """Inputs, each tensor counted once."""
     written_bytes: int
@@ -99,9 +57,6 @@ class VramBudget:
     def fits(self) -> bool | None:
         return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"fits": self.fits}
-
 
 @dataclass(frozen=True)
 class RamBudget:
@@ -124,9 +79,6 @@ class RamBudget:
     def fits(self) -> bool | None:
         return None if self.limit_bytes is None else self.total_bytes <= self.limit_bytes
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"fits": self.fits}
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -139,9 +91,6 @@ class Budget:
     @property
     def fits(self) -> bool | None:
         return None if self.limit is None else self.needed <= self.limit
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"fits": self.fits}
 
 
 @dataclass(frozen=True)
@@ -169,9 +118,6 @@ class TimeBudget:
     torch_loader: Rate | None = None
     """What torch's DataLoader with PIL would reach with the same workers on the same cores; never the pace itself."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class ScalingRow:
@@ -193,7 +139,7 @@ class PatchRow:
     patch: tuple[int, int, int]
     batch: int
     live_bytes: int
-    """Of tensors, at the peak."""
+    """Live tensors at the peak."""
     vram_bytes: int
     """What the allocator reserves for them, and the rest of what nvidia-smi would show."""
     fits: bool | None
@@ -222,15 +168,12 @@ class VolumePlan:
     read_bytes: float
     """Mean of what is read for a patch, with the surroundings that rotated and scaled ones need."""
     read_bytes_per_second: float | None
-    """That the accelerators can take, over all nodes."""
+    """What the accelerators of all nodes can take."""
     worker_bytes: int
     """Memory of one worker and the batches that it has in flight."""
     cache_bytes: int
     """Decoded chunks of compressed volumes, of one node."""
     prediction: PredictionBudget
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -260,34 +203,20 @@ class Plan:
     on_cpu: bool = False
     """Whether the model computes on the host's cores."""
     cpus: int | None = None
-    """Of a node, hyper-threads counted singly."""
+    """CPUs of a node; two hyper-threads of a core count as two."""
     cores: int | None = None
     """Physical ones behind them."""
 
     @property
     def refused(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.refuses)
+        return tuple(finding for finding in self.findings if finding.status == "failed")
 
     def as_dict(self) -> dict[str, Any]:
         """The document that `--json` prints."""
-        return {
-            "hardware": self.hardware,
-            "cpus": self.cpus,
-            "cores": self.cores,
-            "batch_size": self.batch_size,
-            "total_batch": self.total_batch,
-            "lr": self.lr,
-            "steps_per_epoch": self.steps_per_epoch,
-            "epochs": self.epochs,
-            "vram": None if self.vram is None else self.vram.as_dict(),
-            "ram": self.ram.as_dict(),
-            "shm": self.shm.as_dict(),
-            "disk": None if self.disk is None else self.disk.as_dict(),
-            "open_files": self.open_files.as_dict(),
-            "time": self.time.as_dict(),
-            "scaling": [asdict(row) for row in self.scaling],
-            "findings": [finding.as_dict() for finding in self.findings],
-            "assumptions": list(self.assumptions),
-            "unit": self.unit,
-            "volumes": None if self.volumes is None else self.volumes.as_dict(),
-        }
+        document = asdict(self)
+        del document["on_cpu"]
+        for name in ("vram", "ram", "shm", "disk", "open_files"):
+            if (budget := getattr(self, name)) is not None:
+                document[name]["fits"] = budget.fits
+        keys = ("id", "message", "fix", "speedup", "refuses")
+        return document | {"findings": [as_json(finding, *keys) for finding in self.findings]}

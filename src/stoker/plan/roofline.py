@@ -20,7 +20,7 @@ Kind = Literal["convolution", "matrix product", "normalisation", "pointwise", "l
 # fitted to one device. Large products in cuBLAS and cuDNN reach 80 to 95 % of the datasheet's peak; clocks above the
 # specified one make up for some of the rest.
 PRODUCT_EFFICIENCY = 0.9
-# Of the datasheet's bandwidth; plain copies reach 85 to 93 %, kernels with reductions less.
+# Share of the datasheet's bandwidth; plain copies reach 85 to 93 %, kernels with reductions less.
 BANDWIDTH_EFFICIENCY = 0.8
 # A tile waits for its first operands and writes its result when the products are done: this share of the shorter time
 # is not hidden behind the longer one.
@@ -55,7 +55,7 @@ NVLINK_EFFICIENCY = 0.75
 PCIE_EFFICIENCY = 0.4
 NETWORK_EFFICIENCY = 0.8
 DEFAULT_NETWORK_BYTES_PER_SECOND = 12.5e9
-"""Of a node, unless given: 100 Gbit/s."""
+"""Default bandwidth of a node: 100 Gbit/s."""
 
 _NORMS_BY_STATISTICS = ("batch_norm", "group_norm", "instance_norm")
 _FORMAT_OF_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}

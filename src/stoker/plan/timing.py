@@ -12,10 +12,10 @@ import yaml
 from stoker.config.fields import parse_bytes
 from stoker.data.images.pack.packing import PACKING_SPEEDUP
 from stoker.errors import UsageError, did_you_mean
+from stoker.finding import Estimate, Finding
 from stoker.plan.break_even import Room, break_even, break_even_text, staging_fix
-from stoker.plan.records import PACKED_BYTES, Estimate, Finding, Rate, TimeBudget
-
-# How many images per second storage delivers: measured, by name, or given as bytes per second.
+from stoker.plan.records import PACKED_BYTES, Rate, TimeBudget
+from stoker.units import size_text
 
 # Requests that our reader keeps in flight per rank (data/store/prefetch.py).
 REQUESTS_IN_FLIGHT = 64
@@ -23,7 +23,7 @@ _BYTES_PER_SECOND = re.compile(r"(.+?)\s*(?:/\s*s|ps)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageKind:
     """What one kind of storage delivers."""
 
     name: str
@@ -44,12 +44,12 @@ class Storage:
         return Rate(min(limits), f"{self.name}: {self.source}")
 
 
-def read_storage(word: str) -> Storage:
+def read_storage(word: str) -> StorageKind:
     """Storage by name (`fsx`, `s3`) or by rate (`500MB/s`); raises UsageError for anything else."""
     stated = _BYTES_PER_SECOND.fullmatch(word.strip())
     if stated is not None:
         try:
-            return Storage(word, "as given", bytes_per_second=float(parse_bytes(stated[1])))
+            return StorageKind(word, "as given", bytes_per_second=float(parse_bytes(stated[1])))
         except ValueError as error:
             raise UsageError("storage-rate", f"--storage {word}: {error}", hint="--storage 500MB/s") from None
     text = resources.files("stoker.plan").joinpath("storage_rates.yaml").read_text()
@@ -64,10 +64,8 @@ def read_storage(word: str) -> Storage:
         )
     fields = known[name]
     numbers = {key: float(value) for key, value in fields.items() if key != "source"}
-    return Storage(name, fields["source"], **numbers)
+    return StorageKind(name, fields["source"], **numbers)
 
-
-# How long a job takes: the slowest of accelerator, loader and storage sets the pace.
 
 # Images per second that one physical core prepares from ImageNet's files at 224 px: 1,256 with two threads on the two
 # cores of results/loaders.
@@ -93,7 +91,7 @@ FED = 0.97
 
 
 def cores_worth(threads: float, cores: int) -> float:
-    """Physical cores that would do the work of so many busy threads, which fill one core each before they share."""
+    """Physical cores that would do the work of this many busy threads, which fill one core each before they share."""
     return min(threads, cores) + SECOND_THREAD_GAIN * max(0.0, threads - cores)
 
 
@@ -183,11 +181,11 @@ def time_findings(
     device, devices = ("model", "model") if on_cpu else ("accelerator", "accelerators")
     if time.images_per_second >= FED * wanted:
         if "loader" not in time.rates:
-            return []  # nobody knows what else would be slower
+            return []  # what else would be slower is not known
         return [
-            Finding("accelerator-bound", f"the {device} is the slowest part: more cores or storage would not help")
+            Finding(f"the {device} is the slowest part: more cores or storage would not help", name="accelerator-bound")
             if not on_cpu
-            else Finding("model-bound", "the model is the slowest part: faster storage would not help")
+            else Finding("the model is the slowest part: faster storage would not help", name="model-bound")
         ]
     found = []
     loader, storage = time.rates.get("loader"), time.rates.get("storage")
@@ -198,11 +196,11 @@ def time_findings(
         kind = "cores" if cores in (None, cpus) else "vCPUs"
         found.append(
             Finding(
-                "loader-bound",
                 f"{cpus * nodes} {kind} prepare {slow:,.0f} {unit}/s, the {devices} can take {wanted:,.0f}: "
                 f"that would need {needed_cpus * nodes:.0f} {kind}",
-                fix=f"more {kind}, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} if it is lower",
-                speedup=_at_most(others / time.images_per_second),
+                f"more {kind}, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} if it is lower",
+                _at_most(others / time.images_per_second),
+                name="loader-bound",
             )
         )
         packed = min(slow * PACKING_SPEEDUP, others)  # of images
@@ -210,17 +208,17 @@ def time_findings(
         if unit == "images" and large and packed > 1.02 * time.images_per_second:
             found.append(
                 Finding(
-                    "packing-helps",
                     f"packed at 500 px, the same cores prepare about {slow * PACKING_SPEEDUP:,.0f} images/s",
-                    fix="stoker pack DATA_ROOT PACKED --longest 500 --quality 90",
-                    speedup=_at_most(packed / time.images_per_second),
+                    "stoker pack DATA_ROOT PACKED --longest 500 --quality 90",
+                    _at_most(packed / time.images_per_second),
+                    name="packing-helps",
                 )
             )
     if storage is not None and storage.images_per_second < FED * wanted and sample_bytes is not None:
         needed = wanted * sample_bytes
         message = (
-            f"storage delivers {storage.images_per_second * sample_bytes / 1e6:,.0f} MB/s, "
-            f"the {devices} can take {needed / 1e6:,.0f} MB/s"
+            f"storage delivers {size_text(storage.images_per_second * sample_bytes)}/s, "
+            f"the {devices} can take {size_text(needed)}/s"
         )
         rest = min(rate.images_per_second for name, rate in time.rates.items() if name != "storage")
         nearer = staging_fix(config, is_config=True, root=data_root, size_bytes=dataset_bytes, room=room)
@@ -235,10 +233,10 @@ def time_findings(
         faster = rest if nearer.share == 1 else min(rest, now / (1 - nearer.share))
         found.append(
             Finding(
-                "storage-bound",
                 message,
-                fix=nearer.fix,
-                speedup=_at_most(faster / time.images_per_second) if nearer.share else None,
+                nearer.fix,
+                _at_most(faster / time.images_per_second) if nearer.share else None,
+                name="storage-bound",
             )
         )
     return found

@@ -219,8 +219,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.mark(fresh, "parameters")
 
 
-# A training step without a device: real model code on fake tensors, and what it would allocate and compute.
-
 # The first step allocates the optimizer's state, in gaps left by its activations; the second is like all others.
 TRACED_STEPS = 2
 
@@ -237,11 +235,11 @@ class Trace:
     events: tuple[int, ...]
     """In order, from building the model to the end of the second step: `n` allocates piece n, `~n` frees it."""
     ops: tuple[TracedOp, ...]
-    """Of the second step, in order."""
+    """Allocations of the second step, in order."""
     parameters: int
     """Number of scalar parameters."""
     trained_bytes: int
-    """Of the parameters with gradients."""
+    """Size of the parameters with gradients."""
 
     @property
     def flops(self) -> int:
@@ -315,7 +313,7 @@ def _run(step: TraceableStep, batch: int, model: nn.Module, recorder: Recorder) 
     model.register_forward_pre_hook(recorder.enter_model)
     model.register_forward_hook(recorder.leave_model)
     optimizer.register_step_pre_hook(recorder.begin_update)
-    batches = _Batches(step, batch, recorder)
+    batches = _DeviceBatches(step, batch, recorder)
     result: Any = None
     for number in range(TRACED_STEPS):
         recorder.begin_step(watch_ops=number == TRACED_STEPS - 1)
@@ -323,8 +321,9 @@ def _run(step: TraceableStep, batch: int, model: nn.Module, recorder: Recorder) 
         if ema is not None:
             ema.update()
         recorder.end_step()
-        recorder.mark(_gradients(model), "gradients")
-        recorder.mark(_state(optimizer), "optimizer")
+        recorder.mark([weight.grad for weight in model.parameters() if weight.grad is not None], "gradients")
+        state = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)]
+        recorder.mark(state, "optimizer")
     del batches, result
 
 
@@ -346,7 +345,7 @@ def trace_forward(step: TraceableStep, batch: int) -> Trace:
     return _traced(recorder, batch, model)
 
 
-class _Batches:
+class _DeviceBatches:
     """Batches as the loop has them on the device: while one is computed, the next is already there."""
 
     def __init__(self, step: TraceableStep, batch: int, recorder: Recorder) -> None:
@@ -371,14 +370,6 @@ def _in_order(events: list[int]) -> Iterator[int]:
     for freed, run in groupby(events, key=lambda event: event < 0):
         group = list(run)
         yield from sorted(group, reverse=True) if freed else group
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 @contextmanager

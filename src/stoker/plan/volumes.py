@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 
 from stoker.data.volumes.volume import Shape
+from stoker.finding import Finding
 from stoker.machine.datasheets import Datasheet
 from stoker.models.volumes import divisor_of, fitting_patches
 from stoker.plan.allocator import replay
-from stoker.plan.budget import Job, StepNeeds, host_shape, step_s_of
-from stoker.plan.records import Finding, PatchRow, Plan, PredictionBudget, VolumePlan
+from stoker.plan.budget import PlannedRun, StepNeeds, host_shape, step_s_of
+from stoker.plan.records import PatchRow, Plan, PredictionBudget, VolumePlan
 from stoker.plan.roofline import step_seconds
 from stoker.plan.tracing import CannotTrace, Trace, trace_forward, trace_step
 from stoker.plan.vram import outside_bytes, parts_at_peak, usage_under
@@ -25,7 +26,7 @@ SLOW_CONV3D = "2.9"
 """Convolutions of volumes in mixed precision are up to four times slower in this version (pytorch issue 166122)."""
 
 
-def with_volumes(plan: Plan, job: Job, needs: StepNeeds) -> Plan:
+def with_volumes(plan: Plan, job: PlannedRun, needs: StepNeeds) -> Plan:
     """The plan with its part about volumes; traces a few more steps, which takes seconds each."""
     facts, config, hardware = job.volumes, job.config, job.hardware
     assert facts is not None
@@ -46,7 +47,7 @@ def with_volumes(plan: Plan, job: Job, needs: StepNeeds) -> Plan:
     return replace(plan, volumes=volumes, findings=(*plan.findings, *volume_findings(job, torch.__version__)))
 
 
-def patch_rows(job: Job, facts: VolumeFacts, own: Trace | None) -> tuple[PatchRow, ...]:
+def patch_rows(job: PlannedRun, facts: VolumeFacts, own: Trace | None) -> tuple[PatchRow, ...]:
     """The config's patch with other batches, and the nearest smaller and larger patch that fit the network.
 
     `own` is the trace of the config's step.
@@ -67,7 +68,7 @@ def _moved(patch: Shape, by: int) -> Shape:
     return max(1, patch[0] + by), max(1, patch[1] + by), max(1, patch[2] + by)
 
 
-def _row(job: Job, facts: VolumeFacts, patch: Shape, batch: int, trace: Trace | None) -> PatchRow | None:
+def _row(job: PlannedRun, facts: VolumeFacts, patch: Shape, batch: int, trace: Trace | None) -> PatchRow | None:
     config = job.config.model_copy(update={"patch_size": patch, "batch_size": batch})
     try:
         trace = trace or trace_step(traceable_step(config, facts.channels, facts.rules.classes))
@@ -84,8 +85,8 @@ def _row(job: Job, facts: VolumeFacts, patch: Shape, batch: int, trace: Trace | 
     )  # fmt: skip
 
 
-def prediction_budget(job: Job, facts: VolumeFacts) -> PredictionBudget:
-    """Of the largest volume."""
+def prediction_budget(job: PlannedRun, facts: VolumeFacts) -> PredictionBudget:
+    """What predicting the largest volume takes."""
     config, hardware = job.config, job.hardware
     sliding = SlidingWindow(config.predict_overlap, config.predict_flips)
     batch = config.val_batch_size or config.batch_size
@@ -102,13 +103,13 @@ def prediction_budget(job: Job, facts: VolumeFacts) -> PredictionBudget:
     return PredictionBudget(facts.largest, size.windows, seconds, vram, size.disk_bytes)
 
 
-def _forward_s(job: Job, trace: Trace, sheet: Datasheet) -> float:
+def _forward_s(job: PlannedRun, trace: Trace, sheet: Datasheet) -> float:
     config = job.config
     tf32 = config.matmul_precision != "highest"
     return step_seconds(trace.ops, sheet, channels_last=config.channels_last, tf32=tf32).total_s
 
 
-def volume_findings(job: Job, torch_version: str) -> list[Finding]:
+def volume_findings(job: PlannedRun, torch_version: str) -> list[Finding]:
     """What costs time without a reason."""
     config, patch, found = job.config, patch_of(job.config), []
     divisor = divisor_of(config.model, patch)
@@ -118,19 +119,19 @@ def volume_findings(job: Job, torch_version: str) -> list[Finding]:
         sizes = " or ".join(f"patch_size={list(size)}" for size in (smaller, larger) if size is not None)
         found.append(
             Finding(
-                "patch-is-padded",
                 f"patches of {_by(patch)} are padded to {_by(padded)}: a step computes "
                 f"{math.prod(padded) / math.prod(patch):.2f} times the voxels that it learns from",
                 sizes,
+                name="patch-is-padded",
             )
         )
     if torch_version.startswith(f"{SLOW_CONV3D}.") and config.precision != "32":
         found.append(
             Finding(
-                "slow-conv3d",
                 f"torch {torch_version} runs 3D convolutions in mixed precision up to four times slower than other "
                 "versions (pytorch issue 166122)",
                 "pip install 'torch!=2.9.*'",
+                name="slow-conv3d",
             )
         )
     return found

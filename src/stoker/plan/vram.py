@@ -90,7 +90,7 @@ FRAGMENTATION = 0.2
 
 
 @dataclass(frozen=True)
-class Bound:
+class MemoryBound:
     """Bytes that do not depend on the batch size, and bytes per sample."""
 
     parameter_bytes: int
@@ -117,7 +117,7 @@ class Bound:
         return found | {"fragmentation": int(FRAGMENTATION * sum(found.values()))}
 
 
-def bound_without_trace(step: TraceableStep) -> Bound:
+def bound_without_trace(step: TraceableStep) -> MemoryBound:
     """Runs a real forward pass of two samples, on the CPU and in float32: an upper bound for mixed precision."""
     with torch.random.fork_rng(devices=[]):
         model = step.build_model()
@@ -129,7 +129,7 @@ def bound_without_trace(step: TraceableStep) -> Bound:
     average = WeightAverage(model, step.ema_decay).tensors.values() if step.ema_decay is not None else ()
     own = {tensor.untyped_storage()._cdata for tensor in everything}
     activations = {key: size for key, size in kept.items() if key not in own}
-    return Bound(
+    return MemoryBound(
         parameter_bytes=_bytes(everything),
         trained_bytes=_bytes([parameter for parameter in parameters if parameter.requires_grad]),
         ema_bytes=_bytes(list(average)),
@@ -160,8 +160,6 @@ def _kept_for_backward(model: nn.Module, inputs: Tensor) -> dict[int, int]:
 def _bytes(tensors: list[Tensor]) -> int:
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
-
-# The memory of one accelerator: the traced step in CUDA's allocator, and what else is needed.
 
 MIB = 1 << 20
 
@@ -323,7 +321,7 @@ class VramSearch:
             self._outside = outside_bytes(self._traces.first, compiled=compiled, gpus=gpus)
 
     def budget(self, batch: int, limit_bytes: int | None) -> VramBudget:
-        """Of a step with this batch size; does not search for the largest one."""
+        """The memory of a step with this batch size; does not search for the largest one."""
         if self._traces is None:
             return vram_budget(self._step, batch, limit_bytes, compiled=self._compiled, gpus=self._gpus, search=False)
         trace = self._traces.at(batch)

@@ -1,4 +1,5 @@
-"""Everything that a page shows of a run, as one plain document that `--json` prints; and a comparison of two."""
+"""Everything that a page shows of a run, or of a diagnosis without a run folder, as one plain document that `--json`
+prints; and a comparison of two."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stoker.clock.observed import Observed
-from stoker.clock.reading import ClockSums
+from stoker.clock.observed import Observed, SlowSample
+from stoker.clock.reading import PARTS, ClockSums, StepTimes
 from stoker.doctor.attach.reading import has_records
 from stoker.doctor.diagnosing import diagnosis_of, diagnosis_of_watched
-from stoker.doctor.records import Diagnosis, Need
+from stoker.doctor.records import Diagnosis
 from stoker.errors import StokerError
-from stoker.plan.records import Finding
+from stoker.finding import Finding, as_json
 from stoker.report.figures import (
     epoch_columns,
     figures,
@@ -39,14 +40,14 @@ from stoker.report.run_files import (
 )
 from stoker.report.tune_document import TuneReader, find_journal
 from stoker.run.folder import RunFolder, find_run, is_run
-from stoker.run.json_lines import JsonLines, Kept, Record, number
+from stoker.run.json_lines import JsonLines, KeptRecords, Record, number
 from stoker.run.lease import is_held
 from stoker.run.metrics import ABOUT
 from stoker.train.loader_changes import outcome_text
 
 JUDGE_EVERY_S = 5.0
 JUDGING_SHARE = 0.05
-"""Of one core's time, at most."""
+"""Share of one core's time, at most."""
 SHOWN_FINDINGS = 40
 SHOWN_EVENTS = 60
 SHOWN_SLOW_SAMPLES = 10
@@ -66,8 +67,8 @@ class RunReader:
         self._unjudged = True
         self._metrics = JsonLines(self.folder.metrics_file, _MetricsLines)
         self._clock = JsonLines(self.folder.clock_file, ClockSums)
-        self._predictions = JsonLines(self.folder.predictions_file, Kept)
-        self._quarantine = JsonLines(self.folder.quarantine_file, Kept)
+        self._predictions = JsonLines(self.folder.predictions_file, KeptRecords)
+        self._quarantine = JsonLines(self.folder.quarantine_file, KeptRecords)
         self._document: Document | None = None
         self._seen: tuple[object, ...] = ()
 
@@ -118,7 +119,6 @@ class RunReader:
             "folder": clip(folder.root),
             "state": state,
             "ending": None if ending is None else clip(ending),
-            "verdict": None if diagnosis is None else {"id": clip(diagnosis.verdict), "line": clip(diagnosis.line)},
             "figures": figures(clock.intervals, epochs, records, config, held=held),
             "parts": sum_of_parts(clock.intervals),
             "split": bool(clock.intervals),
@@ -128,12 +128,8 @@ class RunReader:
             "steps": step_columns(steps),
             "memory": memory_columns(clock.intervals),
             "stages": stage_rows(clock.stages, scale=1 / made, samples=made) if made else [],
-            "slowest": [
-                {"name": clip(s.name), "ms": rounded(1e3 * s.seconds), "typical_ms": rounded(1e3 * s.typical_s)}
-                for s in clock.slowest[:SHOWN_SLOW_SAMPLES]
-            ],
-            "findings": [] if diagnosis is None else [finding_row(f) for f in diagnosis.findings[:SHOWN_FINDINGS]],
-            "needs": [] if diagnosis is None else [need_row(need) for need in diagnosis.needs[:SHOWN_FINDINGS]],
+            "slowest": _slow_samples(clock.slowest),
+            **_judged(diagnosis),
             "predictions": describe_predictions([*predicted, *self._predictions.records]),
             "preview": preview_of(folder.preview_file),
             "evaluation": read_evaluation(folder.evaluation_file, folder.worst_file),
@@ -173,31 +169,41 @@ class RunReader:
         return [*found, *(clip(text) for text in observed)]
 
 
-class _MetricsLines(Kept):
+class _MetricsLines(KeptRecords):
     """Lines of metrics.jsonl without the costs of batches, which the page has from clock.jsonl."""
 
     def append(self, record: Record, /) -> None:
         super().append({name: value for name, value in record.items() if not name.startswith("batch/")})
 
 
-def finding_row(finding: Finding) -> dict[str, Any]:
-    """A finding as the page shows it."""
-    speedup = finding.speedup
+def _judged(diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """The verdict, the findings and the needs as the page shows them."""
+    if diagnosis is None:
+        return {"verdict": None, "findings": [], "needs": []}
     return {
-        "id": clip(finding.id),
-        "message": clip(finding.message, 1000),
-        "fix": None if finding.fix is None else clip(finding.fix, 1000),
-        "speedup": None if speedup is None else {n: rounded(v) for n, v in speedup.as_dict().items()},
-        "refuses": finding.refuses,
-    }
-
-
-def need_row(need: Need) -> dict[str, Any]:
-    """A need as the page shows it."""
-    return {
-        "what": clip(need.what), "unit": clip(need.unit), "wants": rounded(need.wants), "has": rounded(need.has),
-        "how": clip(need.how),
+        "verdict": {"id": clip(diagnosis.verdict), "line": clip(diagnosis.line)},
+        "findings": [_finding_row(finding) for finding in diagnosis.findings[:SHOWN_FINDINGS]],
+        "needs": [
+            {
+                "what": clip(need.what), "unit": clip(need.unit), "wants": rounded(need.wants),
+                "has": rounded(need.has), "how": clip(need.how),
+            }
+            for need in diagnosis.needs[:SHOWN_FINDINGS]
+        ],
     }  # fmt: skip
+
+
+def _finding_row(finding: Finding) -> dict[str, Any]:
+    row = as_json(finding, "id", "message", "fix", "speedup", "refuses")
+    row |= {key: clip(row[key], 1000) for key in ("id", "message", "fix") if row[key] is not None}
+    return row | {"speedup": row["speedup"] and {name: rounded(value) for name, value in row["speedup"].items()}}
+
+
+def _slow_samples(slowest: Sequence[SlowSample]) -> list[dict[str, Any]]:
+    return [
+        {"name": clip(slow.name), "ms": rounded(1e3 * slow.seconds), "typical_ms": rounded(1e3 * slow.typical_s)}
+        for slow in slowest[:SHOWN_SLOW_SAMPLES]
+    ]
 
 
 def _describe_events(events: Sequence[Record], unit: str) -> list[dict[str, Any]]:
@@ -226,6 +232,98 @@ def _changed_ns(path: Path) -> int | None:
     except OSError:
         return None
 
+
+# A watched script, or the trials of a config: an observation without a run folder.
+
+STATES = {"script": "watched", "trial": "tried", "run": "read"}
+
+
+def diagnosis_document(diagnosis: Diagnosis, name: str) -> Document:
+    """Like `RunReader.document`; what only a run folder has is empty."""
+    observed, steps = diagnosis.observed, diagnosis.observed.steps
+    # All but the wait is one part if compute was not measured.
+    parts = {part: getattr(observed, f"{part}_s") for part in PARTS}
+    if parts["compute"] is None:
+        parts = {"wait": observed.wait_s, "rest": observed.elapsed_s - observed.wait_s}
+    besides = {"epoch_starts": sum(observed.epoch_starts_s), "validation": observed.validation_s or 0.0}
+    confirmed = [] if diagnosis.confirmation is None else [diagnosis.confirmation.as_dict()]
+    predicted = [prediction.as_dict() for prediction in diagnosis.predictions]
+    return {
+        "name": clip(name),
+        "folder": clip(name),
+        "state": STATES[observed.source],
+        "ending": None,
+        "figures": {
+            "wait_share": rounded(observed.wait_share),
+            "images_per_second": rounded(observed.images_per_second) if observed.samples else None,
+            "step_ms": rounded(1e3 * observed.elapsed_s / steps) if steps else None,
+            "elapsed_s": rounded(observed.elapsed_s) if steps else None,
+            "step": steps,
+            "updated": time.time(),
+        },
+        "parts": {part: rounded(seconds) for part, seconds in parts.items() if seconds is not None} if steps else {},
+        "split": observed.compute_s is not None,
+        "besides": {name: rounded(seconds) for name, seconds in besides.items() if seconds > 0},
+        "timeline": timeline_columns(_intervals(observed)),
+        "epochs": {},
+        "steps": {},
+        "memory": {},
+        "stages": _stages(observed),
+        "slowest": _slow_samples(observed.slow_samples),
+        **_judged(diagnosis),
+        "predictions": describe_predictions([*predicted, *confirmed]),
+        "preview": None,
+        "evaluation": None,
+        "quarantine": {"count": 0, "samples": []},
+        "config": None,
+        "environment": {"facts": _facts(observed)},
+        "checkpoints": [],
+        "events": [],
+        "missing": [clip(text) for text in observed.missing],
+    }
+
+
+def _intervals(observed: Observed) -> list[StepTimes]:
+    """One interval for each of the newest steps."""
+    images = observed.samples / observed.steps if observed.steps else 0.0
+    first = max(0, observed.steps - len(observed.waits_s))
+    return [
+        StepTimes(
+            first + number, None, 1, {"wait": wait_s, "rest": rest_s},
+            images / (wait_s + rest_s) if images and wait_s + rest_s > 0 else None,
+        )
+        for number, (wait_s, rest_s) in enumerate(zip(observed.waits_s, observed.steps_s, strict=False), 1)
+    ]  # fmt: skip
+
+
+def _stages(observed: Observed) -> list[dict[str, Any]]:
+    """The time of one image is that of the newest batches; its split into stages is that of all batches."""
+    total_s = sum(stage.wall_s for stage in observed.stages.values())
+    samples = sum(batch.samples for batch in observed.batches)
+    if total_s <= 0 or not samples:
+        return []
+    return stage_rows(observed.stages, scale=sum(batch.wall_s for batch in observed.batches) / samples / total_s)
+
+
+def _facts(observed: Observed) -> dict[str, str]:
+    """What is known about the machine and the set-up of the loop."""
+    shape, host, storage, accelerator = observed.loader, observed.host, observed.storage, observed.accelerator
+    facts: dict[str, object] = {"torch": observed.torch_version}
+    if host is not None:
+        facts["cores"] = host.cpus
+    if accelerator is not None:
+        facts["accelerator"] = accelerator.name
+    if shape is not None:
+        one, several = {"process": ("process", "processes")}.get(shape.engine, ("thread", "threads"))
+        kind = one if shape.workers == 1 else several
+        facts["workers"] = f"{shape.workers} {kind}" if shape.workers else "none (the training loop makes the batches)"
+        facts |= {"prefetch": shape.prefetch, "batch size": shape.batch_size, "start method": shape.start_method}
+    if storage is not None:
+        facts["storage"] = storage.kind
+    return {name: clip(value) for name, value in facts.items() if value is not None}
+
+
+# Two runs beside each other.
 
 _ABSENT = object()
 COMPARED_FIGURES = {
@@ -293,6 +391,4 @@ def read_document(path: Path) -> tuple[Path, Document]:
     if not has_records(path):
         folder, reader = open_reader(path)
         return folder, reader.document()
-    from stoker.report.diagnosis_document import diagnosis_document  # which imports this module
-
     return path, diagnosis_document(diagnosis_of_watched(path), path.resolve().name)

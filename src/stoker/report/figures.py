@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -140,20 +141,14 @@ def columns(
         edges = [round(point * len(rows) / POINTS) for point in range(POINTS + 1)]
     found: dict[str, Column] = {}
     for name in names:
-        merge = max if name in worst else _mean
-        column = [_merged([row.get(name) for row in rows[a:b]], merge) for a, b in pairwise(edges)]
+        merge = max if name in worst else statistics.fmean
+        column: Column = []
+        for a, b in pairwise(edges):
+            known = [value for row in rows[a:b] if (value := row.get(name)) is not None and math.isfinite(value)]
+            column.append(rounded(merge(known)) if known else None)
         if any(value is not None for value in column):
             found[name] = column
     return found
-
-
-def _merged(values: Sequence[float | None], merge: Callable[[list[float]], float]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return rounded(merge(known)) if known else None
-
-
-def _mean(values: list[float]) -> float:
-    return values[0] if len(values) == 1 else math.fsum(values) / len(values)
 
 
 def timeline_columns(intervals: Sequence[StepTimes]) -> dict[str, Any]:

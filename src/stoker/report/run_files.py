@@ -18,6 +18,7 @@ from stoker.redact import redact_text
 from stoker.report.figures import rounded
 from stoker.run.json_lines import Record, finite, number
 from stoker.run.metric import read_checkpoint_name
+from stoker.units import size_text
 
 LONGEST_TEXT = 400
 """Characters of a name or a message: a path may have 4,096, and a page full of those is unreadable."""
@@ -64,16 +65,16 @@ def read_environment(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(record, dict):
         return {}
-    host, git = _mapping(record.get("host")), _mapping(record.get("git"))
-    packages = {clip(name, 80): clip(version, 80) for name, version in _mapping(record.get("packages")).items()}
-    command = record.get("command")
+    host, git = mapping(record.get("host")), mapping(record.get("git"))
+    packages = {clip(name, 80): clip(version, 80) for name, version in mapping(record.get("packages")).items()}
+    command, ram = record.get("command"), finite(host.get("ram_bytes"))
     facts = {
         "started": record.get("time"),
         "host": host.get("name"),
         "system": host.get("system"),
         "processor": host.get("cpu"),
         "cores": host.get("cpus"),
-        "memory": _gigabytes(host.get("ram_bytes")),
+        "memory": None if ram is None else size_text(ram),
         "python": record.get("python"),
         "torch": packages.get("torch"),
         "stoker": record.get("stoker"),
@@ -85,7 +86,7 @@ def read_environment(path: Path) -> dict[str, Any]:
         facts["revision"] = f"{facts['revision']}, with uncommitted changes"
     return {
         "facts": {name: clip(value) for name, value in facts.items() if value is not None},
-        "variables": {clip(k, 80): clip(v) for k, v in _mapping(record.get("variables")).items()},
+        "variables": {clip(k, 80): clip(v) for k, v in mapping(record.get("variables")).items()},
         "packages": dict(list(packages.items())[:1000]),
     }
 
@@ -114,14 +115,14 @@ def read_evaluation(file: Path, picture: Path) -> dict[str, Any] | None:
     return {
         "checkpoint": clip(Path(str(record.get("checkpoint"))).name),
         "count": len(volumes),
-        "mean": _scores_of(_mapping(record.get("mean"))),
+        "mean": _scores_of(mapping(record.get("mean"))),
         "volumes": [{"id": clip(one.get("id")), **_scores_of(one)} for one in volumes[:SHOWN_VOLUMES]],
         "picture": preview_of(picture),
     }
 
 
 def _scores_of(record: dict[str, Any]) -> dict[str, float | None]:
-    competition = _mapping(record.get("competition"))
+    competition = mapping(record.get("competition"))
     scores = {name: rounded(number(record, name)) for name in ("dice", "iou", "surface_dice")}
     score = number(competition or record, "score")
     return scores if score is None else scores | {"score": rounded(score)}
@@ -185,7 +186,7 @@ def describe_predictions(records: Sequence[Record]) -> list[dict[str, Any]]:
             untried[str(record.get("label"))] = at
     found = []
     for record in list(last.values())[-SHOWN_PREDICTIONS:]:
-        speedup = _mapping(record.get("speedup"))
+        speedup = mapping(record.get("speedup"))
         found.append(
             {
                 "label": clip(record.get("label") or record.get("id") or "?"),
@@ -209,10 +210,6 @@ def _plain(value: Any) -> Any:
     return clip(value)
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def mapping(value: Any) -> dict[str, Any]:
+    """The value if it is a JSON object, or an empty one: nothing in a file is trusted."""
     return value if isinstance(value, dict) else {}
-
-
-def _gigabytes(value: Any) -> str | None:
-    known = finite(value)
-    return None if known is None else f"{known / 1e9:.1f} GB"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stoker.console import count
 from stoker.errors import UserError
 from stoker.report.figures import rounded
-from stoker.report.run_files import clip
-from stoker.run.json_lines import JsonLines, Kept, Record, finite, number, read_records
+from stoker.report.run_files import clip, mapping
+from stoker.run.json_lines import JsonLines, KeptRecords, Record, finite, number, read_records
 from stoker.run.lease import is_locked
+from stoker.units import count
 
 JOURNAL = "tune.jsonl"
 ABLATION = "ablate.jsonl"
@@ -34,8 +35,9 @@ def find_journal(path: Path) -> Path | None:
 
     Raises UserError for a file that is not a journal."""
     if path.suffix == ".jsonl" and path.is_file():
-        if _begins_as_journal(path):
-            return path
+        with suppress(OSError):
+            if next(read_records(path), {}).get("kind") == "begin":
+                return path
         raise UserError(
             "not-a-journal", f"{path} is not a journal of `stoker tune`", why="its first line does not begin a search",
             hint=f"stoker report {path.parent}",
@@ -44,20 +46,12 @@ def find_journal(path: Path) -> Path | None:
     return next((file for file in (path / JOURNAL, *named, path / ABLATION) if file.is_file()), None)
 
 
-def _begins_as_journal(path: Path) -> bool:
-    try:
-        first = next(read_records(path), {})
-    except OSError:
-        return False
-    return first.get("kind") == "begin"
-
-
 class TuneReader:
     """A journal to read again and again; each time costs only what is new in it."""
 
     def __init__(self, journal: Path) -> None:
         self.journal = journal
-        self._lines = JsonLines(journal, Kept)
+        self._lines = JsonLines(journal, KeptRecords)
         self._document: Document | None = None
         self._running: bool | None = None
 
@@ -79,10 +73,11 @@ class TuneReader:
         steps = [_step_row(record) for record in _of_kind(records, "step") if number(record, "number") not in apart]
         # Every round says again what a source contributes.
         sources = {row["label"]: row for row in map(_source_row, _of_kind(records, "source"))}
-        original = _mapping(end.get("original")) or _mapping(begin.get("original"))
-        best = _mapping(end.get("best")) or _best_so_far(records, original)
+        original = mapping(end.get("original")) or mapping(begin.get("original"))
+        kept = [record for record in _of_kind(records, "step") if record.get("decision") in KEPT]
+        best = mapping(end.get("best")) or (mapping(kept[-1].get("settings")) if kept else original)
         state = "finished" if end else "running" if running else "stopped"
-        facts, command = _mapping(end.get("facts")), _last(records, "command")
+        facts, command = mapping(end.get("facts")), _last(records, "command")
         return {
             "kind": "tune",
             "what": "ablation" if begin.get("what") == "ablation" else "search",
@@ -118,7 +113,7 @@ class TuneReader:
 
 def _figures(records: Sequence[Record], steps: Sequence[Record]) -> dict[str, Any]:
     begin, end = _last(records, "begin"), _last(records, "end")
-    facts = _mapping(end.get("facts"))
+    facts = mapping(end.get("facts"))
     rates = [step["rate"] for step in steps if step["decision"] == "baseline" and step["rate"] is not None]
     before = number(end, "before") or (rates[0] if rates else None)
     kept = [step["rate"] for step in steps if step["decision"] in KEPT and step["rate"] is not None]
@@ -145,7 +140,7 @@ def _step_row(record: Record, counting: tuple[str, ...] = ("measured",)) -> dict
     measured, against = _records(record.get("measured")), _records(record.get("against"))
     rates = [rate for one in measured if (rate := _rate_of(one, counting)) is not None]
     failures = [one for one in measured if one.get("result") not in counting]
-    predicted = _mapping(record.get("predicted"))
+    predicted = mapping(record.get("predicted"))
     windows = [value for one in measured for value in _windows(one)][:SHOWN_WINDOWS]
     before = [rate for one in against if (rate := _rate_of(one, counting)) is not None]
     waits = [share for one in measured if (share := number(one, "wait_share")) is not None]
@@ -184,11 +179,6 @@ def _source_row(record: Record) -> dict[str, Any]:
     }
 
 
-def _best_so_far(records: Sequence[Record], original: Record) -> Record:
-    kept = [record for record in _of_kind(records, "step") if record.get("decision") in KEPT]
-    return _mapping(kept[-1].get("settings")) if kept else original
-
-
 def _changes(original: Record, best: Record, steps: Sequence[Record]) -> list[dict[str, Any]]:
     """The settings in which the best differs from the original, with what was decided when each was kept."""
     found = []
@@ -217,7 +207,7 @@ def _setup(begin: Record) -> dict[str, str]:
 
 
 def _pairs(change: Any) -> list[dict[str, str]]:
-    return [{"key": clip(key), "value": _shown(value)} for key, value in list(_mapping(change).items())[:SHOWN_KEYS]]
+    return [{"key": clip(key), "value": _shown(value)} for key, value in list(mapping(change).items())[:SHOWN_KEYS]]
 
 
 def _shown(value: Any) -> str:
@@ -244,10 +234,6 @@ def _of_kind(records: Sequence[Record], kind: str) -> Iterator[Record]:
 
 def _last(records: Sequence[Record], kind: str) -> Record:
     return next((record for record in reversed(records) if record.get("kind") == kind), {})
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _records(value: Any) -> list[Record]:

@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stoker.console import clock, print_result, say
+from stoker.console import print_result, say
 from stoker.report.document import Document
 from stoker.report.tune_document import is_tune
+from stoker.units import clock, count, number_text, rate_text, size_text
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 10.0
 PAUSE_FACTOR = 10
 """Times as long as reading took: watching must not take more than a tenth of a core from the training."""
 SHOWN_FINDINGS = 3
-SHOWN_STEPS = 20
-"""Of a search, the newest; the screen should not scroll."""
-BAR, SEARCH_BAR = 40, 30
+BAR = 40
 PARTS = {
     "wait": ("waiting for data", "█", "red"),
     "transfer": ("transfer", "▓", "magenta"),
@@ -29,8 +28,10 @@ PARTS = {
 }
 """Each part has its own fill: the screen is readable without colours."""
 
-STYLES = {"kept": "green", "confirmed": "green", "baseline": "blue"}
-"""Of the trials of a search, by what was decided."""
+TUNE_BAR = 30
+SHOWN_STEPS = 20
+"""The newest steps of a search; the screen should not scroll."""
+DECISION_STYLES = {"kept": "green", "confirmed": "green", "baseline": "blue"}
 
 ReadDocument = Callable[[], Document]
 
@@ -51,25 +52,17 @@ def print_frame(document: Document) -> None:
     print_result("\n".join(text for text, _ in frame_lines(document)))
 
 
-def frame_lines(document: Document) -> list[tuple[str, str]]:
+def frame_lines(run: Document) -> list[tuple[str, str]]:
     """The lines of the screen, each with its style."""
-    lines = _search_lines(document) if is_tune(document) else _run_lines(document)
-    return [(_printable(text), style) for text, style in lines]
-
-
-def _printable(text: str) -> str:
-    """Names, and the output of scripts, come from outside: they must not move the cursor or change colours."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _run_lines(run: Document) -> list[tuple[str, str]]:
+    if is_tune(run):
+        return _tune_lines(run)
     figures = run["figures"]
     lines = [(f"{run['name']}  {run['state']}{_ending(run)}", "bold"), (_verdict(run), ""), ("", "")]
     share = _share_done(figures)
     if share is not None:
         left = "" if figures["left_s"] is None else f", {clock(figures['left_s'])} left"
         done = f"{figures['epochs_done']} of {figures['epochs_total']} epochs, step {figures['step']:,}{left}"
-        lines.append((f"{'progress':<12}{_bar(share)} {share:4.0%}  {done}", ""))
+        lines.append((f"{'progress':<12}[{'#' * round(BAR * share):<{BAR}}] {share:4.0%}  {done}", ""))
     else:
         lines.append((f"{'progress':<12}{figures['epochs_done']} epochs, step {figures['step']:,}", ""))
     speeds = (_rate(figures), _with(figures["step_ms"], "{:,.1f} ms per step"))
@@ -90,67 +83,13 @@ def _run_lines(run: Document) -> list[tuple[str, str]]:
                 lines += [(f"   {part}", "cyan") for part in finding["fix"].splitlines()]
     if run["quarantine"]["count"]:
         lines += [("", ""), (f"{run['quarantine']['count']:,} samples could not be read", "yellow")]
-    return lines
-
-
-def _search_lines(tune: Document) -> list[tuple[str, str]]:
-    lines = [(f"{tune['name']}  {tune['state']}{_ending(tune)}", "bold"), (_search_summary(tune), ""), ("", "")]
-    unit, steps = tune["figures"]["unit"], tune["steps"]
-    left_out = max(0, len(steps) - SHOWN_STEPS)
-    if left_out:
-        lines.append((f"… {left_out} earlier", ""))
-    most = max([step["rate"] or 0.0 for step in steps] + [tune["figures"]["ceiling"] or 0.0], default=0.0)
-    for step in steps[left_out:]:
-        speed = "" if step["rate"] is None else f"{_number(step['rate'])} {unit}/s"
-        filled = "█" * round(SEARCH_BAR * step["rate"] / most) if step["rate"] and most else ""
-        shown = f"{_what(step):<34.34}{filled:<{SEARCH_BAR}} {speed:>16}  {step['decision']}"
-        lines.append((shown, STYLES.get(step["decision"], "red" if step["failed"] else "")))
-        details = step["result"] or step["reason"]
-        if details and step["decision"] != "baseline":
-            lines.append(
-                (f"    {step['result']}: {_last_line(step['detail'])}" if step["result"] else f"    {details}", "")
-            )
-    for source in tune["sources"]:
-        factor = "" if source["factor"] is None else f"{source['factor']:.2f}×"
-        spread = "" if source["spread"] is None else f"± {source['spread']:.0%}"
-        lines.append((f"{source['label']:<34.34}{factor:>8} {spread:<8} {source['verdict']}".rstrip(), ""))
-    if tune["changes"]:
-        lines += [("", ""), ("the best so far" if tune["state"] == "running" else "what to change", "bold")]
-        lines += [(f"  {c['key']}: {c['from']} -> {c['to']}  {c['reason']}".rstrip(), "cyan") for c in tune["changes"]]
-    if tune["command"]:
-        lines.append((f"  {tune['command']}", "cyan"))
-    return lines
-
-
-def _search_summary(tune: Document) -> str:
-    figures = tune["figures"]
-    trials = f"{figures['trials']} trial{'' if figures['trials'] == 1 else 's'}"
-    took = "" if figures["took_s"] is None else f" in {clock(figures['took_s'])}"
-    if figures["before"] is None:
-        return f"{trials}{took}; nothing has been measured yet" if not tune["sources"] else f"{trials}{took}"
-    if figures["after"] is None:
-        return f"{trials}{took}; {_number(figures['before'])} {figures['unit']}/s as given"
-    gain = f"{figures['speedup']:.2f}×"
-    rates = f"{_number(figures['before'])} -> {_number(figures['after'])} {figures['unit']}/s"
-    return f"{trials}{took}; {rates}, {gain}"
-
-
-def _what(step: dict[str, Any]) -> str:
-    return ", ".join(f"{pair['key']} {pair['value']}" for pair in step["change"]) or (
-        "as given" if step["decision"] == "baseline" else "all changes together"
-    )
-
-
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    return [(_printable(text), style) for text, style in lines]
 
 
 def status_line(run: Document) -> str:
-    """The run or the search in one line, for logs."""
+    """The run in one line, for logs."""
     if is_tune(run):
-        last = run["steps"][-1] if run["steps"] else None
-        newest = "" if last is None else f", last: {_what(last)} {last['decision']}"
-        return _printable(f"{run['name']} {run['state']}: {_search_summary(run)}{newest}")
+        return _tune_line(run)
     figures = run["figures"]
     of = "" if figures["epochs_total"] is None else f" of {figures['epochs_total']}"
     parts = [
@@ -197,6 +136,11 @@ def _watch_lines(read: ReadDocument) -> None:
             shown, due_s = line, now_s + LINE_EVERY_S
 
 
+def _printable(text: str) -> str:
+    """Names and output of scripts come from outside: they must not move the cursor or change colours."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def _verdict(run: Document) -> str:
     if run["verdict"] is not None:
         return str(run["verdict"]["line"])
@@ -235,21 +179,12 @@ def _memory(columns: dict[str, Any]) -> str:
         "available_bytes": "available",
     }
     newest = {name: next((v for v in reversed(columns.get(name, [])) if v is not None), None) for name in names}
-    return "   ".join(f"{names[name]} {value / 1e9:.2f} GB" for name, value in newest.items() if value is not None)
-
-
-def _bar(share: float) -> str:
-    return f"[{'#' * round(BAR * share):<{BAR}}]"
+    return "   ".join(f"{names[name]} {size_text(value)}" for name, value in newest.items() if value is not None)
 
 
 def _rate(figures: dict[str, Any]) -> str | None:
     rate = figures["images_per_second"]
-    return None if rate is None else f"{_number(rate)} {figures['unit']}/s"
-
-
-def _number(rate: float) -> str:
-    # A patch may take longer than a second.
-    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    return None if rate is None else rate_text(rate, figures["unit"])
 
 
 def _best(figures: dict[str, Any]) -> str | None:
@@ -258,3 +193,59 @@ def _best(figures: dict[str, Any]) -> str | None:
 
 def _with(value: float | str | None, template: str) -> str | None:
     return None if value is None else template.format(value)
+
+
+def _tune_lines(tune: Document) -> list[tuple[str, str]]:
+    """The lines of the screen, each with its style."""
+    lines = [(f"{tune['name']}  {tune['state']}{_ending(tune)}", "bold"), (_summary(tune), ""), ("", "")]
+    unit, steps = tune["figures"]["unit"], tune["steps"]
+    left_out = max(0, len(steps) - SHOWN_STEPS)
+    if left_out:
+        lines.append((f"… {left_out} earlier", ""))
+    most = max([step["rate"] or 0.0 for step in steps] + [tune["figures"]["ceiling"] or 0.0], default=0.0)
+    for step in steps[left_out:]:
+        speed = "" if step["rate"] is None else rate_text(step["rate"], unit)
+        filled = "█" * round(TUNE_BAR * step["rate"] / most) if step["rate"] and most else ""
+        shown = f"{_what(step):<34.34}{filled:<{TUNE_BAR}} {speed:>16}  {step['decision']}"
+        lines.append((shown, DECISION_STYLES.get(step["decision"], "red" if step["failed"] else "")))
+        details = step["reason"]
+        if step["result"]:
+            last = next((line for line in reversed(step["detail"].splitlines()) if line.strip()), "")
+            details = f"{step['result']}: {last}"
+        if details and step["decision"] != "baseline":
+            lines.append((f"    {details}", ""))
+    for source in tune["sources"]:
+        factor = "" if source["factor"] is None else f"{source['factor']:.2f}×"
+        spread = "" if source["spread"] is None else f"± {source['spread']:.0%}"
+        lines.append((f"{source['label']:<34.34}{factor:>8} {spread:<8} {source['verdict']}".rstrip(), ""))
+    if tune["changes"]:
+        lines += [("", ""), ("the best so far" if tune["state"] == "running" else "what to change", "bold")]
+        lines += [(f"  {c['key']}: {c['from']} -> {c['to']}  {c['reason']}".rstrip(), "cyan") for c in tune["changes"]]
+    if tune["command"]:
+        lines.append((f"  {tune['command']}", "cyan"))
+    return [(_printable(text), style) for text, style in lines]
+
+
+def _tune_line(tune: Document) -> str:
+    """The search in one line, for logs."""
+    last = tune["steps"][-1] if tune["steps"] else None
+    newest = "" if last is None else f", last: {_what(last)} {last['decision']}"
+    return _printable(f"{tune['name']} {tune['state']}: {_summary(tune)}{newest}")
+
+
+def _summary(tune: Document) -> str:
+    figures = tune["figures"]
+    trials = count(figures["trials"], "trial")
+    took = "" if figures["took_s"] is None else f" in {clock(figures['took_s'])}"
+    if figures["before"] is None:
+        return f"{trials}{took}; nothing has been measured yet" if not tune["sources"] else f"{trials}{took}"
+    if figures["after"] is None:
+        return f"{trials}{took}; {rate_text(figures['before'], figures['unit'])} as given"
+    rates = f"{number_text(figures['before'])} -> {rate_text(figures['after'], figures['unit'])}"
+    return f"{trials}{took}; {rates}, {figures['speedup']:.2f}×"
+
+
+def _what(step: dict[str, Any]) -> str:
+    return ", ".join(f"{pair['key']} {pair['value']}" for pair in step["change"]) or (
+        "as given" if step["decision"] == "baseline" else "all changes together"
+    )

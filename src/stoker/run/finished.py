@@ -21,8 +21,8 @@ _HASHES = ("header_xxh3_128", "tensors_xxh3_128")
 
 
 def finished_progress(folder: RunFolder, config: Config) -> dict[str, Any] | None:
-    """The progress of a run that is finished with exactly this config, and whose last checkpoint is whole; None for
-    anything else, which whoever resumes the run looks at."""
+    """The progress of a run that is finished with exactly this config, and whose last checkpoint is whole; None
+    otherwise: then the run is resumed, which says what is wrong."""
     try:
         if folder.config_file.read_text("utf-8") != config_text(folder, config):
             return None
@@ -35,7 +35,7 @@ def finished_progress(folder: RunFolder, config: Config) -> dict[str, Any] | Non
 
 
 def finished_lines(folder: RunFolder, config: Config, progress: dict[str, Any]) -> list[str]:
-    """That the run is finished, with its best checkpoint and the next command."""
+    """Says that the run is finished, with its best checkpoint and the next command."""
     metric = metric_of(config_values(config))
     best = "none" if progress["best"] is None else metric.text(progress["best"])
     early = [record.get("why") for record in read_metrics(folder.metrics_file, "event") if _is_early(record)]

@@ -217,7 +217,7 @@ def _check_kinds(folder: RunFolder) -> None:
         try:
             mode = path.stat().st_mode
         except OSError:
-            continue  # absent; what cannot be written is told by whoever writes it
+            continue  # absent; if it cannot be written, whoever writes it says so
         wanted = "file" if path in files else "folder"
         if not (stat.S_ISREG(mode) if wanted == "file" else stat.S_ISDIR(mode)):
             kinds = {stat.S_IFIFO: "named pipe", stat.S_IFDIR: "folder", stat.S_IFREG: "file", stat.S_IFSOCK: "socket"}

@@ -17,11 +17,11 @@ Record = dict[str, Any]
 LONGEST_LINE = 1 << 20
 """Bytes, twenty times our longest line: a file without newlines must not fill the memory."""
 MOST_BYTES = 1 << 30
-"""Of one file; a run of months writes a tenth."""
+"""The most that is read of one file; a run of months writes a tenth."""
 MOST_LINES = 250_000
 """Kept of one file; a run of 600 epochs with a line a minute has fewer."""
 MOST_KEPT_BYTES = 100 << 20
-"""Memory for the lines of one file, about."""
+"""Roughly the memory for the lines of one file."""
 LARGEST_NUMBER = 1e18
 """In seconds, bytes or steps: nothing that we measure is larger, and sums of such numbers stay finite."""
 AT_ONCE = 1 << 20
@@ -61,7 +61,7 @@ def read_records(path: Path) -> Iterator[Record]:
                 yield record
 
 
-class Kept(list[Record]):
+class KeptRecords(list[Record]):
     """Records of a file, as many as there is memory for; `left_out` counts the others."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Kept(list[Record]):
 
 
 def _size_of(value: Any) -> int:
-    """Bytes of memory, about; the value is not nested deep."""
+    """Roughly the bytes of memory; the value is not nested deeply."""
     if isinstance(value, str):
         return 50 + 2 * len(value)
     if isinstance(value, dict):
@@ -168,7 +168,7 @@ class JsonLines(Generic[Collected]):
 
 
 def finite(value: object) -> float | None:
-    """The value as a float; None if it is not a number, or none that we can have written."""
+    """The value as a float; None if it is not a number that we could have written."""
     if type(value) is not float and type(value) is not int:  # not isinstance: a bool is an int
         return None
     # The comparison is false for NaN, and works for whole numbers that are too large for a float.

@@ -115,7 +115,7 @@ def _read(descriptor: int) -> dict[str, Any]:
     try:
         return parse_line(os.pread(descriptor, 4096, 0)) or {}
     except OSError:
-        return {}  # no file, but a pipe or a device
+        return {}  # a pipe or a device, not a file
 
 
 def _write(descriptor: int) -> None:

@@ -34,7 +34,7 @@ _SCORES = {
 COLUMNS = {
     task: ("epoch", "step", *scores, "seconds", "images_per_second", "wait_share") for task, scores in _SCORES.items()
 }
-"""Of metrics.csv, by task: always there and in this order, whatever was measured; others follow as they appear."""
+"""Columns of metrics.csv, by task, always in this order, whatever was measured; others follow as they appear."""
 
 
 class Tracker(Protocol):

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from stoker.child import ChildDied, Parent, share_out
 from stoker.console import Advance
 from stoker.errors import UserError
+from stoker.units import size_text
 
 WEIGHTS = (0.34, 0.33, 0.33)
 """Of components, tunnels and cavities."""
@@ -89,7 +90,7 @@ def compare_topology(
         raise UserError(
             "topology-failed",
             f"matching the topology of an octant ended early: its process {death.how}",
-            why=f"most often memory ran out; it needs about {voxels * BYTES_PER_VOXEL / 1e9:.1f} GB at once",
+            why=f"most often memory ran out; it needs about {size_text(voxels * BYTES_PER_VOXEL)} at once",
             hint="end other programs, or score without topology: --score segmentation",
         ) from None
     matched, predicted, labelled = ((int(a), int(b), int(c)) for a, b, c in total.tolist())

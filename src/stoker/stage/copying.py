@@ -8,13 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stoker.console import Advance, count, megabytes, some
+from stoker.console import Advance, some
 from stoker.data.store.copy_names import remove_abandoned, temporary_name
 from stoker.data.store.local_copy import LocalCopy
 from stoker.errors import UserError
 from stoker.stage.selection import MARKERS, Selection
 from stoker.stage.sources import Source, SourceFile
 from stoker.stage.transfer import StageOptions, Summary, Transfer, room_margin, writing
+from stoker.units import count, size_text
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ def check_room(work: Work, folder: str) -> None:
     if work.bytes > usable:
         raise UserError(
             "disk-too-small",
-            f"{megabytes(work.bytes)} are to be copied; {folder} has room for {megabytes(max(0, usable))}",
-            why=f"{megabytes(disk.free)} are free, of which {megabytes(margin)} stay free",
+            f"{size_text(work.bytes)} are to be copied; {folder} has room for {size_text(max(0, usable))}",
+            why=f"{size_text(disk.free)} are free, of which {size_text(margin)} stay free",
             hint="choose another disk, or a part of the data: --classes 100 --train-per-class 500",
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stoker.config import Config
-from stoker.console import Advance, Say, count, some
+from stoker.console import Advance, Say, some
 from stoker.data.images.imagenet_labels import DEVKITS
 from stoker.data.images.listing import split_place
 from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
@@ -29,6 +29,7 @@ from stoker.files import write_text
 from stoker.redact import redact_text
 from stoker.stage.selection import Selection, VolumeSelection
 from stoker.tasks.image_data import chosen_record, open_split
+from stoker.units import count
 
 _NOT_TRAINED_ON = ("test_images/", "imagesTs/")
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.console import Advance, count, some
+from stoker.console import Advance, some
 from stoker.errors import UserError
 from stoker.redact import redact_text
 from stoker.stage.sources import Source, SourceFile
+from stoker.units import count
 
 MARKERS = ("index.json", "volumes.json")
 """What a pack writes last, and a copy of it too: with it, it is complete."""

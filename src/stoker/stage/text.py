@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.console import count, megabytes, shown
+from stoker.console import shown
 from stoker.stage.checking import Verification
 from stoker.stage.transfer import Summary
+from stoker.units import count, size_text
 
 if TYPE_CHECKING:
     from stoker.stage.hydrate import Hydrated  # which needs numpy; copying does without
@@ -17,9 +18,9 @@ CHECKSUMS = {"md5": "MD5", "sha1": "SHA-1", "sha256": "SHA-256"}
 
 def summary_text(summary: Summary) -> str:
     """The summary of a run, failures last."""
-    rate = megabytes(summary.copied_bytes / summary.seconds) if summary.seconds else "0 MB"
+    rate = size_text(summary.copied_bytes / summary.seconds) if summary.seconds else "0 MB"
     lines = [
-        f"copied   {count(summary.copied_files, 'file')}, {megabytes(summary.copied_bytes)} in {summary.seconds:.1f} s "
+        f"copied   {count(summary.copied_files, 'file')}, {size_text(summary.copied_bytes)} in {summary.seconds:.1f} s "
         f"({rate}/s)",
         f"present  {count(summary.present_files, 'file')} already there and unchanged",
     ]
@@ -40,7 +41,7 @@ def summary_text(summary: Summary) -> str:
         if len(summary.failures) > FAILURES_NAMED:
             lines.append(f"  and {len(summary.failures) - FAILURES_NAMED:,} more; --json lists them all")
     state = "complete" if summary.complete else "incomplete"
-    lines.append(f"{summary.target} is {state}: {count(summary.files, 'file')}, {megabytes(summary.bytes)}")
+    lines.append(f"{summary.target} is {state}: {count(summary.files, 'file')}, {size_text(summary.bytes)}")
     return "\n".join(lines)
 
 
@@ -52,7 +53,7 @@ def verification_text(result: Verification) -> str:
     if result.unknown:
         lines.append(f"note: {count(len(result.unknown), 'file')} not in the manifest: {shown(result.unknown[0])} …")
     verdict = "all as copied" if result.whole else f"{count(len(result.wrong), 'file')} wrong or missing"
-    lines.append(f"verified {count(result.files, 'file')}, {megabytes(result.bytes)} of {result.folder}: {verdict}")
+    lines.append(f"verified {count(result.files, 'file')}, {size_text(result.bytes)} of {result.folder}: {verdict}")
     return "\n".join(lines)
 
 
@@ -74,6 +75,6 @@ def hydrated_text(done: Hydrated) -> str:
     state = "not all there; run the same command again" if done.failed else "all there"
     lines.append(
         f"{done.path} ({done.kind or 'unknown file system'}): {state}: {count(done.files, 'file')}, "
-        f"{megabytes(done.bytes)} in {done.seconds:.1f} s"
+        f"{size_text(done.bytes)} in {done.seconds:.1f} s"
     )
     return "\n".join(lines)

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from stoker.console import megabytes
 from stoker.data.store.copy_manifest import CopiedFile
 from stoker.data.store.local_copy import LocalCopy, PartialFile
 from stoker.data.store.stores import ReadFailure
 from stoker.errors import UserError
 from stoker.stage.concurrency import Concurrency, RateLimit
 from stoker.stage.sources import Source, SourceFile
+from stoker.units import size_text
 
 PART_BYTES = 8 << 20
 MOST_BYTES = 1 << 30
@@ -300,7 +300,7 @@ class Transfer:
         if free < self._margin // 2:
             raise UserError(
                 "disk-full",
-                f"only {megabytes(free)} are left on the disk of {self._copy.folder}",
+                f"only {size_text(free)} are left on the disk of {self._copy.folder}",
                 why="what was copied so far is whole and stays; nothing is half-written",
                 hint="free some space, then run the same command again: it continues",
             )

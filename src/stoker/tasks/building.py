@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.config import Config
-from stoker.console import Say, count
+from stoker.console import Say
 from stoker.data.loader import LoaderOptions
 from stoker.data.store.cache import CopyPlace, cache_place
 from stoker.errors import ConfigError
@@ -23,6 +23,7 @@ from stoker.train.optimization import build_optimizer
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import EarlyStopping, Horizon, scaled_lr
 from stoker.train.step import TrainStep
+from stoker.units import count
 
 
 def no_data(config: Config) -> ConfigError:

@@ -16,6 +16,7 @@ from stoker.data.volumes.scrolls import write_scrolls
 from stoker.errors import UserError
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import read_metrics
+from stoker.units import rate_text
 
 SIDE = 32
 QUALITY = 95
@@ -205,7 +206,7 @@ def _bars(spent: TimeSpent, demo: Demo) -> list[str]:
     whole = sum(known.values())
     if not whole:
         return []
-    rate = "" if spent.images_per_second is None else f" ({_rate(spent.images_per_second)} {demo.units}/s in training)"
+    rate = "" if spent.images_per_second is None else f" ({rate_text(spent.images_per_second, demo.units)} in training)"
     lines = ["", f"where the time of the epochs went{rate}:"]
     for name, seconds in known.items():
         lines.append(_bar(name, f"{seconds:7.1f} s ", seconds / whole))
@@ -214,10 +215,6 @@ def _bars(spent: TimeSpent, demo: Demo) -> list[str]:
         lines += ["", f"what a worker of the loader does for each {demo.unit}, meanwhile:"]
         lines += [_bar(name, f"{value * 1e6:7.0f} us", value / making) for name, value in spent.stages_s.items()]
     return lines
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
 
 
 def _bar(name: str, amount: str, share: float) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
 from stoker.config import Config
-from stoker.console import Advance, Say, count, shown, some
+from stoker.console import Advance, Say, shown, some
 from stoker.data.images.listing import split_place
 from stoker.data.images.sample_index import SampleIndex, SampleSet
 from stoker.data.images.splits import find_split
@@ -27,6 +27,7 @@ from stoker.tasks.prediction import classifier_of
 from stoker.tasks.results import Evaluation, RealScore, finite_or_none, percent
 from stoker.train.checkpoint.restore import Restored
 from stoker.train.step import TOP
+from stoker.units import count
 
 CLASSES = 1000
 LARGEST_LABELS_BYTES = 64 << 20

@@ -29,6 +29,7 @@ from stoker.tasks.image_data import validation_interpolation
 from stoker.tasks.prediction import classifier_of, images_below, load_image
 from stoker.tasks.results import OutputDifference
 from stoker.train.checkpoint.restore import Restored
+from stoker.units import size_text
 
 Metadata = Mapping[str, object]
 Runner = Callable[[Tensor], Tensor]
@@ -119,7 +120,7 @@ def _write_onnx(subject: Exportable, model: nn.Module, path: Path) -> None:
     if size > LARGEST_ONNX_WEIGHTS:
         raise UserError(
             "too-large-for-onnx",
-            f"the model has {size / 1e9:.1f} GB of weights",
+            f"the model has {size_text(size)} of weights",
             why="an ONNX file holds at most 2 GB",
             hint="--to torch-export",
         )

@@ -13,6 +13,7 @@ from stoker.data.images.pack.packing import PackOptions, PackResult, pack_split
 from stoker.data.images.sample_index import part_of
 from stoker.errors import UserError
 from stoker.tasks.image_data import open_split
+from stoker.units import size_text
 
 
 def pack_splits(
@@ -95,7 +96,7 @@ def summary(results: Mapping[str, PackResult]) -> str:
             f"{result.samples:,}",
             f"{result.classes:,}",
             f"{result.shards:,}" + (f" ({result.kept_shards:,} kept)" if result.kept_shards else ""),
-            f"{result.bytes / 1e6:,.1f} MB",
+            size_text(result.bytes),
             f"{result.skipped:,}",
             "–" if result.images_per_second is None else f"{result.images_per_second:,.0f}",
             str(result.folder),

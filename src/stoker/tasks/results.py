@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import count, format_table, shown
+from stoker.console import format_table, shown
 from stoker.data.volumes.volume import Shape
+from stoker.units import count, size_text
 
 MOST_CONFUSED = 10
 MOST_WORST_CLASSES = 10
@@ -278,7 +279,7 @@ def volumes_text(volumes: Sequence[PredictedVolume], submission: Path | None) ->
 
 def export_text(path: Path, size_bytes: int, checked_with: str, differences: Sequence[OutputDifference]) -> str:
     """What was written, and how much its output differs from the checkpoint's."""
-    lines = [f"{path}: {size_bytes / 1e6:,.1f} MB, loaded again with {checked_with}"]
+    lines = [f"{path}: {size_text(size_bytes)}, loaded again with {checked_with}"]
     lines += [
         f"  {one.what}: largest difference {one.max_abs:.2g} (allowed {one.tolerance:.2g})" for one in differences
     ]

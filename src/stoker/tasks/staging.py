@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.config import Config
-from stoker.console import Say, count, shown
+from stoker.console import Say, shown
 from stoker.data.engines.making import BatchPlan
 from stoker.data.fill_order import Files, ImageFiles, Share, VolumeFiles
 from stoker.data.images.listing import split_place
@@ -28,6 +28,7 @@ from stoker.machine.host import HostConfig
 from stoker.redact import redact_text
 from stoker.tasks.image_data import chosen_record
 from stoker.train.ranks import Ranks
+from stoker.units import count
 
 # What tells the labels, classes or cases of the files beside it, and the arrays of a pack's index.
 BESIDE = (".csv", ".json", ".jsonl", ".npy", ".txt", ".yaml", ".yml")

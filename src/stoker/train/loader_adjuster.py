@@ -21,7 +21,7 @@ from stoker.train.loader_changes import (
     Change,
     Knob,
     Look,
-    Room,
+    MemoryRoom,
     is_idle,
     is_kept,
     is_steady,
@@ -266,7 +266,7 @@ class LoaderAdjuster:
         _, times = self._held.get((knob, is_more), (0.0, 0))
         self._held[knob, is_more] = time.monotonic() + min(MOST_HOLD_S, self._hold_s * 2**times), times + 1
 
-    def _room(self, loader: Adjustable) -> Room:
+    def _room(self, loader: Adjustable) -> MemoryRoom:
         state = self._read()
         setup = loader.setup
         assert setup is not None
@@ -274,7 +274,7 @@ class LoaderAdjuster:
         if state is not None:
             # Twice the mark below which the prefetch is reduced, as for raising that again.
             spare = max(0, state.available_bytes - 2 * int(min(LOW_SHARE * state.limit_bytes, LOW_AT_MOST_BYTES)))
-        return Room(
+        return MemoryRoom(
             cores=self._cores,
             spare_bytes=spare,
             batch_bytes=loader.batch_bytes,

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from stoker.console import count, megabytes
 from stoker.data.engines.making import LoaderSetup
 from stoker.data.store.prefetch import HeldBack
+from stoker.units import count, number_text, rate_text, size_text
 
 Knob = Literal["workers", "prefetch", "lookahead_bytes", "requests"]
 
@@ -68,7 +68,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryRoom:
     """What a change may use."""
 
     cores: float
@@ -123,7 +123,7 @@ def mean_of(looks: Sequence[Look]) -> Look:
     )  # fmt: skip
 
 
-def possible_changes(seen: Look, setup: LoaderSetup, room: Room, *, idle_for_long: bool) -> Iterator[Change]:
+def possible_changes(seen: Look, setup: LoaderSetup, room: MemoryRoom, *, idle_for_long: bool) -> Iterator[Change]:
     """What may help, the most likely first; nothing that needs more than there is room for."""
     if seen.wait_share >= WAITS_FROM:
         for change in _more(seen, setup, room):
@@ -159,7 +159,7 @@ def is_kept(change: Change, before: Sequence[Look], after: Sequence[Look]) -> bo
     return now / was - 1 >= -MOST_LOSS and mean_of(after).wait_share < WAITS_FROM
 
 
-def needed_bytes(change: Change, setup: LoaderSetup, room: Room) -> int:
+def needed_bytes(change: Change, setup: LoaderSetup, room: MemoryRoom) -> int:
     """Memory that a change takes at most."""
     more = change.after - change.before
     if change.knob == "workers":
@@ -176,14 +176,14 @@ def outcome_text(details: dict[str, Any], unit: str) -> str | None:
     knob, before, after = details["knob"], details["from"], details["to"]
     if details.get("rate_after") is None:
         return f"loader: back from {_shown(knob, after)} to {_amount(knob, before)}: {details['why']}"
-    rates = f"{_rate(details['rate_before'])} -> {_rate(details['rate_after'])} {unit}/s"
+    rates = f"{number_text(details['rate_before'])} -> {rate_text(details['rate_after'], unit)}"
     if details["decision"] == "kept":
         return f"loader: {_amount(knob, after)} instead of {_shown(knob, before)}, {rates}: {details['why']}"
     noise = ", which is within the noise" if details["rate_after"] > details["rate_before"] else ""
     return f"loader: back from {_shown(knob, after)} to {_amount(knob, before)}, {rates}{noise}"
 
 
-def _more(seen: Look, setup: LoaderSetup, room: Room) -> Iterator[Change]:
+def _more(seen: Look, setup: LoaderSetup, room: MemoryRoom) -> Iterator[Change]:
     waited = f"the loop waited {seen.wait_share:.0%} of the time"
     blocked_share = None if seen.cpu_share is None else 1 - seen.cpu_share
     blocks = blocked_share is not None and blocked_share >= BLOCKED_FROM
@@ -211,7 +211,7 @@ def _more(seen: Look, setup: LoaderSetup, room: Room) -> Iterator[Change]:
         yield Change("workers", setup.workers, after, f"{waited}, and the workers were {kind}")
 
 
-def _fits(change: Change, setup: LoaderSetup, room: Room) -> bool:
+def _fits(change: Change, setup: LoaderSetup, room: MemoryRoom) -> bool:
     needed = needed_bytes(change, setup, room)
     return needed <= 0 or (room.spare_bytes is not None and needed <= room.spare_bytes)
 
@@ -224,17 +224,13 @@ def _error(looks: Sequence[Look]) -> float:
     return statistics.stdev(rates) / math.sqrt(len(rates)) / max(1e-9, statistics.mean(rates))
 
 
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
-
-
 def _shown(knob: Knob, value: int) -> str:
-    return megabytes(value) if knob == "lookahead_bytes" else str(value)
+    return size_text(value) if knob == "lookahead_bytes" else str(value)
 
 
 def _amount(knob: Knob, value: int) -> str:
     if knob == "lookahead_bytes":
-        return f"{megabytes(value)} of look-ahead"
+        return f"{size_text(value)} of look-ahead"
     if knob == "prefetch":
         return f"{count(value, 'batch', 'batches')} in flight per worker"
     return count(value, "worker") if knob == "workers" else f"{count(value, 'request')} at once"

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from stoker.console import Say
 from stoker.machine.memory import MemoryState, read_memory
+from stoker.units import size_text
 
 CHECK_EVERY_S = 1.0
 # Before earlyoom, which kills processes at 10 % free memory; but a large host is not short of memory with 8 GB left.
@@ -110,7 +111,7 @@ class PrefetchGuard:
         self._level = len(self._levels) - 1 if at_once else self._level + 1
         self._times_shrunk += 1
         self._settled_at = now + self._settle_s
-        self._apply(f"memory is down to {_gigabytes(state.available_bytes)} of {_gigabytes(state.limit_bytes)}", before)
+        self._apply(f"memory is down to {size_text(state.available_bytes)} of {size_text(state.limit_bytes)}", before)
 
     def _maybe_grow(self, state: MemoryState, now: float, low: float) -> None:
         assert self._loader is not None
@@ -125,7 +126,7 @@ class PrefetchGuard:
         if now - self._calm_since >= self._grow_after_s:
             self._calm_since = None
             self._level = min(self._level, len(self._levels) - 1) - 1
-            self._apply(f"{_gigabytes(state.available_bytes)} of memory are free again", before)
+            self._apply(f"{size_text(state.available_bytes)} of memory are free again", before)
 
     def _apply(self, reason: str, before: int) -> None:
         assert self._loader is not None
@@ -154,7 +155,3 @@ def in_flight_levels(workers: int, most: int) -> list[int]:
     while levels[-1] > 1:
         levels.append(levels[-1] // 2)
     return levels
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stoker.run.metric import ACC1, Metric
+from stoker.units import count
 
 # torchvision's second recipe for ResNet-50 (its issue 3995): SGD with 0.5 for a total batch of 1024, 80.86 %.
 PUBLISHED_SGD_LR = 0.5
@@ -181,7 +182,7 @@ class EarlyStopping:
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
             f"{self.metric.key} has not improved{by} on {self.metric.text(progress.to_beat)} "
-            f"for {progress.stale_epochs} epoch{'s' * (progress.stale_epochs != 1)} (early_stopping: {self.patience})"
+            f"for {count(progress.stale_epochs, 'epoch')} (early_stopping: {self.patience})"
         )
 
 

@@ -151,7 +151,7 @@ def _how_it_ended(
     if "late" in parts:
         return "hung", f"not finished after {timeout_s:.0f} s"
     if error is not None:
-        problems = [problem.message for problem in error.problems] if isinstance(error, ConfigError) else []
+        problems = [problem.seen for problem in error.problems] if isinstance(error, ConfigError) else []
         how: How = "out-of-memory" if error.name in NO_MEMORY else "killed" if error.name in KILLED else "refused"
         return how, "; ".join([error.seen, *problems])
     if "bug" in parts:

@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.config import config_values
 from stoker.config.reading import load_for_command
-from stoker.console import count, format_table, say
+from stoker.console import format_table, say
 from stoker.data.loader import choose_engine
 from stoker.data.store.stores import is_url
 from stoker.errors import UsageError, UserError
@@ -24,6 +24,7 @@ from stoker.tune.records import Measured, Settings, Value
 from stoker.tune.running import TuneOptions, begin_journal, open_config
 from stoker.tune.text import rate_text, settings_text
 from stoker.tune.trials import Trials
+from stoker.units import count
 
 NAME = "ablate.jsonl"
 ROUNDS = 2

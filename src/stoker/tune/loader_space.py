@@ -13,7 +13,7 @@ from stoker.doctor.what_if import (
     speed_up,
     with_loader,
 )
-from stoker.plan.records import Estimate
+from stoker.finding import Estimate
 from stoker.tune.records import EXPECTED, Candidate, Settings
 
 WORKER_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.console import count, say
+from stoker.console import say
 from stoker.data.images.opening import RECORDS
 from stoker.data.images.pack.folder import (
     PackFolder,
@@ -32,6 +32,7 @@ from stoker.tasks.image_packing import pack_splits
 from stoker.tasks.volumes.packing import VolumeSource, open_source
 from stoker.tune.journal import Journal
 from stoker.tune.records import Settings
+from stoker.units import count
 
 SHARDS = "shards"
 FAR_SLOWER = 1.5

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from stoker.clock.observed import Observed
-from stoker.plan.records import Estimate
+from stoker.finding import Estimate
 
 AT_CEILING = 0.95
 """Share of the ceiling from which a search ends: the rest would not pay for the trials."""

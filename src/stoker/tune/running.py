@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.config import config_values
 from stoker.config.reading import Resolved, load_for_command
-from stoker.console import Advance, count, progress_bar, say, say_notes
+from stoker.console import Advance, progress_bar, say, say_notes
 from stoker.data.images.pack.folder import check_destination
 from stoker.data.store.stores import is_url
-from stoker.doctor.options import seconds_of_a_step
+from stoker.doctor.pacing import seconds_of_a_step
 from stoker.errors import StokerError, UserError
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.machine.memory import read_memory, used_by_others_bytes
@@ -29,6 +29,7 @@ from stoker.tune.search import search
 from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
 from stoker.tune.text import running_text, step_text
 from stoker.tune.trier import ConfigTrier
+from stoker.units import count
 
 if TYPE_CHECKING:
     from stoker.tune.packs import Packs
@@ -196,7 +197,7 @@ def plan_fits(config: HostConfig, path: Path | None, machine: Machine) -> Fits:
 
     def fits(settings: Settings) -> str | None:
         plan = quick_plan(config_with(config, settings), path, machine)
-        return plan.refused[0].message if plan.refused else None
+        return plan.refused[0].seen if plan.refused else None
 
     return fits
 

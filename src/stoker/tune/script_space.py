@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stoker.clock.observed import Observed
-from stoker.doctor.checks.case import Case
+from stoker.doctor.checks.facts import Facts
 from stoker.doctor.preparing import workers_that_fit
 from stoker.doctor.what_if import LoaderModel, model_of
 from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
@@ -58,7 +58,7 @@ def _workers(
 ) -> Iterator[Candidate]:
     now = state.best["num_workers"]
     assert isinstance(now, int)
-    if observed is not None and Case(observed).takes_turns and place.values is None:
+    if observed is not None and Facts(observed).takes_turns and place.values is None:
         return  # the workers wait for one another: more of them do not help
     fit = None if observed is None else workers_that_fit(observed)
     # DataLoader refuses prefetch_factor without workers.

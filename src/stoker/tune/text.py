@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config.reference import write_scalar
-from stoker.console import clock, count, format_table, megabytes
+from stoker.console import format_table
 from stoker.tune.records import Measured, Outcome, Settings, Step
+from stoker.units import clock, count, size_text
 
 SIZES = ("lookahead", "volume_cache")
 WORTH_SAYING = 0.05
@@ -146,7 +147,7 @@ def _gain(steps: Sequence[Step], name: str, value: Any) -> str:
 
 def _value(name: str, value: Any) -> str:
     if name in SIZES and isinstance(value, int):
-        return megabytes(value)
+        return size_text(value)
     return write_scalar(value)
 
 

@@ -1,4 +1,4 @@
-"""What a check is, what it looks at and what it finds."""
+"""What a check before a run is, and what it looks at."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from stoker.console import Say
 from stoker.errors import StokerError
+from stoker.finding import Finding
 
 if TYPE_CHECKING:
     from stoker.data.images.sample_index import SampleSet
@@ -25,40 +26,19 @@ T = TypeVar("T")
 Topic = Literal["config", "data", "labels", "model", "machine", "nodes"]
 TOPICS: tuple[Topic, ...] = get_args(Topic)
 """In the order in which they are checked and shown."""
-Status = Literal["passed", "failed", "unknown"]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one check found."""
-
-    status: Status
-    seen: str
-    """One line: what was looked at and what it was."""
-    fix: str | None = None
-    """The command or setting that fixes it; every failure has one."""
-    details: tuple[str, ...] = ()
-    """Further lines for the terminal, such as a table."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """The same for programs (`--json`)."""
+def passed(seen: str, *details: str, **facts: Any) -> Finding:
+    return Finding(seen, status="passed", details=details, facts=facts)
 
 
-def passed(seen: str, *details: str, **facts: Any) -> Outcome:
-    return Outcome("passed", seen, None, details, facts)
+def failed(seen: str, fix: str, *details: str, **facts: Any) -> Finding:
+    return Finding(seen, fix, status="failed", details=details, facts=facts)
 
 
-def failed(seen: str, fix: str, *details: str, **facts: Any) -> Outcome:
-    return Outcome("failed", seen, fix, details, facts)
-
-
-def unknown(seen: str, fix: str | None = None, *details: str, **facts: Any) -> Outcome:
+def unknown(seen: str, fix: str | None = None, *details: str, **facts: Any) -> Finding:
     """It could not be checked; `fix` says what would allow it."""
-    return Outcome("unknown", seen, fix, details, facts)
-
-
-def size_text(size: int) -> str:
-    """Bytes in the unit that suits their number."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    return Finding(seen, fix, status="unknown", details=details, facts=facts)
 
 
 @dataclass(frozen=True)
@@ -70,14 +50,19 @@ class Check:
     topic: Topic
     title: str
     """What is checked, as a noun phrase."""
-    run: Callable[[Subject], Outcome | None]
-    """None if the check does not apply, such as that of a GPU on a host without one."""
+    run: Callable[[Subject], Finding | None]
+    """None if the check does not apply, such as that of a validation split without one."""
     deep: bool = False
     """Only with `--deep`: takes longer than a few seconds."""
     cheap: bool = False
     """Takes less than a second and no model: `stoker train` runs it too."""
     task: str | None = None
     """The only task that it applies to; None for all."""
+    on_gpu: bool = False
+    """Only on a host with an accelerator."""
+
+    def applies_to(self, subject: Subject) -> bool:
+        return self.task in (None, subject.config.task) and bool(subject.machine.accelerators or not self.on_gpu)
 
 
 @dataclass(frozen=True)
@@ -96,7 +81,7 @@ class Subject:
     deep: bool = False
     say: Say = lambda _text: None
     price_per_hour: float | None = None
-    """Of one node."""
+    """Price of one node."""
     ranks: tuple[RankFacts, ...] | StokerError | None = None
     """What each rank saw, or why the ranks could not meet; None for a single process."""
     _opened: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -134,7 +119,7 @@ class Subject:
         return self._once("data", lambda: open_data(self.config, self.say))
 
     def with_data(self, data: TrainingData | VolumeData) -> Subject:
-        """The same about data that is open already."""
+        """The same, with data that is already open."""
         self._opened["data"] = data
         return self
 

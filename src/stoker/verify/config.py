@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from stoker.console import format_table
 from stoker.errors import StokerError
 from stoker.files import cache_folder
+from stoker.finding import Finding
 from stoker.run.folder import run_name_for
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.units import count
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
 from stoker.verify.recipes import claimed_recipes, nearest_recipe
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ POINTS = 400
 IMAGENET_TRAIN, IMAGENET_VAL = 1_281_167, 50_000
 
 
-def check_recipe(subject: Subject) -> Outcome:
+def check_recipe(subject: Subject) -> Finding:
     """Names the published recipe that the config resembles, and what differs; fails if its name claims more."""
     config = subject.config
     names = {subject.path.stem, run_name_for(config, subject.path)}
@@ -61,7 +63,7 @@ def check_recipe(subject: Subject) -> Outcome:
     return passed(f"{recipe.name} ({recipe.source}), {except_}", *(texts[MOST_NAMED:] if more else ()), **facts)
 
 
-def check_learning_rate(subject: Subject) -> Outcome:
+def check_learning_rate(subject: Subject) -> Finding:
     """Fails if SGD's peak learning rate is far above the published one for this total batch."""
     from stoker.train.schedule import PUBLISHED_SGD_BATCH, lr_warning
 
@@ -77,8 +79,9 @@ def check_learning_rate(subject: Subject) -> Outcome:
     return passed(f"{peak:g} for a total batch of {total:,}{scaled}", **facts)
 
 
-def check_schedule(subject: Subject) -> Outcome:
-    """The learning rate over the whole run as a table and a picture; fails if it does not end at its end."""
+def check_schedule(subject: Subject) -> Finding:
+    """The learning rate over the whole run as a table and a picture; fails if it has not come down by the end."""
+    from stoker.tasks.building import horizon_for
     from stoker.train.schedule import learning_rate
 
     config = subject.config
@@ -87,7 +90,7 @@ def check_schedule(subject: Subject) -> Outcome:
     else:
         samples, assumed = _samples(subject)
         updates = max(1, steps_of(config, *samples)[0])
-    horizon = _horizon(config, updates)
+    horizon = horizon_for(config, updates * config.gradient_accumulation)
     peak = peak_lr(config)
     last = horizon.total_steps - 1
     after_warmup = min(last, horizon.warmup_epochs * horizon.steps_per_epoch)
@@ -99,7 +102,9 @@ def check_schedule(subject: Subject) -> Outcome:
         "last": rates[-1], "scheduler": horizon.scheduler,
     }  # fmt: skip
     table = _table(config, horizon, peak)
-    picture = _picture(subject)
+    # Neither beside the data nor in the run folder, which belongs to the run.
+    folder = subject.out or cache_folder() / "verify" / run_name_for(config, subject.path)
+    picture = folder / "lr_schedule.png"
     try:
         draw_schedule(epochs, rates, horizon.warmup_epochs, picture)
         table.append(f"picture: {picture}")
@@ -142,7 +147,7 @@ def schedule_problem(epochs: Sequence[float], rates: Sequence[float], horizon: H
     )
 
 
-def check_steps(subject: Subject) -> Outcome:
+def check_steps(subject: Subject) -> Finding:
     """Updates and validation steps of an epoch; fails if an epoch would be empty or longer than the data."""
     config = subject.config
     if config.task == "segment3d":
@@ -169,24 +174,24 @@ def check_steps(subject: Subject) -> Outcome:
             f"steps_per_epoch={train // total}, or leave it out",
             **facts,
         )
-    validation = "no validation" if val is None else f"{val:,} for validation: {_steps(val_steps or 0)}"
+    validation = "no validation" if val is None else f"{val:,} for validation: {count(val_steps or 0, 'step')}"
     rest = ""
     if config.steps_per_epoch is None and dropped:
-        rest = f" ({dropped:,} image{'s' * (dropped != 1)}, others each time, are left out)"
-    seen = f"{train:,} images in updates of {total:,}: {_steps(updates)} an epoch{rest}; {validation}{assumed}"
+        rest = f" ({count(dropped, 'image')}, others each time, are left out)"
+    seen = f"{train:,} images in updates of {total:,}: {count(updates, 'step')} an epoch{rest}; {validation}{assumed}"
     return unknown(seen, "a data_root= that can be read from here", **facts) if assumed else passed(seen, **facts)
 
 
-def _steps_of_patches(subject: Subject) -> Outcome:
+def _steps_of_patches(subject: Subject) -> Finding:
     """Random patches fill any number of updates; a grid is as long as its volumes."""
     config, val = subject.config, subject.volumes.val
     updates, total = updates_of_volumes(config), total_batch(config)
     patches = None if val is None else val.steps.samples
     together = (config.val_batch_size or config.batch_size) * config.devices * config.num_nodes
     val_steps = None if patches is None else -(-patches // together)
-    validation = "no validation" if patches is None else f"{patches:,} for validation: {_steps(val_steps or 0)}"
+    validation = "no validation" if patches is None else f"{patches:,} for validation: {count(val_steps or 0, 'step')}"
     return passed(
-        f"{_steps(updates)} an epoch with {total:,} random patches each; {validation}",
+        f"{count(updates, 'step')} an epoch with {total:,} random patches each; {validation}",
         steps_per_epoch=updates, val_samples=patches, val_steps=val_steps, total_batch=total,
     )  # fmt: skip
 
@@ -196,10 +201,6 @@ def updates_of_volumes(config: HostConfig) -> int:
     from stoker.tasks.volumes.data import updates_per_epoch
 
     return updates_per_epoch(config)
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def total_batch(config: HostConfig) -> int:
@@ -244,14 +245,8 @@ def _samples(subject: Subject) -> tuple[tuple[int, int | None], str]:
     return (len(train), None if val is None else len(val)), ""
 
 
-def _horizon(config: HostConfig, updates: int) -> Horizon:
-    from stoker.tasks.building import horizon_for
-
-    return horizon_for(config, updates * config.gradient_accumulation)
-
-
 def _table(config: HostConfig, horizon: Horizon, peak: float) -> list[str]:
-    """The learning rate at the moments that people check, and where the image size changes, that too."""
+    """The learning rate at the moments that people check, and the image size if it changes."""
     from stoker.train.schedule import default_resize_epochs, image_size, learning_rate
 
     per_epoch, last = horizon.steps_per_epoch, horizon.total_steps - 1
@@ -274,12 +269,6 @@ def _table(config: HostConfig, horizon: Horizon, peak: float) -> list[str]:
         rows.append(row)
     header = ["", "epoch", "step", "learning rate", "images"]
     return format_table(rows, header[: len(rows[0])]).splitlines()
-
-
-def _picture(subject: Subject) -> Path:
-    # Not beside the data, and not in the run folder, which belongs to the run.
-    folder = subject.out or cache_folder() / "verify" / run_name_for(subject.config, subject.path)
-    return folder / "lr_schedule.png"
 
 
 def draw_schedule(epochs: Sequence[float], rates: Sequence[float], warmup_epochs: int, path: Path) -> None:

@@ -8,19 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import count, shown, some
+from stoker.console import shown, some
 from stoker.data.images import imagenet
 from stoker.data.images.listing import class_names, split_place
 from stoker.data.images.sample_index import SampleIndex
 from stoker.data.store.stores import is_url
 from stoker.errors import UserError
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.finding import Finding
+from stoker.units import count
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
 from stoker.verify.files import FILE_CHECKS
 
 LIKE_VALIDATION = ("val", "dev", "test", "eval", "holdout")
 """How the names of folders begin that people use for validation."""
-# A class with less than a tenth of the usual number of images was probably cut short, unless many are like that: then
-# the data has a long tail.
+# A class with less than a tenth of the usual number of images was probably cut short, unless there are many of them:
+# then the data has a long tail.
 SMALL_SHARE = 0.1
 RARE_SHARE = 0.05
 USUAL_LEAST = 20
@@ -30,7 +32,7 @@ CLOSE_SHARE = 0.001
 SHOWN_CLASSES = 12
 
 
-def check_present(subject: Subject) -> Outcome:
+def check_present(subject: Subject) -> Finding:
     """Training images can be listed, and there are several classes."""
     try:
         train, val = subject.samples
@@ -48,14 +50,15 @@ def check_present(subject: Subject) -> Outcome:
     )
 
 
-def check_validation_split(subject: Subject) -> Outcome:
+def check_validation_split(subject: Subject) -> Finding:
     """There is a validation split; if not, which folder may be meant."""
     train, val = subject.samples
     if val is not None:
         return passed(f"{len(val):,} images in {shown(val.index.root)}")
     root = str(subject.config.data_root)
     lost = "without one there is no val/acc1, and no best checkpoint"
-    for name in _like_validation(root):
+    names = [] if is_url(root) else class_names(split_place(root, ""))
+    for name in (name for name in names if name != "train" and name.lower().startswith(LIKE_VALIDATION)):
         folders = class_names(split_place(root, name))
         same = len(set(folders) & set(train.index.classes))
         if same:
@@ -68,14 +71,7 @@ def check_validation_split(subject: Subject) -> Outcome:
     return unknown(f"no validation split; {lost}", "put validation images into val/CLASS/ beside train/")
 
 
-def _like_validation(root: str) -> list[str]:
-    if is_url(root):
-        return []
-    names = class_names(split_place(root, ""))
-    return [name for name in names if name != "train" and name.lower().startswith(LIKE_VALIDATION)]
-
-
-def check_counts(subject: Subject) -> Outcome:
+def check_counts(subject: Subject) -> Finding:
     """Images per class: against ImageNet's own numbers, or among each other."""
     train, val = subject.samples
     counts = _counts(train.index, train.classes)
@@ -110,7 +106,7 @@ def check_counts(subject: Subject) -> Outcome:
 
 def _judge_imagenet(
     counts: NDArray[np.int64], held: NDArray[np.int64] | None, classes: tuple[str, ...], facts: dict[str, Any]
-) -> Outcome:
+) -> Finding:
     low, high = imagenet.TRAIN_PER_CLASS
     wrong = [f"train/{classes[at]}: {counts[at]:,} ({low} to {high:,})" for at in _outside(counts, low, high)]
     total = int(counts.sum())
@@ -139,7 +135,7 @@ def _outside(counts: NDArray[np.int64], low: int, high: int) -> list[int]:
     return [int(at) for at in np.flatnonzero((counts < low) | (counts > high))]
 
 
-def check_classes_agree(subject: Subject) -> Outcome | None:
+def check_classes_agree(subject: Subject) -> Finding | None:
     """Training and validation have the same classes, and each of them images."""
     try:
         train, val = subject.samples
@@ -154,7 +150,7 @@ def check_classes_agree(subject: Subject) -> Outcome | None:
     if lacking:
         return failed(
             f"{shown(val.index.root)} has no images of {len(lacking):,} of the {len(train.classes):,} classes: "
-            f"{some(lacking)}; nothing would tell how well they are learned",
+            f"{some(lacking)}; nothing would show how well they are learned",
             f"copy them to {shown(val.index.root)}/{shown(lacking[0])}/ and so on",
             lacking=lacking,
         )

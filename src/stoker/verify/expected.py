@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from stoker.errors import StokerError
 from stoker.machine.host import HostConfig
+from stoker.units import duration_text, size_text
 from stoker.verify.checks import Subject
 from stoker.verify.recipes import nearest_recipe
 
@@ -18,7 +18,7 @@ _ITS_SUBSET = {"model": "resnet50", "img_size": 224, "subset_classes": 100, "sub
 
 
 @dataclass(frozen=True)
-class Expected:
+class Forecast:
     """Predictions; None where nothing is known."""
 
     hours: float | None = None
@@ -32,19 +32,16 @@ class Expected:
     """(epoch, val/acc1 in percent), only where a source publishes them for this recipe."""
     milestones_source: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def expect(subject: Subject) -> Expected:
+def expect(subject: Subject) -> Forecast:
     """What the plan and the recipe say about this run."""
     milestones, source = milestones_of(subject.config)
     try:
         plan = subject.plan
     except StokerError:
-        return Expected(milestones=milestones, milestones_source=source)
+        return Forecast(milestones=milestones, milestones_source=source)
     time = plan.time
-    return Expected(
+    return Forecast(
         hours=None if time.total_s is None else time.total_s / 3600,
         images_per_second=time.images_per_second,
         bound_by=time.bound_by,
@@ -67,3 +64,22 @@ def milestones_of(config: HostConfig) -> tuple[tuple[tuple[int, float], ...], st
     if all(getattr(config, key) == value for key, value in _ITS_SUBSET.items()) and config.weights is None:
         return tuple(point for point in HUNDRED_CLASSES if point[0] < config.epochs), HUNDRED_CLASSES_SOURCE
     return (), None
+
+
+def forecast_lines(forecast: Forecast) -> list[str]:
+    """How long the run takes, what it needs and costs, and the accuracy that its recipe publishes."""
+    lines = []
+    if forecast.hours is not None:
+        pace = "" if forecast.images_per_second is None else f" at {forecast.images_per_second:,.0f} images/s"
+        bound = "" if forecast.bound_by is None else f", bound by the {forecast.bound_by}"
+        lines.append(f"time    {duration_text(3600 * forecast.hours)}{pace}{bound} (a plan, not a measurement)")
+    sizes = (("VRAM", forecast.vram_bytes), ("RAM", forecast.ram_bytes), ("disk", forecast.disk_bytes))
+    memory = [f"{size_text(size)} of {name}" for name, size in sizes if size is not None]
+    if memory:
+        lines.append(f"memory  {', '.join(memory)}")
+    if forecast.cost is not None:
+        lines.append(f"cost    {forecast.cost:,.2f}")
+    if forecast.milestones:
+        points = ", ".join(f"{value:g} % after epoch {epoch}" for epoch, value in forecast.milestones)
+        lines.append(f"val     {points} ({forecast.milestones_source})")
+    return lines or ["nothing is known: the plan could not be made"]

@@ -16,12 +16,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoker.console import count, shown
+from stoker.console import shown
 from stoker.data.images.headers import BadImage
 from stoker.data.images.sample_index import SampleIndex, SampleSet
 from stoker.data.store.stores import ReadFailure, Store, is_url, open_store
+from stoker.finding import Finding
 from stoker.machine.storage import LOCAL_READERS, mount_of
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.units import count
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -44,8 +46,8 @@ COMPARING_S, DEEP_COMPARING_S = 15.0, 1800.0
 STAT_AT_ONCE = 200
 PROBE_BYTES = 4096
 LEAK_SHARE = 0.005
-"""Share of the validation images that are in the training set too, from which it is a fault: large public sets have a
-handful of such images."""
+"""Share of the validation images that are in the training set too, from which it counts as a fault: large public
+sets have a handful of such images."""
 
 
 def in_turns(samples: SampleSet, per_class: int) -> NDArray[np.int64]:
@@ -62,12 +64,13 @@ def in_turns(samples: SampleSet, per_class: int) -> NDArray[np.int64]:
     return np.array([member for _, member in sorted(turns)], np.int64)
 
 
-def check_decoding(subject: Subject) -> Outcome:
+def check_decoding(subject: Subject) -> Finding:
     """A few images of every class can be read and decoded."""
     from stoker.tasks.image_data import decoding_with, validation_view
 
     config = subject.config
     view = validation_view(config, decoding_with(config))
+    shape = (view.size, view.size, 3)
     per_class, seconds = (DEEP_DECODED_PER_CLASS, DEEP_DECODING_S) if subject.deep else (DECODED_PER_CLASS, DECODING_S)
     done, wanted, bad = 0, 0, list[str]()
     splits = [samples for samples in subject.samples if samples is not None]
@@ -77,7 +80,7 @@ def check_decoding(subject: Subject) -> Outcome:
 
         def problem(index: int, samples: SampleSet = samples, store: Store = store) -> str | None:
             try:
-                view.decode(read_sample(store, samples.index, index), None, 0, _slot(view.size))
+                view.decode(read_sample(store, samples.index, index), None, 0, np.empty(shape, np.uint8))
             except (BadImage, ReadFailure) as error:
                 return f"{shown(samples.index.name(index))}: {error.reason}"
             return None
@@ -101,10 +104,6 @@ def check_decoding(subject: Subject) -> Outcome:
     return passed(f"{done:,} images decode, up to {per_class} of each class{short}", **facts)
 
 
-def _slot(size: int) -> NDArray[np.uint8]:
-    return np.empty((size, size, 3), np.uint8)
-
-
 def read_sample(store: Store, index: SampleIndex, sample: int) -> bytes | memoryview:
     """A sample's bytes; raises ReadFailure."""
     place = index.location(sample)
@@ -120,7 +119,7 @@ def until(function: Callable[[T], R], items: Sequence[T], end_s: float, threads:
             yield from pool.map(function, items[start : start + 8 * threads])
 
 
-def check_storage(subject: Subject) -> Outcome | None:
+def check_storage(subject: Subject) -> Finding | None:
     """The files are on this file system, not only their names: nothing is released or fetched at the first read."""
     splits = [samples for samples in subject.samples if samples is not None]
     if any(is_url(samples.index.root) for samples in splits):
@@ -133,7 +132,7 @@ def check_storage(subject: Subject) -> Outcome | None:
     return judge_first_reads(first, second, sum(map(len, splits)), splits[0].index.root)
 
 
-def _check_released(samples: SampleSet) -> Outcome | None:
+def _check_released(samples: SampleSet) -> Finding | None:
     """What Lustre says about a part of the files; None if it is not Lustre, or all of them are there."""
     index = samples.index
     mount, lfs = mount_of(index.root), shutil.which("lfs")
@@ -161,12 +160,12 @@ def _check_released(samples: SampleSet) -> Outcome | None:
 
 
 def _some_members(samples: SampleSet, number: int) -> NDArray[np.int64]:
-    # Others each time: a file that an earlier check has read is no longer a first read.
+    # Different ones each time: a file that an earlier check has read is no longer a first read.
     return np.random.default_rng().choice(len(samples), min(number, len(samples)), replace=False).astype(np.int64)
 
 
 def time_reads(samples: SampleSet, max_bytes: int) -> list[tuple[float, float]]:
-    """Seconds of the first and the second read of some files; what cannot be read is another check's matter."""
+    """Seconds of the first and the second read of some files; unreadable files are another check's job."""
     store = open_store(samples.index.root, max_object_bytes=max_bytes)
     end_s, found = time.monotonic() + FIRST_READS_S, list[tuple[float, float]]()
     for sample in samples.indices(_some_members(samples, FIRST_READS)).tolist():
@@ -184,7 +183,7 @@ def time_reads(samples: SampleSet, max_bytes: int) -> list[tuple[float, float]]:
     return found
 
 
-def judge_first_reads(first_s: Sequence[float], second_s: Sequence[float], files: int, root: str) -> Outcome:
+def judge_first_reads(first_s: Sequence[float], second_s: Sequence[float], files: int, root: str) -> Finding:
     """Whether first reads are so slow, and second ones so fast, that the files are fetched when they are read."""
     if not first_s:
         return unknown("none of the files that we tried could be read", f"ls -l {shown(root)}")
@@ -207,14 +206,14 @@ def judge_first_reads(first_s: Sequence[float], second_s: Sequence[float], files
     )
 
 
-def check_duplicates(subject: Subject) -> Outcome | None:
+def check_duplicates(subject: Subject) -> Finding | None:
     """No image is in both splits: by size, then by a few bytes, then by all."""
     train, val = subject.samples
     if val is None:
         return None
     remote = is_url(train.index.root) or is_url(val.index.root)
     if remote and (train.index.sizes is None or val.index.sizes is None):
-        return unknown("the index of an object store without sizes does not tell duplicates")
+        return unknown("duplicates cannot be found: the index of this object store has no sizes")
     limit, seconds = (DEEP_COMPARED, DEEP_COMPARING_S) if subject.deep else (COMPARED, COMPARING_S)
     end_s = time.monotonic() + seconds
     wanted = val.indices(_some_members(val, min(limit, len(val)))).tolist()
@@ -291,7 +290,7 @@ def _twin(ours: _Split, sample: int, size: int, theirs: _Split, candidates: Sequ
     """The candidate with the same bytes; all have the same size."""
     if not candidates:
         return None
-    with suppress(ReadFailure):  # what cannot be read is another check's matter
+    with suppress(ReadFailure):  # unreadable files are another check's job
         probe = ours.probe(sample, size)
         for candidate in candidates:
             with suppress(ReadFailure):

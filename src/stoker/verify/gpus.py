@@ -10,7 +10,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.finding import Finding
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -39,15 +40,13 @@ def query_gpus(*fields: str) -> list[dict[str, str | None]] | None:
     ]
 
 
-def check_gpus(subject: Subject) -> Outcome | None:
+def check_gpus(subject: Subject) -> Finding:
     """As many GPUs as the config wants, all alike."""
-    if not subject.machine.accelerators:
-        return None
     wanted = subject.config.devices
     seen = query_gpus("name", "driver_version")
     if seen is None:
         return unknown("nvidia-smi does not answer", "install NVIDIA's driver, or check it with: nvidia-smi")
-    present = min(len(seen), subject.machine.accelerators)
+    present = min(len(seen), subject.machine.accelerators or 0)
     names = sorted({str(gpu["name"]) for gpu in seen})
     facts = {
         "present": present,
@@ -66,15 +65,13 @@ def check_gpus(subject: Subject) -> Outcome | None:
     return passed(f"{wanted} of {present} {names[0]}, driver {facts['driver']}", **facts)
 
 
-def check_torch_sees_gpus(subject: Subject) -> Outcome | None:
-    if not subject.machine.accelerators:
-        return None
+def check_torch_sees_gpus(_subject: Subject) -> Finding:
     import torch
 
     return judge_torch(torch.cuda.is_available(), torch.version.cuda, torch.__version__)
 
 
-def judge_torch(available: bool, cuda: str | None, version: str) -> Outcome:
+def judge_torch(available: bool, cuda: str | None, version: str) -> Finding:
     """Whether torch can use the GPUs that the kernel shows."""
     if cuda is None and not available:
         return failed(f"torch {version} is built for the CPU only", "pip install a torch build with CUDA or ROCm")
@@ -86,10 +83,8 @@ def judge_torch(available: bool, cuda: str | None, version: str) -> Outcome:
     return passed(f"torch {version} with CUDA {cuda}")
 
 
-def check_link(subject: Subject) -> Outcome | None:
+def check_link(_subject: Subject) -> Finding:
     """Every lane of the PCIe link works. Its generation says nothing: an idle link runs slower to save power."""
-    if not subject.machine.accelerators:
-        return None
     seen = query_gpus("index", "pcie.link.width.current", "pcie.link.width.max")
     known = [
         (gpu["index"], _number(gpu["pcie.link.width.current"]), _number(gpu["pcie.link.width.max"]))
@@ -102,15 +97,13 @@ def check_link(subject: Subject) -> Outcome | None:
     facts = {"widths": [now for _, now, _ in widths], "widest": [most for _, _, most in widths]}
     if narrow:
         said = ", ".join(f"GPU {index} has {now:g} of {most:g} lanes" for index, now, most in narrow)
-        return failed(said, "reseat the card or use another slot; a virtual machine may only show it so", **facts)
+        return failed(said, "reseat the card or use another slot; a virtual machine may report it wrongly", **facts)
     return passed(f"{widths[0][1]:g} lanes each", **facts)
 
 
-def check_clocks(subject: Subject) -> Outcome | None:
+def check_clocks(_subject: Subject) -> Finding:
     """No GPU is slowed down by heat or by its power supply."""
-    if not subject.machine.accelerators:
-        return None
-    # Drivers from 535 on call it an event, older ones a throttling.
+    # Drivers from 535 on call it an event, older ones throttling.
     for prefix in ("clocks_event_reasons", "clocks_throttle_reasons"):
         reasons = [f"{prefix}.hw_slowdown", f"{prefix}.hw_thermal_slowdown", f"{prefix}.sw_thermal_slowdown"]
         seen = query_gpus("index", "clocks.sm", "clocks.max.sm", "temperature.gpu", *reasons)
@@ -132,10 +125,8 @@ def check_clocks(subject: Subject) -> Outcome | None:
     return passed(f"up to {seen[0]['clocks.max.sm']} MHz, none slowed down by heat or power", **facts)
 
 
-def check_memory_errors(subject: Subject) -> Outcome | None:
+def check_memory_errors(_subject: Subject) -> Finding:
     """No uncorrected memory errors, and no serious Xid message of the driver in the kernel's log."""
-    if not subject.machine.accelerators:
-        return None
     seen = query_gpus("index", "ecc.errors.uncorrected.volatile.total")
     errors = [(gpu["index"], _number(gpu["ecc.errors.uncorrected.volatile.total"])) for gpu in seen or []]
     xids = read_xids()
@@ -163,10 +154,8 @@ def read_xids() -> list[int] | None:
     return [int(match["number"]) for match in _XID.finditer(done.stdout)]
 
 
-def check_product(subject: Subject) -> Outcome | None:
+def check_product(_subject: Subject) -> Finding:
     """A large matrix product on each GPU has the right result, to the last bit."""
-    if not subject.machine.accelerators:
-        return None
     import torch
 
     if not torch.cuda.is_available():
@@ -177,7 +166,7 @@ def check_product(subject: Subject) -> Outcome | None:
 
 def judge_products(
     devices: Sequence[torch.device], multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], side: int = SIDE
-) -> Outcome:
+) -> Finding:
     """Compares products with those of the host. The factors are -1, 0 and 1: sums of a thousand such products are exact
     in float32, TF32 and float16, so that any difference is an error of the hardware."""
     import torch
@@ -208,10 +197,10 @@ def _number(text: str | None) -> float | None:
 
 
 CHECKS = (
-    Check("gpus", "machine", "as many GPUs as the config wants, of one kind", check_gpus),
-    Check("torch-and-driver", "machine", "torch can use the GPUs", check_torch_sees_gpus),
-    Check("gpu-link", "machine", "the width of the PCIe link", check_link),
-    Check("gpu-clocks", "machine", "clocks that are not slowed down", check_clocks),
-    Check("gpu-errors", "machine", "memory errors (ECC) and Xid messages", check_memory_errors),
-    Check("gpu-product", "machine", "a matrix product with the right result", check_product),
+    Check("gpus", "machine", "as many GPUs as the config wants, of one kind", check_gpus, on_gpu=True),
+    Check("torch-and-driver", "machine", "torch can use the GPUs", check_torch_sees_gpus, on_gpu=True),
+    Check("gpu-link", "machine", "the width of the PCIe link", check_link, on_gpu=True),
+    Check("gpu-clocks", "machine", "clocks that are not slowed down", check_clocks, on_gpu=True),
+    Check("gpu-errors", "machine", "memory errors (ECC) and Xid messages", check_memory_errors, on_gpu=True),
+    Check("gpu-product", "machine", "a matrix product with the right result", check_product, on_gpu=True),
 )

@@ -1,4 +1,4 @@
-"""A trained network as a judge of labels: from a checkpoint or a weights file to what it takes images for."""
+"""A trained network as a judge of labels: from a checkpoint or a weights file to the classes that it sees in images."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Judge:
     classifier: Classifier
     config: HostConfig
     names: tuple[str, ...]
-    """Of its outputs, in order."""
+    """Classes of its outputs, in order."""
 
     @property
     def outputs(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import count, shown, some
+from stoker.console import shown, some
 from stoker.data.images.imagenet import (
     DEVKIT_FIRST,
     is_synset,
@@ -22,8 +22,10 @@ from stoker.data.images.imagenet import (
     validation_numbers,
 )
 from stoker.data.images.sample_index import SampleIndex, SampleSet
+from stoker.finding import Finding
 from stoker.train.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.units import count
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 # ReaL labels agree with the official labels of 42,164 of the 46,837 validation images that have any: 90.0 %. By class
 # the worst is 18 % (tape player), then 39 %; by any 50 neighbouring classes at least 84 %. Images spread at random
@@ -47,12 +49,12 @@ DEEP_IMAGES_PER_CLASS = 50
 SECONDS = 45.0
 DEEP_SECONDS = 900.0
 WEAK_SHARE = 0.2
-"""Share of the way from chance to perfect below which a network is no judge of labels."""
+"""Share of the way from chance to perfect below which a network cannot judge labels."""
 MOVED_SHARE = 0.2
 """Share of the folders that have to be permuted to be sure, unless they form closed cycles, such as a swap."""
 
 
-def check_validation_names(subject: Subject) -> Outcome | None:
+def check_validation_names(subject: Subject) -> Finding | None:
     """Every ILSVRC2012_val_… file against the ReaL labels of its number."""
     train, val = subject.samples
     if val is None:
@@ -109,7 +111,7 @@ def _votes(labels: NDArray[np.int32], entries: Sequence[Sequence[int]], own: Seq
     return votes
 
 
-def _judge_votes(votes: _Votes, index: SampleIndex, own: Sequence[int]) -> Outcome:
+def _judge_votes(votes: _Votes, index: SampleIndex, own: Sequence[int]) -> Finding:
     mapping = likely_mapping(votes.counts, own)
     held = np.array([-1 if label is None else label for label in mapping.holds])
     of_other = votes.counts[np.arange(len(own)), held] / np.maximum(votes.images, 1)
@@ -163,7 +165,7 @@ def _in_devkit_order(mapping: FolderMapping, folders: Sequence[str]) -> bool:
 
 
 def _numbers_a_subset(mapping: FolderMapping, folders: Sequence[str]) -> bool:
-    """Whether folders named 0, 1, 2, … hold ascending classes: a subset that was numbered anew."""
+    """Whether folders named 0, 1, 2, … hold ascending classes: a subset that was renumbered."""
     if any(own >= 0 and name != str(own) for own, name in zip(mapping.own, folders, strict=True)):
         return False  # other names, or numbers that the training files explain
     pairs = sorted((own, held) for own, held in zip(mapping.own, mapping.holds, strict=True) if held is not None)
@@ -212,7 +214,7 @@ def _names_by_folder(index: SampleIndex) -> dict[int, NDArray[np.int64]]:
     return dict(zip(folders.tolist(), parts, strict=True))
 
 
-def check_training_names(subject: Subject) -> Outcome | None:
+def check_training_names(subject: Subject) -> Finding | None:
     """The synset that ImageNet's training files have in their names against the folder's."""
     index = subject.samples[0].index
     trained = set(subject.samples[0].classes)
@@ -247,16 +249,16 @@ def check_training_names(subject: Subject) -> Outcome | None:
     )
 
 
-def check_by_model(subject: Subject) -> Outcome | None:
+def check_by_model(subject: Subject) -> Finding | None:
     """A few images of every class, classified by a network that knows them."""
     train, val = subject.samples
     samples = train if val is None else val
     if subject.weights is None:
         by_names = check_validation_names(subject)
         if by_names is not None and by_names.status != "unknown":
-            return None  # the names have told already
+            return None  # the file names already answer it
         return unknown(
-            "whether the folders hold their classes: file names do not tell, a trained network would",
+            "whether the folders hold their classes: file names do not say, a trained network would",
             f"stoker verify {subject.path} --weights FILE (a checkpoint, or published weights of the same classes)",
         )
     from stoker.verify.judge import confusion_by, open_judge
@@ -275,7 +277,7 @@ def check_by_model(subject: Subject) -> Outcome | None:
 
 def _judge_confusion(
     counts: NDArray[np.int64], own: Sequence[int], samples: SampleSet, outputs: Sequence[str], weights: Path, known: int
-) -> Outcome:
+) -> Finding:
     rows = [folder for folder, label in enumerate(own) if label >= 0]
     images = int(counts[rows].sum())
     right = int(sum(counts[folder, own[folder]] for folder in rows))

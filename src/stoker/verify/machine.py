@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.finding import Finding
 from stoker.machine.host import allowed_cores
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, size_text, unknown
+from stoker.units import count, size_text
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:
     from stoker.plan.records import Plan
 
-# A rank with a single core has its loader and its training thread take turns. Only reported where the host has many
-# more: a small machine is what it is.
+# With a single core, a rank's loader and its training thread take turns. Only reported if the host has many more: a
+# small machine cannot be changed.
 LEAST_CORES = 2
 FAR_MORE = 4
 
@@ -23,39 +25,35 @@ def plan_run(subject: Subject) -> Plan:
     """The plan of the run on this machine, as `stoker plan` makes it without options."""
     from stoker.machine.loader_memory import STATED
     from stoker.machine.memory import used_by_others_bytes
-    from stoker.plan.budget import Job, Measured, make_plan, trace_needs
-    from stoker.plan.planning import Wanted, facts_of, hardware_for, step_of
+    from stoker.plan.budget import MeasuredHere, PlannedRun, make_plan, trace_needs
+    from stoker.plan.planning import WantedMachine, facts_of, hardware_for, step_of
 
     config = subject.config
-    wanted = Wanted(price=subject.price_per_hour)
+    wanted = WantedMachine(price=subject.price_per_hour)
     hardware = hardware_for(config, subject.path, wanted, subject.machine)
     data, volumes = facts_of(config)
-    job = Job(config, hardware, data, Measured(STATED, None, used_by_others_bytes()), volumes)
-    step = step_of(job)
-    needs = trace_needs(job, step, search=False)
-    if needs.vram.fits is False:
-        needs = trace_needs(job, step)  # only now: finding what would fit takes three more traces
-    return make_plan(job, needs, name=subject.path.name, scaling=False)
+    job = PlannedRun(config, hardware, data, MeasuredHere(STATED, None, used_by_others_bytes()), volumes)
+    return make_plan(job, trace_needs(job, step_of(job), search=False), name=subject.path.name, scaling=False)
 
 
-def check_ram(subject: Subject) -> Outcome:
+def check_ram(subject: Subject) -> Finding:
     ram = subject.plan.ram
     return _judge(subject.plan, "ram-exceeded", ram.total_bytes, ram.limit_bytes, "of RAM")
 
 
-def check_shm(subject: Subject) -> Outcome:
+def check_shm(subject: Subject) -> Finding:
     shm = subject.plan.shm
     return _judge(subject.plan, "shm-exceeded", shm.needed, shm.limit, "of shared memory")
 
 
-def check_vram(subject: Subject) -> Outcome | None:
+def check_vram(subject: Subject) -> Finding | None:
     vram = subject.plan.vram
     if vram is None:
         return None
     return _judge(subject.plan, "vram-exceeded", vram.peak_bytes, vram.limit_bytes, "of VRAM")
 
 
-def check_disk(subject: Subject) -> Outcome:
+def check_disk(subject: Subject) -> Finding:
     """The disk holds all checkpoints of the run, and its folder can be written."""
     folder = Path(subject.config.runs_dir).absolute()
     existing = folder
@@ -69,42 +67,42 @@ def check_disk(subject: Subject) -> Outcome:
     return _judge(subject.plan, "disk-exceeded", disk.needed, disk.limit, f"of disk at {existing}")
 
 
-def check_open_files(subject: Subject) -> Outcome:
+def check_open_files(subject: Subject) -> Finding:
     files = subject.plan.open_files
     return _judge(subject.plan, "open-files-exceeded", files.needed, files.limit, "open files", lambda n: f"{n:,}")
 
 
 def _judge(
     plan: Plan, refusal: str, needed: int, limit: int | None, what: str, show: Callable[[int], str] = size_text
-) -> Outcome:
-    """What the plan says about one resource: its refusal, with the fix, or how much is needed of what is there."""
+) -> Finding:
+    """What the plan says about one resource: its refusal, with the fix, or how much of the limit is needed."""
     facts: dict[str, Any] = {"needed": needed, "limit": limit}
     for finding in plan.refused:
-        if finding.id == refusal:
-            return failed(finding.message, finding.fix or "a smaller batch_size=", **facts)
+        if finding.name == refusal:
+            return failed(finding.seen, finding.fix or "a smaller batch_size=", **facts)
     if limit is None:
         return unknown(f"{show(needed)} {what} needed; the limit is not known", None, **facts)
     return passed(f"{show(needed)} of {show(limit)} {what}", **facts)
 
 
-def check_cores(subject: Subject) -> Outcome:
+def check_cores(subject: Subject) -> Finding:
     """The affinity of this process leaves it enough of the host's cores."""
     return judge_cores(len(allowed_cores()), os.cpu_count() or 1, subject.machine.ranks or subject.config.devices)
 
 
-def judge_cores(allowed: int, present: int, ranks: int) -> Outcome:
-    """`allowed` cores of those `present`, for so many ranks of this host."""
+def judge_cores(allowed: int, present: int, ranks: int) -> Finding:
+    """`allowed` cores of those `present`, for this many ranks on this host."""
     facts = {"allowed": allowed, "present": present, "ranks": ranks}
     if allowed < LEAST_CORES * ranks and present > FAR_MORE * allowed:
         return failed(
-            f"this process may run on {allowed} of {present} cores, for {ranks} rank{'s' * (ranks != 1)}",
+            f"this process may run on {allowed} of {present} cores, for {count(ranks, 'rank')}",
             "srun --cpus-per-task=N, taskset -c 0-N, or docker run --cpuset-cpus; unset OMP_PROC_BIND",
             **facts,
         )
     return passed(f"{allowed} of {present} cores may be used", **facts)
 
 
-def check_cpu_quota(subject: Subject) -> Outcome | None:
+def check_cpu_quota(subject: Subject) -> Finding | None:
     """A container's CPU quota is not smaller than the number of workers: each of them would be stopped in turn."""
     from stoker.cgroups import cpu_quota
 
@@ -113,7 +111,7 @@ def check_cpu_quota(subject: Subject) -> Outcome | None:
     return None if quota is None else judge_quota(quota, subject.config.num_workers * ranks, ranks)
 
 
-def judge_quota(quota: float, workers: int, ranks: int) -> Outcome:
+def judge_quota(quota: float, workers: int, ranks: int) -> Finding:
     facts = {"quota_cores": quota, "workers": workers}
     if workers > max(quota, ranks):
         fitting = max(1, int(quota) // ranks)
@@ -126,12 +124,12 @@ def judge_quota(quota: float, workers: int, ranks: int) -> Outcome:
     return passed(f"{quota:g} cores for {workers} workers", **facts)
 
 
-def check_threads(subject: Subject) -> Outcome:
+def check_threads(subject: Subject) -> Finding:
     """OpenMP's variables do not make threads spin, pin ranks to the same cores, or start too many."""
     return judge_threads(os.environ, subject.machine.cpus, subject.machine.ranks or subject.config.devices)
 
 
-def judge_threads(environment: Mapping[str, str], cpus: int, ranks: int) -> Outcome:
+def judge_threads(environment: Mapping[str, str], cpus: int, ranks: int) -> Finding:
     names = (
         "OMP_NUM_THREADS",
         "OMP_WAIT_POLICY",
@@ -168,7 +166,7 @@ def judge_threads(environment: Mapping[str, str], cpus: int, ranks: int) -> Outc
     return passed("one thread for each core, which sleeps while it waits" if seen in ({}, usual) else said, **seen)
 
 
-def check_wandb(subject: Subject) -> Outcome | None:
+def check_wandb(subject: Subject) -> Finding | None:
     """W&B is reachable, or offline on purpose."""
     from importlib.util import find_spec
 

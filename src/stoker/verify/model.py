@@ -6,7 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 from stoker.errors import UserError
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed
+from stoker.finding import Finding
+from stoker.units import size_text
+from stoker.verify.checks import Check, Subject, failed, passed
 
 if TYPE_CHECKING:
     from stoker.verify.trial import GroupFacts, Trial
@@ -20,7 +22,7 @@ LEAST_CLASSES = 10
 SHOWN = 3
 
 
-def check_builds(subject: Subject) -> Outcome:
+def check_builds(subject: Subject) -> Finding:
     """Fails if the network cannot be built or cannot compute the config's images."""
     try:
         trial = subject.trial
@@ -35,7 +37,7 @@ def check_builds(subject: Subject) -> Outcome:
     )
 
 
-def check_first_loss(subject: Subject) -> Outcome:
+def check_first_loss(subject: Subject) -> Finding:
     """The loss of an untrained network is that of a guess: anything else is a mistake in images, labels or loss."""
     config, trial = subject.config, subject.trial
     loss, guess = trial.first_loss, guessed_loss(config.loss, trial.outputs)
@@ -59,7 +61,7 @@ def check_first_loss(subject: Subject) -> Outcome:
     return passed(seen, **facts)
 
 
-def check_update(subject: Subject) -> Outcome:
+def check_update(subject: Subject) -> Finding:
     """Every trained parameter has a gradient and changes."""
     trial = subject.trial
     facts = {"without_gradient": list(trial.without_gradient), "unchanged": list(trial.unchanged)}
@@ -84,7 +86,7 @@ def check_update(subject: Subject) -> Outcome:
     return passed(f"forward, backward and update of {_images(trial)}: every parameter changed", **facts)
 
 
-def check_optimizer_groups(subject: Subject) -> Outcome:
+def check_optimizer_groups(subject: Subject) -> Finding:
     """Each parameter is in one group, with the weight decay that the config asks for."""
     config, trial = subject.config, subject.trial
     groups = trial.groups
@@ -103,10 +105,10 @@ def check_optimizer_groups(subject: Subject) -> Outcome:
     return passed(f"{_counted(decayed)} with weight decay {config.weight_decay:g}, {_counted(others)} without", **facts)
 
 
-def check_checkpoint(subject: Subject) -> Outcome:
+def check_checkpoint(subject: Subject) -> Finding:
     """A checkpoint that is written, read and resumed gives the same next step."""
     trial = subject.trial
-    size = f"{trial.checkpoint_bytes / 1e6:,.1f} MB in {trial.save_s:.1f} s"
+    size = f"{size_text(trial.checkpoint_bytes)} in {trial.save_s:.1f} s"
     facts = {
         "bytes": trial.checkpoint_bytes, "save_s": trial.save_s, "next_loss": trial.next_loss,
         "resumed_loss": trial.resumed_loss, "differing_weights": trial.differing_weights,
@@ -124,7 +126,7 @@ def check_checkpoint(subject: Subject) -> Outcome:
     )
 
 
-def check_train_accuracy(subject: Subject) -> Outcome:
+def check_train_accuracy(subject: Subject) -> Finding:
     """Says what `train/acc1` will mean: only batches that are not mixed count."""
     config = subject.config
     mixing = config.mixup_alpha > 0 or config.cutmix_alpha > 0
@@ -138,7 +140,7 @@ def check_train_accuracy(subject: Subject) -> Outcome:
     return passed(seen, unmixed_share=share)
 
 
-def check_whole_batch(subject: Subject) -> Outcome:
+def check_whole_batch(subject: Subject) -> Finding:
     """The config's own batch fits into the device's memory in one piece."""
     from stoker.verify.trial import try_whole_batch
 

@@ -1,4 +1,4 @@
-"""Checks over all ranks: the same versions, config and data everywhere, a right sum, and no rank that is far slower.
+"""Checks over all ranks: the same versions, config and data everywhere, a correct sum, and no rank that is far slower.
 
 Every rank gathers its facts together with the others (`meet`); the first one then judges them for all.
 """
@@ -19,19 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 from stoker import __version__
 from stoker.errors import StokerError, UserError
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.finding import Finding
+from stoker.units import size_text
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:
     from stoker.machine.host import HostConfig, Machine
     from stoker.train.ranks import Ranks
 
-# Paths and counts that may differ from node to node without another result.
+# Paths and counts that may differ from node to node without changing the result.
 OWN_KEYS = {
     "data_root", "index_dir", "cache_dir", "cache_size", "stage_to", "runs_dir", "num_workers", "adjust_loader",
     "prefetch_factor",
 }  # fmt: skip
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "nvidia-nvimgcodec-cu13")
-# Ranks that have not met by then will not: nobody wants to wait for the ten minutes that a run would.
+# Ranks that have not met by then never will: no need to wait ten minutes, as a run would.
 MEET_S = 120.0
 SUMMED = 1 << 20
 WORK_S = 0.3
@@ -168,10 +170,10 @@ def _work_s(matrix: Any) -> float:
     return statistics.median(times)
 
 
-def _over_ranks(judge: Callable[[tuple[RankFacts, ...]], Outcome]) -> Callable[[Subject], Outcome | None]:
+def _over_ranks(judge: Callable[[tuple[RankFacts, ...]], Finding]) -> Callable[[Subject], Finding | None]:
     """A check of what the ranks saw; does not apply to a single process."""
 
-    def run(subject: Subject) -> Outcome | None:
+    def run(subject: Subject) -> Finding | None:
         if isinstance(subject.ranks, tuple):
             return judge(subject.ranks)
         alone = subject.config.devices * subject.config.num_nodes == 1
@@ -180,7 +182,7 @@ def _over_ranks(judge: Callable[[tuple[RankFacts, ...]], Outcome]) -> Callable[[
     return run
 
 
-def check_ranks_meet(subject: Subject) -> Outcome | None:
+def check_ranks_meet(subject: Subject) -> Finding | None:
     """All ranks find each other."""
     config, ranks = subject.config, subject.ranks
     if isinstance(ranks, StokerError):
@@ -196,7 +198,7 @@ def check_ranks_meet(subject: Subject) -> Outcome | None:
     return unknown(why, f"where it will train: srun stoker verify {subject.arguments}, or the same with torchrun")
 
 
-def judge_versions(ranks: tuple[RankFacts, ...]) -> Outcome:
+def judge_versions(ranks: tuple[RankFacts, ...]) -> Finding:
     lines = _odd_ones(ranks, lambda rank: rank.versions)
     if lines:
         return failed("; ".join(lines), "install the same requirements.lock on every node", odd=lines)
@@ -204,7 +206,7 @@ def judge_versions(ranks: tuple[RankFacts, ...]) -> Outcome:
     return passed(f"the same on all ranks: torch {first.get('torch')}, timm {first.get('timm')}", versions=first)
 
 
-def judge_config(ranks: tuple[RankFacts, ...]) -> Outcome:
+def judge_config(ranks: tuple[RankFacts, ...]) -> Finding:
     lines = _odd_ones(ranks, lambda rank: rank.config)
     if lines:
         return failed(
@@ -215,7 +217,7 @@ def judge_config(ranks: tuple[RankFacts, ...]) -> Outcome:
     return passed(f"the same on all ranks ({digest})", digest=digest)
 
 
-def judge_data(ranks: tuple[RankFacts, ...]) -> Outcome:
+def judge_data(ranks: tuple[RankFacts, ...]) -> Finding:
     closed = [rank for rank in ranks if not rank.data_opened]
     if len(closed) == len(ranks):
         return unknown(f"no rank can open the data: {closed[0].data}", "a data_root= that can be read from here")
@@ -229,7 +231,7 @@ def judge_data(ranks: tuple[RankFacts, ...]) -> Outcome:
     return passed(f"the same samples in the same order on all ranks ({ranks[0].data})", digest=ranks[0].data)
 
 
-def judge_sum(ranks: tuple[RankFacts, ...]) -> Outcome:
+def judge_sum(ranks: tuple[RankFacts, ...]) -> Finding:
     wrong = [rank for rank in ranks if not rank.sum_is_right]
     times = [rank.all_reduce_s for rank in ranks if rank.all_reduce_s is not None]
     facts = {"seconds": max(times, default=None), "bytes": SUMMED * 4}
@@ -239,15 +241,13 @@ def judge_sum(ranks: tuple[RankFacts, ...]) -> Outcome:
             "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tells which link is broken; do not train over it",
             **facts,
         )
-    return passed(
-        f"a sum of {SUMMED * 4 / 1e6:.0f} MB over {len(ranks)} ranks is exact, in {max(times):.2f} s", **facts
-    )
+    return passed(f"a sum of {size_text(SUMMED * 4)} over {len(ranks)} ranks is exact, in {max(times):.2f} s", **facts)
 
 
-def judge_speed(ranks: tuple[RankFacts, ...]) -> Outcome:
+def judge_speed(ranks: tuple[RankFacts, ...]) -> Finding:
     timed = [(rank.work_s, rank) for rank in ranks if rank.work_s is not None]
     slowest_s, slowest = max(timed, key=lambda pair: pair[0])
-    # Of two ranks, the median would be halfway to the slow one.
+    # With two ranks, the median would be halfway to the slow one.
     usual_s = statistics.median(work_s for work_s, rank in timed if rank is not slowest)
     ratio = slowest_s / usual_s
     facts = {"slowest": slowest.rank, "ratio": ratio, "seconds": [work_s for work_s, _ in timed]}

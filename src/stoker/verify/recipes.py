@@ -18,7 +18,7 @@ IMAGENET_CLASSES = 1000
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PublishedRecipe:
     """A published way to train, and what it reached."""
 
     name: str
@@ -33,7 +33,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """One setting of a config that is not the recipe's."""
 
     setting: str
@@ -69,16 +69,18 @@ def _procedure(name: str) -> re.Pattern[str]:
 
 _PAPER = "'ResNet Strikes Back', arXiv 2110.00476"
 RECIPES = (
-    Recipe("A1", _PAPER, 80.4, _A1, _procedure("a1")),
-    Recipe("A2", _PAPER, 79.8, _A2, _procedure("a2")),
-    Recipe("A3", _PAPER, 78.1, _A3, _procedure("a3")),
-    Recipe("torchvision V2", "torchvision issue 3995", 80.86, _TORCHVISION, re.compile(r"(torchvision|tv)[-_. ]?v2")),
+    PublishedRecipe("A1", _PAPER, 80.4, _A1, _procedure("a1")),
+    PublishedRecipe("A2", _PAPER, 79.8, _A2, _procedure("a2")),
+    PublishedRecipe("A3", _PAPER, 78.1, _A3, _procedure("a3")),
+    PublishedRecipe(
+        "torchvision V2", "torchvision issue 3995", 80.86, _TORCHVISION, re.compile(r"(torchvision|tv)[-_. ]?v2")
+    ),
 )
 # Says 'one of the paper's' without saying which.
 _ANY_OF_PAPER = re.compile(r"strikes[-_. ]?back|(?<![a-z])rsb(?![a-z])")
 
 
-def claimed_recipes(name: str) -> tuple[Recipe, ...]:
+def claimed_recipes(name: str) -> tuple[PublishedRecipe, ...]:
     """The recipes of which a name says that the config is one of them; empty if it claims nothing."""
     name = name.lower()
     named = tuple(recipe for recipe in RECIPES if recipe.claimed_by.search(name))
@@ -87,13 +89,15 @@ def claimed_recipes(name: str) -> tuple[Recipe, ...]:
     return named
 
 
-def nearest_recipe(config: HostConfig, among: tuple[Recipe, ...] = RECIPES) -> tuple[Recipe, list[Difference]]:
+def nearest_recipe(
+    config: HostConfig, among: tuple[PublishedRecipe, ...] = RECIPES
+) -> tuple[PublishedRecipe, list[Deviation]]:
     """The recipe with the fewest differences, and these."""
     compared = [(recipe, differences(config, recipe)) for recipe in among]
     return min(compared, key=lambda pair: len(pair[1]))
 
 
-def settings_of(config: HostConfig, recipe: Recipe) -> dict[str, Any]:
+def settings_of(config: HostConfig, recipe: PublishedRecipe) -> dict[str, Any]:
     """The config in the recipe's terms. Its learning rate is the one for the recipe's total batch: a config that scales
     it with another total batch differs in the batch only."""
     policy = {"none": None, "trivialaugment": "TrivialAugment"}.get(
@@ -113,7 +117,7 @@ def settings_of(config: HostConfig, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def differences(config: HostConfig, recipe: Recipe) -> list[Difference]:
+def differences(config: HostConfig, recipe: PublishedRecipe) -> list[Deviation]:
     """What makes the config another recipe, in the order of the recipe's table."""
     ours = settings_of(config, recipe)
     found = []
@@ -121,7 +125,7 @@ def differences(config: HostConfig, recipe: Recipe) -> list[Difference]:
         seen = ours[setting]
         if not _same(seen, wanted):
             fix = _fix(setting, wanted, config, recipe)
-            found.append(Difference(setting, _difference_text(setting, seen, wanted), fix))
+            found.append(Deviation(setting, _difference_text(setting, seen, wanted), fix))
     return found
 
 
@@ -176,7 +180,7 @@ def _without_shared_words(theirs: str, ours: str) -> str:
     return " ".join(kept)
 
 
-def _fix(setting: str, wanted: Any, config: HostConfig, recipe: Recipe) -> str | None:
+def _fix(setting: str, wanted: Any, config: HostConfig, recipe: PublishedRecipe) -> str | None:
     """The KEY=VALUE that removes a difference."""
     if setting == "total_batch":
         ranks = config.devices * config.num_nodes * config.gradient_accumulation

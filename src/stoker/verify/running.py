@@ -1,17 +1,20 @@
-"""Runs checks one after the other: which ones, how long each took, and what they found together."""
+"""Runs checks one after the other, and shows what they found, by topic."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.console import finding_lines, format_table
 from stoker.errors import Interrupted, Preempted, StokerError, UsageError, did_you_mean
-from stoker.verify.checks import TOPICS, Check, Outcome, Status, Subject, unknown
+from stoker.finding import Finding, Status, as_json
+from stoker.verify.checks import TOPICS, Check, Subject, unknown
+from stoker.verify.expected import Forecast, forecast_lines
 
 if TYPE_CHECKING:
     from stoker.machine.host import HostConfig, Machine
@@ -30,29 +33,29 @@ MODULES = (
 )
 """Each has its checks in `CHECKS`; a module is imported when checks are run."""
 
+MARKS = {"passed": "✓", "failed": "✗", "unknown": "?"}
+WIDTH = 110
+SHOWN_SECONDS = 1.0
+"""A check that takes less is not worth a figure."""
+
 OnStart = Callable[[Check, int, int], None]
 """Called before each check: (check, its number from 1, how many there are)."""
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """What one check found, and how long it took."""
 
     check: Check
-    outcome: Outcome
+    finding: Finding
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        check, outcome = self.check, self.outcome
         return {
-            "name": check.name,
-            "topic": check.topic,
-            "title": check.title,
-            "status": outcome.status,
-            "seen": outcome.seen,
-            "fix": outcome.fix,
-            "details": list(outcome.details),
-            "facts": _plain(outcome.facts),
+            "name": self.check.name,
+            "topic": self.check.topic,
+            "title": self.check.title,
+            **as_json(self.finding, "status", "seen", "fix", "details", "facts"),
             "seconds": round(self.seconds, 3),
         }
 
@@ -61,13 +64,13 @@ class Result:
 class Report:
     """Everything that was found."""
 
-    results: tuple[Result, ...]
+    results: tuple[CheckResult, ...]
     not_applicable: tuple[str, ...]
     """Names of checks that do not apply here, such as those of a GPU on a host without one."""
     seconds: float
 
     def count(self, status: Status) -> int:
-        return sum(result.outcome.status == status for result in self.results)
+        return sum(result.finding.status == status for result in self.results)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -104,16 +107,16 @@ def choose_checks(checks: Sequence[Check], skip: Iterable[str] = (), *, deep: bo
 def run_checks(checks: Sequence[Check], subject: Subject, on_start: OnStart = lambda *_: None) -> Report:
     """Runs every check; one that fails to run is 'unknown', and the rest continue."""
     began = time.perf_counter()
-    results: list[Result] = []
+    results: list[CheckResult] = []
     not_applicable: list[str] = []
     for number, check in enumerate(checks, start=1):
         on_start(check, number, len(checks))
         started = time.perf_counter()
-        outcome = None if check.task not in (None, subject.config.task) else _run(check, subject)
-        if outcome is None:
+        finding = _run(check, subject) if check.applies_to(subject) else None
+        if finding is None:
             not_applicable.append(check.name)
         else:
-            results.append(Result(check, outcome, time.perf_counter() - started))
+            results.append(CheckResult(check, finding, time.perf_counter() - started))
     return Report(tuple(results), tuple(not_applicable), time.perf_counter() - began)
 
 
@@ -129,13 +132,13 @@ def warnings_before_training(
     cheap = [check for check in (all_checks() if checks is None else checks) if check.cheap]
     report = run_checks(cheap, Subject(config, path, overrides, machine).with_data(data))
     return [
-        f"{result.check.name}: {result.outcome.seen}; fix: {result.outcome.fix}"
+        f"{result.check.name}: {result.finding.seen}; fix: {result.finding.fix}"
         for result in report.results
-        if result.outcome.status == "failed"
+        if result.finding.status == "failed"
     ]
 
 
-def _run(check: Check, subject: Subject) -> Outcome | None:
+def _run(check: Check, subject: Subject) -> Finding | None:
     try:
         return check.run(subject)
     except (Interrupted, Preempted):
@@ -151,12 +154,30 @@ def _run(check: Check, subject: Subject) -> Outcome | None:
         return unknown(f"the check itself failed: {type(error).__name__}: {first}", where, reason="crash")
 
 
-def _plain(value: Any) -> Any:
-    """The value for JSON, which has neither NaN nor infinity."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | bool | None) else str(value)
+def verify_text(report: Report, expected: Forecast | None, name: str) -> str:
+    """The checks by topic, what to expect of the run, and the count."""
+    lines = [name]
+    width = max((len(result.check.name) for result in report.results), default=0)
+    for topic, results in groupby(report.results, key=lambda result: result.check.topic):
+        lines += ["", topic]
+        for result in results:
+            took = f" ({result.seconds:.1f} s)" if result.seconds >= SHOWN_SECONDS else ""
+            finding = replace(result.finding, seen=f"{result.finding.seen}{took}")
+            lines += finding_lines(finding, f"  {MARKS[finding.status]} {result.check.name:<{width}}  ", WIDTH)
+    if expected is not None:
+        lines += ["", "expected", *(f"  {line}" for line in forecast_lines(expected))]
+    parts = [f"{report.count('passed')} passed", f"{report.count('failed')} failed"]
+    if report.count("unknown"):
+        parts.append(f"{report.count('unknown')} could not be checked")
+    if report.not_applicable:
+        parts.append(f"{len(report.not_applicable)} do not apply here")
+    return "\n".join([*lines, "", f"{', '.join(parts)}; {report.seconds:.0f} s"])
+
+
+def list_text(checks: Sequence[Check]) -> str:
+    """Every check with its topic and what it checks."""
+    rows = [
+        [check.name, check.topic, check.title, "--deep" if check.deep else "train too" if check.cheap else ""]
+        for check in checks
+    ]
+    return format_table(rows, ["check", "topic", "what is checked", "when"])

@@ -36,7 +36,7 @@ from stoker.train.ranks import Ranks
 from stoker.train.schedule import learning_rate
 from stoker.train.step import StepResult
 from stoker.trial.running import ALONE
-from stoker.verify.checks import size_text
+from stoker.units import size_text
 from stoker.verify.config import peak_lr
 
 if TYPE_CHECKING:

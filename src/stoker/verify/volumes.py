@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from stoker.console import count
 from stoker.data.volumes.patches import RandomPatches
 from stoker.errors import UserError
-from stoker.verify.checks import Check, Outcome, Subject, failed, passed, unknown
+from stoker.finding import Finding
+from stoker.units import count
+from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 # Patches around foreground cannot make up for less: a rarer class is hardly ever complete in one.
 LEAST_FOREGROUND = 0.0001
 
 
-def check_volumes(subject: Subject) -> Outcome:
+def check_volumes(subject: Subject) -> Finding:
     """Volumes can be listed and opened, and images and labels fit together."""
     try:
         data = subject.volumes
@@ -26,7 +27,7 @@ def check_volumes(subject: Subject) -> Outcome:
     )  # fmt: skip
 
 
-def check_split(subject: Subject) -> Outcome:
+def check_split(subject: Subject) -> Finding:
     """There are volumes to validate on, and none of their groups is trained on."""
     config, data = subject.config, subject.volumes
     if data.val is None:
@@ -47,7 +48,7 @@ def check_split(subject: Subject) -> Outcome:
     return passed(seen, val=len(data.val.cases))
 
 
-def check_labelled(subject: Subject) -> Outcome:
+def check_labelled(subject: Subject) -> Finding:
     """How much is labelled, and how much of that is foreground."""
     data = subject.volumes
     patches = data.train.patches

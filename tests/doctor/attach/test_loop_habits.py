@@ -14,7 +14,7 @@ import torch
 
 from stoker.cli import main
 from stoker.doctor.attach.inside import ring
-from stoker.doctor.attach.inside.loop import Kept, Modes, Reads
+from stoker.doctor.attach.inside.loop import GrowingContainers, Modes, Reads
 from stoker.doctor.attach.inside.session import Session
 from stoker.doctor.attach.loop_facts import validations_of
 from stoker.doctor.attach.processes import ProcessWatch, seen_from
@@ -117,7 +117,7 @@ def test_losses_that_keep_their_graphs_are_seen_and_nothing_is_kept_alive(opened
     class Batch:
         pass
 
-    kept, weight = Kept(), torch.ones(2, requires_grad=True)
+    kept, weight = GrowingContainers(), torch.ones(2, requires_grad=True)
 
     def loop() -> None:
         losses, names, total = [], ["a"], torch.zeros(())

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stoker.cli import main
 from stoker.doctor.attach.inside import step_trace
 from stoker.doctor.attach.inside.loop import TRACE_FROM, Loop
-from stoker.doctor.attach.inside.precision import Wanted
+from stoker.doctor.attach.inside.precision import WantedPrecision
 from stoker.doctor.attach.inside.session import Session
 from stoker.doctor.attach.inside.stage_clock import here
 from stoker.doctor.attach.traced_step import TracedStep, read_traced_step
@@ -113,7 +113,7 @@ def test_a_compiled_script_is_not_traced(opened: Session, tmp_path: Path, monkey
 
 
 def test_what_autocast_asks_for_on_cuda_is_known_without_a_gpu() -> None:
-    wanted, before = Wanted(), torch.autocast.__init__
+    wanted, before = WantedPrecision(), torch.autocast.__init__
     wanted.watch(torch.autocast)
     try:
         with pytest.warns(UserWarning, match="CUDA"):

@@ -18,7 +18,7 @@ def with_habits(habits: LoopHabits, **changes: Any) -> Observed:
 
 
 def message(observed: Observed, finding_id: str) -> str | None:
-    return next((each.message for each in judge(observed).findings if each.id == finding_id), None)
+    return next((each.seen for each in judge(observed).findings if each.name == finding_id), None)
 
 
 def test_values_read_in_every_step_are_named_with_what_they_cost_on_a_device() -> None:
@@ -83,4 +83,4 @@ def test_cudnn_benchmark_is_named_only_where_shapes_change() -> None:
 
 
 def test_nothing_is_said_about_a_loop_that_was_not_watched() -> None:
-    assert [finding.id for finding in judge(healthy()).findings] == ["compute-bound"]
+    assert [finding.name for finding in judge(healthy()).findings] == ["compute-bound"]

@@ -10,7 +10,7 @@ import pytest
 from stoker.clock.growth import Point, growth_rate, thinned
 from stoker.clock.observed import Held, HostFacts, LoaderShape, MemoryGrowth, Observed
 from stoker.doctor.diagnosing import diagnosis_of
-from stoker.doctor.text import doctor_text
+from stoker.doctor.screen import doctor_text
 from tests.doctor.checks.observations import BATCH, starved
 
 MB = 1_000_000
@@ -71,16 +71,16 @@ def grows(*held: Held, workers: int = 2, available: float = 20e9, persistent: bo
 
 
 def found_in(observed: Observed) -> dict[str, str]:
-    return {finding.id: finding.message for finding in diagnosis_of(observed).findings}
+    return {finding.name: finding.seen for finding in diagnosis_of(observed).findings}
 
 
 def test_a_list_in_the_data_set_is_named_with_the_time_when_memory_is_full() -> None:
     assert "num_workers" in doctor_text(diagnosis_of(replace(grows(LIST), memory=None)))  # otherwise more are advised
     found = diagnosis_of(grows(LIST))
     assert found.verdict == "memory-grows"
-    assert found.findings[0].message == (
+    assert found.findings[0].seen == (
         "each of 2 workers grows by 60 MB a minute, at 7.2 GB an hour in all: 20 GB of memory are left, and full in "
-        "3 hours; `self.seen` went from 4 to 772 entries in each worker"
+        "2.8 h; `self.seen` went from 4 to 772 entries in each worker"
     )
     assert found.findings[0].fix is not None
     assert "`self.seen`" in found.findings[0].fix
@@ -104,9 +104,9 @@ def test_workers_that_end_with_the_epoch_before_memory_is_full_are_no_danger() -
 
 def test_losses_that_are_kept_with_their_graph_are_named() -> None:
     found = diagnosis_of(grows(GRAPH, worker_bytes_per_second=0.0, loop_bytes_per_second=8e6))
-    finding = next(each for each in found.findings if each.id == "memory-grows")
-    assert finding.message == (
-        "the training process grows, at 29 GB an hour in all: 20 GB of memory are left, and full in 42 minutes; "
+    finding = next(each for each in found.findings if each.name == "memory-grows")
+    assert finding.seen == (
+        "the training process grows, at 28.8 GB an hour in all: 20 GB of memory are left, and full in 42 min; "
         "`losses` keeps the autograd graph of every step (8, then 640)"
     )
     assert finding.fix == "keep loss.item() or loss.detach() in `losses`, not the loss itself"

@@ -18,7 +18,7 @@ from stoker.clock.observed import (
 )
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.diagnosing import diagnosis_of
-from stoker.doctor.text import doctor_text
+from stoker.doctor.screen import doctor_text
 from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy, starved
 
 VOXELS = 72 * 136 * 136
@@ -45,17 +45,17 @@ def slow(**changes: Any) -> Observed:
 
 
 def ids(observed: Observed) -> set[str]:
-    return {finding.id for finding in diagnosis_of(observed).findings}
+    return {finding.name for finding in diagnosis_of(observed).findings}
 
 
 def message(observed: Observed, finding_id: str) -> str:
-    return next(finding.message for finding in diagnosis_of(observed).findings if finding.id == finding_id)
+    return next(finding.seen for finding in diagnosis_of(observed).findings if finding.name == finding_id)
 
 
 def test_a_filter_over_a_whole_volume_is_the_verdict_with_its_line_and_its_cost() -> None:
     found = diagnosis_of(slow())
     assert found.verdict == "whole-volume-preprocessing"
-    said = found.findings[0].message
+    said = found.findings[0].seen
     assert "one sample costs 1.5 s of CPU, 91% of it in `scipy.ndimage.median_filter`" in said
     assert "called in data.py:88 (Patches.load)" in said
     assert "32,768,000 voxels, 25 times the patch" in said
@@ -80,7 +80,7 @@ def test_reading_a_volume_for_a_patch_counts_where_the_function_was_not_measured
     seen = replace(slow(spots=(spot,), filters=()), batches=made)
     assert "whole-volume-preprocessing" not in ids(seen)
     seen = replace(seen, storage=StorageFacts(bytes_per_sample=320**3))
-    assert "33 MB are read for a sample, 6 times its size" in message(seen, "whole-volume-preprocessing")
+    assert "32.8 MB are read for a sample, 6 times its size" in message(seen, "whole-volume-preprocessing")
     # Large photographs are decoded, not preprocessed.
     photographs = replace(seen, preparation=preparation(spots=(spot,), filters=(), sample_dimensions=3))
     assert "whole-volume-preprocessing" not in ids(photographs)
@@ -94,8 +94,8 @@ def test_a_model_on_the_cpu_that_hides_a_costly_sample_is_not_told_to_stop_tunin
     assert found.verdict == "compute-bound"
     assert found.findings[0].fix is not None
     assert "stop tuning" not in found.findings[0].fix
-    assert "an accelerator would wait" in found.findings[0].message
-    assert "whole-volume-preprocessing" in {finding.id for finding in found.findings}
+    assert "an accelerator would wait" in found.findings[0].seen
+    assert "whole-volume-preprocessing" in {finding.name for finding in found.findings}
 
 
 def test_an_unknown_function_that_takes_the_time_is_named_too() -> None:
@@ -160,5 +160,5 @@ def test_more_workers_are_not_advised_where_memory_would_run_out() -> None:
 
     none = diagnosis_of(replace(plenty, host=HostFacts(cpus=8, available_bytes=5 * 10**9)))
     assert "num_workers" not in doctor_text(none)
-    said = next(finding.message for finding in none.findings if finding.id == "no-memory-for-workers")
-    assert said == "a worker takes 7.0 GB, and 5.0 GB of memory are available: no more workers fit"
+    said = next(finding.seen for finding in none.findings if finding.name == "no-memory-for-workers")
+    assert said == "a worker takes 7 GB, and 5 GB of memory are available: no more workers fit"

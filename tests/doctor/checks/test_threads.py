@@ -33,7 +33,7 @@ LARGE = LoopThreads(
 def test_threads_of_small_operations_that_find_no_core_are_the_verdict() -> None:
     found = judge(computing(SMALL, 0.00114, 0.065))
     assert found.verdict == "threads-wait-for-each-other"
-    assert found.findings[0].message == (
+    assert found.findings[0].seen == (
         "torch computes with 2 threads on 2 cores, and they wait for a core 76% of the time they could run: "
         "a step computes for 58.6 ms"
     )
@@ -55,9 +55,9 @@ def test_threads_that_have_cores_or_were_not_measured_are_not() -> None:
 
 def test_more_threads_than_cores_are_named_for_all_ranks_together() -> None:
     ranks = replace(LARGE, threads=16, others=3, ranks=4)
-    found = {each.id: each for each in judge(computing(ranks, 0.3, 0.4, cpus=16)).findings}
+    found = {each.name: each for each in judge(computing(ranks, 0.3, 0.4, cpus=16)).findings}
     said = found["threads-wait-for-each-other"]
-    assert "16 threads in each of 4 ranks on 16 cores" in said.message
+    assert "16 threads in each of 4 ranks on 16 cores" in said.seen
     assert said.fix is not None
     assert "OMP_NUM_THREADS=3" in said.fix  # cores are left for the workers
 
@@ -65,8 +65,8 @@ def test_more_threads_than_cores_are_named_for_all_ranks_together() -> None:
 def test_threads_that_libraries_start_in_workers_are_named_where_cores_are_short() -> None:
     threads = LoopThreads(4.0, 1, 0.1, 0.0, worker_cpu_s=4.0, worker_threads_cpu_s=3.0)
     full = starved(cpu=0.04, runq=0.04, host=HostFacts(cpus=2, cpu_busy_share=1.0), threads=threads)
-    found = {each.id: each for each in judge(full).findings}
-    assert "take 0.8 of 2 cores, 43% of the workers' CPU time" in found["workers-start-threads"].message
+    found = {each.name: each for each in judge(full).findings}
+    assert "take 0.8 of 2 cores, 43% of the workers' CPU time" in found["workers-start-threads"].seen
     assert found["workers-start-threads"].fix is not None
     assert "cv2.setNumThreads(0)" in found["workers-start-threads"].fix
     for changed in (
@@ -74,4 +74,4 @@ def test_threads_that_libraries_start_in_workers_are_named_where_cores_are_short
         replace(full, threads=replace(threads, worker_threads_cpu_s=None)),
         starved(cpu=0.04, host=HostFacts(cpus=32), threads=threads),
     ):
-        assert "workers-start-threads" not in {each.id for each in judge(changed).findings}
+        assert "workers-start-threads" not in {each.name for each in judge(changed).findings}

@@ -16,10 +16,10 @@ from stoker.clock.observed import (
     SlowSample,
     StorageFacts,
 )
-from stoker.doctor.checks.case import Case, waiting_for_data
+from stoker.doctor.checks.facts import Facts, waiting_for_data
 from stoker.doctor.checks.verdict import CHECKS, judge
 from stoker.doctor.records import Prediction
-from stoker.plan.records import Estimate
+from stoker.finding import Estimate
 from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy, stages, starved
 
 FULL = HostFacts(cpus=2, cpu_busy_share=1.0)
@@ -106,9 +106,9 @@ def test_waiting_for_a_core_while_cores_are_idle_is_a_hidden_quota() -> None:
 def test_as_many_workers_as_cores_are_not_too_few_unless_a_prediction_says_so() -> None:
     idle = HostFacts(cpus=2, cpu_busy_share=0.1)
     observed = replace(starved(cpu=0.04, workers=2, host=idle), batches=batches(cpu=0.005), stages={})
-    assert "too-few-workers" not in [finding.id for finding in judge(observed).findings]
+    assert "too-few-workers" not in [finding.name for finding in judge(observed).findings]
     one = starved(cpu=0.04, workers=1, host=idle)
-    assert "too-few-workers" in [finding.id for finding in judge(one).findings]
+    assert "too-few-workers" in [finding.name for finding in judge(one).findings]
 
 
 def test_a_workers_first_batch_is_not_a_slow_sample() -> None:
@@ -146,7 +146,7 @@ def test_a_cold_local_disk_and_the_page_cache_that_is_too_small_for_it() -> None
     )  # fmt: skip
     found = judge(observed)
     assert found.verdict == "storage-bound-cold"
-    assert "page-cache-too-small" in {finding.id for finding in found.findings}
+    assert "page-cache-too-small" in {finding.name for finding in found.findings}
 
 
 def test_blocked_workers_that_read_nothing_wait_for_something_else() -> None:
@@ -156,8 +156,8 @@ def test_blocked_workers_that_read_nothing_wait_for_something_else() -> None:
 def test_workers_that_use_one_core_together_take_turns() -> None:
     observed = starved(cpu=0.01, blocked=0.03, workers=4)
     assert judge(observed).verdict == "workers-take-turns"
-    assert Case(observed).takes_turns
-    assert not Case(starved(cpu=0.04)).takes_turns
+    assert Facts(observed).takes_turns
+    assert not Facts(starved(cpu=0.04)).takes_turns
 
 
 def test_a_few_slow_samples_are_named() -> None:
@@ -183,7 +183,7 @@ def test_with_few_slow_batches_most_work_is_in_unfinished_ones() -> None:
     few = replace(starved(cpu=0.01), steps=1, samples=8, elapsed_s=4.1, wait_s=4.0, batches=slow, stages={})
     assert few.loader is not None
     few = replace(few, loader=replace(few.loader, workers=4))
-    assert Case(few).busy_workers == pytest.approx(0.245, abs=0.01)
+    assert Facts(few).busy_workers == pytest.approx(0.245, abs=0.01)
     assert judge(few).verdict != "handover-bound"
 
 
@@ -214,7 +214,7 @@ def test_a_device_without_work_is_launch_bound() -> None:
 
 
 def ids(observed: Observed) -> set[str]:
-    return {finding.id for finding in judge(observed).findings}
+    return {finding.name for finding in judge(observed).findings}
 
 
 def test_a_narrow_link_is_reported() -> None:
@@ -262,24 +262,24 @@ def test_needs_are_listed_next_to_what_is_available() -> None:
 def test_every_check_says_what_why_and_an_example() -> None:
     for check in CHECKS:
         text = inspect.getdoc(check.look) or ""
-        assert all(f"{part}:" in text for part in ("What", "Why", "Example")), check.id
+        assert all(f"{part}:" in text for part in ("What", "Why", "Example")), check.name
 
 
 def test_a_check_is_declared_once_and_has_a_text_if_it_can_be_the_verdict() -> None:
-    assert len({check.id for check in CHECKS}) == len(CHECKS)
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
     assert all((check.words is None) == (check.loss is None) for check in CHECKS)
 
 
 def test_the_first_of_the_checks_that_explain_the_same_wait_names_it() -> None:
     """The order of the checks decides; changing it changes verdicts."""
-    assert [check.id for check in CHECKS if check.loss is waiting_for_data] == [
+    assert [check.name for check in CHECKS if check.loss is waiting_for_data] == [
         "cpu-throttled", "slow-samples", "workers-take-turns", "too-many-workers", "cores-are-taken", "handover-bound",
         "storage-bound", "storage-bound-cold", "storage-bound-latency", "storage-bound-bandwidth", "waits-elsewhere",
         "too-few-workers", "decode-bound", "augment-bound", "preprocess-bound", "collate-bound",
         "cpu-bound",
     ]  # fmt: skip
     throttled = starved(cpu=0.04, runq=0.12, workers=8, host=replace(FULL, throttled_share=0.4))
-    assert [finding.id for finding in judge(throttled).findings] == ["cpu-throttled", "too-many-workers"]
+    assert [finding.name for finding in judge(throttled).findings] == ["cpu-throttled", "too-many-workers"]
 
 
 def test_the_document_has_exactly_the_promised_keys() -> None:
@@ -336,13 +336,13 @@ def test_slow_remote_storage_is_fixed_by_the_exact_command_where_a_disk_has_room
     found = judge(away, (copy,)).findings[0]
     assert found.fix == "stoker stage /mnt/data /nvme/data, then let the script read /nvme/data"
     # 10,000 samples at 381 a second: 26 s an epoch, three quarters of which a copy of 10 s saves.
-    assert "copying 1.0 GB first takes 10 s and pays off after 0.5 epochs; /nvme has 10.0 GB free" in found.message
+    assert "copying 1.0 GB first takes 10 s and pays off after 0.5 epochs; /nvme has 10.0 GB free" in found.seen
     trial = replace(away, source="trial", config="rsb_a3.yaml batch_size=64")
     assert judge(trial, (copy,)).findings[0].fix == "stoker stage rsb_a3.yaml batch_size=64 --to /nvme/data"
     full = replace(trial, storage=replace(facts, local_free_bytes=10**8))
     kept = judge(full, (copy,)).findings[0]
     assert kept.fix == "cache_dir=/nvme/stoker-cache cache_size=90.0MB: keeps 9% of the data nearby"
-    assert "1.0 GB do not fit: /nvme has 100 MB free" in kept.message
+    assert "1.0 GB do not fit: /nvme has 100 MB free" in kept.seen
     unknown = replace(trial, config=None, storage=replace(facts, root=None, local_folder=None))
     assert judge(unknown, (copy,)).findings[0].fix == "stoker stage CONFIG --to /local/disk/data"
     here = replace(trial, storage=replace(facts, remote=False, packed=False))
@@ -357,7 +357,7 @@ def test_a_model_on_the_cpu_that_loses_its_cores_to_the_loader_is_not_compute_bo
     assert found.verdict == "shared-cores"
     assert "loader and model share the cores" in found.line
     assert "2.0 times as long" in found.line
-    assert "compute-bound" not in [finding.id for finding in found.findings]
+    assert "compute-bound" not in [finding.name for finding in found.findings]
     # The same from a run, which knows no ceiling: its own thread waits for a core, or all cores are full.
     assert judge(healthy(consumer_runq_s=3.0, **busy)).verdict == "shared-cores"
     assert judge(healthy(**busy)).verdict == "shared-cores"

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from stoker.console import Say
 from stoker.errors import UserError
+from stoker.units import size_text
 
 # What getrefcount returns for an array that only the pool holds: the list, the loop variable, the argument.
 _FREE = 3
@@ -263,7 +264,7 @@ def no_shared_memory(size: int, error: Exception) -> UserError:
     """The error of a loader for whose batches /dev/shm has no room."""
     return UserError(
         "shm-full",
-        f"/dev/shm has no room for {size / 1e6:,.1f} MB of batches: {str(error).splitlines()[0]}",  # noqa: S108 - a name
+        f"/dev/shm has no room for {size_text(size)} of batches: {str(error).splitlines()[0]}",  # noqa: S108 - a name
         why="worker processes hand their batches over in shared memory",
         hint="loader=thread, or a lower prefetch_factor=; a container gets more by --shm-size",
     )

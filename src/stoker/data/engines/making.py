@@ -58,7 +58,7 @@ Made = TypeVar("Made", bound=MadeBatch)
 Made_co = TypeVar("Made_co", bound=MadeBatch, covariant=True)
 
 
-class Plan(Protocol):
+class EnginePlan(Protocol):
     """What an engine has to know of a plan."""
 
     @property
@@ -97,7 +97,7 @@ class Maker(Protocol[Made_co]):
     """Makes the batches of a plan; several threads may share it."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> EnginePlan: ...
 
     @property
     def reader(self) -> Source: ...

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from stoker.data.engines.buffers import PageLock, SharedSlots, no_shared_memory, shared_array
 from stoker.data.engines.deaths import Casualties
-from stoker.data.engines.making import Announcer, Made, Maker, Plan, batches_held, beyond_flight
+from stoker.data.engines.making import Announcer, EnginePlan, Made, Maker, batches_held, beyond_flight
 from stoker.data.priority import step_back
 from stoker.data.store import outage
 from stoker.errors import StokerError
@@ -81,7 +81,7 @@ class LimitedIterator(_MultiProcessingDataLoaderIter):
 class _Steps:
     """The batch sampler: the requests of the next epoch."""
 
-    plan: Plan
+    plan: EnginePlan
     slots: SharedSlots | None
     epoch: int = 0
     start: int = 0
@@ -143,7 +143,7 @@ class ProcessEngine(Generic[Made]):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: EnginePlan,
         open_maker: Callable[[], Maker[Made]],
         *,
         workers: int,

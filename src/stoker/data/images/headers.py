@@ -21,6 +21,8 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from stoker.units import size_text
+
 Bytes = Any
 """bytes, bytearray or a contiguous memoryview."""
 
@@ -117,8 +119,8 @@ def read_header(data: Bytes, max_pixels: int, max_bytes: int = MAX_DECODED_BYTES
         raise BadImage(f"decompression bomb: {jpeg.scans} scans of {width}x{height} pixels; usual are 10")
     if (needed := bytes_to_decode(kind, width, height, jpeg)) > max_bytes:
         raise BadImage(
-            f"decompression bomb: {kind} of {width}x{height} pixels takes about {needed / 1e9:.1f} GB to decode; "
-            f"the limit is {max_bytes / 1e9:.1f} GB"
+            f"decompression bomb: {kind} of {width}x{height} pixels takes about {size_text(needed)} to decode; "
+            f"the limit is {size_text(max_bytes)}"
         )
     if jpeg is not None and len(data) * 8 < jpeg.blocks:
         # A few bytes that claim millions of pixels would cost seconds and come out grey.

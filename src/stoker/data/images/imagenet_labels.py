@@ -20,11 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.console import count, shown, some
+from stoker.console import shown, some
 from stoker.data.images.imagenet import real_labels, synsets
 from stoker.data.store.stores import ReadFailure, is_url, open_store
 from stoker.errors import UserError
 from stoker.redact import redact_text
+from stoker.units import count
 
 SOLUTION = "LOC_val_solution.csv"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stoker.console import Advance, Say, count, shown
+from stoker.console import Advance, Say, shown
 from stoker.data.images.foreign_tars import list_tars
 from stoker.data.images.imagenet_labels import LabelFileWrong, classes_of_images, exists, find_labels
 from stoker.data.images.kept_index import keep_or_make
@@ -23,6 +23,7 @@ from stoker.data.images.splits import Entries, list_entries
 from stoker.data.store.stores import is_url
 from stoker.errors import UserError
 from stoker.redact import redact_text
+from stoker.units import count
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 """How Hugging Face `datasets` labels a folder of images."""

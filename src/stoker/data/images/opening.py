@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stoker.console import Advance, Say, count, shown, some
+from stoker.console import Advance, Say, shown, some
 from stoker.data.images.imagenet_labels import GROUND_TRUTH, SOLUTION
 from stoker.data.images.kept_index import (
     KeptIndex,
@@ -49,6 +49,7 @@ from stoker.data.store.stores import ReadFailure, Store, StoreDown, is_url
 from stoker.errors import UserError
 from stoker.files import write_bytes
 from stoker.redact import redact_text
+from stoker.units import count
 
 if TYPE_CHECKING:
     from stoker.data.store.object_store import ObjectStore

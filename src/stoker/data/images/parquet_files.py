@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import Advance, count, shown, some
+from stoker.console import Advance, shown, some
 from stoker.data.images.foreign_tars import open_range
 from stoker.data.images.imagenet_labels import LabelFileWrong
 from stoker.data.images.sample_index import SampleIndex, encode_name, pack_names
@@ -25,6 +25,7 @@ from stoker.data.store.cache import CachedStore, CopyPlace
 from stoker.data.store.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, Store, open_store
 from stoker.errors import UserError
 from stoker.redact import redact_text
+from stoker.units import count, size_text
 
 LAYOUT = "parquet"
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "bytes")
@@ -91,7 +92,7 @@ def list_parquet(place: str, files: Sequence[str], progress: Advance | None = No
         per_group = len(labels) / max(1, len(set(zip(shard_of, (o >> ROW_BITS for o in offsets), strict=True))))
         notes.append(
             f"to read one image of {shown(redact_text(place))}, a row group of {per_group:,.0f} images "
-            f"({largest / 1e6:,.0f} MB) has to be decompressed, so training would be slow: "
+            f"({size_text(largest)}) has to be decompressed, so training would be slow: "
             "`stoker pack SRC DST` reads each once"
         )
     return SampleIndex(

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stoker.console import count, shown, some
+from stoker.console import shown, some
 from stoker.data.images.imagenet_labels import LabelFileWrong, read_text
 from stoker.data.images.sample_index import SampleIndex, encode_name, pack_names
 from stoker.data.images.splits import SPLIT_NAMES
+from stoker.units import count
 
 PATH_COLUMNS = ("path", "image", "filename", "file_name", "file", "image_path", "filepath")
 LABEL_COLUMNS = ("label", "class", "class_name", "category", "target")

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import count, some
+from stoker.console import some
 from stoker.data.images.sample_index import SampleIndex, encode_name
 from stoker.errors import UserError, did_you_mean
+from stoker.units import count
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from stoker.console import Say, count
+from stoker.console import Say
 from stoker.data.priority import step_back
 from stoker.data.store.cache import COMMIT_WHEN_IDLE_S, FileVersion, OpenCopy
 from stoker.data.store.prefetch import Prefetcher
 from stoker.data.store.stores import Buffer, ReadFailure, SourceStore, StoreDown
+from stoker.units import count
 
 MOST_IN_FLIGHT = 16
 # If nobody can tell whether training waits: with no workers, batches are made when they are asked for.

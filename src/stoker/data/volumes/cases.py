@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 import yaml
 
-from stoker.console import count, some
+from stoker.console import some
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.opening import SUFFIXES, VolumeRef, local_path, suffix_of
@@ -29,6 +29,7 @@ from stoker.data.volumes.pack.index import PackedFile, read_index
 from stoker.data.volumes.places import Place, UrlPath, bytes_of, place_at, ref_to
 from stoker.data.volumes.volume import Region
 from stoker.errors import UserError, did_you_mean
+from stoker.units import count
 
 Part = Literal["train", "test"]
 # A list of a hundred thousand cases fits.

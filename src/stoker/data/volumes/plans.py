@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.console import Advance, Say, count, some
+from stoker.console import Advance, Say, some
 from stoker.data.batch import Quarantine
 from stoker.data.loader import BatchLoader, Follow, LoaderOptions, choose_engine
 from stoker.data.order import Steps
@@ -39,6 +39,7 @@ from stoker.data.volumes.survey import Survey, boxed, image_dtype
 from stoker.data.volumes.transforms import UNCHANGED, TransformRange
 from stoker.data.volumes.volume import ReadingOptions, Shape
 from stoker.errors import UserError
+from stoker.units import count
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stoker.console import count
 from stoker.data.draws import mix_numbers
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.volume import Region, Shape, whole
 from stoker.errors import UserError
+from stoker.units import count
 
 
 @dataclass(frozen=True)

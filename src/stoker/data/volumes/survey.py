@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.console import Advance, count
+from stoker.console import Advance
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import check_pair
@@ -25,6 +25,7 @@ from stoker.data.volumes.packed import packed_identity
 from stoker.data.volumes.volume import Shape, failure_of, identity_of
 from stoker.errors import UserError
 from stoker.files import cache_folder, has_whole_seal, sealed, write_text
+from stoker.units import count
 
 FORMAT = 2
 # Requests in flight to a network file system or an object store; most of opening a volume is waiting there.

@@ -12,19 +12,19 @@ from stoker.clock.growth import growth_rate
 from stoker.clock.observed import DeviceRead, Held, LoopHabits, LoopThreads, MemoryGrowth
 from stoker.doctor.attach.inside.ring import LAST, StepRecord
 from stoker.doctor.attach.preparing import shown_path
-from stoker.doctor.attach.processes import Seen
+from stoker.doctor.attach.processes import SeenProcess
 from stoker.doctor.attach.timeline import About, FetchFile
 
 MOST_OF_IT = 0.5
-"""Of the time of watching, that a worker must have lived for its memory to count."""
+"""Share of the observation that a worker must have lived for its memory to count."""
 STILL_THERE_S = 5.0
 """Seconds before the end of watching: a worker that ended earlier has given its memory back."""
 HELPS = 0.05
-"""Of the main thread's CPU time, from which another thread counts as one that computes with it."""
+"""Share of the main thread's CPU time from which another thread counts as computing with it."""
 LEAST_WATCHED_S = 1.0
 
 
-def memory_of(seen: Sequence[Seen], loop: int, made: Sequence[FetchFile], about: About) -> MemoryGrowth | None:
+def memory_of(seen: Sequence[SeenProcess], loop: int, made: Sequence[FetchFile], about: About) -> MemoryGrowth | None:
     """How fast the loop's process and the workers that made these batches grow."""
     if not seen:
         return None
@@ -54,8 +54,8 @@ def memory_of(seen: Sequence[Seen], loop: int, made: Sequence[FetchFile], about:
     )
 
 
-def _rate(process: Seen) -> float | None:
-    """Of what it has, or, if that is more, of what is its own: the second also counts pages that a fork has copied."""
+def _rate(process: SeenProcess) -> float | None:
+    """Growth of its memory, or of its own pages if those grow faster: these also count pages that a fork has copied."""
     rates = [rate for points in (process.points, process.own_points) if (rate := growth_rate(points)) is not None]
     return max(rates, default=None)
 
@@ -76,7 +76,7 @@ def _held(made: Sequence[FetchFile], loop: int, about: About) -> tuple[Held, ...
     return tuple(sorted(found.values(), key=lambda held: (not held.keeps_graph, held.before - held.now)))
 
 
-def threads_of(seen: Sequence[Seen], loop: int, made: Sequence[FetchFile], about: About) -> LoopThreads | None:
+def threads_of(seen: Sequence[SeenProcess], loop: int, made: Sequence[FetchFile], about: About) -> LoopThreads | None:
     """The threads that torch computes with in the loop's process, and all others of the workers."""
     process = next((each for each in seen if each.pid == loop), None)
     threads = about.facts.get("threads")
@@ -90,6 +90,7 @@ def threads_of(seen: Sequence[Seen], loop: int, made: Sequence[FetchFile], about
     others = [(cpu_s, runq_s) for cpu_s, runq_s in busiest if cpu_s >= HELPS * main_cpu_s]
     pids = {file.pid for file in made} - {loop}
     workers = [(each.pid, each.thread_times_s()) for each in seen if each.pid in pids]
+    beside = (cpu_s for pid, found in workers for thread, (cpu_s, _) in found.items() if thread != pid)
     ranks = about.facts.get("ranks_here")
     return LoopThreads(
         watched_s=process.last_s - process.first_s,
@@ -101,12 +102,8 @@ def threads_of(seen: Sequence[Seen], loop: int, made: Sequence[FetchFile], about
         others=len(others),
         ranks=ranks if isinstance(ranks, int) else 1,
         worker_cpu_s=sum(found.get(pid, (0.0, 0.0))[0] for pid, found in workers) if workers else None,
-        worker_threads_cpu_s=_beside(workers) if workers else None,
+        worker_threads_cpu_s=sum(beside) if workers else None,
     )
-
-
-def _beside(workers: Sequence[tuple[int, dict[int, tuple[float, float]]]]) -> float:
-    return sum(cpu_s for pid, times in workers for thread, (cpu_s, _) in times.items() if thread != pid)
 
 
 def habits_of(about: About, records: Sequence[StepRecord], feeding: Sequence[int]) -> LoopHabits:

@@ -1,8 +1,8 @@
 """Looks at the processes of a script from outside, a few times a second: their memory, and the time of their threads.
 
-What a process has is one small file. What it has for itself alone takes the kernel 10 ms and more, because it counts
-every page, and keeps the process from mapping memory meanwhile: that is asked rarely. Only this shows pages that a fork
-shared with its parent, and that become its own when it writes to them: Python does so when it reads an object.
+The memory of a process is one small file. For the memory that it shares with nobody, the kernel counts every page: that
+takes 10 ms or more, in which the process cannot map memory, so it is rarely asked. Only this shows pages that a fork
+shared with its parent and that become its own when it writes to them, as Python does when it reads an object.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ OWN = ("Pss_Anon", "Pss_Shmem")
 
 
 @dataclass
-class Seen:
+class SeenProcess:
     """One process of the script, since it was first looked at."""
 
     pid: int
     points: list[Point] = field(default_factory=list)
     """Seconds since watching began, and resident bytes."""
     own_points: list[Point] = field(default_factory=list)
-    """The same of what is its own; fewer points."""
+    """The same for memory that it shares with nobody; fewer points."""
     first_s: float = 0.0
     last_s: float = 0.0
     threads_before: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class ProcessWatch:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, SeenProcess] = {}
         self._due_s = self._own_due_s = self._began_s = time.monotonic()
         self._interval_s = LOOK_S
         self._taken: dict[int, int] = {}
@@ -85,7 +85,7 @@ class ProcessWatch:
                     each.own_points = thinned([*each.own_points, (now_s - self._began_s, float(own))])
             self._own_due_s = now_s + max(LOOK_S, RARELY * (time.monotonic() - now_s))
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[SeenProcess]:
         return list(self._seen.values())
 
     def as_records(self) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class ProcessWatch:
         if each is None:
             if len(self._seen) >= MOST_PROCESSES:
                 del self._seen[min(self._seen, key=lambda other: self._seen[other].last_s)]
-            each = self._seen[pid] = Seen(pid, first_s=at_s, threads_before=threads)
+            each = self._seen[pid] = SeenProcess(pid, first_s=at_s, threads_before=threads)
         each.last_s, each.threads_now = at_s, threads
         each.points.append((at_s, float(size)))
         shorter = thinned(each.points)
@@ -151,7 +151,7 @@ def threads_of(pid: int) -> dict[int, tuple[int, int]]:
     return found
 
 
-def seen_from(records: Any) -> list[Seen]:
+def seen_from(records: Any) -> list[SeenProcess]:
     """The same back from plain data; what does not fit is left out."""
     found = []
     for record in records if isinstance(records, list) else ():
@@ -162,5 +162,5 @@ def seen_from(records: Any) -> list[Seen]:
             )
             points, own = ([(float(at), float(size)) for at, size in record[name]] for name in ("points", "own_points"))
             first_s, last_s = float(record["first_s"]), float(record["last_s"])
-            found.append(Seen(int(record["pid"]), points, own, first_s, last_s, before, now))
+            found.append(SeenProcess(int(record["pid"]), points, own, first_s, last_s, before, now))
     return found

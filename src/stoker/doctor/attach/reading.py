@@ -18,7 +18,7 @@ from stoker.doctor.attach.inside.ring import FetchRecord, Habits, StepRecord
 from stoker.doctor.attach.inside.stage_clock import STAGE_COUNT
 from stoker.doctor.attach.loop_facts import habits_of, memory_of, threads_of
 from stoker.doctor.attach.preparing import preparation_of, shown_path
-from stoker.doctor.attach.processes import Seen, seen_from
+from stoker.doctor.attach.processes import SeenProcess, seen_from
 from stoker.doctor.attach.timeline import About, FetchFile, StepFile
 from stoker.errors import UserError
 from stoker.files import open_regular
@@ -56,7 +56,7 @@ def read_attached(folder: Path) -> Observed:
 
 
 def read_recording(
-    folder: Path, host: HostFacts | None = None, rank: int = 0, seen: Sequence[Seen] | None = None
+    folder: Path, host: HostFacts | None = None, rank: int = 0, seen: Sequence[SeenProcess] | None = None
 ) -> Recording:
     """Whatever was recorded so far; never raises for what is missing. `seen`: its processes, watched from outside."""
     abouts, fetches = read_about(folder), read_fetches(folder)
@@ -95,7 +95,7 @@ def _death(worker: int, code: int) -> str:
 
 
 def _training_process(files: Sequence[StepFile], abouts: dict[int, About], rank: int) -> StepFile | None:
-    """Of the requested rank, or the only one; of several that trained in turn, the one with most batches."""
+    """The process of the requested rank, or the only one; if several trained in turn, the one with the most batches."""
 
     def order(file: StepFile) -> tuple[bool, float, int]:
         about = abouts.get(file.pid, About(file.pid))
@@ -111,7 +111,7 @@ def _observe(
     fetches: Sequence[FetchFile],
     host: HostFacts | None,
     notes: list[str],
-    seen: Sequence[Seen],
+    seen: Sequence[SeenProcess],
 ) -> Observed | None:
     records = process.records
     feeding = timeline.training_loaders(records)
@@ -154,7 +154,9 @@ def _observe(
         slow_samples=timeline.slow_samples_of(made),
         host=host,
         storage=_storage(made),
-        accelerator=_accelerator(about.facts),
+        accelerator=AcceleratorFacts(about.facts["device"], about.facts.get("devices"))
+        if "device" in about.facts
+        else None,
         preparation=preparation_of(made),
         memory=memory_of(seen, process.pid, made, about),
         threads=threads_of(seen, process.pid, made, about),
@@ -231,10 +233,6 @@ def data_root(paths: Sequence[str]) -> str | None:
         if part.name.lower() in SPLIT_FOLDERS:
             return str(part.parent)
     return str(common)
-
-
-def _accelerator(facts: dict[str, Any]) -> AcceleratorFacts | None:
-    return AcceleratorFacts(name=facts["device"], count=facts.get("devices")) if "device" in facts else None
 
 
 def _host_of(abouts: dict[int, About]) -> HostFacts | None:

@@ -153,7 +153,7 @@ def training_loaders(records: Sequence[StepRecord]) -> list[int]:
         return [batches.most_common(1)[0][0]]
     most = max(votes.values())
     feeding = [loader for loader, count in votes.items() if count >= SHARE_OF_STEPS_FED * most]
-    # Of two that feed as often, a validation loader of a few batches after each short epoch has more batches for
+    # If two feed equally often, a validation loader of a few batches after each short epoch has more batches for
     # each step that it fed.
     best = min(batches[loader] / votes[loader] for loader in feeding)
     feeding = [loader for loader in feeding if batches[loader] / votes[loader] <= best / SHARE_OF_STEPS_FED]

@@ -23,11 +23,11 @@ class TracedStep:
 
     ops: tuple[TracedOp, ...]
     batches: int
-    """That the update was made from."""
+    """Batches that the update was made from."""
     channels_last: bool
     tf32: bool
     wanted_dtype: str | None
-    """That its autocast asks for on a GPU: without one, torch computes in float32."""
+    """The dtype that its autocast asks for on a GPU: without one, torch computes in float32."""
 
     def seconds_on(self, sheet: Datasheet) -> float:
         """For one batch, by the roofline of each operator."""
@@ -36,7 +36,7 @@ class TracedStep:
 
     @property
     def precision(self) -> str:
-        """That most of its products are computed in, on a card."""
+        """The precision of most of its products, on a card."""
         flops: dict[str, int] = {}
         for op in map(self._on_a_gpu, self.ops):
             flops[op.dtype] = flops.get(op.dtype, 0) + op.flops

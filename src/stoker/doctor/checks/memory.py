@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from stoker.doctor.checks.case import Case, Hit, check
+from stoker.doctor.checks.facts import Facts, check
 from stoker.doctor.growth import Filling
-from stoker.doctor.words import bytes_text, long_time_text
+from stoker.finding import Finding
+from stoker.units import duration_text, size_text
 
 RESTART = "end the run in time with Ctrl-C or SIGTERM: it saves, and the same command continues at that step"
 """For our own training, in which no code of the user's keeps anything."""
 
 
-def _unless_something_else_is_wrong(_case: Case) -> float:
+def _unless_something_else_is_wrong(_facts: Facts) -> float:
     """The verdict only where nothing takes the loop's time: then it is what ends the run."""
     return -1.0
 
 
 @check("memory-grows", "memory grows until it is full", loss=_unless_something_else_is_wrong)
-def memory_grows(case: Case) -> Hit | None:
+def memory_grows(facts: Facts) -> Finding | None:
     """What: the workers, or the training process, take more and more memory, and it will be full.
 
     Why: the kernel kills the run then, often at night. Each worker has its own copy of what the data set keeps, so more
@@ -26,21 +27,21 @@ def memory_grows(case: Case) -> Hit | None:
 
     Example: `self.cache[index] = volume` in __getitem__, 4 workers: 1.2 GB an hour, full after 40 minutes.
     """
-    found = case.filling
+    found = facts.filling
     if found is None:
         return None
-    host = case.observed.host
+    host = facts.observed.host
     assert host is not None
     assert host.available_bytes is not None
-    hourly = bytes_text(3600 * found.bytes_per_second)
+    hourly = size_text(3600 * found.bytes_per_second)
     who = "the training process grows"
     if found.workers:
         who = "the worker grows" if found.workers == 1 else f"each of {found.workers} workers grows"
-        who += f" by {bytes_text(60 * found.each_bytes_per_second)} a minute"
-    return Hit(
-        f"{who}, at {hourly} an hour in all: {bytes_text(host.available_bytes)} of memory are left, and full in "
-        f"{long_time_text(found.full_in_s)}{_evidence(found)}",
-        RESTART if case.observed.source == "run" else _fix(found),
+        who += f" by {size_text(60 * found.each_bytes_per_second)} a minute"
+    return Finding(
+        f"{who}, at {hourly} an hour in all: {size_text(host.available_bytes)} of memory are left, and full in "
+        f"{duration_text(found.full_in_s)}{_evidence(found)}",
+        RESTART if facts.observed.source == "run" else _fix(found),
     )
 
 

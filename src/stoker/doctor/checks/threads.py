@@ -6,21 +6,21 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from stoker.doctor.checks.case import QUEUEING, Case, Hit, check
-from stoker.doctor.words import time_text
-from stoker.plan.records import Estimate
+from stoker.doctor.checks.facts import QUEUEING, Facts, check
+from stoker.finding import Estimate, Finding
+from stoker.units import duration_text
 
 WORTH = 1.2
 """A speed-up of the step from which threads are blamed: below it, the estimate may be wrong by as much."""
 FEWEST_STEPS = 20
 FAST = 0.05
-"""Of the steps, the fastest: those in which all threads happened to run at once."""
+"""Share of the steps that count as the fastest: those in which all threads happened to run at once."""
 BESIDE = 0.25
 """Share of the workers' CPU time in threads beside their own, from which they are worth mentioning."""
 LEAST_S = 0.005
 """A batch, of all such threads: handing it over takes a thread too, and so do our own looks; together about 1 ms."""
 CROWDED = 0.85
-"""Of all cores in use: below it, threads of workers find idle cores."""
+"""Share of all cores in use: below it, threads of workers find idle cores."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class Crowd:
     threads: int
     computing_s: float
     queueing: float
-    """Of the time in which the other threads could run, the share in which they had no core."""
+    """Share of the time in which the other threads could run that they had no core."""
     speedup: Estimate | None
-    """Of the whole step."""
+    """Speed-up of the whole step."""
 
 
-def crowd_of(case: Case) -> Crowd | None:
+def crowd_of(facts: Facts) -> Crowd | None:
     """The loop's threads, if they wait for cores.
 
     What the step would take is between two bounds: a thread does no more useful work than it does while the others run
     too (the rest may be spinning at a barrier), and no more than in the fastest steps."""
-    observed, seen, host = case.observed, case.observed.threads, case.observed.host
+    observed, seen, host = facts.observed, facts.observed.threads, facts.observed.host
     if seen is None or host is None or not seen.others or not seen.main_cpu_s or len(observed.steps_s) < FEWEST_STEPS:
         return None
     wanted = seen.others_cpu_s + seen.others_runq_s
     queueing = seen.others_runq_s / wanted if wanted > 0 else 0.0
     if queueing < QUEUEING or not observed.steps or observed.elapsed_s <= 0:
         return None
-    fitting = _fitting(case)
+    fitting = _fitting(facts)
     period_s, computing_s = observed.elapsed_s / observed.steps, statistics.fmean(observed.steps_s)
     a_step = period_s / seen.watched_s
     main_s, main_runq_s = seen.main_cpu_s * a_step, seen.main_runq_s * a_step
@@ -70,24 +70,24 @@ def crowd_of(case: Case) -> Crowd | None:
     return Crowd(fitting, computing_s, queueing, Estimate(max(1.0, speedup(most_s)), expected, speedup(least_s)))
 
 
-def _fitting(case: Case) -> int:
+def _fitting(facts: Facts) -> int:
     """Threads for which there are cores: less the workers, and what other programs use."""
-    seen, host = case.observed.threads, case.observed.host
+    seen, host = facts.observed.threads, facts.observed.host
     assert seen is not None
     assert host is not None
-    others = 0.0 if host.cpu_busy_share is None else max(0.0, host.cpu_busy_share * host.cpus - case.own_cores)
-    free = (host.cpus - (case.cores_used or 0.0) - others) / max(1, seen.ranks)
+    others = 0.0 if host.cpu_busy_share is None else max(0.0, host.cpu_busy_share * host.cpus - facts.own_cores)
+    free = (host.cpus - (facts.cores_used or 0.0) - others) / max(1, seen.ranks)
     return max(1, min(seen.threads - 1, int(free)))
 
 
-def _lost(case: Case) -> float:
+def _lost(facts: Facts) -> float:
     """Share of the time that a step takes longer than with threads that fit; the verdict only if that is known."""
-    found = crowd_of(case)
+    found = crowd_of(facts)
     return -1.0 if found is None or found.speedup is None else 1 - 1 / found.speedup.expected
 
 
 @check("threads-wait-for-each-other", "the loop's CPU threads wait for one another", loss=_lost)
-def threads_wait_for_each_other(case: Case) -> Hit | None:
+def threads_wait_for_each_other(facts: Facts) -> Finding | None:
     """What: torch divides each operation of the loop among CPU threads, and some of them find no core.
 
     Why: the others wait at the end of every operation until the last one has had its turn, spinning on the cores that
@@ -95,16 +95,16 @@ def threads_wait_for_each_other(case: Case) -> Hit | None:
 
     Example: a linear layer, 2 threads on 2 cores beside 2 busy workers: 59 ms a step, and 4 ms with OMP_NUM_THREADS=1.
     """
-    found, seen, host = crowd_of(case), case.observed.threads, case.observed.host
+    found, seen, host = crowd_of(facts), facts.observed.threads, facts.observed.host
     if found is None or seen is None or host is None:
         return None
     here = f" in each of {seen.ranks} ranks" if seen.ranks > 1 else ""
     too_many = seen.threads * seen.ranks > host.cpus
     if found.speedup is None and not too_many:
         return None
-    return Hit(
+    return Finding(
         f"torch computes with {seen.threads} threads{here} on {host.cpus} cores, and they wait for a core "
-        f"{found.queueing:.0%} of the time they could run: a step computes for {time_text(found.computing_s)}",
+        f"{found.queueing:.0%} of the time they could run: a step computes for {duration_text(found.computing_s)}",
         f"OMP_NUM_THREADS={found.threads} before the command, or torch.set_num_threads({found.threads}); where the "
         "threads are needed, OMP_WAIT_POLICY=passive",
         found.speedup,
@@ -112,7 +112,7 @@ def threads_wait_for_each_other(case: Case) -> Hit | None:
 
 
 @check("workers-start-threads")
-def workers_start_threads(case: Case) -> Hit | None:
+def workers_start_threads(facts: Facts) -> Finding | None:
     """What: libraries in the workers compute with threads of their own, and all cores are in use.
 
     Why: torch uses one thread in a worker, but OpenCV and BLAS start one for each core, in each worker. They take cores
@@ -120,17 +120,17 @@ def workers_start_threads(case: Case) -> Hit | None:
 
     Example: cv2.resize in 8 workers on 8 cores: 64 threads.
     """
-    seen, host, shape = case.observed.threads, case.observed.host, case.observed.loader
+    seen, host, shape = facts.observed.threads, facts.observed.host, facts.observed.loader
     if seen is None or host is None or shape is None or not shape.workers:
         return None
     if seen.worker_cpu_s is None or seen.worker_threads_cpu_s is None or seen.watched_s <= 0:
         return None
     beside = seen.worker_threads_cpu_s / max(1e-9, seen.worker_cpu_s + seen.worker_threads_cpu_s)
     cores = seen.worker_threads_cpu_s / seen.watched_s
-    full = case.own_cores >= CROWDED * host.cpus or case.waits_for_cores
-    if beside < BESIDE or cores * case.observed.elapsed_s < LEAST_S * case.observed.steps or not full:
+    full = facts.own_cores >= CROWDED * host.cpus or facts.waits_for_cores
+    if beside < BESIDE or cores * facts.observed.elapsed_s < LEAST_S * facts.observed.steps or not full:
         return None
-    return Hit(
+    return Finding(
         f"threads that libraries start in the workers take {cores:.1f} of {host.cpus} cores, "
         f"{beside:.0%} of the workers' CPU time, and there are no idle cores for them",
         "in worker_init_fn: cv2.setNumThreads(0); for NumPy and SciPy OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1",

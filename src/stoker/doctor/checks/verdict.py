@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from stoker.clock.observed import Observed
 from stoker.doctor.checks import beyond_waiting, contention, cores, habits, memory, samples, storage, threads
-from stoker.doctor.checks.case import Case, Check
+from stoker.doctor.checks.facts import DoctorCheck, Facts
 from stoker.doctor.records import Diagnosis, Need, Prediction
-from stoker.doctor.words import time_text
-from stoker.plan.records import Finding
+from stoker.units import count, duration_text, size_text
 
 MODULES = (samples, contention, storage, cores, beyond_waiting, threads, memory, habits)
 """In order: why the loop waits for data (needless work, then what stops the workers, what blocks them, and what they
-compute), and everything else. Of the checks with the same loss, the first that fires names the cause."""
-CHECKS = tuple(check for module in MODULES for check in vars(module).values() if isinstance(check, Check))
+compute), and everything else. Among checks with the same loss, the first that fires names the cause."""
+CHECKS = tuple(check for module in MODULES for check in vars(module).values() if isinstance(check, DoctorCheck))
 
 
 def judge(observed: Observed, predictions: tuple[Prediction, ...] = ()) -> Diagnosis:
     """The verdict, all findings (the verdict first, then by speed-up), and needs against has."""
-    case = Case(observed, predictions)
-    found = [(check, finding) for check in CHECKS if (finding := check(case)) is not None]
+    facts = Facts(observed, predictions)
+    found = [(check, finding) for check in CHECKS if (finding := check(facts)) is not None]
     # max() takes the first of several with the same loss: that is the rule for those who share one.
-    losses = [(check.loss(case), check, finding) for check, finding in found if check.loss is not None]
+    losses = [(check.loss(facts), check, finding) for check, finding in found if check.loss is not None]
     _, first, verdict = max(losses, key=lambda each: each[0], default=(0.0, None, None))
-    rest = sorted((finding for _, finding in found if finding is not verdict), key=_worth, reverse=True)
+    rest = sorted(
+        (finding for _, finding in found if finding is not verdict),
+        key=lambda each: each.speedup.expected if each.speedup else 0.0,
+        reverse=True,
+    )
     return Diagnosis(
-        verdict="unknown" if verdict is None else verdict.id,
-        line=_unknown(observed) if first is None or verdict is None else f"{first.words}: {verdict.message}",
+        verdict="unknown" if verdict is None else verdict.name,
+        line=_unknown(observed) if first is None or verdict is None else f"{first.words}: {verdict.seen}",
         findings=tuple(rest) if verdict is None else (verdict, *rest),
         observed=observed,
         predictions=predictions,
-        needs=needs_against_has(case),
+        needs=needs_against_has(facts),
     )
-
-
-def _worth(finding: Finding) -> float:
-    return 0.0 if finding.speedup is None else finding.speedup.expected
 
 
 def _unknown(observed: Observed) -> str:
@@ -43,9 +42,9 @@ def _unknown(observed: Observed) -> str:
     return "the loop waits for data, and what the workers did meanwhile could not be measured"
 
 
-def needs_against_has(case: Case) -> tuple[Need, ...]:
+def needs_against_has(facts: Facts) -> tuple[Need, ...]:
     """Images and bytes per second: what the accelerator would take without a wait, and what each part can deliver."""
-    observed = case.observed
+    observed = facts.observed
     wanted = observed.ceiling_images_per_second
     computing = observed.elapsed_s - observed.wait_s
     if wanted is None and computing > 0 and observed.samples:
@@ -56,29 +55,29 @@ def needs_against_has(case: Case) -> tuple[Need, ...]:
     if observed.loader_images_per_second is not None:
         how = "the loader alone"
         if observed.loader is not None:
-            how += ", 1 worker" if observed.loader.workers == 1 else f", {observed.loader.workers} workers"
+            how += f", {count(observed.loader.workers, 'worker')}"
         found.append(Need("loader", f"{observed.unit}/s", wanted, observed.loader_images_per_second, how))
-    split, host = case.split, observed.host
+    split, host = facts.split, observed.host
     if split is not None and host is not None and observed.steps and split.cpu_s > 0:
         each = split.cpu_s * observed.steps / observed.samples
         one = {"images": "image", "patches": "patch"}.get(observed.unit, "sample")
-        how = f"{host.cpus} cores, {time_text(each)} of CPU per {'sample' if each >= 0.1 else one}"
+        how = f"{host.cpus} cores, {duration_text(each)} of CPU per {'sample' if each >= 0.1 else one}"
         found.append(Need("CPU", f"{observed.unit}/s", wanted, host.cpus / each, how))
     return (*found, *_storage_needs(observed, wanted))
 
 
 def _storage_needs(observed: Observed, wanted: float) -> list[Need]:
-    facts = observed.storage
-    if facts is None or not facts.bytes_per_sample:
+    storage = observed.storage
+    if storage is None or not storage.bytes_per_sample:
         return []
-    many = facts.parallel_bytes_per_second
+    many = storage.parallel_bytes_per_second
     kinds = (
-        ("storage, cold", many or facts.cold_bytes_per_second, "many readers" if many else "one reader"),
-        ("storage, warm", facts.warm_bytes_per_second, "one reader"),
+        ("storage, cold", many or storage.cold_bytes_per_second, "many readers" if many else "one reader"),
+        ("storage, warm", storage.warm_bytes_per_second, "one reader"),
     )
-    size = f"{facts.bytes_per_sample / 1e3:.0f} kB per image"
+    size = f"{size_text(storage.bytes_per_sample)} per image"
     return [
-        Need(what, "bytes/s", wanted * facts.bytes_per_sample, has, f"{facts.kind or 'storage'}, {readers}, {size}")
+        Need(what, "bytes/s", wanted * storage.bytes_per_sample, has, f"{storage.kind or 'storage'}, {readers}, {size}")
         for what, has, readers in kinds
         if has is not None
     ]

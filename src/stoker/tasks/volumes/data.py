@@ -15,7 +15,7 @@ import xxhash
 from stoker.augment.volumes import transform_range
 from stoker.clock.observed import StorageFacts
 from stoker.config import Config
-from stoker.console import Advance, Say, count, some
+from stoker.console import Advance, Say, some
 from stoker.data.loader import Follow
 from stoker.data.store.stores import is_url
 from stoker.data.volumes.cases import Case, CaseList, open_cases
@@ -36,6 +36,7 @@ from stoker.tasks.building import loader_options, no_data
 from stoker.tasks.volumes.reading import reading_options
 from stoker.train.checkpoint.data_changes import Listing, listing_of
 from stoker.train.ranks import Ranks
+from stoker.units import count
 
 DEFAULT_STEPS_PER_EPOCH = 250
 """Updates of an epoch if the config does not say: nnU-Net's number. Random patches have no 'pass over the data'."""

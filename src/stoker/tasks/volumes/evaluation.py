@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import Advance, Say, count, some
+from stoker.console import Advance, Say, some
 from stoker.data.store.stores import ReadFailure
 from stoker.data.volumes.cases import Case, open_cases, volumes_in
 from stoker.data.volumes.labels import LabelRules
@@ -36,6 +36,7 @@ from stoker.tasks.volumes.reading import reading_options
 from stoker.tasks.volumes.results import Judged, VolumeEvaluation
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 from stoker.tasks.volumes.windows import SlidingWindow
+from stoker.units import count, size_text
 
 COMPETITION_IGNORE = 2
 MEMORY_SHARE = 0.8
@@ -150,8 +151,8 @@ class _Judge:
         if not fit and not self._warned:
             self._warned = True
             self._say(
-                f"warning: matching the topology of an octant takes about {need / 1e9:.1f} GB of memory; "
-                f"{memory.available_bytes / 1e9:.1f} GB are free"
+                f"warning: matching the topology of an octant takes about {size_text(need)} of memory; "
+                f"{size_text(memory.available_bytes)} are free"
             )
         return max(1, min(fit, usable_cpus()))
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from stoker.console import Advance, Say, count
+from stoker.console import Advance, Say
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.opening import OpenVolumes
@@ -46,6 +46,7 @@ from stoker.tasks.volumes.prediction import (
 from stoker.tasks.volumes.reading import reading_options
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 from stoker.tasks.volumes.windows import WindowGrid, prediction_size
+from stoker.units import count, size_text
 
 SUBMISSION = "submission.zip"
 # What deflate leaves of a mask, with room to spare: those of made-up scrolls shrink to a twentieth or less.
@@ -226,7 +227,7 @@ def _check_resources(jobs: Sequence[Job], out: Path, segmenter: Segmenter, optio
     if needed > free:
         raise UserError(
             "disk-too-small",
-            f"{out} has {free / 1e9:,.1f} GB left; {count(len(jobs), 'volume')} need about {needed / 1e9:,.1f} GB",
+            f"{out} has {size_text(free)} left; {count(len(jobs), 'volume')} need about {size_text(needed)}",
             why="sums and the uncompressed result of the volume in the making are on disk, besides the finished ones",
             hint="--out FOLDER on a larger disk, or fewer volumes at a time",
         )
@@ -234,12 +235,12 @@ def _check_resources(jobs: Sequence[Job], out: Path, segmenter: Segmenter, optio
     cleaning = max(working_bytes(job.shape, options.post) for job in jobs)
     sums = max(job.size.sums_bytes for job in jobs) if segmenter.device.type == "cpu" else 0
     if memory is not None and max(cleaning, 2 * sums) > memory.available_bytes:
-        what, hint = f"sums take {2 * sums / 1e9:.1f} GB", "save the volume with its shortest axis as x"
+        what, hint = f"sums take {size_text(2 * sums)}", "save the volume with its shortest axis as x"
         if cleaning > 2 * sums:
-            what, hint = f"cleaning takes {cleaning / 1e9:.1f} GB", "leave out predict_postprocess"
+            what, hint = f"cleaning takes {size_text(cleaning)}", "leave out predict_postprocess"
         raise UserError(
             "memory-too-small",
-            f"{what}; {memory.available_bytes / 1e9:.1f} GB are available",
+            f"{what}; {size_text(memory.available_bytes)} are available",
             why="the process would be killed in the middle",
             hint=hint,
         )

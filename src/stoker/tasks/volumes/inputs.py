@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from stoker.console import Say, count, some
+from stoker.console import Say, some
 from stoker.data.store.stores import ReadFailure, is_url
 from stoker.data.volumes.cases import Case, open_cases
 from stoker.data.volumes.opening import SUFFIXES, VolumeRef, suffix_of
@@ -14,6 +14,7 @@ from stoker.data.volumes.pack.index import read_index
 from stoker.data.volumes.places import Place, UrlPath, place_at
 from stoker.errors import UserError
 from stoker.tasks.volumes.segment import TrainedVolumeModel
+from stoker.units import count
 
 # Of a pack's options, those that leave voxels as they are.
 _NOT_VOXELS = ("layout", "labels")

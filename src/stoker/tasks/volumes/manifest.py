@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from stoker.console import count, some
+from stoker.console import some
 from stoker.data.volumes.volume import Shape, Volume
 from stoker.errors import UsageError, UserError
 from stoker.files import read_json, write_text
@@ -23,6 +23,7 @@ from stoker.tasks.volumes.postprocess import PostStep, check_chain
 from stoker.tasks.volumes.prediction import Scale
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 from stoker.tasks.volumes.windows import PredictionSize, SlidingWindow
+from stoker.units import count
 
 MANIFEST, UNFINISHED, LEASE = "prediction.json", ".unfinished", "lease"
 FORMAT = 1

@@ -28,6 +28,7 @@ from stoker.errors import UserError
 from stoker.machine.memory import read_memory
 from stoker.machine.storage import drop_from_cache
 from stoker.tasks.volumes.reading import reading_options
+from stoker.units import size_text
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def summary(result: PackResult, folder: Path) -> str:
     row = [
         f"{len(result.index.cases):,}" + (f" ({result.kept:,} kept)" if result.kept else ""),
         str(result.index.options["layout"]),
-        f"{result.bytes / 1e6:,.1f} MB",
+        size_text(result.bytes),
         f"{len(result.index.skipped):,}",
         f"{result.voxels / result.seconds / 1e6:,.0f}" if result.voxels else "–",
         str(folder),

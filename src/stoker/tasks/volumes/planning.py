@@ -10,7 +10,7 @@ from torch import nn
 
 from stoker.augment.volumes import memory_format_of, transform_range
 from stoker.config import Config
-from stoker.console import Advance, count
+from stoker.console import Advance
 from stoker.data.draws import sample_keys
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.labels import LabelRules
@@ -27,6 +27,7 @@ from stoker.tasks.volumes.reading import reading_options
 from stoker.train.compute import compute_dtype
 from stoker.train.step import TraceableStep, plain_batch
 from stoker.train.volume_losses import build_volume_loss
+from stoker.units import count
 
 ASSUMED_CLASSES = 2
 ASSUMED_VOLUME: Shape = (320, 320, 320)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from stoker.augment.volume_intensity import Changes, draw_changes
 from stoker.augment.volumes import VolumeAugment, VolumeEvalPrepare, build_volume_augment, build_volume_eval
 from stoker.config import Config
-from stoker.console import Say, count, shown
+from stoker.console import Say, shown
 from stoker.data.order import excerpt
 from stoker.data.volumes.making import PatchBatch, PatchPlan
 from stoker.files import write_bytes
@@ -32,6 +32,7 @@ from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan
 from stoker.tasks.volumes.pictures import AXES, as_grey, plain, with_classes
 from stoker.train.ranks import Ranks
 from stoker.train.transfers import Uploader
+from stoker.units import count
 
 DEFAULT_COUNT = 12
 RUN_COUNT = 6

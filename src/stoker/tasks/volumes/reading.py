@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stoker.config import Config
-from stoker.console import Say, count
+from stoker.console import Say
 from stoker.data.loader import choose_engine
 from stoker.data.store.cache import cache_place
 from stoker.data.volumes.cases import Case
 from stoker.data.volumes.opening import suffix_of
 from stoker.data.volumes.volume import ReadingOptions
+from stoker.units import count, size_text
 
 # Training and validation have workers of their own, and both stay alive between epochs.
 _LOADERS = 2
@@ -32,8 +33,8 @@ def reading_options(
     share = config.volume_cache // (max(1, ranks) * processes)
     if processes > 1:
         say(
-            f"volume_cache: {config.volume_cache / 1e6:,.0f} MB of this node are divided among "
-            f"{count(max(1, ranks) * processes, 'process', 'processes')}, {share / 1e6:,.0f} MB each; "
+            f"volume_cache: {size_text(config.volume_cache)} of this node are divided among "
+            f"{count(max(1, ranks) * processes, 'process', 'processes')}, {size_text(share)} each; "
             "loader=thread has one cache for all workers of a rank"
         )
     return ReadingOptions(

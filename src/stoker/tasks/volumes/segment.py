@@ -17,7 +17,7 @@ from stoker.augment.packing import Copy
 from stoker.augment.volumes import VolumeEvalPrepare, build_volume_augment, build_volume_eval
 from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
-from stoker.console import Say, count
+from stoker.console import Say
 from stoker.data.loader import Follow
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.making import PatchBatch, PatchPlan
@@ -53,6 +53,7 @@ from stoker.train.schedule import Progress
 from stoker.train.step import Prepared
 from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 from stoker.train.volume_losses import build_volume_loss
+from stoker.units import count
 
 
 def build_run(

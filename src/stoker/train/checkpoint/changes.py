@@ -11,6 +11,7 @@ from typing import Any, Literal
 from stoker.config import Config, config_values
 from stoker.errors import UserError
 from stoker.train.schedule import Progress, default_resize_epochs, image_size
+from stoker.units import count
 
 Kind = Literal["free", "applied", "schedule", "other"]
 
@@ -153,7 +154,7 @@ def replanned_lines(
     if progress.epoch < after["warmup_epochs"]:
         lines.append(f"the warmup lasts until epoch {after['warmup_epochs']}; the run is in epoch {progress.epoch}")
     elif after["warmup_epochs"]:
-        lines.append(f"the warmup ({_epochs(after['warmup_epochs'])}) has passed, and is not repeated")
+        lines.append(f"the warmup ({count(after['warmup_epochs'], 'epoch')}) has passed, and is not repeated")
     sizes = _image_size(before, progress.epoch), _image_size(after, progress.epoch)
     if sizes[0] != sizes[1]:
         lines.append(f"images of {sizes[1]} px in epoch {progress.epoch}, instead of {sizes[0]} px")
@@ -191,7 +192,8 @@ def nothing_left(path: Path, changes: Sequence[Change], epoch: int, epochs: int,
     how = more if early is None else "early_stopping=null continues it"
     return UserError(
         "run-is-finished",
-        f"{path} has {_epochs(epoch)} behind it, and the run is over: {early or f'epochs is {epochs}'}\n{listed}",
+        f"{path} has {count(epoch, 'epoch')} behind it, and the run is over: {early or f'epochs is {epochs}'}\n"
+        f"{listed}",
         why="no step is left that would use these settings",
         hint=f"{how}; {from_hint(path)} begins a new run with its weights",
     )
@@ -200,10 +202,6 @@ def nothing_left(path: Path, changes: Sequence[Change], epoch: int, epochs: int,
 def from_hint(path: Path) -> str:
     """How to begin a new run from a checkpoint."""
     return f"`stoker train CONFIG --from {path} run_name=NEW`"
-
-
-def _epochs(number: int) -> str:
-    return "1 epoch" if number == 1 else f"{number:,} epochs"
 
 
 def _shown(value: Any) -> str:

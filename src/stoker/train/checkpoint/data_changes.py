@@ -18,10 +18,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoker.console import count, some
+from stoker.console import some
 from stoker.errors import UserError
 from stoker.files import atomic_file
 from stoker.train.checkpoint.changes import from_hint
+from stoker.units import count
 
 PARTS = ("train", "val")
 LOOKED_AT = 64

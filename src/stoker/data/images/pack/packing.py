@@ -40,6 +40,7 @@ from stoker.data.order import permute
 from stoker.data.store import outage
 from stoker.errors import UserError
 from stoker.files import write_text
+from stoker.units import size_text
 
 # Part of the format: another value gives different shards.
 ORDER_KEY = 20240229
@@ -184,7 +185,7 @@ def _check_space(index: SampleIndex, pack: PackFolder, options: PackOptions, tas
     if needed > free:
         raise UserError(
             "disk-too-small",
-            f"{pack.folder} has {free / 1e9:.1f} GB free; the shards need about {needed / 1e9:.1f} GB",
+            f"{pack.folder} has {size_text(free)} free; the shards need about {size_text(needed)}",
             why="the disk would be full before the pack is complete",
             hint="use another disk, or smaller images: --longest 500 --quality 90",
         )

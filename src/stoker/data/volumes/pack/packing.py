@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from stoker.child import ChildDied, share_out
-from stoker.console import Advance, count
+from stoker.console import Advance
 from stoker.data.store.stores import ReadFailure
 from stoker.data.volumes.cases import Case, CaseList, Part
 from stoker.data.volumes.labels import LabelRules
@@ -36,6 +36,7 @@ from stoker.data.volumes.packed import stored_shape
 from stoker.data.volumes.volume import ReadingOptions, Shape
 from stoker.errors import UserError
 from stoker.files import write_text
+from stoker.units import count, size_text
 
 SHOWN = 20
 _CACHE_BYTES = 256_000_000
@@ -235,7 +236,7 @@ def check_space(pack: VolumePack, looked: Sequence[Looked]) -> None:
     if needed > free:
         raise UserError(
             "disk-too-small",
-            f"{pack.root} has {free / 1e9:.1f} GB free; the volumes need about {needed / 1e9:.1f} GB",
+            f"{pack.root} has {size_text(free)} free; the volumes need about {size_text(needed)}",
             why="the disk would be full before the pack is complete",
             hint="use another disk, or smaller voxels: --dtype uint8 --clip 0.5%,99.5%, or --scale 0.5",
         )

@@ -1,4 +1,4 @@
-"""What a process does again and again while it prepares samples: files that it opens anew, caches that it keeps in its
+"""What a process does again and again while it prepares samples: files that it reopens, caches that it keeps in its
 data set, shapes that change from batch to batch, memory that it takes.
 
 All of it is seen from outside: the data set is looked at, never changed, and only now and then.
@@ -29,7 +29,7 @@ GREW = 8
 """Entries that a container must have got to be named."""
 
 
-class Files:
+class FileOpens:
     """Which files are opened for samples, and whether they have been opened before."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Shapes:
 
 
 def _largest_shape(data: Any, samples: int) -> tuple[int, ...] | None:
-    """Of arrays that hold a row for each sample; a list of images of different sizes is none."""
+    """The largest shape among arrays that have a row for each sample; a list of images of different sizes has none."""
     parts = list(data.values()) if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else [data]
     shapes = [tuple(part.shape) for part in parts if getattr(part, "nbytes", 0) and len(getattr(part, "shape", ())) > 1]
     shapes = [shape for shape in shapes if shape[0] == samples]
@@ -101,7 +101,7 @@ class Caches:
         self.found: dict[str, tuple[int, int, int]] = {}
         """By name: entries, bytes (-1 if unknown), and entries that have vanished."""
         self.lengths: dict[str, tuple[int, int, bool]] = {}
-        """Of every container: entries at first, entries now, and whether it is a dict."""
+        """For every container: entries at first, entries now, and whether it is a dict."""
         self._keys: dict[str, set[Any]] = {}
 
     def look(self, dataset: Any) -> None:
@@ -207,7 +207,7 @@ class Watched:
     """All of it for one loader in one process; written into the header of its file."""
 
     def __init__(self, memory: Any, is_worker: bool, is_forked: bool) -> None:
-        self.files = Files()
+        self.files = FileOpens()
         self.shapes = Shapes()
         self._caches = Caches()
         self._header = memory

@@ -33,7 +33,7 @@ MODE_LOOKS = frozenset({4, 64, 512, 4096})
 """Optimizer steps before which the model's mode is looked at."""
 MOST_WEIGHTS = 10_000
 SAME_MODEL = 0.9
-"""Of the optimizer's weights that a module must own to be the model: a part that is frozen on purpose has fewer."""
+"""Share of the optimizer's weights that a module must own to be the model: a deliberately frozen part has fewer."""
 DIFFERENT_IN_EVAL = ("BatchNorm", "Dropout", "DropPath", "StochasticDepth")
 LOOK_EVERY_NS = 1_000_000_000
 LOOK_EVERY_BATCHES = 8
@@ -166,7 +166,7 @@ class Modes:
         opened.say(in_eval_mode=name, eval_at=place, eval_layers=layers)
 
 
-class Kept:
+class GrowingContainers:
     """Containers in the loop that get longer, and tensors whose graph does."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ def _newest(value: Any) -> Any:
 
 
 def _added_up(value: Any) -> int:
-    """Of a tensor that is a sum of sums, how many: `total += loss` keeps the graph of every step."""
+    """How many sums a tensor is a sum of: `total += loss` keeps the graph of every step."""
     node, length = getattr(value, "grad_fn", None), 0
     while node is not None and type(node).__name__ == "AddBackward0" and length < LONGEST_GRAPH:
         length += 1
@@ -241,7 +241,7 @@ class Loop:
         self.steps = self._batches = 0
         self._looked_ns = 0
         self._reads: Reads | None = None
-        self._kept = Kept()
+        self._kept = GrowingContainers()
         self._traced: StepTrace | None = None
         self._traced_from = (0, 0)
 

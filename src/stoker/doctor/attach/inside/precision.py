@@ -97,7 +97,7 @@ def in_32_bits(node: Any) -> bool | None:
     return True if converts else None
 
 
-class Wanted:
+class WantedPrecision:
     """What the script's autocast asks for on CUDA: without a GPU, torch switches it off, and nothing is left to see."""
 
     def __init__(self) -> None:
@@ -128,4 +128,4 @@ class Wanted:
             self._restore = None
 
 
-wanted = Wanted()
+wanted = WantedPrecision()

@@ -100,7 +100,7 @@ class FetchRecord(NamedTuple):
     """-1 if the kernel does not provide it."""
     fetch_ns: int
     bytes: int
-    """Of the batch as it is handed over; -1 if it contains no arrays."""
+    """Size of the batch as it is handed over; -1 if it contains no arrays."""
     samples: int
     epoch: int
     """Counts the fetchers of this process: a persistent worker gets a new one for each epoch."""
@@ -120,7 +120,7 @@ class Habits(NamedTuple):
     """Time of preparing batches over which the stack was looked at; the spots are shares of it."""
     looks: int = 0
     samples: int = 0
-    """Samples that were counted here; 0 where single samples cannot be told apart."""
+    """Samples that were counted here; 0 where single samples cannot be distinguished."""
     samples_that_read: int = 0
     """Samples for which a file was opened."""
     samples_that_read_again: int = 0
@@ -133,12 +133,12 @@ class Habits(NamedTuple):
     shape_changes: int = 0
     """How often it was another one than before."""
     elements: int = 0
-    """Of the largest array of a batch, for one of its samples; summed over the batches that were looked at."""
+    """Per sample, in the largest array of a batch; summed over the batches that were looked at."""
     smallest: int = 0
     largest: int = 0
-    """Of the same numbers."""
+    """Over the same batches."""
     dimensions: int = 0
-    """Of that array, with that of the batch; 0 if there is none."""
+    """Dimensions of that array, including the batch's; 0 if there is none."""
     private_bytes: int = -1
     """The most memory that this process had for itself alone; only in a worker."""
 

@@ -38,7 +38,7 @@ PASSING_ON = frozenset(
     {"wrapper", "wrapped", "inner", "decorated", "decorator", "func", "fun", "call", "__call__", "forward"}
 )
 
-# Of our own functions around the user's: what is further out is torch, or the training loop.
+# Our own functions around the user's: frames further out are torch, or the training loop.
 OUR_ENDS = frozenset({"fetch", "timed_collate", "__getitem__", "__getitems__", "__next__"})
 
 Spot = tuple[CodeType, int, str]
@@ -190,7 +190,7 @@ class Sampler:
         return name
 
     def _kind(self, code: CodeType) -> tuple[int, bool]:
-        """Whose code it is, and whether its name says something to a user."""
+        """Whose code it is, and whether its name means something to a user."""
         known = self._kinds.get(code)
         if known is None:
             path, name = code.co_filename, code.co_name

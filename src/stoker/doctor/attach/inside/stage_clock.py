@@ -22,10 +22,10 @@ STAGE_COUNT = 8
 # caches, asking for a thread's CPU time takes about 5 µs and reading schedstat 20.
 WORTH_ASKING_NS = 20_000
 WORTH_A_CLOSER_LOOK = 0.05
-"""Of the time between two settlements that this thread was off its core."""
+"""Share of the time between two settlements in which this thread was off its core."""
 CLOSER_LOOKS = 8
-# Where time goes of which we only know that the thread did not run: a thread that slept was reading, one that waited
-# for a core was computing.
+# Which stage gets time of which we only know that the thread did not run: a thread that slept was reading, one that
+# waited for a core was computing.
 _SLEEPING = (SOCKET, FETCH, READ_AND_DECODE, OTHER, COLLATE, PREPROCESS, AUGMENT, DECODE)
 _COMPUTING = _SLEEPING[::-1]
 
@@ -59,7 +59,7 @@ class StageClock:
         self.queued_ns = 0
         """How long this thread has waited for a core, as of the last time the kernel was asked."""
         self.began_ns = self.took_ns = self.ran_ns = self.queue_ns = 0
-        """Of the last batch."""
+        """The last batch's."""
         self.stage = OTHER
         """The stage on top."""
         self._stack: list[int] = []

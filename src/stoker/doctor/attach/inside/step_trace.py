@@ -39,7 +39,7 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, batches: int, opened: Session) -> None:
-        """Stops recording, and writes what was recorded while the loop took so many batches."""
+        """Stops recording, and writes what was recorded while the loop took this many batches."""
         self.leave()
         if self._failure is None and not self._ops:
             self._failure = "nothing was computed in the thread that takes the batches"

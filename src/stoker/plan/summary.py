@@ -1,4 +1,4 @@
-"""A plan as text and as a plot: what fits, how long it takes, what it costs, what to change."""
+"""A plan as text, and as a plot: a bar by part for each resource, with its limit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.console import format_table
-from stoker.plan.records import Finding, Plan, Rate, ScalingRow, TimeBudget, VolumePlan, VramBudget
+from stoker.console import finding_lines, format_table
+from stoker.plan.records import Plan, Rate, ScalingRow, TimeBudget, VolumePlan, VramBudget
 from stoker.plan.timing import FED
-
-# A plan as text: what fits, how long it takes, what it costs, what to change.
+from stoker.units import duration_text, number_text, size_text
 
 BAR = 32
 
@@ -20,7 +19,7 @@ def plan_text(plan: Plan, name: str) -> str:
     """The verdict, each budget with a bar, time and cost, then what to change."""
     refused = plan.refused
     if refused:
-        verdict = f"does not fit: {refused[0].message}"
+        verdict = f"does not fit: {refused[0].seen}"
     else:
         verdict = "fits" + (f"; {_duration_line(plan.time)}" if plan.time.total_s is not None else "")
     lines = [f"{name}: {verdict}", f"for {plan.hardware}", "", *_budgets(plan), "", *_time_lines(plan)]
@@ -31,12 +30,14 @@ def plan_text(plan: Plan, name: str) -> str:
     lines += ["", "RAM by part:", *_parts(plan.ram.parts, plan.ram.total_bytes)]
     if plan.ram.torch_loader_bytes is not None:
         verdict = "" if plan.ram.torch_loader_verdict is None else f": {plan.ram.torch_loader_verdict}"
-        size = _size(plan.ram.torch_loader_bytes)
+        size = size_text(plan.ram.torch_loader_bytes)
         lines.append(f"  (torch's own loader would hold {size} of float batches in flight{verdict})")
     if plan.scaling:
         lines += ["", "with more accelerators:", _scaling_table(plan.scaling, plan.unit)]
     if plan.findings:
-        lines += ["", "findings:", *_finding_lines(plan.findings)]
+        lines += ["", "findings:"]
+        for finding in plan.findings:
+            lines += finding_lines(finding, "  ! " if finding.status == "failed" else "  - ")
     if plan.assumptions:
         lines += ["", "assumed, not measured:", *(f"  - {line}" for line in plan.assumptions)]
     return "\n".join(lines)
@@ -53,7 +54,7 @@ def _budgets(plan: Plan) -> list[str]:
     rows.append(("open files", plan.open_files.needed, plan.open_files.limit, False))
     lines = []
     for label, needed, limit, is_bytes in rows:
-        show = _size if is_bytes else (lambda count: f"{count:,}")
+        show = size_text if is_bytes else (lambda count: f"{count:,}")
         if limit is None:
             lines.append(f"  {label:<11} {show(needed):>9}  (no limit known)")
             continue
@@ -75,12 +76,12 @@ def _time_lines(plan: Plan) -> list[str]:
     slowest = "model" if plan.on_cpu and time.bound_by == "accelerator" else time.bound_by
     fed = "loader" in rates or slowest not in ("accelerator", "model")
     lines.append(
-        f"{_rate(time.images_per_second)} {plan.unit}/s, "
+        f"{number_text(time.images_per_second)} {plan.unit}/s, "
         + (f"bound by the {slowest}" if fed else "if reading keeps up, which is not known")
     )
     width = max(len(name) for name in rates)
     for name, rate in sorted(rates.items(), key=lambda item: item[1].images_per_second):
-        lines.append(f"  {name:<{width}}  {_rate(rate.images_per_second):>9} {plan.unit}/s  {rate.source}")
+        lines.append(f"  {name:<{width}}  {number_text(rate.images_per_second):>9} {plan.unit}/s  {rate.source}")
     if (theirs := time.torch_loader) is not None:
         lines.append(f"  torch's DataLoader with PIL on the same cores: {_theirs(theirs, rates, plan.unit)}")
     if time.step_s is not None:
@@ -89,7 +90,7 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _theirs(rate: Rate, rates: Mapping[str, Rate], unit: str) -> str:
-    text = f"{_rate(rate.images_per_second)} {unit}/s, {rate.source}"
+    text = f"{number_text(rate.images_per_second)} {unit}/s, {rate.source}"
     device = next((name for name in ("accelerator", "model") if name in rates), None)
     share = 1.0 if device is None else rate.images_per_second / rates[device].images_per_second
     return text if share >= FED else f"{text}; that is {share:.0%} of what the {device} can take"
@@ -98,9 +99,9 @@ def _theirs(rate: Rate, rates: Mapping[str, Rate], unit: str) -> str:
 def _duration_line(time: TimeBudget) -> str:
     parts = []
     if time.epoch_s is not None:
-        parts.append(f"{duration(time.epoch_s)} per epoch")
+        parts.append(f"{duration_text(time.epoch_s)} per epoch")
     if time.total_s is not None:
-        parts.append(f"{duration(time.total_s)} in total")
+        parts.append(f"{duration_text(time.total_s)} in total")
     if time.cost is not None:
         parts.append(f"cost {time.cost:,.2f}")
     return ", ".join(parts)
@@ -123,8 +124,8 @@ def _volume_lines(volumes: VolumePlan) -> list[str]:
     if volumes.rows:
         table = [
             [
-                _by(row.patch), str(row.batch), _size(row.live_bytes), _size(row.vram_bytes),
-                "?" if row.patches_per_second is None else _rate(row.patches_per_second),
+                _by(row.patch), str(row.batch), size_text(row.live_bytes), size_text(row.vram_bytes),
+                "?" if row.patches_per_second is None else number_text(row.patches_per_second),
                 "TOO MUCH" if row.fits is False else "",
             ]
             for row in volumes.rows
@@ -133,21 +134,21 @@ def _volume_lines(volumes: VolumePlan) -> list[str]:
         lines += ["other batch and patch sizes:", textwrap.indent(format_table(table, heads).rstrip(), "  "), ""]
     needed = volumes.read_bytes_per_second
     lines.append(
-        f"reading: a patch with its label is {_size(volumes.patch_bytes)}, "
+        f"reading: a patch with its label is {size_text(volumes.patch_bytes)}, "
         f"{volumes.read_bytes / volumes.patch_bytes:.1f} times that is read for it on average"
-        + ("" if needed is None else f"; the accelerators can take {_size(round(needed))}/s")
+        + ("" if needed is None else f"; the accelerators can take {size_text(round(needed))}/s")
     )
     lines.append(
-        f"RAM: {_size(volumes.worker_bytes)} for each worker and its batches; if the volumes are compressed, up to "
-        f"{_size(volumes.cache_bytes)} of decoded chunks on a node (volume_cache)"
+        f"RAM: {size_text(volumes.worker_bytes)} for each worker and its batches; if the volumes are compressed, up to "
+        f"{size_text(volumes.cache_bytes)} of decoded chunks on a node (volume_cache)"
     )
     found = volumes.prediction
     parts = [f"{found.windows:,} windows"]
     if found.seconds is not None:
-        parts.append(duration(found.seconds))
+        parts.append(duration_text(found.seconds))
     if found.vram_bytes is not None:
-        parts.append(f"{_size(found.vram_bytes)} of VRAM")
-    parts.append(f"up to {_size(found.disk_bytes)} of disk")
+        parts.append(f"{size_text(found.vram_bytes)} of VRAM")
+    parts.append(f"up to {size_text(found.disk_bytes)} of disk")
     lines.append(
         f"predicting a volume of {_by(found.volume)}: {', '.join(parts)}; each test-time flip takes as long again"
     )
@@ -162,7 +163,7 @@ def _parts(parts: Mapping[str, int], total: int) -> list[str]:
     shown = sorted(((name, size) for name, size in parts.items() if size), key=lambda part: -part[1])
     width = max((len(name) for name, _ in shown), default=0)
     return [
-        f"  {name:<{width}}  {_size(size):>9}  {'#' * round(BAR * size / total) if total else ''}".rstrip()
+        f"  {name:<{width}}  {size_text(size):>9}  {'#' * round(BAR * size / total) if total else ''}".rstrip()
         for name, size in shown
     ]
 
@@ -170,43 +171,14 @@ def _parts(parts: Mapping[str, int], total: int) -> list[str]:
 def _scaling_table(rows: tuple[ScalingRow, ...], unit: str) -> str:
     table = [
         [
-            str(row.gpus), f"{row.total_batch:,}", str(row.workers), _size(row.ram_bytes), f"{row.lr:g}",
-            "?" if row.images_per_second is None else _rate(row.images_per_second),
+            str(row.gpus), f"{row.total_batch:,}", str(row.workers), size_text(row.ram_bytes), f"{row.lr:g}",
+            "?" if row.images_per_second is None else number_text(row.images_per_second),
             "?" if row.days is None else f"{row.days:.1f}",
         ]
         for row in rows
     ]  # fmt: skip
     text = format_table(table, ["GPUs", "total batch", "workers", "RAM", "LR", f"{unit}/s", "days"])
     return textwrap.indent(text, "  ")
-
-
-def _finding_lines(findings: tuple[Finding, ...]) -> list[str]:
-    lines = []
-    for finding in findings:
-        gain = "" if finding.speedup is None else f"  [up to {finding.speedup.high:.1f}x]"
-        lines.append(f"  {'!' if finding.refuses else '-'} {finding.message}{gain}")
-        if finding.fix:
-            lines.append(f"      {finding.fix}")
-    return lines
-
-
-def _size(size: int) -> str:
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size / 1e3:.0f} KB"
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Rounded, in the unit that suits its length."""
-    for unit, factor in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * factor:
-            return f"{seconds / factor:.1f} {unit}"
-    return f"{seconds:.1f} s"
 
 
 # The budget of a plan as a plot: a bar by part for each resource, with its limit.

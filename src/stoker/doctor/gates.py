@@ -1,16 +1,13 @@
-"""The doctor's options that have a syntax of their own: `--fail-if 'wait_share>0.1'` and `--pace 800 | a100-80`."""
+"""Conditions under which a script or a run counts as too slow: `--fail-if 'wait_share>0.1'`."""
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from stoker.clock.observed import Observed
-from stoker.console import say
 from stoker.errors import UsageError, did_you_mean
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -41,12 +38,8 @@ class Gate:
     limit: float
 
 
-def parse_gates(texts: Sequence[str]) -> tuple[Gate, ...]:
-    """The conditions, or a UsageError that lists metrics and operators."""
-    return tuple(_parse(text) for text in texts)
-
-
-def _parse(text: str) -> Gate:
+def parse_gate(text: str) -> Gate:
+    """The condition, or a UsageError that lists metrics and operators."""
     found = _FORM.match(text)
     metrics = ", ".join(METRICS)
     if found is None:
@@ -79,56 +72,3 @@ def check_gates(gates: Sequence[Gate], observed: Observed) -> list[str]:
 
 def _share(seconds: float | None, seen: Observed) -> float | None:
     return None if seconds is None or seen.elapsed_s <= 0 else seconds / seen.elapsed_s
-
-
-def seconds_of_a_step(pace: str, path: Path, overrides: Sequence[str], batch_size: int) -> float:
-    """How long the consumer of a config's trials takes for a step; says so where that is computed from a rate."""
-    from stoker.doctor.pacing import step_time_s
-
-    seconds = step_time_s(pace)
-    if seconds is not None:
-        return seconds
-    taken = read_pace(pace, path, overrides)
-    say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
-    return batch_size / taken.images_per_second
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How fast the consumer of the trials takes batches."""
-
-    images_per_second: float
-    how: str
-    """'as given', or the card whose roofline it is."""
-
-
-def read_pace(text: str, path: Path, overrides: Sequence[str]) -> Pace:
-    """A number of images per second, or the one that `stoker plan` computes for a card.
-
-    Raises UsageError: `pace-invalid`, or the datasheets' error for an unknown card.
-    """
-    number = _number(text)
-    if number is not None:
-        if not (math.isfinite(number) and number > 0):
-            raise UsageError("pace-invalid", f"--pace {text}: images per second must be above zero", hint="--pace 800")
-        return Pace(number, "as given")
-    from stoker.machine.datasheets import load_datasheet
-    from stoker.plan.planning import Wanted, plan_config
-
-    load_datasheet(text)  # an unknown name is an error before anything is traced
-    rates = plan_config(path, overrides, Wanted(gpu=text, alone=True)).plan.time.rates
-    if "accelerator" not in rates:
-        raise UsageError(
-            "pace-unknown",
-            f"--pace {text}: the plan has no images/s for this card",
-            hint="--pace 800, if 800 images/s were measured on it",
-        )
-    rate = rates["accelerator"]
-    return Pace(rate.images_per_second, rate.source)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

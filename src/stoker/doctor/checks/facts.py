@@ -1,20 +1,21 @@
-"""What a check is, the `Case` that it is given, and the thresholds that several checks share."""
+"""What a check is, the `Facts` that it is given, and the thresholds that several checks share."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stoker.clock.observed import Observed
 from stoker.doctor.growth import Filling, filling
 from stoker.doctor.records import Prediction
-from stoker.plan.records import PACKED_BYTES, Estimate, Finding
+from stoker.finding import Estimate, Finding
+from stoker.plan.records import PACKED_BYTES
 
 STARVED = 0.10
 """Share of the time from which waiting is worth a fix: below it no change of the data path could give more than
-1.11x. TraceML draws the same line."""
+1.11x. TraceML uses the same threshold."""
 BLOCKED = 0.5
 """Share of a worker's time from which waiting, not work, is what limits it: more than everything else together."""
 QUEUEING = 0.35
@@ -48,13 +49,13 @@ class Split:
 
     @property
     def queueing(self) -> float:
-        """Of the time in which a worker could run, the share in which it waited for a core."""
+        """Share of the time in which a worker could run that it spent waiting for a core."""
         wanted = self.cpu + self.runq
         return self.runq / wanted if wanted > 0 else 0.0
 
 
 @dataclass(frozen=True)
-class Case:
+class Facts:
     """An observation, the predictions about it, and the sums that several checks need."""
 
     observed: Observed
@@ -182,7 +183,7 @@ class Case:
 
     @property
     def has_large_files(self) -> bool:
-        """Whether files would become smaller by packing, as far as anybody knows."""
+        """Whether packing would make the files smaller, as far as we know."""
         storage = self.observed.storage
         return storage is None or storage.bytes_per_sample is None or storage.bytes_per_sample >= PACKED_BYTES
 
@@ -210,47 +211,36 @@ def speedup_without(share: float) -> Estimate:
     return Estimate(1 / (1 - 0.75 * share), 1 / (1 - SPEED_UP_SURE * share), 1 / (1 - share))
 
 
-@dataclass(frozen=True)
-class Hit:
-    """What a check found in a case."""
-
-    message: str
-    """What was measured, with the numbers."""
-    fix: str | None = None
-    """What to type or to set."""
-    speedup: Estimate | None = None
-
-
-Loss = Callable[[Case], float]
+Loss = Callable[[Facts], float]
 """The share of the time that is lost to one kind of trouble."""
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """One thing that can be wrong: its name, what it costs, how the verdict puts it, and the function that looks."""
 
-    id: str
+    name: str
     words: str | None
     loss: Loss | None
-    look: Callable[[Case], Hit | None]
+    look: Callable[[Facts], Finding | None]
 
-    def __call__(self, case: Case) -> Finding | None:
-        hit = self.look(case)
-        return None if hit is None else Finding(self.id, hit.message, hit.fix, hit.speedup)
+    def __call__(self, facts: Facts) -> Finding | None:
+        found = self.look(facts)
+        return None if found is None else replace(found, name=self.name)
 
 
 def check(
-    check_id: str, words: str | None = None, *, loss: Loss | None = None
-) -> Callable[[Callable[[Case], Hit | None]], Check]:
+    name: str, words: str | None = None, *, loss: Loss | None = None
+) -> Callable[[Callable[[Facts], Finding | None]], DoctorCheck]:
     """Declares a check; the module that holds it is listed in `verdict.MODULES`, and there is nothing else to register.
 
-    The verdict is the finding with the largest `loss`. Of several checks with the same loss, the first that fires names
+    The verdict is the finding with the largest `loss`. Among checks with the same loss, the first that fires names
     the cause: in the order of the modules, and in the order in which they are written there. A check without a loss is
     never the verdict: it says why something else is slow, or what may go wrong.
     """
-    return lambda look: Check(check_id, words, loss, look)
+    return lambda look: DoctorCheck(name, words, loss, look)
 
 
-def waiting_for_data(case: Case) -> float:
+def waiting_for_data(facts: Facts) -> float:
     """The loss of most checks: the share of the time in which the loop waits for a batch."""
-    return case.observed.wait_share or 0.0
+    return facts.observed.wait_share or 0.0

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from stoker.clock.observed import Observed
 from stoker.doctor.preparing import WORTH_NAMING
 from stoker.doctor.records import Confirmation, Diagnosis, Need
-from stoker.doctor.words import rate_text, time_text
-from stoker.plan.records import Estimate, Finding
+from stoker.units import count, duration_text, rate_text, size_text, speedup_text
 
 BAR = 48
 PARTS = (("wait_s", "waiting for data", "░"), ("transfer_s", "transfer", "▒"), ("compute_s", "computing", "█"),
@@ -35,15 +34,10 @@ def doctor_text(diagnosis: Diagnosis) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def speedup_text(gain: Estimate) -> str:
-    """2.1x (1.8-2.3)"""
-    return f"{gain.expected:.1f}x ({gain.low:.1f}-{gain.high:.1f})"
-
-
 def _verdict_lines(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.verdict == "unknown":
         return [f"verdict: {diagnosis.line}"]
-    message = diagnosis.findings[0].message
+    message = diagnosis.findings[0].seen
     return [f"verdict: {diagnosis.line.removesuffix(f': {message}')}", f"  {message}"]
 
 
@@ -59,12 +53,16 @@ def _step_lines(observed: Observed) -> list[str]:
     per_second = observed.images_per_second if observed.samples else None
     rate = f", {rate_text(per_second, observed.unit)}" if per_second else ""
     shown = [f"{sign} {label} {share:.0%}" for label, sign, share in known if share >= SMALLEST]
-    lines = [f"a step takes {time_text(elapsed / observed.steps)}{rate} ({observed.steps} steps measured)", f"  {bar}"]
+    lines = [
+        f"a step takes {duration_text(elapsed / observed.steps)}{rate} ({observed.steps} steps measured)",
+        f"  {bar}",
+    ]
     lines.append("  " + "   ".join(shown))
     starts = observed.epoch_starts_s[1:]
     if starts:
-        count = "1 epoch start" if len(starts) == 1 else f"{len(starts)} epoch starts"
-        lines.append(f"  not included above: {count} of {time_text(sum(starts) / len(starts))}")
+        lines.append(
+            f"  not included above: {count(len(starts), 'epoch start')} of {duration_text(sum(starts) / len(starts))}"
+        )
     return lines
 
 
@@ -111,17 +109,12 @@ def _need_lines(needs: Sequence[Need]) -> list[str]:
 def _fix_lines(diagnosis: Diagnosis) -> list[str]:
     lines = []
     for number, finding in enumerate(diagnosis.findings[:MOST_FIXES], 1):
-        lines += _finding_lines(number, finding, first=number == 1)
+        gain = "" if finding.speedup is None else f"   {speedup_text(finding.speedup)}"
+        lines.append(f"  {number}. {finding.fix or finding.seen}{gain}")
+        # What the verdict saw is already on top of the screen.
+        if number > 1 and finding.fix is not None:
+            lines.append(f"     {finding.name}: {finding.seen}")
     return ["fixes, best first, with the expected speed-up:", *lines] if lines else []
-
-
-def _finding_lines(number: int, finding: Finding, *, first: bool) -> list[str]:
-    gain = "" if finding.speedup is None else f"   {speedup_text(finding.speedup)}"
-    lines = [f"  {number}. {finding.fix or finding.message}{gain}"]
-    # The verdict's message is already on top of the screen.
-    if not first and finding.fix is not None:
-        lines.append(f"     {finding.id}: {finding.message}")
-    return lines
 
 
 def _what_if_lines(diagnosis: Diagnosis) -> list[str]:
@@ -151,6 +144,4 @@ def _widths(shares: Sequence[float]) -> list[int]:
 
 
 def _rate(value: float, unit: str) -> str:
-    if unit == "bytes/s":
-        return f"{value / 1e6:,.0f} MB/s" if value >= 1e6 else f"{value / 1e3:,.1f} kB/s"
-    return rate_text(value, unit.removesuffix("/s"))
+    return f"{size_text(value)}/s" if unit == "bytes/s" else rate_text(value, unit.removesuffix("/s"))

@@ -34,7 +34,7 @@ def no_data(config: Config) -> ConfigError:
 
 
 def ready_device(config: Config, device: torch.device) -> None:
-    """Before anything is built: how the device computes."""
+    """Configures how the device computes; call it before anything is built."""
     set_matmul_precision(config.matmul_precision)
     choose_fastest_kernels(device)
 
@@ -95,7 +95,7 @@ def for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch.
         # Batch norm's statistics are shared before each validation; sending them at each step would only cost time.
         known = inspect.signature(DistributedDataParallel).parameters
         every_step = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.15
-        # Gradients live in the buckets that are sent: one copy, and their memory, less.
+        # Gradients are views of the buckets that are sent, which saves a copy and its memory.
         keys: dict[str, Any] = {every_step: False, "gradient_as_bucket_view": True}
         computing = DistributedDataParallel(computing, device_ids=ids, **keys)
     return computing
@@ -129,7 +129,7 @@ def average_of(config: Config, model: nn.Module, horizon: Horizon) -> WeightAver
 
 
 def input_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """What inputs are made in: on a GPU what the first layer computes in, which spares it the conversion."""
+    """The dtype of the inputs: on a GPU that of the first layer, which then need not convert them."""
     return compute_dtype(config.precision) if device.type == "cuda" else torch.float32
 
 

@@ -267,7 +267,7 @@ class _Loaders:
         )  # fmt: skip
 
     def _once(self, line: str) -> None:
-        """Progressive resizing opens many loaders: what is true of all of them is said once."""
+        """Progressive resizing opens many loaders: a message that applies to all of them is printed once."""
         if line not in self._said:
             self._said.add(line)
             self._say(line)
@@ -347,7 +347,7 @@ def train_augment(
 
 
 def eval_prepare(config: Config, colours: tuple[Colour, Colour], device: torch.device) -> EvalPrepare:
-    """How bytes become a model's inputs wherever it is not trained; `colours` are the model's."""
+    """How bytes become a model's inputs outside training; `colours` are the model's."""
     return EvalPrepare(*colours, input_dtype(config, device), memory_format_of(config))
 
 

@@ -20,9 +20,9 @@ from PIL import Image, ImageDraw, ImageFont
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 COLUMNS = 6
 LARGEST_SIDE = 224
-"""Six of these side by side, with what is between them, fit a screen of 1440 px."""
+"""Six of these side by side, with the gaps between them, fit a screen of 1440 px."""
 NARROWEST_CELL = 190
-"""A caption needs as much, even below a smaller picture."""
+"""A caption needs this much, even below a smaller picture."""
 MARGIN, GAP = 20, 10
 PAPER, INK, SOFT, LINE = "#ffffff", "#1d1b18", "#6a655d", "#d8d3c8"
 TITLE_SIZE, HEADING_SIZE, TEXT_SIZE, SMALL_SIZE = 19, 16, 12, 11
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what holds for all its pictures, and the pictures."""
+    """A heading, what applies to all its pictures, and the pictures."""
 
     title: str
     notes: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Drawn:
         return stream.getvalue()
 
     def as_jpeg(self, most_bytes: int) -> bytes:
-        """In the best quality that takes no more than `most_bytes`, or in the lowest."""
+        """In the best quality that takes at most `most_bytes`, or in the lowest."""
         data = b""
         for quality in JPEG_QUALITIES:
             stream = io.BytesIO()
@@ -154,7 +154,7 @@ def _place_line(
 
 
 class _Pen:
-    """Writes on a sheet; what lies below its lower edge is measured and not seen."""
+    """Writes on a sheet; whatever is below its lower edge is measured but not visible."""
 
     def __init__(self, width: int, height: int) -> None:
         self.image = Image.new("RGB", (width, height), PAPER)

@@ -33,7 +33,7 @@ class Demo:
 
     config_name: str
     folder: str
-    """Of its data, below the demo's."""
+    """Folder of its data, below the demo's."""
     about: str
     """The data in words."""
     write: Callable[[Path], object]
@@ -43,10 +43,10 @@ class Demo:
     threshold: float
     """What a run must reach."""
     outcome: str
-    """What it has learned then."""
+    """What the network has learned by then."""
     unit: str
     units: str
-    """What the network is fed, one and many."""
+    """A sample of the network's input, singular and plural."""
     suggestions: tuple[str, ...]
     """Commands to type next, with `{run}`, `{config}` and `{data}`."""
 
@@ -156,10 +156,10 @@ class DemoResult:
     run_folder: Path
     demo: Demo
     best: float | None
-    """Of the demo's metric."""
+    """Score in the demo's metric."""
     epochs: int
     seconds: float
-    """Of the whole command; few if the run was already finished."""
+    """Duration of the whole command; short if the run was already finished."""
     spent: TimeSpent
 
     @property

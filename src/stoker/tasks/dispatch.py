@@ -32,11 +32,11 @@ from stoker.train.ranks import Ranks
 
 
 class RunData(Protocol):
-    """What training has to know of a task's data."""
+    """What training needs to know about a task's data."""
 
     @property
     def samples(self) -> int:
-        """Samples to train on; of random patches, those of an epoch."""
+        """Samples to train on; for random patches, those of an epoch."""
 
     def storage(self) -> StorageFacts: ...
 
@@ -129,11 +129,11 @@ def _patch_loader(config: HostConfig, data: VolumeData) -> PatchLoader:
 
 
 def _nothing(*_arguments: Any) -> None:
-    """For what a task does not have."""
+    """For parts that a task does not have."""
 
 
 def _same_volumes(_found: FoundCheckpoint, _config: HostConfig, data: VolumeData, _say: Say) -> VolumeData:
-    """Voxels are the same whatever library reads them."""
+    """Voxels are the same whichever library reads them."""
     return data
 
 

@@ -164,7 +164,7 @@ def _classify_all(
     """Labels, best classes, losses and sample indices of all readable images."""
     classifier = classifier_of(restored)
     top = min(TOP, len(restored.classes))
-    # Without samples there is no batch, but still an answer.
+    # Without samples there is no batch, but there is still a result.
     none = np.zeros(0, np.int64)
     labels, best, losses, classified = [none], [none.reshape(0, top)], [np.zeros(0)], [none]
     done = 0

@@ -46,11 +46,11 @@ class Exportable:
     """A network to export, and what its file is checked with."""
 
     name: str
-    """Of its architecture."""
+    """Name of its architecture."""
     model: nn.Module
     input_name: str
     inputs: Mapping[str, Tensor]
-    """Batches to compare the outputs on, on the CPU, by what to call them; all but their number is the same."""
+    """Batches to compare the outputs on, on the CPU, by description; only their size differs."""
     metadata: Metadata
 
     @property
@@ -94,7 +94,7 @@ def _write_safetensors(subject: Exportable, model: nn.Module, path: Path) -> Non
 
 
 def _load_safetensors(path: Path, _subject: Exportable, model: nn.Module) -> tuple[Runner, str]:
-    # What the file does not fill stays NaN, and is noticed.
+    # Tensors that the file does not fill stay NaN, which is noticed.
     with torch.no_grad():
         for value in model.state_dict().values():
             if value.is_floating_point():

@@ -128,7 +128,7 @@ def _no_validation(csv: str) -> UserError:
 
 
 def _check_nothing_writes_into(config: Config, index: SampleIndex) -> None:
-    """Refuses folders of ours among the images: the next listing would find a class there, and so would others."""
+    """Refuses our own folders among the images: the next listing, and other tools, would take them for classes."""
     if is_url(index.root) or index.shards or "layout" in index.facts:
         return
     place = Path(index.root).resolve()
@@ -246,7 +246,7 @@ def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, rank
 
 
 def updates_per_epoch(config: Config, samples: int, world: int) -> int:
-    """Updates in an epoch of so many samples: all whole ones, or as many as the config says."""
+    """Updates in an epoch of this many samples: all whole ones, or as many as the config says."""
     batches = samples // (config.batch_size * world)
     updates = batches // config.gradient_accumulation
     if config.limit_train_batches is not None:
@@ -265,7 +265,7 @@ def validation_samples(config: Config, samples: int, world: int) -> int:
 
 
 def _limited(batches: int, limit: float) -> int:
-    """So many batches, or that share of all, as Lightning counts them: rounded down; here at least one."""
+    """This many batches, or that share of all, as Lightning counts them: rounded down; here at least one."""
     return min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
 
 

@@ -70,7 +70,7 @@ def _splits(config: Config, wanted: Sequence[str] | None) -> list[str]:
 
 
 def as_document(results: Mapping[str, PackResult]) -> dict[str, object]:
-    """What a program gets."""
+    """The document that `--json` prints."""
     return {"splits": {name: _of_split(result) for name, result in results.items()}}
 
 

@@ -53,14 +53,14 @@ class Part:
     """An image that an input is made of."""
 
     name: str
-    """Of its file, below the split's folder."""
+    """Path of its file, below the split's folder."""
     share: float
     """1 unless it is mixed with another."""
     position: int
     """Its place in the epoch."""
     mirrored: bool
     replaced: bool
-    """Whether the file at this place cannot be read, and another one was taken."""
+    """Whether the file at this position cannot be read, and another one was taken."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _inputs(
 
 
 def _parts(samples: SampleSet, batch: Batch, positions: NDArray[np.int64]) -> list[Part]:
-    """The images of a batch; `bad` names for each unreadable one what was taken instead."""
+    """The images of a batch; `bad` names the replacement of each unreadable one."""
     instead = {bad.index: bad.replaced_by for bad in batch.bad}
     parts = []
     for place, index in enumerate(batch.indices.tolist()):
@@ -231,8 +231,8 @@ def spread_over_classes(samples: SampleSet, count: int) -> NDArray[np.int64]:
 
 
 def _labels(config: Config, prepared: Prepared, classes: tuple[str, ...]) -> list[tuple[tuple[str, float], ...]]:
-    """The classes that the loss counts each sample as: one, or two if mixed, with the weights that it uses. What
-    smoothing gives to all the others is not listed."""
+    """The classes that the loss counts each sample as: one, or two if mixed, with the weights that it uses. The
+    shares that smoothing gives to all the others are not listed."""
     rows = weights = prepared.targets
     if config.loss == "bce" and config.bce_target_threshold is not None:
         weights = present_classes(rows, config.bce_target_threshold)

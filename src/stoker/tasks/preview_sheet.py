@@ -180,7 +180,7 @@ def keep_with_run(file: Path, config: HostConfig, data: TrainingData, world: int
     Before the first step and by the code of `stoker preview`, not from a batch of the loop: nothing is added to the
     loop, and nothing there changes. The training samples are those that the first steps read anyway, a moment later
     and then from the page cache. It takes a few tenths of a second, and if storage is slow, stops after the first
-    samples. A picture is not worth a run: whatever goes wrong is said, and the run begins without it.
+    samples. A picture is not worth a run: any error is reported, and the run begins without it.
     """
     try:
         preview = look(config, data, world=world, patience_s=RUN_PATIENCE_S)

@@ -89,7 +89,7 @@ class Evaluation:
         return percent((self.best == self.labels[:, None]).any(axis=1))
 
     def per_class(self) -> list[ClassScore]:
-        """The classes that have images, worst first; of equal ones the larger first."""
+        """The classes that have images, worst first; ties are ordered by size, largest first."""
         images = np.bincount(self.labels, minlength=len(self.classes))
         hits1 = np.bincount(self.labels[self.best[:, 0] == self.labels], minlength=len(self.classes))
         among = (self.best == self.labels[:, None]).any(axis=1)

@@ -30,10 +30,10 @@ from stoker.tasks.image_data import chosen_record
 from stoker.train.ranks import Ranks
 from stoker.units import count
 
-# What tells the labels, classes or cases of the files beside it, and the arrays of a pack's index.
+# Files with the labels, classes or cases of the files beside them, and the arrays of a pack's index.
 BESIDE = (".csv", ".json", ".jsonl", ".npy", ".txt", ".yaml", ".yml")
 LISTS = (".yaml", ".yml")
-# After a run; a copy that needs longer is filled by the next one, or by `stoker stage`.
+# Time after a run; a copy that needs longer is filled by the next run, or by `stoker stage`.
 SETTLING_S = 10.0
 
 
@@ -48,11 +48,11 @@ class Staging:
     say: Say
 
     def follow(self, epoch: int, position: int, waited: bool | None, is_over: bool) -> None:
-        """Is told with each training batch."""
+        """Called with each training batch."""
         self.filler.training_at(epoch, position, waited, is_over=is_over)
 
     def make_way(self, _epoch: int, _position: int, waited: bool | None, _is_over: bool) -> None:
-        """Is told with each validation batch."""
+        """Called with each validation batch."""
         self.filler.make_way(waited)
 
     def settle(self) -> None:
@@ -178,7 +178,7 @@ def _is_zarr(ref: VolumeRef) -> bool:
 def _beside(
     root: str, splits: Sequence[str], place: CopyPlace, lists: Iterable[str], source: SourceStore
 ) -> list[WantedFile]:
-    """The files that tell what the data is: lists, tables, classes, the index of a pack; it comes last."""
+    """The files that describe the data: lists, tables, classes, the index of a pack; the index comes last."""
     folders = {""}
     for split in splits:
         parts = (place.below(split) or "").split("/")

@@ -80,7 +80,7 @@ def train_here(
     task, device = task_for(config), _device(ranks)
     say_here = _say_nothing if progress is None else progress.say
     here = ranks.local_world or max(1, ranks.world // config.num_nodes)
-    # On a GPU too: the few operators on the host would otherwise start as many threads in each rank as it has cores.
+    # On a GPU, too: otherwise the few operators on the host would start as many threads in each rank as it has cores.
     torch.set_num_threads(max(1, machine.cpus // here))
     if device.type == "cuda" and config.numa_binding == "auto":
         binding = bind_rank(device.index, here)
@@ -94,7 +94,7 @@ def train_here(
     ranks = stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
     metric = metric_of(config_values(config))
     checkpoints = Checkpoints(folder.checkpoints, config.save_top_k, metric=metric)
-    # Read by one rank and sent to the others: they need not see its disk, and cannot find another checkpoint.
+    # Read by one rank and sent to the others: they need not see its disk, and cannot find a different checkpoint.
     found = from_first(
         lambda: load_for_resume(checkpoints, checkpoint) if start is None else own_checkpoint(checkpoints, start), ranks
     )
@@ -163,7 +163,7 @@ def train_here(
         every_steps=config.checkpoint_every_steps, every_s=config.checkpoint_every, say=say_here,
     )  # fmt: skip
     stack.callback(saver.close)
-    # Everything is closed while signals are still handled: a second notice must not cut that short.
+    # Everything is closed while signals are still handled: a second one must not cut that short.
     with run.stop.listening(), stack:
         try:
             train(run, observer, saver)
@@ -196,7 +196,7 @@ def _data_changes(
     say: Say,
 ) -> list[Difference]:
     """How the data differs from the checkpoint's; raises UserError unless that is accepted."""
-    # Of keys that say themselves that they change the data, every change is said in its own line.
+    # Differences that follow from a changed key are accepted: that change is reported in its own line.
     asked = {change.key for change in changes_since(found.state, config_values(config))}
     meant = {"train": {"samples_csv", "train_csv"}, "val": {"samples_csv", "val_csv", "subset_val_per_class"}}
     changed = differences_since(found.state, listings, folder.samples_file, contents)
@@ -209,8 +209,8 @@ def _data_changes(
 
 
 def trial_run(config: Config) -> Config:
-    """What `fast_dev_run` trains: one short epoch, at the learning rate of the real run's first step, for nobody to
-    keep. Other configs are returned as they are."""
+    """The config of `fast_dev_run`: one short epoch, at the learning rate of the real run's first step, whose result is
+    not kept. Other configs are returned as they are."""
     if not config.fast_dev_run:
         return config
     number = int(config.fast_dev_run)
@@ -289,7 +289,7 @@ def check_devices(config: HostConfig, machine: Machine, environment: Mapping[str
 
 
 def device_index(local_rank: int, visible: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The GPU of this process, of the `visible` ones: that of its number on the node, or the only one that srun shows
+    """The GPU of this process, among the `visible` ones: the one with its local rank, or the only one that srun shows
     it (`--gpus-per-task=1`). Raises UserError if there are more processes than GPUs."""
     if local_rank < visible:
         return local_rank
@@ -304,7 +304,7 @@ def device_index(local_rank: int, visible: int, environment: Mapping[str, str] =
 
 
 def sees_own_device(environment: Mapping[str, str]) -> bool:
-    """Whether whoever started this process gave it one GPU of its own, and other processes theirs.
+    """Whether the launcher gave this process a GPU to itself, and each other process another one.
 
     torchrun and our own launcher give all processes of a node the same environment: one visible GPU would be shared.
     """
@@ -332,4 +332,4 @@ def _device(ranks: Ranks) -> torch.device:
 
 
 def _say_nothing(_text: str) -> None:
-    """For ranks that do not speak."""
+    """For ranks that print nothing."""

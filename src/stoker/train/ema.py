@@ -15,7 +15,7 @@ from stoker.errors import UserError
 # updates), the average spans about a tenth of the run so far. With timm's default power of 2/3, a decay of 0.9999 would
 # be reached only after a million updates, longer than most runs.
 WARMUP_GAMMA = 10
-# Steps of an epoch, if it does not matter where one ends.
+# Steps of an epoch, for callers to whom the end of an epoch does not matter.
 ENDLESS = 2**63
 
 Warmup = Literal["ramp", "copy", "none"]
@@ -45,13 +45,13 @@ class WeightAverage:
         self.decay = decay
         self.warmup: Warmup = warmup
         self.steps = 0
-        """Of the run so far. Which of them are averaged, and with what decay, follows from their number."""
+        """Steps of the run so far. Which of them are averaged, and with what decay, follows from their number."""
         self._every = every
         self._steps_per_epoch = steps_per_epoch
         self._warmup_steps = warmup_steps
         self._model = _averaged_tensors(model)
         self.tensors = {name: value.detach().clone() for name, value in self._model.items()}
-        # A foreach call for each type: over mixed ones it would take a kernel for each tensor.
+        # One foreach call for each dtype: over mixed dtypes it would launch a kernel for each tensor.
         by_type: dict[torch.dtype, list[str]] = {}
         for name, value in self.tensors.items():
             by_type.setdefault(value.dtype, []).append(name)
@@ -64,8 +64,8 @@ class WeightAverage:
     def update(self) -> None:
         """Moves the average towards the model's current weights; call it after every step.
 
-        Also after a skipped one, so that nobody has to ask the device whether it was: its weights and buffers are those
-        of the step before, and are averaged once more, as in timm and torchvision.
+        Call it after a skipped step, too, so that nothing has to ask the device whether it was skipped: its weights and
+        buffers are those of the step before, and are averaged once more, as in timm and torchvision.
         """
         step, self.steps = self.steps, self.steps + 1
         if step % self._steps_per_epoch % self._every != 0:
@@ -120,7 +120,7 @@ class WeightAverage:
         self.steps = int(state["updates"])
 
     def restart(self, steps: int) -> None:
-        """Begins with the model's weights of now, `steps` steps into the run."""
+        """Begins with the model's current weights, `steps` steps into the run."""
         self.load_state_dict({"updates": steps, "tensors": self._model})
 
     @torch.no_grad()

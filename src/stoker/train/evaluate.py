@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stoker.train.loop import Loader, Run
 
 ASK_EVERY = 8
-"""Batches between two times that several ranks ask each other whether to leave: they wait for each other there."""
+"""Batches between two points at which the ranks agree whether to leave; they wait for each other there."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Accumulator:
         self.add_hits(logits, labels)
 
     def add_loss(self, loss: Tensor, samples: int) -> None:
-        """Adds the mean loss over that many samples; on its own for batches whose labels were mixed."""
+        """Adds the mean loss over that many samples; called without `add_hits` for batches whose labels were mixed."""
         if samples:  # the mean over nothing is NaN
             self._loss += loss.detach().to(self._loss.dtype) * samples
             self._samples += samples
@@ -215,7 +215,7 @@ def _score(model: nn.Module, prepared: Prepared, batch: Any, run: Run, most: int
 
 
 def _padded(inputs: Tensor, samples: int) -> Tensor:
-    """The inputs with zeros up to that many samples, in the same layout: a model is compiled for each that it sees."""
+    """The inputs padded with zeros to that many samples, in the same layout: a model is compiled for each shape."""
     if len(inputs) >= samples:
         return inputs
     each = inputs[0].numel()

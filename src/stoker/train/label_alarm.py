@@ -30,10 +30,10 @@ LEARNED_LOSS = 0.75
 # look like a permutation: then it takes both, a permutation and a model that has learned.
 FEW_CLASSES = 10
 # The answers of a model that collapsed, such as a moving average of weights that is hardly older than the run, are few
-# classes: that is no matter of labels. In effective numbers (1 / sum of squared shares), as a share of all classes.
+# classes: the labels are not to blame. In effective numbers (1 / sum of squared shares), as a share of all classes.
 SPREAD = 0.25
 MOST_CLASSES = 4096
-"""More are not counted: the counts would take more than 64 MB of the device's memory."""
+"""With more classes nothing is counted: the counts would take more than 64 MB of the device's memory."""
 HINT = "stoker verify CONFIG"
 
 
@@ -45,7 +45,7 @@ class Figures:
     """Percent, like `train_acc1`."""
     train_acc1: float | None = None
     train_loss: float | None = None
-    """Only of a cross-entropy, whose value at chance level is known."""
+    """Set only for a cross-entropy, whose value at chance level is known."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LabelAlarm:
 
 
 def is_suspicious(figures: Figures, classes: int) -> bool:
-    """Whether it is worth looking at what was taken for what: validation at chance level, training not."""
+    """Whether to look at which class was taken for which: validation is at chance level, training is not."""
     if figures.val_acc1 is None or figures.val_acc1 > _accuracy(AT_CHANCE, classes):
         return False
     return _has_learned(figures, classes) is not False
@@ -127,7 +127,7 @@ class LabelWatch:
         outputs: int | None = None,
         measures_cross_entropy: bool = True,
     ) -> None:
-        """What `outputs` classes are taken for is counted; without it, or for too many, only the figures are seen."""
+        """Confusions are counted between `outputs` classes; without it, or with too many, only the metrics are used."""
         self._classes = classes
         self._measures_cross_entropy = measures_cross_entropy
         self._raised = False
@@ -154,7 +154,7 @@ def _accuracy(share: float, classes: int) -> float:
 
 
 def _has_learned(figures: Figures, classes: int) -> bool | None:
-    """Whether the model knows the training images; None if no figure says."""
+    """Whether the model knows the training images; None if no metric shows it."""
     if figures.train_acc1 is not None:
         return figures.train_acc1 >= _accuracy(LEARNED, classes)
     if figures.train_loss is not None:
@@ -173,7 +173,7 @@ def _seen(figures: Figures, classes: int) -> str:
 
 
 def _effective_classes(counts: NDArray[Any]) -> float:
-    """How many different classes the answers are, a rare one counting less."""
+    """The effective number of classes among the answers: rare ones count less."""
     predicted = counts.sum(0, dtype=np.float64)
     total = predicted.sum()
     return 0.0 if not total else float(total**2 / np.square(predicted).sum())

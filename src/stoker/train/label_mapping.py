@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# A folder's class is clear if it has this share of the folder's images, and at least so many of them: of ten random
+# A folder's class is clear if it has this share of the folder's images, and at least this many of them: of ten random
 # guesses among a hundred classes, three agree in one folder of a hundred.
 CLEAR_SHARE = 0.25
 CLEAR_IMAGES = 2.0
-# And if no other class of the folder, and no other folder of the class, comes near: a network that gives the same
-# answer for every image has a best class for each folder, and none that is clear.
+# No other class in the folder, and no other folder of the class, may come close: a network that gives the same
+# answer for every image has a best class for each folder, but no clear one.
 CLEAR_MARGIN = 1.5
 EXPLAINED = 0.3
 """Share of all images that a permutation has to explain: with less it may be an accident."""
@@ -43,7 +43,7 @@ class FolderMapping:
         return {folder: held for folder, held, own in pairs if held is not None and held != own}
 
     def only(self, folders: Collection[int]) -> FolderMapping:
-        """The same, with no other folders moved than these."""
+        """The same mapping with only these folders moved."""
         stays = (held if held == own or folder in folders else None for folder, (held, own) in self._pairs())
         return replace(self, holds=tuple(stays))
 

@@ -23,8 +23,8 @@ from stoker.train.checkpoint.flat_state import contiguous_strides, is_dense
 # over whole rows: the index that does it has one entry for a row, not one for each number. It also aligns the views, as
 # vectorised kernels require.
 ROW = 256
-# What timm's Lamb keeps in its groups, with the values that stand for what this class computes: either of the two can
-# load the other's state.
+# The fields that timm's Lamb keeps in its groups, with the values that describe what this class computes: each of the
+# two can load the other's state.
 _TIMMS_OPTIONS = {
     "bias_correction": True, "grad_averaging": True, "max_grad_norm": None, "trust_clip": False,
     "always_adapt": False, "caution": False, "decoupled_decay": False, "corrected_weight_decay": False,
@@ -46,13 +46,13 @@ class _Layout(NamedTuple):
     parameters: list[Tensor]
     groups: list[_Group]
     decays: list[bool]
-    """Of each group."""
+    """Whether each group has weight decay."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
     scratch: Tensor
     """Gradients go in, updates come out."""
     views: list[Tensor]
-    """Of the scratch buffer, one for each parameter."""
+    """Views of the scratch buffer, one for each parameter."""
     decayed: list[Tensor]
     decayed_updates: list[Tensor]
     decayed_rows: Tensor
@@ -141,14 +141,14 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_add_(part.parameters, part.updates, alpha=-part.options["lr"])
 
     def _factors(self, skip: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the moments keep (1 if the update is skipped), and what makes the denominator of the root of the second.
+        """How much the moments keep (1 if the update is skipped), and the factors of the second moment's denominator.
 
         The update is m / c1 / (sqrt(v / c2) + eps) with the corrections c = 1 - beta^step; the latter two contain c1,
         so that the division by it takes no operator over all parameters.
         """
         betas, eps, step = (self.param_groups[0][name] for name in ("betas", "eps", "step"))
         keep1, keep2 = (torch.full_like(step, beta).masked_fill_(skip, 1.0) for beta in betas)
-        # By expm1, as 1 - 0.999 in float32 is wrong in its fifth digit.
+        # expm1, because 1 - 0.999 in float32 is wrong in its fifth digit.
         correction1, correction2 = (
             torch.expm1(step * (math.log(beta) if beta > 0 else -math.inf)).neg_() for beta in betas
         )
@@ -165,7 +165,7 @@ class Lamb(torch.optim.Optimizer):
         if old is not None and old.decays == decays and set(old.parameters) == wanted:
             return old
         if old is not None:
-            # Else the view of a parameter that drops out would keep the whole old buffer alive.
+            # Otherwise the view of a parameter that drops out would keep the whole old buffer alive.
             for parameter in old.parameters:
                 self.state[parameter] = {name: value.clone() for name, value in self.state[parameter].items()}
         self._layout = self._new_layout(groups, decays) if wanted else None

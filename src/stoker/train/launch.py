@@ -29,13 +29,13 @@ SIGNALS = (*PREEMPTING, signal.SIGINT)
 GRACE_S = 120.0
 """How long the others may take to save after one process ended: the notice that a spot machine gets."""
 TOLD_S = 5.0
-"""A rank that leaves while it trains tells the others itself, within a step; one that leaves before could not."""
+"""A rank that leaves while it trains notifies the others itself, within a step; before training it cannot."""
 POLL_S = 0.1
 LEAVE_S = 2.0
 """After a signal, a batch may take this long; a store that does not respond may take minutes. Leaving without it loses
 nothing: the run resumes with that batch."""
 KICK = signal.SIGURG
-"""Makes the main thread look up from a wait; ignored by whoever does not handle it."""
+"""Interrupts a wait of the main thread; ignored by processes without a handler."""
 LAUNCHED = "STOKER_LAUNCHED"
 _PR_SET_PDEATHSIG = 1
 # Loaded here: after a fork beside other threads, the dynamic loader's lock may be held by a thread that is gone.
@@ -47,15 +47,15 @@ class LeaveValidation(Exception):
 
 
 class LeaveWait(BaseException):
-    """A signal arrived, and the batch that is waited for did not. Not an Exception: it is raised in the middle of
-    whatever waits, and must not be taken for a failure of that."""
+    """A signal arrived, and the awaited batch did not. Not an Exception: it is raised in the middle of whatever code
+    waits, which must not take it for a failure of its own."""
 
 
 T = TypeVar("T")
 
 
 class StopRequest:
-    """Whether a signal asked this process to leave, and which; the loop looks at it after each step."""
+    """Whether a signal asked this process to leave, and which one; the loop checks it after each step."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -71,7 +71,7 @@ class StopRequest:
 
     def ending(self, step: int, *, interrupted: bool, saved: bool) -> StokerError:
         """The error that ends the run once its checkpoint is written: pre-empted, or interrupted by Ctrl-C."""
-        # If the signal reached another rank, this one has none of its own; it leaves in the same way.
+        # If the signal reached another rank, this one received none; it leaves in the same way.
         name = "Ctrl-C" if interrupted else self.signal.name if self.signal is not None else "another rank's signal"
         seen = f"{name}: saved at step {step}" if saved else f"{name}: stopped at step {step}, which could not be saved"
         hint = "the same command resumes from there" if saved else "the same command resumes from the save before"
@@ -80,7 +80,7 @@ class StopRequest:
         return Preempted("preempted", seen, hint=hint)
 
     def unless_leaving(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches; raises LeaveWait if a signal arrives while one is waited for in vain."""
+        """The same batches; raises LeaveWait if a signal has arrived and the next batch does not."""
         while True:
             self._waiting_since_s = time.monotonic()
             try:
@@ -203,7 +203,7 @@ def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
             if codes and failed_at is None:
                 first_code, failed_at = codes[0] or EXIT_OK, time.monotonic()
             if failed_at is not None and not told:
-                # A rank that left to save has told the others itself; a dead one could not.
+                # A rank that left to save has notified the others itself; a dead one could not.
                 left = first_code in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
                 if not left or time.monotonic() - failed_at > TOLD_S:
                     tell(signal.SIGTERM)
@@ -215,7 +215,7 @@ def _attend(processes: list[subprocess.Popen[bytes]]) -> int:
         codes = [process.returncode for process in processes if process.returncode != EXIT_OK]
         first_code = first_code or (codes[0] if codes else EXIT_OK)
     if noticed and EXIT_PREEMPTED in codes:
-        return EXIT_PREEMPTED  # whichever rank was first: others may have lost their connection to one that left
+        return EXIT_PREEMPTED  # whichever rank exited first: others may have lost their connection to one that left
     # A process ended by a signal has a negative code; shells report 128 + its number.
     return first_code if first_code >= 0 else 128 - first_code
 

@@ -31,19 +31,19 @@ from stoker.train.loader_changes import (
 from stoker.train.prefetch_guard import LOW_AT_MOST_BYTES, LOW_SHARE
 
 LOOK_S = 1.0
-"""A look is no shorter: kernels count in ticks, and single steps differ."""
+"""Minimum length of a look: kernels count in ticks, and single steps differ."""
 LOOK_STEPS = 8
 LOOKS = 5
-"""Before and after a change, so that their spread says what is noise."""
+"""Looks before and after a change; their spread shows what is noise."""
 IDLE_LOOKS = 15
-"""Workers that nobody needs are only in the way of others: no hurry."""
+"""Unneeded workers only get in the way of others: no hurry."""
 READY_EVERY = 8
-"""Counting what is ready takes a microsecond for each batch in flight: not at each step."""
+"""Not at each step: counting what is ready takes a microsecond for each batch in flight."""
 STALLED_TIMES = 5
 MOST_STALLS = 2
 HOLD_S = 60.0
 MOST_HOLD_S = 3600.0
-"""What did not help is tried again after a minute, then after twice as long each time, up to an hour."""
+"""A change that did not help is tried again after a minute, then after twice as long each time, up to an hour."""
 
 Event = dict[str, Any]
 
@@ -120,16 +120,16 @@ class LoaderAdjuster:
         self._first_requests = 0
         self._trial: _Trial | None = None
         self._held: dict[tuple[Knob, bool], tuple[float, int]] = {}
-        """By number and direction: until when it is not tried again, and how often it was held."""
+        """By setting and direction: the time before which it is not tried again, and how often it was put off."""
         self._looks: list[Look] = []
         self._idle_looks = 0
         self._stalls = 0
         self._read_bytes = 0
         """Bytes read for a batch."""
         self._steps = 0
-        """Of the epoch, at the last call."""
+        """Steps of the epoch, at the last call."""
         self.is_settled = False
-        """Nothing is being tried, and what might help was tried not long ago."""
+        """Nothing is being tried, and whatever might help was tried not long ago."""
         self._begin(_Mark())
 
     def after_step(self, loader: Adjustable, clock: StepClock) -> Event | None:
@@ -138,7 +138,7 @@ class LoaderAdjuster:
             return None
         if loader is not self._loader:
             self._adopt(loader)
-        if clock.steps <= self._steps:  # another epoch: what was left of the last one is not looked at
+        if clock.steps <= self._steps:  # another epoch: the rest of the last one is not looked at
             self._begin(_Mark())
         self._steps = clock.steps
         if (clock.steps - self._mark.steps - 1) % READY_EVERY == 0:
@@ -208,8 +208,8 @@ class LoaderAdjuster:
         return look
 
     def _is_stall(self, look: Look) -> bool:
-        """Whether something else held the run up, such as a store that was away: that says nothing about the loader.
-        Several in a row are how it is now."""
+        """Whether something else delayed the run, such as a store that did not respond: that says nothing about the
+        loader. Several such looks in a row are the new normal."""
         known = self._looks or ([] if self._trial is None else self._trial.before)
         stalled = bool(known) and look.seconds > STALLED_TIMES * statistics.median(one.seconds for one in known)
         self._stalls = self._stalls + 1 if stalled else 0
@@ -237,7 +237,7 @@ class LoaderAdjuster:
         return None
 
     def _judge(self, loader: Adjustable, trial: _Trial) -> Event | None:
-        """Keeps or undoes what was tried, once there is enough to compare."""
+        """Keeps or undoes the change that was tried, once there is enough to compare."""
         if len(self._looks) < LOOKS:
             return None
         if not is_kept(trial.change, trial.before, self._looks):
@@ -245,7 +245,7 @@ class LoaderAdjuster:
         change = trial.change
         self._setup, self._trial = loader.setup, None
         if change.is_more:
-            # Otherwise a load that changes would make it go back and forth.
+            # Otherwise a varying load would make it switch back and forth.
             self._hold(change.knob, is_more=False)
         self._idle_looks = 0
         return _event("kept", change, rate_before=mean_of(trial.before).rate, rate_after=mean_of(self._looks).rate)

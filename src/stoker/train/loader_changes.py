@@ -23,11 +23,11 @@ WAITS_NEVER = 0.01
 BUSY_FROM = 0.85
 # A worker that is blocked for longer than it computes leaves its core to others.
 BLOCKED_FROM = 0.5
-# The training thread wants a core and does not get one for this share of its time: the workers have it.
+# The training thread is runnable but has no core for this share of its time: the workers have them.
 CROWDED_FROM = 0.05
-# What fewer workers would have to do must fit into this share of their time: batches differ in what they cost.
+# The work of fewer workers must fit into this share of their time: batches differ in what they cost.
 FULL_LOAD = 0.8
-# The last worker of all cores gets at least this much of one, beside the training thread.
+# The last worker on all cores gets at least this much of one, beside the training thread.
 LEAST_OF_A_CORE = 0.5
 MOST_WORKERS = 32
 MOST_PREFETCH = 8
@@ -41,24 +41,24 @@ STEADY = 0.25
 
 @dataclass(frozen=True)
 class Look:
-    """What some steps showed. Shares lie between 0 and 1; None means that it was not measured."""
+    """Measurements over some steps. Shares are between 0 and 1; None means that it was not measured."""
 
     seconds: float
     samples: int
     wait_share: float
-    """Of the seconds: the loop waited for data."""
+    """Share of the seconds in which the loop waited for data."""
     ready_share: float
-    """Of the batches in flight: made before the loop asked for them."""
+    """Share of the batches in flight that were made before the loop asked for them."""
     busy_share: float
-    """Of the workers' time: making batches."""
+    """Share of the workers' time spent making batches."""
     cpu_share: float | None
-    """Of the time that a batch took to make: running, or waiting for a core."""
+    """Share of the time to make a batch: running, or waiting for a core."""
     fetch_share: float
-    """Of the time that a batch took to make: waiting for its bytes, and reading them."""
+    """Share of the time to make a batch: waiting for its bytes, and reading them."""
     crowded_share: float | None
-    """Of the seconds: the training thread could have run, but had no core."""
+    """Share of the seconds in which the training thread was runnable, but had no core."""
     loop_share: float
-    """Of the seconds: the training thread ran."""
+    """Share of the seconds in which the training thread ran."""
     held_back_by: HeldBack | None = None
     """What kept the reader from asking for more, at the end."""
 
@@ -72,14 +72,14 @@ class MemoryRoom:
     """What a change may use."""
 
     cores: float
-    """Of this rank."""
+    """Cores of this rank."""
     spare_bytes: int | None
-    """Memory that may be taken; None if it is not known, and then nothing is that needs more."""
+    """Memory that may be taken; None if it is not known, and then no change that needs more is made."""
     batch_bytes: int
     worker_bytes: int
-    """Of a worker, besides the batches in flight: its scratch space and the files of its batch."""
+    """Memory of a worker, besides the batches in flight: its scratch space and the files of its batch."""
     first_requests: int
-    """What the reader began with."""
+    """The reader's initial setting."""
     is_limited: bool = False
     """Memory ran low, and the batches in flight are limited for that reason."""
     fixed: frozenset[Knob] = frozenset()
@@ -115,7 +115,7 @@ def mean_of(looks: Sequence[Look]) -> Look:
 
     names = ("wait_share", "ready_share", "busy_share", "cpu_share", "fetch_share", "crowded_share", "loop_share")
     held = [look.held_back_by for look in looks]
-    # Most of the time, not by chance in one of them.
+    # True most of the time, not by chance in one of them.
     common = max(set(held), key=held.count)
     return Look(
         seconds=seconds, samples=sum(look.samples for look in looks), **{name: mean(name) for name in names},
@@ -124,7 +124,7 @@ def mean_of(looks: Sequence[Look]) -> Look:
 
 
 def possible_changes(seen: Look, setup: LoaderSetup, room: MemoryRoom, *, idle_for_long: bool) -> Iterator[Change]:
-    """What may help, the most likely first; nothing that needs more than there is room for."""
+    """Changes that may help, the most likely first; none that needs more memory than there is."""
     if seen.wait_share >= WAITS_FROM:
         for change in _more(seen, setup, room):
             if change.knob not in room.fixed and not room.is_limited and _fits(change, setup, room):
@@ -145,13 +145,13 @@ def is_idle(seen: Look) -> bool:
 
 
 def is_steady(looks: Sequence[Look]) -> bool:
-    """Whether these looks are about one and the same load, so that a change can be compared with them."""
+    """Whether these looks saw the same load, so that a change can be compared with them."""
     rates = [look.rate for look in looks]
     return statistics.stdev(rates) <= STEADY * statistics.mean(rates)
 
 
 def is_kept(change: Change, before: Sequence[Look], after: Sequence[Look]) -> bool:
-    """Whether the rate justifies a change: more of something has to bring a gain, less may not cost anything."""
+    """Whether the rate justifies a change: more of something has to be faster, less must not be slower."""
     was, now = mean_of(before).rate, mean_of(after).rate
     noise = 2 * math.hypot(_error(before), _error(after))
     if change.is_more:

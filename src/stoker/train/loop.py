@@ -36,7 +36,7 @@ NAMED_SAMPLES = 10
 
 
 class Batch(Protocol):
-    """What the loop has to know of a batch: that of images or of patches."""
+    """What the loop needs to know about a batch, whether of images or of patches."""
 
     @property
     def indices(self) -> NDArray[np.int64]:
@@ -62,7 +62,7 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that is trained and trained with, as its task builds it; a variation is made with `replace`."""
+    """Everything that is trained and what it is trained with, as its task builds it; `replace` makes a variation."""
 
     model: nn.Module
     """The bare model, as checkpoints hold it; `step.model` is compiled and wrapped for several ranks."""
@@ -98,7 +98,7 @@ class Run:
     config: dict[str, Any]
     """Every config key with its value, as checkpoints hold it."""
     classes: tuple[str, ...]
-    """What the model's outputs stand for, in order."""
+    """The classes of the model's outputs, in order."""
     decoder: str | None
     """The library that decodes the images; checkpoints hold it, so that a run keeps its pixels on another machine.
     None for volumes."""
@@ -109,7 +109,7 @@ class Run:
     adjust_loader: Callable[[Any, StepClock], dict[str, Any] | None] = lambda _loader, _clock: None
     """Called with the training loader after each step: changes how it works, and returns what it decided."""
     data: dict[str, Any] = field(default_factory=dict)
-    """What has to be known about the data to use the model again: for volumes classes, ignore label and channels."""
+    """What is needed about the data to use the model again: for volumes classes, ignore label and channels."""
     branched_from: dict[str, Any] | None = None
     """Where a run of `--from` took its weights; None for any other."""
 
@@ -124,7 +124,7 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
     try:
         while not is_over(progress, run.horizon, run.stopping):
             began = time.monotonic()
-            run.uploader.finish()  # a loader of another size takes the place, and the memory, of the last one
+            run.uploader.finish()  # a loader of another size takes over the memory of the last one
             before, loader = loader, run.train_loader(progress.epoch)
             if before not in (None, loader):
                 run.step.expect_new_shapes()
@@ -186,7 +186,7 @@ def _train_epoch(
         if (decided := run.adjust_loader(loader, clock)) is not None:
             observer.event("loader_adjusted", progress.step, decided)
         reports.add(result, group, lr)
-        del group, parts, result  # else the next step computes beside the batches of this one
+        del group, parts, result  # otherwise the next step would compute beside the batches of this one
         stopping, due = agreement.flags()
         if stopping or due or saver.is_due_by_steps():
             reports.settle()
@@ -224,7 +224,7 @@ class _Step(NamedTuple):
 
 
 class _Reports:
-    """Reports each step once its outcome has arrived: on a device that works while the loop goes on, a step later.
+    """Reports each step once its outcome has arrived: on a device that works asynchronously, a step later.
 
     So the loop never waits for the step that it has just queued. All ranks read at the same step.
     """
@@ -287,10 +287,10 @@ class _Reports:
 
 
 def _leave(run: Run, saver: Saver) -> NoReturn:
-    """Saves, and raises the ending that all ranks agree on."""
+    """Saves, and raises the exception that all ranks agree on."""
     (interrupted,) = agree((run.stop.interrupted,), run.ranks)
     saved = saver.save(run.train_metrics.total(), now=True)
-    # Together: a launcher that sees one rank leave may give the others little time.
+    # All ranks at once: a launcher that sees one rank leave may give the others little time.
     any_rank(True, run.ranks)
     raise run.stop.ending(run.progress.step, interrupted=interrupted, saved=saved)
 

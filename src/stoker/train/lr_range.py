@@ -34,7 +34,7 @@ SMOOTHING = 0.03
 LEAST_DESCENT = 0.002
 """The loss has to fall by this share of its first value, however small the noise."""
 STANDARD_ERRORS = 4.0
-"""And by so many standard errors: the lowest of some fifteen independent points is two below their mean by chance."""
+"""And by this many standard errors: the lowest of some fifteen independent points is two below their mean by chance."""
 LEAST_POINTS = 5
 REDRAWS = 200
 INTERVAL = (10, 90)
@@ -85,7 +85,7 @@ class LrReading:
     reason: str | None
     """Why there is no suggestion."""
     rises_at: float | None
-    """The lowest rate at which the loss is above its start by more than its noise; None if it is nowhere."""
+    """The lowest rate at which the loss is above its start by more than its noise; None if there is none."""
 
 
 def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:
@@ -97,7 +97,7 @@ def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 def measure_range(run: Run, lrs: Sequence[float], progress: Advance, *, sweeps: int = 1, epoch: int = 0) -> LrCurve:
     """Trains the run's model one step with each rate, until the loss diverges; each sweep begins with the weights and
-    the optimizer state that the run has now, and with other batches. The model is of no use afterwards.
+    the optimizer state that the run has now, and with other batches. The model is useless afterwards.
 
     `epoch` is that of the first sweep: images have its size.
     """
@@ -228,15 +228,15 @@ def _common_part(curve: LrCurve) -> Curve:
 
 
 def _noise(sweeps: Curve) -> float:
-    """The deviation of a single loss, from how far each is from its neighbours' mean: a slope does not count. By the
-    median, which the few points that diverge do not change."""
+    """The standard deviation of a single loss, from the distance of each to its neighbours' mean, so that a slope does
+    not count. Uses the median, which the few points that diverge do not change."""
     apart = sweeps[:, 1:-1] - (sweeps[:, :-2] + sweeps[:, 2:]) / 2
     # The variance of the difference is 1.5 times that of a loss; 1.4826 times the median is a normal deviation.
     return float(1.4826 * np.median(np.abs(apart)) / math.sqrt(1.5))
 
 
 def _standard_error(sweeps: Curve, noise: float) -> Curve:
-    """Of the smoothed mean: from the noise of the steps, or from how far the sweeps differ, whichever is larger."""
+    """Standard error of the smoothed mean: from the steps' noise or the spread of the sweeps, whichever is larger."""
     number, points = sweeps.shape
     weights, reach = _kernel(points)
     inside = slice(reach, reach + points)

@@ -173,7 +173,7 @@ class RunObserver:
         self._trackers.log(self._metrics.epoch(step, epoch, figures))
         if self._clock_file is not None:
             self._clock_file.epoch(step, epoch, metrics["clock"].take_interval())
-        # Files keep one name for the rate of every task; people are told what it counts.
+        # Files keep one name for the rate of every task; the terminal names the unit.
         self._progress.epoch_ends({name.replace("images_per", f"{self._unit}_per"): v for name, v in figures.items()})
 
     def event(self, name: str, step: int, details: dict[str, Any]) -> None:

@@ -123,13 +123,13 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
     ]
     state = dict(saved["state"])
     for group in groups:
-        if group.get("momentum") == 0:  # else a momentum of today would still be there if it is turned on again
+        if group.get("momentum") == 0:  # otherwise today's momentum would still be there if it is turned on again
             for number in group["params"]:
                 state[number] = {k: v for k, v in state.get(number, {}).items() if k != "momentum_buffer"}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
-            # `channels_last` may have changed since; fused kernels take parameter and state for laid out alike.
+            # `channels_last` may have changed since; fused kernels assume the same layout for parameter and state.
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 values[name] = torch.empty_like(parameter).copy_(value)
 

@@ -14,10 +14,10 @@ from stoker.machine.memory import MemoryState, read_memory
 from stoker.units import size_text
 
 CHECK_EVERY_S = 1.0
-# Before earlyoom, which kills processes at 10 % free memory; but a large host is not short of memory with 8 GB left.
+# Acts before earlyoom, which kills processes at 10 % free memory; but a large host with 8 GB left is not short of it.
 LOW_SHARE = 0.12
 LOW_AT_MOST_BYTES = 8_000_000_000
-# With half of that left there is no time to go step by step.
+# With half of that left there is no time to reduce step by step.
 CRITICAL_PART = 0.5
 # If all processes wait for memory for a tenth of the time, the host is thrashing. Re-reading a large data set through
 # the page cache stalls as well, with plenty of memory; so stalls only count below twice the low mark.

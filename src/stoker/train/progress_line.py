@@ -96,11 +96,11 @@ class TrainProgress:
         self._begin("Epoch", 0, 0)
         self._closed = threading.Event()
         if waiting is not None:
-            # Not the loop: it is the one that waits.
+            # Not by the loop: it is the thread that waits.
             threading.Thread(target=self._watch, args=(waiting,), name="stoker-waiting", daemon=True).start()
 
     def epoch_begins(self, epoch: int, steps: int, done: int = 0) -> None:
-        """An epoch of that many steps begins; a resumed run has already done some."""
+        """Begins an epoch of that many steps; a resumed run has already done some."""
         self._begin(f"Epoch {epoch}", steps, done)
         self._epoch = epoch
 

@@ -47,7 +47,7 @@ def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> Ranks
     if all(name in environment for name in _TORCHRUN):
         local = environment.get("LOCAL_WORLD_SIZE", "")
         return replace(_read(environment, _TORCHRUN), local_world=int(local) if local.isdigit() else None)
-    # Inside `sbatch` or `salloc` but not started by srun, there is no step: one process.
+    # Inside `sbatch` or `salloc`, but without srun, there is no job step: one process.
     if "SLURM_STEP_ID" in environment and all(name in environment for name in _SLURM):
         return _read(environment, _SLURM)
     return None

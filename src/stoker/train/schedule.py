@@ -176,7 +176,7 @@ class EarlyStopping:
     metric: Metric = ACC1
 
     def reason(self, progress: Progress) -> str | None:
-        """Why the run ends here, as a sentence; None if it goes on."""
+        """Why the run ends here, as a sentence; None if it continues."""
         if progress.stale_epochs < self.patience or progress.to_beat is None:
             return None
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""

@@ -62,7 +62,7 @@ class StepResult:
     loss: Tensor
     """Mean over the samples of this rank."""
     skipped: Tensor
-    """Whether a gradient was NaN or infinite on some rank: then nothing was updated. The same on every rank."""
+    """Whether a gradient was NaN or infinite on any rank: then nothing was updated. The same on every rank."""
     report: Tensor
     """For the host to read later: skipped, whether this rank's own loss was NaN or infinite (0 or 1 each), the loss."""
     hits: Tensor
@@ -111,7 +111,7 @@ class TrainStep:
         """Updates the weights from all these batches together; `before_update` is called just before they change."""
         self._buffers.keep()
         while True:
-            # A function of the step, not of what ran before: dropout is the same after a resume.
+            # A function of the step, not of earlier random draws: dropout is the same after a resume.
             self._seed_generators(mix_numbers(mix_numbers(self._seed, step), self.ranks.rank) >> 1)
             sums, out_of_memory = None, False
             try:
@@ -198,7 +198,7 @@ class TrainStep:
         """The optimizer's step, unless `found` is 1: a fused optimizer decides that on the device."""
         optimizer: Any = self.optimizer
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            # Only on devices without a fused optimizer.
+            # Reached only on devices without a fused optimizer.
             if bool(found < 1):  # waits for the device
                 optimizer.step()
             return
@@ -257,7 +257,7 @@ class _Sums:
     def add(self, loss: Tensor, logits: Tensor, piece: Prepared) -> None:
         self.loss += loss.detach()
         self.samples += len(piece.labels)
-        # A mixed image has no single correct label, and a map of labels has one for each place.
+        # A mixed image has no single correct label, and a label map has one for each voxel.
         if not piece.mixed and isinstance(logits, Tensor) and logits.ndim == 2:
             count_hits(self.hits, logits.detach(), piece.labels)
             self.judged += len(piece.labels)

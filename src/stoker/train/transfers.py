@@ -30,7 +30,7 @@ MOST_AHEAD = 2
 
 
 class Passing(Protocol):
-    """A place in a device's queue, such as a CUDA event."""
+    """A point in a device's queue, such as a CUDA event."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
@@ -40,16 +40,16 @@ class Passing(Protocol):
 
 
 class DeviceQueue(Protocol):
-    """The queues of a device that works while the host goes on: one for the model, one beside it for the next batch."""
+    """The queues of an asynchronous device: one for the model, one beside it for the next batch."""
 
     def aside(self) -> AbstractContextManager[Any]:
-        """What is queued inside runs beside the model's work."""
+        """Work queued inside the block runs beside the model's work."""
 
     def copy(self, source: Tensor) -> Tensor:
         """A copy on the device, made when its turn comes; the source must not change before."""
 
     def mark(self) -> Passing:
-        """A place after everything that is queued so far, in the queue of the current context."""
+        """A point after everything that is queued so far, in the queue of the current context."""
 
     def join(self, ready: Passing, tensors: Sequence[Tensor]) -> None:
         """The model's queue waits for `ready`; the tensors made aside are used there from now on."""
@@ -104,7 +104,7 @@ class CudaQueue:
 
 
 def queue_of(device: torch.device) -> DeviceQueue | None:
-    """The queues of a device; None if it computes in the host's memory, while the host waits."""
+    """The queues of a device; None if it computes in the host's memory while the host waits."""
     return CudaQueue(device) if device.type == "cuda" else None
 
 

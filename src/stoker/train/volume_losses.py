@@ -19,7 +19,7 @@ from torch.nn import functional
 from stoker.errors import UserError, did_you_mean
 
 SMOOTHING = 1e-5
-"""Of Dice and Tversky, in numerator and denominator, as in MONAI and nnU-Net."""
+"""Smoothing of Dice and Tversky, in numerator and denominator, as in MONAI and nnU-Net."""
 CLDICE_SMOOTHING = 1.0
 FOCAL_GAMMA = 2.0
 FALSE_POSITIVES, FALSE_NEGATIVES = 0.3, 0.7
@@ -27,7 +27,7 @@ FALSE_POSITIVES, FALSE_NEGATIVES = 0.3, 0.7
 CLDICE_EROSIONS = 3
 """As in MONAI: enough for structures up to seven voxels thick."""
 SKELETON_EROSIONS = 8
-"""Of labels, once a batch and without gradients; of what is thicker than 17 voxels, the core stays."""
+"""Iterations on labels, once a batch and without gradients; of what is thicker than 17 voxels, the core stays."""
 
 VolumeLoss = Callable[[Tensor | Sequence[Tensor], Tensor], Tensor]
 
@@ -125,7 +125,7 @@ class Case:
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Of the classes but the background, (N, classes - 1, Z, Y, X); 0 where there is no label.
+        """Probabilities of the classes but the background, (N, classes - 1, Z, Y, X); 0 where there is no label.
 
         The product also keeps gradients from unlabelled voxels, exactly.
         """
@@ -140,7 +140,7 @@ class Case:
 
     @cached_property
     def cross_entropies(self) -> Tensor:
-        """Of each voxel; 0 where there is no label."""
+        """Cross-entropy of each voxel; 0 where there is no label."""
         return functional.cross_entropy(self.logits.float(), self.labels, ignore_index=self.ignore, reduction="none")
 
     def where_labelled(self, by_sample: Tensor) -> Tensor:

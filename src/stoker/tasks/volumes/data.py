@@ -73,7 +73,7 @@ class VolumeData:
         patch = self.train.patches.patch
         known = StorageFacts(
             dataset_bytes=None if None in sizes else sum(size or 0 for size in sizes),
-            # Of a patch that is neither rotated nor scaled; in the files it may be smaller, or a part of larger chunks.
+            # A patch that is neither rotated nor scaled; in the files it may be smaller, or a part of larger chunks.
             bytes_per_sample=float(replace(self.train.layout, most_voxels=int(np.prod(patch))).row_bytes),
             packed=False,
         )
@@ -123,12 +123,12 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     data = VolumeData(train, val, rules, reading, config.normalize, _patches_per_epoch(config))
     for plan in (train, val):
         if plan is not None:
-            data.statistics(plan)  # the first time takes a while: now, and not when the workers are waiting
+            data.statistics(plan)  # the first time takes a while: do it now, not when the workers are waiting
     return data
 
 
 def listing_of_cases(plan: PatchPlan) -> Listing:
-    """The ids of the cases, and of each its channels, its box, and the number of voxels of each class, if known."""
+    """The ids of the cases, and for each its channels, its box, and the number of voxels of each class, if known."""
     labels = (
         plan.patches.labels.counts.tolist() if isinstance(plan.patches, RandomPatches) else [None] * len(plan.cases)
     )
@@ -151,7 +151,7 @@ def check_labels(
 
 
 def list_cases(config: Config, say: Say) -> CaseList:
-    """The cases of `data_root` that are for training; what was noticed is said."""
+    """The cases of `data_root` that are for training; remarks about them are printed."""
     if config.data_root is None:
         raise no_data(config)
     listed = open_cases(config.data_root)
@@ -178,7 +178,7 @@ def label_rules(config: Config, listed: CaseList) -> LabelRules:
 def survey_cases(
     config: Config, listed: CaseList, volumes: OpenVolumes, say: Say, progress: Advance | None = None
 ) -> Survey:
-    """What every case is; those that cannot be read are named and left out."""
+    """The description of every case; those that cannot be read are named and left out."""
     surveyed = survey(listed.cases, volumes, max_bad_fraction=config.max_bad_fraction, progress=progress)
     for bad in surveyed.bad:
         say(f"warning: {bad.id} is left out, it cannot be read: {bad.reason}")
@@ -191,7 +191,7 @@ def split_rule(config: Config) -> SplitRule:
 
 
 def patch_rule(config: Config) -> PatchRule:
-    """What patches are like."""
+    """The shape and sampling of patches."""
     assert config.patch_size is not None, "the config was checked"
     return PatchRule(config.patch_size, config.small_volumes, config.foreground_patches, transform_range(config))
 

@@ -40,7 +40,7 @@ from stoker.units import count, size_text
 
 COMPETITION_IGNORE = 2
 MEMORY_SHARE = 0.8
-"""Of the free memory that matching the topology may take."""
+"""Share of the free memory that matching the topology may take."""
 
 
 class Bar(Protocol):
@@ -60,13 +60,13 @@ class Scoring:
     score: ScoreName = "segmentation"
     tolerance: float = 2.0
     spacing: Spacing = ISOTROPIC
-    """Of the voxels, in the tolerance's unit."""
+    """Spacing of the voxels, in the tolerance's unit."""
     threshold: float | None = None
     """Probability above which a voxel is of class 1; None for the most probable class."""
     post: tuple[PostStep, ...] = ()
     """What is done to a mask before it is scored."""
     pictures: int = 0
-    """Of how many volumes, the worst ones, planes are kept."""
+    """Number of volumes, the worst ones, of which planes are kept."""
 
     def check(self) -> None:
         """Refuses what would fail after the first prediction, which may take an hour."""
@@ -189,7 +189,7 @@ def evaluate_volumes(
     for number, case in enumerate(chosen.cases):
         try:
             images = [chosen.volumes.get(ref, case.box) for ref in case.images]
-            # First: a label that is wrong must not cost a prediction.
+            # Labels first: a wrong one must not cost a prediction.
             label = read_label(case, chosen.volumes, chosen.rules)
             with judge.predicting(case.id) as advance:
                 prediction = predicted_mask(
@@ -364,7 +364,7 @@ def _above(values: NDArray[Any], threshold: float) -> NDArray[np.uint8]:
 
 
 def _classes(name: str, label: NDArray[Any], prediction: NDArray[Any], ignore: int | None) -> int:
-    """As many as occur. A mask may hold anything where the label is open; elsewhere it must hold classes."""
+    """As many classes as occur. A mask may hold anything where the label is open; elsewhere it must hold classes."""
     known = label if ignore is None else label[label != ignore]
     low, high = (int(known.min()), int(known.max())) if known.size else (0, 0)
     low, high = min(low, int(prediction.min())), max(high, int(prediction.max()))

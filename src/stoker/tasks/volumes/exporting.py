@@ -65,7 +65,7 @@ def _real_patch(trained: TrainedVolumeModel, segmenter: Segmenter, image: Path |
         except ReadFailure as failure:
             raise UserError("image-unreadable", str(failure), hint="--image VOLUME.tif") from None
     if trained.config.data_root is not None:
-        # Random patches are compared in any case: data that has moved is no reason to refuse.
+        # Random patches are compared in any case: data that has moved does not justify a refusal.
         with suppress(UserError, ReadFailure, OSError):
             for case in open_cases(trained.config.data_root).cases:
                 if len(case.images) == segmenter.channels:

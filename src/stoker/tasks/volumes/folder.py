@@ -49,7 +49,7 @@ from stoker.tasks.volumes.windows import WindowGrid, prediction_size
 from stoker.units import count, size_text
 
 SUBMISSION = "submission.zip"
-# What deflate leaves of a mask, with room to spare: those of made-up scrolls shrink to a twentieth or less.
+# The share that deflate leaves of a mask, with room to spare: those of made-up scrolls shrink to a twentieth or less.
 _COMPRESSED_MASK = 1 / 10
 
 
@@ -72,7 +72,7 @@ def predict_folder(
     progress: Advance | None = None,
     say: Say = lambda _line: None,
 ) -> VolumePredictions:
-    """Predicts every case into `out`. A case that cannot be read is set aside; everything else that is wrong raises
+    """Predicts every case into `out`. A case that cannot be read is set aside; all other problems are raised
     before anything is predicted."""
     segmenter = segmenter_of(trained)
     options.check(segmenter.classes)
@@ -151,7 +151,7 @@ def _predict_all(
         total -= skipped
 
         def advance(done: int, _of: int | None, skipped: int = skipped) -> None:
-            # What an earlier start has done does not count, or the rate would be wrong.
+            # Work of an earlier start does not count, or the rate would be wrong.
             if progress is not None:
                 progress(before + done - skipped, total)  # noqa: B023 - called before the next volume begins
 

@@ -16,7 +16,7 @@ from stoker.errors import UserError
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 from stoker.units import count
 
-# Of a pack's options, those that leave voxels as they are.
+# A pack's options that leave voxels as they are.
 _NOT_VOXELS = ("layout", "labels")
 
 
@@ -54,7 +54,7 @@ def cases_to_predict(data: Sequence[str], say: Say = lambda _line: None) -> tupl
 
 
 def warn_if_unprepared(trained: TrainedVolumeModel, cases: Sequence[Case], say: Say) -> None:
-    """Says so if the network has learned from voxels that packing had changed, and these are as they were scanned."""
+    """Warns if the network has learned from voxels that packing had changed, and these are as they were scanned."""
     root = trained.config.data_root
     with suppress(UserError, OSError, ReadFailure):
         if root is None or is_url(root) or not (place_at(root) / PACK_INDEX).is_file():
@@ -71,7 +71,7 @@ def warn_if_unprepared(trained: TrainedVolumeModel, cases: Sequence[Case], say: 
 def _single(place: Place) -> Case:
     suffix = suffix_of(place.name)
     name = place.name[: -len(suffix)] if suffix else place.name
-    # Not `ref_to`, which lists the folder around it: a URL may be of a place that cannot be listed.
+    # Not `ref_to`, which lists the folder around it: a URL may point to a place that cannot be listed.
     return Case(name, name, (VolumeRef(place.url if isinstance(place, UrlPath) else str(place)),), None)
 
 

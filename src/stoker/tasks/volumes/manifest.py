@@ -115,7 +115,7 @@ def settings_of(trained: Sequence[TrainedVolumeModel], options: PredictionOption
 
 
 class Manifest:
-    """The note in a folder of what its files were made with."""
+    """The record in a folder of what its files were made with."""
 
     def __init__(self, out: Path, settings: dict[str, Any], force: bool) -> None:
         self.path, self._out, self._settings, self._force = out / MANIFEST, out, settings, force

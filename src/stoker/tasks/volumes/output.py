@@ -36,7 +36,7 @@ _COPY_BYTES = 1 << 24
 
 
 class RawVolume:
-    """A file of voxels (channels, z, y, x) without a header, of which any planes or rows can be read and written.
+    """A file of voxels (channels, z, y, x) without a header; any planes or rows of it can be read and written.
 
     Read and written by calls, not mapped: mapped pages would count as this process's memory until the kernel takes
     them back."""
@@ -97,7 +97,7 @@ class RawVolume:
 
 
 class Workspace:
-    """The folder of one volume in the making: its raw result and the sums between layers (`Carried`).
+    """The folder of one unfinished volume: its raw result and the sums between layers (`Carried`).
 
     Sums are in two files that take turns: the layer that is being predicted reads one and writes the other, so that
     it can be done again after a kill."""
@@ -123,7 +123,7 @@ class Workspace:
         _write_all(self._sums[layer % 2], sums, start * sums[0].nbytes)
 
     def layer_done(self, layer: int) -> None:
-        # The note says that the voxels are there, so they come first, also on a machine that loses its power.
+        # The note says that the voxels are there, so they are written first, even on a machine that loses power.
         self.result.sync()
         os.fdatasync(self._sums[(layer + 1) % 2])
         write_text(self.folder / "state.json", json.dumps({"key": self._key, "layers": layer + 1}) + "\n")
@@ -136,12 +136,12 @@ class Workspace:
         self._sums = []
 
     def remove(self) -> None:
-        """The volume is finished: nothing of this is needed any more."""
+        """The volume is finished: none of this is needed any more."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _known_layer(self) -> int:
-        """The layers that an earlier start has finished with the same settings; what is there of others is useless."""
+        """The layers that an earlier start has finished with the same settings; files of other settings are useless."""
         known = _finished_layers(self.folder, self._key)
         if known is not None and 0 <= known <= self._grid.layers:
             return known
@@ -151,7 +151,7 @@ class Workspace:
 
 
 def is_begun(folder: Path, key: str) -> bool:
-    """Whether a folder has a prediction in the making with these settings."""
+    """Whether a folder has an unfinished prediction with these settings."""
     return _finished_layers(folder, key) is not None
 
 
@@ -255,7 +255,7 @@ def free_bytes(folder: Path) -> int:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turns an error of writing into one that says what to do."""
+    """Turns an error of writing into one that says how to fix it."""
     try:
         yield
     except OSError as error:

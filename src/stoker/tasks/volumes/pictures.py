@@ -21,9 +21,9 @@ AXES = "zyx"
 RIGHT, MISSED, INVENTED = (0, 158, 115), (213, 94, 0), (86, 180, 233)
 ERROR_LEGEND = "green: right · orange: missed · blue: predicted, but not labelled · hatched: not labelled"
 CLASS_COLOURS = ((0, 158, 115), (230, 159, 0), (86, 180, 233), (204, 121, 167), (240, 228, 66), (0, 114, 178))
-"""Of the classes 1, 2, …; they repeat."""
+"""Colours of the classes 1, 2, …; they repeat."""
 OPACITY = 0.6
-"""Of a colour above the image, which stays visible below it."""
+"""Opacity of a colour above the image, which stays visible below it."""
 HATCH = 6
 """Pixels from one line to the next."""
 PAPER = 255
@@ -119,7 +119,7 @@ def with_classes(grey: Pixels, classes: Plane, known: NDArray[np.bool_] | None =
 
 
 def with_errors(cut: Cut) -> Pixels:
-    """The image with what is right, missed and invented; among several classes, one taken for another is missed."""
+    """The image with correct, missed and invented voxels; among several classes, one taken for another is missed."""
     pixels = np.repeat(cut.image[..., None], 3, axis=2).astype(np.float32)
     same = cut.label == cut.prediction
     _paint(pixels, cut.known & same & (cut.label != 0), RIGHT)

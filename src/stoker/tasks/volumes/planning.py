@@ -31,9 +31,9 @@ from stoker.units import count
 
 ASSUMED_CLASSES = 2
 ASSUMED_VOLUME: Shape = (320, 320, 320)
-"""Of the Vesuvius surface competition."""
+"""Size of a volume of the Vesuvius surface competition."""
 DRAWN = 500
-"""Transforms that the mean of what a patch reads is taken over."""
+"""Transforms over which the bytes that a patch reads are averaged."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class VolumeFacts:
     channels: int
     rules: LabelRules
     dtype: str
-    """Of the images' voxels; numpy's name."""
+    """Data type of the images' voxels; numpy's name."""
     cases: int | None
     largest: Shape
     """The volume that a prediction is planned for."""
     decoded_bytes: int | None = None
-    """Of all volumes that have to be decoded, with their labels; None if nothing was opened."""
+    """Bytes of all volumes that have to be decoded, with their labels; None if nothing was opened."""
     assumptions: tuple[str, ...] = ()
 
 

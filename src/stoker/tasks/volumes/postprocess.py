@@ -20,9 +20,9 @@ from stoker.data.volumes.volume import Shape
 from stoker.errors import UserError, did_you_mean
 
 StepName = Literal["remove_small", "fill_holes", "closing"]
-# That are labelled at once; see BYTES_PER_VOXEL.
+# Voxels that are labelled at once; see BYTES_PER_VOXEL.
 SLAB_VOXELS = 1 << 24
-# A voxel of such a slab: one for the mask, four for its label, the rest for the library's work and for what is written.
+# For each voxel of such a slab: one for the mask, four for its label, the rest for the library's work and the output.
 BYTES_PER_VOXEL = 12
 _COUNTED_AT_ONCE = 1 << 21
 LARGEST_RADIUS = 8
@@ -154,7 +154,7 @@ def _fill_holes(source: Planes, target: Planes, slab_voxels: int) -> None:
 
 
 class _Components:
-    """The connected components of a mask that is looked at slab by slab.
+    """The connected components of a mask that is read slab by slab.
 
     Component 1 … n of a slab has the number `first + 1` … `first + n`; number `first` is the slab's background."""
 

@@ -31,11 +31,11 @@ from stoker.train.compute import Precision, set_matmul_precision
 
 Take = Callable[[Region, Tensor], None]
 """Takes a finished box: its region, and the probabilities (classes but the first, z, y, x) of its voxels in float32, on
-the device. That of class 0 is what they lack to one. The tensor is reused: copy what is needed later."""
+the device. The probability of class 0 is the rest to one. The tensor is reused: copy what is needed later."""
 Pairs = Sequence[tuple[float, float]]
 """For each channel, what is subtracted from its voxels and what divides them."""
 Scale = Literal["float16", "uint8"]
-# Of a patch, to divide by; a constant one has none.
+# Smallest deviation of a patch to divide by; a constant one has none.
 SMALLEST_DEVIATION = 1e-6
 READERS = 2
 """Threads that read the next windows while the network works on these."""

@@ -37,7 +37,7 @@ from stoker.units import count
 DEFAULT_COUNT = 12
 RUN_COUNT = 6
 CHARACTERS = 32
-"""Of a line below a picture."""
+"""Length of a line below a picture."""
 _SMALL_ANGLE = 0.5
 """Degrees below which a rotation is rounding."""
 
@@ -158,7 +158,7 @@ def _look_at(
 
 
 def placed(batch: PatchBatch, slot: int) -> tuple[str, ...]:
-    """How a patch lies in its volume, in words; read off the numbers that the device gets."""
+    """How a patch is placed in its volume, in words; read off the numbers that the device gets."""
     words = []
     order, flips = batch.orders[slot].tolist(), batch.flips[slot].tolist()
     if order != [0, 1, 2]:
@@ -300,7 +300,7 @@ def _record(one: PatchSeen, image: tuple[int, ...], label: tuple[int, ...]) -> d
 def keep_with_run(file: Path, config: HostConfig, data: VolumeData, world: int, say: Say) -> None:
     """Writes the preview of a run that begins into its folder, where `stoker report` finds it.
 
-    As for images: before the first step, by the code of `stoker preview`, and whatever goes wrong is only said."""
+    As for images: before the first step, by the code of `stoker preview`, and any error is only reported."""
     try:
         preview = look(config, data, count=RUN_COUNT, world=world, patience_s=RUN_PATIENCE_S)
         drawn = draw_sheet(sheet_of(preview, file.absolute().parent.name), RUN_LARGEST_SIDE)

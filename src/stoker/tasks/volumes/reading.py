@@ -13,7 +13,7 @@ from stoker.data.volumes.opening import suffix_of
 from stoker.data.volumes.volume import ReadingOptions
 from stoker.units import count, size_text
 
-# Training and validation have workers of their own, and both stay alive between epochs.
+# Training and validation have separate workers, and both stay alive between epochs.
 _LOADERS = 2
 
 

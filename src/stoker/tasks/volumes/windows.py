@@ -22,8 +22,8 @@ from stoker.errors import UserError
 
 AXES = "zyx"
 DEFAULT_OVERLAP = 0.5
-# Of the window's length: at its border, where a network sees only half of the surroundings, a window then counts 3,000
-# times less than in its middle. nnU-Net's choice.
+# As a share of the window's length: at its border, where a network sees only half of the surroundings, a window then
+# counts 3,000 times less than in its middle. nnU-Net's choice.
 SIGMA = 1 / 8
 _FLOAT_BYTES = 4
 
@@ -33,7 +33,7 @@ class SlidingWindow:
     """How windows are laid over a volume."""
 
     overlap: float = DEFAULT_OVERLAP
-    """Share of a window that is at least shared with the next one."""
+    """Share of a window that overlaps the next one, at least."""
     flips: str = ""
     """Axes along which windows are also predicted mirrored (`zyx`: eight predictions of each window, averaged)."""
     batch: int | None = None
@@ -61,11 +61,11 @@ class AxisWindows:
     """The windows along one axis."""
 
     size: int
-    """Of the volume."""
+    """Length of the volume."""
     length: int
-    """Of a window."""
+    """Length of a window."""
     starts: tuple[int, ...]
-    """Negative if the window is longer than the volume, which then lies in its middle."""
+    """Negative if the window is longer than the volume, which is then centred in it."""
 
     @property
     def extent(self) -> int:
@@ -129,7 +129,7 @@ class WindowGrid:
             yield Window(number, row, column)
 
     def region(self, window: Window) -> Region:
-        """Where a window lies; it sticks out of a volume that is smaller than the patch."""
+        """The region of a window; it sticks out of a volume that is smaller than the patch."""
         z, y, x = (axis.starts[number] for axis, number in zip(self.axes, window, strict=True))
         return box_at((z, y, x), self.patch)
 

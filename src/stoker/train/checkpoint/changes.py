@@ -19,13 +19,13 @@ _NOT_COMPARABLE = "validation is not comparable with that of earlier epochs"
 _REST_OF_EPOCH = "the rest of this epoch takes other samples: some come twice, some not at all"
 
 FREE = (
-    # Where and how fast, but not what: the same bits, apart from the order in which ranks add up.
+    # They set where and how fast a run computes, not what: the same bits, apart from the order in which ranks add up.
     "index_dir", "cache_dir", "cache_size", "stage_to", "lookahead", "loader", "num_workers", "adjust_loader",
     "prefetch_factor", "pin_memory", "persistent_workers", "worker_start", "run_name", "runs_dir", "devices",
     "num_nodes", "strategy", "accelerator", "numa_binding", "rank_timeout", "log_every", "checkpoint_every_steps",
     "checkpoint_every", "save_top_k", "wandb", "wandb_project", "wandb_name", "tensorboard", "csv",
     "val_batch_size", "volume_cache",
-    # Only after the training.
+    # Used only after training.
     "predict_overlap", "predict_flips", "predict_threshold", "predict_postprocess",
     # A trial run keeps no checkpoint, so it is never the one that resumes.
     "fast_dev_run",
@@ -63,7 +63,7 @@ APPLIED = {
     "decay_bias_and_norm": "", "clip_grad_norm": "", "max_bad_steps": "",
     "early_stopping": "", "early_stopping_min_delta": "",
 }  # fmt: skip
-"""Keys that apply from the step of the checkpoint on, with what a user may not expect of it."""
+"""Keys that apply from the checkpoint's step on, each with its effect where that may surprise a user."""
 
 SCHEDULE = (
     "epochs", "steps_per_epoch", "limit_train_batches", "lr", "scale_lr", "lr_reference_batch", "lr_scheduler",
@@ -82,8 +82,8 @@ KINDS: dict[Kind, Iterable[str]] = {"free": FREE, "applied": APPLIED, "schedule"
 ON_RESUME: dict[str, Kind] = {key: kind for kind, keys in KINDS.items() for key in keys}
 """What happens to a run that resumes with another value of a key."""
 
-# Different on every machine (`fit_to_machine`, a decoder that is missing, a scheduler's temporary folder, as much of a
-# batch as fits a GPU): no sign that somebody wants another result of a run that is finished.
+# Different on every machine (`fit_to_machine`, a missing decoder, a scheduler's temporary folder, the part of a
+# batch that fits a GPU): these do not show that the user wants another result from a finished run.
 _BY_MACHINE = frozenset({"decoder", "precision", "sync_batchnorm", "data_root", "batch_size", "gradient_accumulation"})
 _IN_HORIZON = {
     "epochs": "epochs", "warmup_epochs": "warmup_epochs", "warmup_start": "warmup_start", "min_lr": "min_lr",
@@ -135,12 +135,12 @@ def of_kind(kind: Kind, changes: Iterable[Change]) -> list[Change]:
 
 
 def by_the_user(changes: Iterable[Change]) -> list[Change]:
-    """The changes that somebody asked for, and not the machine."""
+    """The changes that the user asked for, without those that the machine caused."""
     return [change for change in changes if change.key not in _BY_MACHINE]
 
 
 def applied_line(change: Change, step: int) -> str:
-    """What is said about a change that is applied."""
+    """The line that is printed for a change that is applied."""
     note = f" ({APPLIED[change.key]})" if APPLIED[change.key] else ""
     return f"from step {step:,} on: {change.key} {_shown(change.after)}, was {_shown(change.before)}{note}"
 
@@ -148,7 +148,7 @@ def applied_line(change: Change, step: int) -> str:
 def replanned_lines(
     changes: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any], progress: Progress
 ) -> list[str]:
-    """What is said about a new schedule, apart from the learning rate."""
+    """The lines that are printed for a new schedule, apart from the learning rate."""
     listed = ", ".join(f"{change.key} {_shown(change.after)} (was {_shown(change.before)})" for change in changes)
     lines = [f"replanned from step {progress.step:,} on: {listed}"]
     if progress.epoch < after["warmup_epochs"]:
@@ -209,5 +209,5 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON gives it back: a tuple of a config is a list in a file. A count and a share stay apart."""
+    """A value as JSON returns it: a config's tuple is a list in a file. A count (1) and a share (1.0) stay distinct."""
     return list(value) if isinstance(value, list | tuple) else (type(value) is float, value)

@@ -26,9 +26,9 @@ from stoker.units import count
 
 PARTS = ("train", "val")
 LOOKED_AT = 64
-"""Samples of a part whose contents are compared: where one file of twenty is another, one of these is, 96 of 100 times.
-By content and not by time or version: a copy of the data has others of both."""
-# Names of files repeat each other: of ImageNet, the fastest level leaves 3.5 of 56 MB, in 0.3 s.
+"""Samples of a part whose contents are compared: if one file in twenty was replaced, they include one in 96 of 100
+cases. Compared by content, not by time or version: a copy of the data has other times and versions."""
+# File names repeat each other: for ImageNet, the fastest level leaves 3.5 of 56 MB, in 0.3 s.
 COMPRESSION = 1
 
 
@@ -40,7 +40,7 @@ class Listing:
     """All names, one after the other."""
     name_ends: NDArray[np.int64]
     marks: NDArray[np.int64]
-    """What else must be the same of each sample: the class of an image; channels, box and labels of a volume."""
+    """What else must match for each sample: the class of an image; channels, box and labels of a volume."""
 
     def __len__(self) -> int:
         return len(self.name_ends)
@@ -81,8 +81,8 @@ Listings = Mapping[str, Listing | None]
 
 
 Contents = Mapping[str, dict[str, Any] | None]
-"""By part, `hashes` of the samples that are looked at, "" where one could not be read, and whether they were `packed`:
-packing may encode images anew, and whoever trains on with the pack means to. None if nobody looked."""
+"""By part, `hashes` of the samples that are compared, "" where one could not be read, and whether they were `packed`:
+packing may re-encode images, and a user who resumes with the pack wants that. None if nothing was hashed."""
 
 
 def looked_at(samples: int) -> list[int]:
@@ -110,7 +110,7 @@ class Difference:
     known: bool = True
     """Whether the names of the earlier samples are known."""
     rewritten: tuple[str, ...] = ()
-    """With other contents, of those that were looked at; all else is the same."""
+    """With other contents, among the samples that were compared; everything else is the same."""
     looked_at: int = 0
 
     def __str__(self) -> str:
@@ -141,8 +141,8 @@ class Difference:
 def differences_since(
     state: Mapping[str, Any], now: Listings, kept: Path, contents: Contents | None = None
 ) -> list[Difference]:
-    """What differs from the data of a checkpoint; `kept` is the run's file of names. Earlier versions recorded nothing:
-    then nothing differs."""
+    """The differences from a checkpoint's data; `kept` is the run's file of names. Earlier versions recorded nothing:
+    then no difference is found."""
     saved = (state.get("data") or {}).get("samples")
     if saved is None:
         return []
@@ -167,17 +167,17 @@ def differences_since(
 
 
 def _rewritten(part: str, listing: Listing | None, then: Any, contents: Contents | None) -> list[Difference]:
-    """Samples with other contents; none if they were not looked at, then or now."""
+    """Samples with other contents; none if their contents were not hashed, then or now."""
     now = None if contents is None else contents.get(part)
     if listing is None or not isinstance(then, dict) or now is None or then.get("packed") != now["packed"]:
         return []
     hashes = then.get("hashes")
     if not isinstance(hashes, list) or len(hashes) != len(now["hashes"]):
-        return []  # of a version that looks at others
+        return []  # written by a version that compares other samples
     numbers = [
         number
         for number, old, new in zip(looked_at(len(listing)), hashes, now["hashes"], strict=True)
-        if old and new and old != new  # neither is one that could not be read
+        if old and new and old != new  # both could be read
     ]
     if not numbers:
         return []
@@ -231,7 +231,7 @@ def save_listings(path: Path, listings: Listings) -> None:
         for part, one in listings.items():
             if one is None:
                 continue
-            # Lengths repeat each other, where ends do not.
+            # Lengths compress well because they repeat; end offsets do not.
             lengths = np.diff(one.name_ends, prepend=0).astype(np.int32)
             for name, array in (("name_bytes", one.name_bytes), ("lengths", lengths), ("marks", one.marks)):
                 with file.open(f"{part}.{name}.npy", "w", force_zip64=True) as to:

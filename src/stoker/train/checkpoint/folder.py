@@ -72,7 +72,7 @@ class Checkpoints:
         self._damaged: set[Path] = set()
 
     def best(self) -> list[Path]:
-        """The best checkpoints, best first; of equal ones the newer first."""
+        """The best checkpoints, best first; ties are ordered newest first."""
         return [path for _, _, path in sorted(self._ranked(), reverse=True)]
 
     def save_last(self, state: State) -> Outcome:
@@ -160,7 +160,7 @@ class Checkpoints:
         self._stop("during rotation")
 
     def _ranked(self) -> list[tuple[float, int, Path]]:
-        """How good it is, epoch and path of every best checkpoint, from their names."""
+        """Score, epoch and path of every best checkpoint, from their names."""
         if not self.folder.is_dir():
             return []
         named = ((path, read_checkpoint_name(path.name)) for path in self.folder.iterdir())

@@ -68,7 +68,7 @@ class CheckpointCorrupt(UserError):
             "checkpoint-corrupt",
             f"{path} {what}",
             why="none of it was loaded: a wrong weight would spoil the run unnoticed",
-            # Never to delete it: a part of somebody's best model may still be worth saving.
+            # The hint never says to delete it: a part of somebody's best model may still be worth saving.
             hint=f"--resume {path.parent / others[-1]} (beside it: {', '.join(others[:6])})"
             if others
             else "copy it again from where it came; run_name=NAME for a new run beside it; --fresh, which keeps it",
@@ -210,7 +210,7 @@ def _memory_for(size: int, path: Path) -> torch.Tensor:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The open file; what goes wrong with the disk is raised as an error for users."""
+    """The open file; disk errors are raised as errors for users."""
     try:
         with open_regular(path) as stream:
             yield stream
@@ -275,7 +275,7 @@ def _checked_table(document: dict[str, Any]) -> tuple[TensorTable, int]:
 
 
 def _what_else(start: bytes, size: int) -> str | None:
-    """What a file is, from its first bytes; None if they are ours, or are what damage left of them."""
+    """What a file is, from its first bytes; None if they are ours, or a damaged version of ours."""
     opening = start[8:]
     # A file of ours with a few flipped bytes is damaged, not foreign.
     agree = sum(a == b for a, b in zip(opening, OPENING, strict=False))

@@ -44,7 +44,7 @@ MOST_SHOWN = 8
 LONGEST_VALUE = 60
 EXAMPLE = "runs/NAME/checkpoints/last.ckpt, as `stoker train` writes it, or the run folder itself"
 
-# How much a training run looks at says nothing about how the model is used afterwards.
+# How much data a training run reads says nothing about how the model is used afterwards.
 _OF_TRAINING = {"limit_train_batches", "limit_val_batches", "fast_dev_run"}
 
 
@@ -88,7 +88,7 @@ def load_for_resume(checkpoints: Checkpoints, explicit: Path | None) -> FoundChe
 
 
 class Resumed(NamedTuple):
-    """A run that goes on from a checkpoint."""
+    """A run that continues from a checkpoint."""
 
     run: Run
     events: tuple[tuple[str, dict[str, Any]], ...]
@@ -105,7 +105,7 @@ def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) 
     changes = changes_since(state, {**run.config, "decoder": run.decoder or run.config["decoder"]})
     _refuse_other(run, state, path, of_kind("other", changes))
     progress, schedule = _progress_in(run, state), of_kind("schedule", changes)
-    # Of the last step, and of the next: a learning rate is a function of the step, its horizon and its peak.
+    # The rates of the last step and of the next: a learning rate is a function of the step, its horizon and its peak.
     rates = float(state["optimizer"]["param_groups"][0]["lr"]), learning_rate(progress.step, run.horizon, run.peak_lr)
     if progress.finished and (asked := by_the_user(changes)):
         early = None if run.stopping is None else run.stopping.reason(progress)
@@ -144,7 +144,7 @@ def _progress_in(run: Run, state: Mapping[str, Any]) -> Progress:
 
 
 def _keep_what_memory_forced(run: Run, progress: Progress, batch_size: int, say: Say) -> None:
-    """Pieces that were smaller than the batch were forced by the device's memory; others follow the batch size."""
+    """Micro-batches smaller than the batch were forced by the device's memory; others follow the batch size."""
     forced = progress.micro_batch
     if forced is None or forced >= batch_size:
         return
@@ -156,7 +156,7 @@ def _say_changes(
     run: Run, state: Mapping[str, Any], progress: Progress, changes: Sequence[Change], rates: tuple[float, float],
     say: Say,
 ) -> tuple[tuple[str, dict[str, Any]], ...]:  # fmt: skip
-    """Says what is different from here on, and returns it as events."""
+    """Reports what differs from here on, and returns it as events."""
     events: list[tuple[str, dict[str, Any]]] = []
     lr_line = f"learning rate {rates[0]:.4g} at the last step, {rates[1]:.4g} at the next"
     if applied := of_kind("applied", changes):
@@ -200,7 +200,7 @@ class Restored:
     config: HostConfig
     """As it was trained, with the overrides of this command, resolved for this machine."""
     classes: tuple[str, ...]
-    """What its outputs stand for, in order; outputs without a class in training come last."""
+    """The classes of its outputs, in order; outputs without a class in training come last."""
     averaged: bool
     """Whether its weights are the moving average."""
     epoch: int
@@ -302,7 +302,7 @@ def _refuse_other(run: Run, state: dict[str, Any], path: Path, changes: Sequence
 
 
 def _other_classes(saved: tuple[str, ...] | None, ours: tuple[str, ...]) -> str | None:
-    """The first class that differs: as many classes in another order fit every tensor, and all are wrong."""
+    """The first class that differs: the same number of classes in another order fits every tensor, but is all wrong."""
     if saved is None or tuple(saved) == ours:
         return None
     if len(saved) != len(ours):

@@ -231,7 +231,7 @@ class PendingCopy(NamedTuple):
 
 
 class TensorPlace(NamedTuple):
-    """Where one tensor lies in the buffer, and how to view it there; the tensor itself changes from now on."""
+    """The place of one tensor in the buffer, and how to view it there; the tensor itself changes from now on."""
 
     start: int
     size_bytes: int
@@ -258,7 +258,7 @@ class Snapshot:
         """For the writer thread; the loop continues meanwhile, up to its next update."""
         try:
             for copy in self.later:
-                ctypes.memmove(copy.target, copy.source.data_ptr(), copy.size_bytes)  # releases Python's lock
+                ctypes.memmove(copy.target, copy.source.data_ptr(), copy.size_bytes)  # releases the GIL
         finally:
             self.copied.set()
 

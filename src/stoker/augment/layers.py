@@ -21,8 +21,8 @@ from stoker.augment.packing import copy_to, pack
 from stoker.augment.policies import Layer, Level, Op, Policy
 from stoker.data.draws import Keys
 
-# The groups of a layer in their order. What works on floats comes first, then what works on tables: of these, Equalize,
-# so that its histograms begin where the tables do. Identity is last.
+# The groups of a layer in their order. Operations on floats come first, then those on tables, Equalize first
+# among them, so that its histograms begin where the tables do. Identity is last.
 GEOMETRIC = (Op.ROTATE, Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y)
 FIXED_TABLES = (Op.INVERT, Op.POSTERIZE, Op.SOLARIZE, Op.SOLARIZE_ADD, Op.BRIGHTNESS)
 GROUPS = (
@@ -43,7 +43,7 @@ class Arranged:
     equalized: int
     stretched: int
     looked_up: int
-    """With tables that do not depend on the image."""
+    """Samples with tables that do not depend on the image."""
     unchanged: int
 
     @property
@@ -68,7 +68,7 @@ class BatchLayers:
     layers: tuple[Arranged, ...]
     arrays: Mapping[str, NDArray[Any]]
     first_order: NDArray[np.int64]
-    """The order in which the first layer wants the samples."""
+    """The order in which the first layer expects the samples."""
 
 
 def arrange(layers: Sequence[Layer], height: int, width: int, fill: Level) -> BatchLayers:
@@ -81,7 +81,7 @@ def arrange(layers: Sequence[Layer], height: int, width: int, fill: Level) -> Ba
         order = np.argsort(groups, kind="stable")
         counts = Arranged(*np.bincount(groups, minlength=len(GROUPS)).tolist())
         arrays |= {f"{number}.{name}": array for name, array in _arrays(layer, order, counts, height, width).items()}
-        # From the order of the layer before.
+        # Relative to the order of the layer before.
         place = np.empty_like(before)
         place[before] = np.arange(len(before))
         orders.append(place[order])

@@ -102,14 +102,14 @@ def source_grid(matrices: Floats, height: int, width: int) -> SourceGrid:
 
 
 def warp(planes: Tensor, by_column: Tensor, by_row: Tensor, fill: Tensor, out: Tensor) -> None:
-    """The planes (samples, 3, height, width) taken from their grids, bilinear; `fill` (1, 3, 1, 1) lies outside."""
+    """The planes (samples, 3, height, width) at their grids, bilinear; outside the image is `fill` (1, 3, 1, 1)."""
     # As complex numbers: x and y of a pixel are added, and compared, in one go.
     grid = torch.view_as_real(torch.view_as_complex(by_column) + torch.view_as_complex(by_row))
     # As in Pillow, a pixel whose centre is inside the source is all source (the outermost half pixel is repeated).
     found = functional.grid_sample(planes, grid, "bilinear", "border", align_corners=False).add_(CUT_SLACK)
     inside = grid.clamp(-1, BELOW_ONE)
     torch.view_as_complex(inside).eq_(torch.view_as_complex(grid))
-    # With weights of 0 and 1, lerp returns one of the two, exactly; on a CPU `where` takes fifteen times as long.
+    # With weights of 0 and 1, lerp returns exactly one of the two; on a CPU `where` takes fifteen times as long.
     torch.lerp(fill, found, inside[:, None, :, :, 0], out=out)
 
 
@@ -123,12 +123,12 @@ def posterize_tables(bits: Floats) -> Tables:
 
 
 def solarize_tables(thresholds: Floats) -> Tables:
-    """Invert what is at or above the threshold."""
+    """Invert levels at or above the threshold."""
     return np.where(LEVELS[None] < thresholds[:, None], LEVELS, 255 - LEVELS).astype(np.uint8)
 
 
 def solarize_add_tables(amounts: Floats) -> Tables:
-    """Brighten what is below 128 by the amount."""
+    """Brighten levels below 128 by the amount."""
     brighter = np.minimum(LEVELS[None] + amounts.astype(np.int64)[:, None], 255)
     return np.where(LEVELS < 128, brighter, LEVELS).astype(np.uint8)
 
@@ -162,7 +162,7 @@ def equalize(places: Tensor, samples: int, pixels: int, out: Tensor) -> None:
     # All pixels but those of the brightest level: the largest sum that is not yet the whole.
     step = torch.div(darker.remainder(pixels).amax(dim=2, keepdim=True), 255, rounding_mode="floor")
     # Pillow adds half a step and divides, in whole numbers. A quotient is never so close to the next level that double
-    # precision could not tell, and on the way to bytes it is truncated.
+    # precision would round it the wrong way, and on the way to bytes it is truncated.
     spread = torch.addcdiv(constants["half"], darker[..., :256], step)
     torch.where(step > 0, spread, constants["levels"], out=out)
 
@@ -186,8 +186,8 @@ def _constants(device: torch.device) -> dict[str, Tensor]:
 
 
 def _make_constants() -> dict[str, NDArray[np.float64]]:
-    # For each distance of the brightest from the darkest level: all levels times the scale, then minus the scale, for
-    # the darkest one. A flat channel stays as it is.
+    # For each distance of the brightest from the darkest level: all levels times the scale, minus the darkest level
+    # times the scale. A flat channel stays as it is.
     scale = np.concatenate([[1.0], 255.0 / np.arange(1.0, 256.0)])[:, None]
     scaled = np.concatenate([LEVELS[None] * scale, -scale], axis=1)
     scaled[0, 256] = 0

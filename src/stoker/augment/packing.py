@@ -24,7 +24,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Section:
-    """Where an array lies in the buffer, and how to read it."""
+    """The place of an array in the buffer, and how to read it."""
 
     start: int
     stop: int
@@ -34,7 +34,7 @@ class Section:
 
 @dataclass(frozen=True)
 class PackedChoices:
-    """The arrays of a batch in one host buffer; whoever copies it keeps it unchanged until the copy is done."""
+    """The arrays of a batch in one host buffer; the caller that copies it keeps it unchanged until the copy is done."""
 
     host_tensor: Tensor
     """uint8, in ordinary memory."""
@@ -73,7 +73,7 @@ _DTYPES = {
 
 
 def copy_to(device: torch.device) -> Copy:
-    """A copy without a pool of page-locked memory behind it: enough outside a training loop. None at all on a CPU."""
+    """A copy without a pool of page-locked memory: enough outside a training loop. On a CPU nothing is copied."""
     return lambda tensor: tensor.to(device, non_blocking=True)
 
 
@@ -81,7 +81,7 @@ _kept: dict[Hashable, dict[str, Tensor]] = {}
 
 
 def kept_on(device: torch.device, key: Hashable, make: Callable[[], Mapping[str, NDArray[Any]]]) -> dict[str, Tensor]:
-    """Constants on the device: made and copied when they are first asked for, then kept."""
+    """Constants on the device: made and copied when they are first used, then kept."""
     found = _kept.get((device, key))
     if found is None:
         found = pack(make()).to_device(copy_to(device))

@@ -42,7 +42,7 @@ class Augmented(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchChoices:
-    """All that is decided about a batch before the device sees it."""
+    """Everything that is decided about a batch before the device gets it."""
 
     packed: PackedChoices
     layers: BatchLayers | None
@@ -79,7 +79,7 @@ class TrainAugment:
         """`images_nhwc` is on the device and is not changed; everything else is on the host.
 
         `part` is the batch's number within the update, over all ranks. `copy` takes the one buffer of choices to the
-        device; whoever passes one keeps that buffer until the copy is done.
+        device; a caller that passes one keeps that buffer until the copy is done.
         """
         _, height, width, _ = images_nhwc.shape
         chosen = self.choose(np.asarray(labels), np.asarray(flips), keys, (epoch, step, part), height, width)

@@ -72,7 +72,7 @@ class RandAugment:
     num_ops: int = 2
     fill: Level = (128, 128, 128)
     probability: float = 0.5
-    """Of each operation to be applied. timm's published recipes use a half."""
+    """Probability that each operation is applied. timm's published recipes use a half."""
 
     def plan(self, keys: Keys, height: int, width: int) -> list[Layer]:
         numbers = uniforms(keys, POLICY, 5 * self.num_ops).reshape(len(keys), self.num_ops, 5)

@@ -32,9 +32,9 @@ KEPT_RESOLUTION = (0.5, 1.0)
 GAMMA_POWER = (0.7, 1.5)
 INVERTED_SHARE = 1 / 3
 CUTOUT_SIDE = (0.1, 1 / 3)
-"""Of the patch's side; nnU-Net's heavier augmentation ('DA5') blanks boxes of this size."""
+"""As a share of the patch's side; nnU-Net's heavier augmentation ('DA5') blanks boxes of this size."""
 _TRUNCATE = 4.0
-"""Standard deviations after which a blur's weights are left out."""
+"""A blur's weights are left out beyond this many standard deviations."""
 _SMALLEST = 1e-7
 
 
@@ -56,7 +56,7 @@ PerChannel = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Changes:
-    """What happens to the voxels of one sample; None: nothing. Of tuples, each channel has its own number."""
+    """The changes to the voxels of one sample; None: unchanged. Tuples have a number for each channel."""
 
     noise: PerChannel | None = None
     """Standard deviations."""
@@ -71,7 +71,7 @@ class Changes:
     gamma: PerChannel | None = None
     """Powers."""
     inverted: bool = False
-    """Whether the gamma correction is that of the negative."""
+    """Whether the gamma correction is applied to the negative."""
     cutout: Region | None = None
 
 
@@ -191,7 +191,7 @@ def deviation(centred: Tensor) -> Tensor:
 
 
 def _blur(image: Tensor, matrices: Sequence[Tensor]) -> None:
-    """Along the three axes, as products with matrices: three kernels, which need no copies with padding."""
+    """Blurs along the three axes, as products with matrices: three kernels, which need no copies with padding."""
     along_z, along_y, along_x = matrices
     depth = image.shape[0]
     blurred = torch.matmul(along_y, torch.matmul(image, along_x.T))
@@ -206,19 +206,19 @@ def _change_contrast(image: Tensor, factor: float) -> None:
 
 
 def _lower_resolution(image: Tensor, kept: float) -> None:
-    """As if scanned at a lower resolution: some voxels are kept, and the others interpolated."""
+    """Simulates a scan at a lower resolution: some voxels are kept, and the others interpolated."""
     size = [max(1, round(kept * length)) for length in image.shape]
     small = functional.interpolate(image[None, None], size, mode="nearest-exact")
     image.copy_(functional.interpolate(small, list(image.shape), mode="trilinear")[0, 0])
 
 
 def _correct_gamma(image: Tensor, power: float, *, inverted: bool) -> None:
-    """Within the image's range; mean and deviation stay the same."""
+    """Gamma correction within the image's range; mean and deviation stay the same."""
     sign = -1.0 if inverted else 1.0
     mean, (low, high) = image.mean(), torch.aminmax(image)
     base = high if inverted else low
     before = deviation(image - mean)
-    # Clamped: rounding could make the lowest voxel negative, whose power is no number.
+    # Clamped: rounding could make the lowest voxel negative, and its power NaN.
     image.sub_(base).mul_(sign / (high - low).clamp_(min=_SMALLEST)).clamp_(min=0).pow_(power)
     image.sub_(image.mean())
     image.mul_(sign * before / deviation(image).clamp_(min=_SMALLEST)).add_(mean)

@@ -24,7 +24,7 @@ ELASTIC = 110  # purpose of these draws; see stoker.data.volumes.transforms
 # On a CPU the points of a patch are taken in pieces, whose coordinates and corners stay in a core's cache: on one core
 # that takes a quarter of the time of the whole patch at once, and half of that of torch's own grid_sample.
 CPU_POINTS = 1 << 16
-# Numbers that torch can only store: as signed ones of the same size they can be moved, which keeps their bits.
+# Types that torch can only store: viewed as signed integers of the same size they can be moved, which keeps their bits.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 
 
@@ -39,7 +39,7 @@ def turned(voxels: Tensor, order: Sequence[int], flips: Sequence[bool]) -> Tenso
 
 
 class Points(NamedTuple):
-    """Where the voxels of a patch lie in its region: voxel p is at `offset + matrix @ p`, plus its displacement."""
+    """Maps a patch's voxels into its region: voxel p is at `offset + matrix @ p`, plus its displacement."""
 
     patch: Shape
     matrix: Floats
@@ -53,7 +53,7 @@ def resample(image: Tensor, label: Tensor | None, points: Points, inputs: Tensor
     label's value.
 
     The region holds all voxels between which a patch interpolates, padded where it sticks out of the volume: so no
-    point lies outside of it but by rounding, which is undone."""
+    point is outside except by rounding, which is undone."""
     depth, height, width = points.patch
     source = image.flatten(1).float()
     wanted = inputs.flatten(1)
@@ -71,7 +71,7 @@ def resample(image: Tensor, label: Tensor | None, points: Points, inputs: Tensor
 
 
 def _coordinates(points: Points, first: int, last: int, device: torch.device) -> list[Tensor]:
-    """Where the points of these layers lie, along each axis of the region."""
+    """The coordinates of the points of these layers, along each axis of the region."""
     _, height, width = points.patch
     z = torch.arange(first, last, device=device, dtype=torch.float32).view(-1, 1, 1)
     y = torch.arange(height, device=device, dtype=torch.float32).view(1, -1, 1)
@@ -140,7 +140,7 @@ def spread(length: int, spacing: float) -> Floats:
 
 
 class Deformation(NamedTuple):
-    """A smooth random displacement of a patch's points, to be worked out on the device."""
+    """A smooth random displacement of a patch's points, computed on the device."""
 
     control_points: NDArray[np.float32]
     """(3, z, y, x)."""
@@ -155,14 +155,14 @@ def draw_deformation(key: int, patch: Shape, size: float) -> Deformation:
     shape = (3, *(one.shape[1] for one in weights))
     chance, angle = uniforms(np.array([key], np.uint64), ELASTIC, 2 * math.prod(shape)).reshape(2, *shape)
     normals = np.sqrt(-2 * np.log1p(-chance)) * np.cos(2 * np.pi * angle)
-    # What is left of the variance of the control points, on average over the patch.
+    # The share of the control points' variance that is left, on average over the patch.
     share = math.prod(float(np.square(one).sum(axis=1).mean()) for one in weights)
     points = normals * (size / math.sqrt(share))
     return Deformation(points.astype(np.float32), tuple(one.astype(np.float32) for one in weights))
 
 
 def displace(control_points: Tensor, weights: Sequence[Tensor], most: float) -> Tensor:
-    """The displacement (3, z, y, x) of every voxel, nowhere more than `most`: further away nothing has been read."""
+    """The displacement (3, z, y, x) of every voxel, at most `most` anywhere: nothing was read further away."""
     along_z, along_y, along_x = weights
     rows = torch.matmul(along_y, torch.matmul(control_points, along_x.T))
     return torch.matmul(along_z, rows.flatten(2)).view(3, len(along_z), *rows.shape[2:]).clamp_(-most, most)

@@ -75,7 +75,7 @@ class VolumeEvalPrepare:
                 one.sub_(one.mean())
                 one.div_(deviation(one).clamp_(min=_SMALLEST_DEVIATION))
             else:
-                # Numbers of the host: they reach the kernels as arguments, and nothing is copied.
+                # Numbers on the host: they reach the kernels as arguments, and nothing is copied.
                 one.sub_(float(self.means[case, channel])).mul_(1 / float(self.stds[case, channel]))
 
 
@@ -147,8 +147,8 @@ def build_volume_eval(
 
 
 def transform_range(config: Config) -> TransformRange:
-    """How patches may lie in their volumes, as the config says: drawn by the data layer, which reads only what a patch
-    needs, and carried out here."""
+    """How patches may be placed in their volumes, as the config says: drawn by the data layer, which reads only what a
+    patch needs, and carried out here."""
     return TransformRange(
         flips=config.volume_flips, turns=config.volume_turns, rotation=config.volume_rotation,
         degrees=config.volume_degrees, scaling=config.volume_scaling, scales=config.volume_scales,

@@ -62,7 +62,7 @@ class BatchCost:
     """Index of the sample that took longest to decode; fetching is not measured by sample."""
     slowest_s: float = 0.0
     ready_bytes: int = 0
-    """Of later samples that its process had already fetched when it was done; in a sum, of the last one."""
+    """Bytes of later samples that its process had already fetched when it was done; in a sum, of the last one."""
 
     def add(self, other: BatchCost) -> None:
         """Adds another batch's cost to this sum; the slowest sample is the slowest of both."""
@@ -178,7 +178,7 @@ def read_schedule() -> tuple[int, int] | None:
     The first is as old as the last tick."""
     file: _ScheduleFile | None = getattr(_local, "file", None)
     try:
-        # A forked child inherits the file of its parent's thread and would read the times of that one.
+        # A forked child inherits the file of its parent's thread, and would read that thread's times.
         if file is None or file.process != os.getpid():
             file = _local.file = _ScheduleFile()
         running, waiting, _ = os.pread(file.descriptor, 64, 0).split()

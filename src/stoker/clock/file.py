@@ -66,7 +66,7 @@ class ClockFile:
         self._file.event(HEADER, step, **header)
 
     def loader_changed(self, step: int, **values: int) -> None:
-        """The loader has other workers or another prefetch from this step on: earlier lines say nothing about it."""
+        """The loader has other workers or another prefetch from this step on: earlier lines do not describe it."""
         changed = {**self._header["loader"], **values}
         if changed != self._header["loader"]:
             self._header = {**self._header, "loader": changed}
@@ -122,8 +122,8 @@ def clock_header(
     convolves_3d: bool | None = None,
     may_grow_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """The first line of a start: how the run of the lines below it is set up. `may_grow_bytes` is what its caches and
-    buffers may take, beyond what they have at first."""
+    """The first line of a start: how the run of the lines below it is set up. `may_grow_bytes` is how much its caches
+    and buffers may grow from their initial size."""
     header: dict[str, Any] = {"format": FORMAT, "loader": _known(loader), "cpus": cpus, "world": world}
     header |= {"torch": torch_version, "device": device, "convolves_3d": convolves_3d}
     header |= {"accelerator": _known(accelerator), "storage": _known(storage), "may_grow_bytes": may_grow_bytes}
@@ -136,8 +136,8 @@ def _known(record: Any) -> dict[str, Any] | None:
 
 
 def _memory(available: int | None, shm_used: int | None, processes: tuple[int, int] | None) -> dict[str, int]:
-    """Bytes at the end of the interval: this process, available, shared memory, the device's allocator; and what this
-    process and its workers have for themselves."""
+    """Bytes at the end of the interval: this process, available, shared memory, the device's allocator; and the private
+    memory of this process and its workers."""
     own, children = processes or (None, None)
     found = {"available_bytes": available, "shm_used_bytes": shm_used, "process_bytes": None}
     found |= {"own_bytes": own, "children_bytes": children}

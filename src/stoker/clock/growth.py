@@ -10,11 +10,11 @@ WARM_UP = 1 / 3
 """Share of the time that is left out: imports, first batches, allocators and caches that fill."""
 FEWEST_POINTS = 6
 LEAST_BYTES = 16e6
-"""Growth after the warm-up below which it is noise: what Python and malloc keep moves by a few megabytes."""
+"""Growth after the warm-up below which it is noise: memory kept by Python and malloc varies by a few megabytes."""
 LEVELS_OFF = 0.5
 """The second half must grow at least at this share of the first half's rate."""
 NOISE = 3.0
-"""Times the typical distance of a point from the line, that the growth must exceed."""
+"""The growth must exceed the typical distance of a point from the line by this factor."""
 MOST_POINTS = 64
 
 Point = tuple[float, float]
@@ -43,7 +43,7 @@ def growth_rate(points: Sequence[Point]) -> float | None:
 
 
 def _slope(points: Sequence[Point]) -> float:
-    """Theil and Sen's: the median over all pairs, which a few jumps do not move."""
+    """Theil and Sen's slope: the median over all pairs, which a few jumps do not change."""
     slopes = [
         (later[1] - earlier[1]) / (later[0] - earlier[0])
         for number, earlier in enumerate(points)

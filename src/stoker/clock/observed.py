@@ -82,11 +82,11 @@ class HostFacts:
     shm_used_bytes: int | None = None
     """The most that was in use during the observation."""
     cpu_busy_share: float | None = None
-    """Of all usable cores, by any program."""
+    """Share of all usable cores that any program kept busy."""
     page_cache_bytes: int | None = None
     """Memory that can cache files: what is available, less what the run takes."""
     available_bytes: int | None = None
-    """The least that more processes could have taken at any time of the observation."""
+    """The least memory that was available to new processes at any time of the observation."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class StorageFacts:
     parallel_bytes_per_second: float | None = None
     """Many readers, cold."""
     local_bytes_per_second: float | None = None
-    """One reader of this host's own disk, if the samples are elsewhere: what staging would give."""
+    """One reader of this host's own disk, if the samples are elsewhere: the rate after staging."""
     latency_s: float | None = None
-    """To the first byte of a cold read."""
+    """Time to the first byte of a cold read."""
     dataset_bytes: int | None = None
     bytes_per_sample: float | None = None
     packed: bool | None = None
@@ -113,9 +113,9 @@ class StorageFacts:
     root: str | None = None
     """The folder or URL that all samples are below, as far as it is known."""
     local_folder: str | None = None
-    """Where on this host's own disk a copy could go, if the samples are elsewhere."""
+    """A folder on this host's own disk for a copy, if the samples are elsewhere."""
     local_free_bytes: int | None = None
-    """There."""
+    """Free space there."""
 
 
 @dataclass(frozen=True)
@@ -135,25 +135,25 @@ class AcceleratorFacts:
 
 @dataclass(frozen=True)
 class HotSpot:
-    """A line of the user's code in which batches are prepared, by looking at the workers' stacks."""
+    """A line of the user's code in which batches are prepared, from samples of the workers' stacks."""
 
     function: str
     file: str
     line: int
     share: float
-    """Of the time of preparing batches, all workers together."""
+    """Share of the time spent preparing batches, all workers together."""
     calls: str | None = None
     """The library function that is called there: scipy.ndimage.median_filter."""
 
 
 @dataclass(frozen=True)
 class FilterWork:
-    """What one filtering function worked on."""
+    """The work of one filtering function."""
 
     name: str
     calls: int
     elements: int
-    """Of the arrays that it was given, all calls together."""
+    """Elements of its input arrays, all calls together."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class CacheFacts:
     bytes: int | None
     """In each worker."""
     evicted: int
-    """Entries that were seen to vanish, all workers together; at least so many were."""
+    """Entries that were seen to vanish, all workers together; a lower bound."""
 
 
 @dataclass(frozen=True)
@@ -185,29 +185,29 @@ class Preparation:
     files: int = 0
     """Different files that were opened; counted once for each worker that did."""
     sample_elements: float | None = None
-    """Of the largest array of a sample, as it is handed over."""
+    """Elements of the largest array of a sample, as it is handed over."""
     sample_dimensions: int | None = None
-    """Of that array: 4 for the patch of a volume with channels."""
+    """Dimensions of that array: 4 for the patch of a volume with channels."""
     batches_seen: int = 0
     shape_changes: int = 0
-    """Of the batches seen, how many had another shape than the one before."""
+    """How many of the batches seen had another shape than the one before."""
     shapes: tuple[str, ...] = ()
-    """Two that followed each other."""
+    """Two consecutive ones."""
     size_spread: float = 1.0
     """The largest sample over the smallest, in elements."""
     worker_bytes: int | None = None
-    """The most memory that a single worker had for itself alone."""
+    """The most private memory that a single worker had."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A container that got more entries while it was watched, or a tensor whose graph got longer."""
+    """A container that gained entries while it was watched, or a tensor whose graph got longer."""
 
     name: str
     """As in the code: `self.cache`, `losses`."""
     before: int
     now: int
-    """Entries; of a tensor, the steps that its graph reaches back."""
+    """Entries; for a tensor, the number of steps that its graph reaches back."""
     in_worker: bool
     """In the data set of each worker; otherwise in the training loop."""
     keeps_graph: bool = False
@@ -218,17 +218,17 @@ class Held:
 
 @dataclass(frozen=True)
 class MemoryGrowth:
-    """How fast the memory of single processes grew after a warm-up; 0 for what did not grow all the time."""
+    """How fast the memory of single processes grew after a warm-up; 0 if it did not grow all the time."""
 
     watched_s: float
     worker_bytes_per_second: float | None = None
-    """Of one worker, the median; None without worker processes that lived as long."""
+    """Growth of one worker, the median; None without worker processes that lived long enough."""
     loop_bytes_per_second: float | None = None
     worker_grown_bytes: float | None = None
     loop_grown_bytes: float | None = None
-    """By how much one of them grew since it was first looked at."""
+    """How much one of them grew since it was first looked at."""
     held: tuple[Held, ...] = ()
-    """Those that grew most come first."""
+    """The fastest-growing come first."""
 
 
 @dataclass(frozen=True)
@@ -237,21 +237,21 @@ class LoopThreads:
 
     watched_s: float
     threads: int
-    """That torch uses for one operation (`torch.get_num_threads`)."""
+    """Threads that torch uses for one operation (`torch.get_num_threads`)."""
     main_cpu_s: float
     main_runq_s: float
-    """Of the thread that runs the loop: on a core, and waiting for one."""
+    """Times of the thread that runs the loop: on a core, and waiting for one."""
     others_cpu_s: float = 0.0
     others_runq_s: float = 0.0
-    """Of the other threads that torch computes with, all together."""
+    """Times of the other threads that torch computes with, all together."""
     others: int = 0
     """How many of them ran."""
     ranks: int = 1
     """Processes of this run on this host, as far as the launcher says."""
     worker_cpu_s: float | None = None
-    """Of the workers' own main threads, all workers together."""
+    """CPU time of the workers' main threads, all workers together."""
     worker_threads_cpu_s: float | None = None
-    """Of all other threads in worker processes: OpenCV's, BLAS's, OpenMP's."""
+    """CPU time of all other threads in worker processes: OpenCV's, BLAS's, OpenMP's."""
 
 
 @dataclass(frozen=True)
@@ -269,10 +269,10 @@ class DeviceRead:
 
 @dataclass(frozen=True)
 class LoopHabits:
-    """What a script's loop does again and again besides its steps."""
+    """What a script's loop does repeatedly besides its steps."""
 
     reads: tuple[DeviceRead, ...] = ()
-    """Most often first."""
+    """Most frequent first."""
     in_eval_mode: str | None = None
     """The model's class, if it was trained in eval mode."""
     eval_at: str | None = None
@@ -285,9 +285,9 @@ class LoopHabits:
     loader_at: str | None = None
     """file:line where it is iterated."""
     validations: int = 0
-    """Complete ones, each after an epoch of training."""
+    """Complete validations, each after an epoch of training."""
     validation_wait_s: float | None = None
-    """Of the time of validation: waiting for data."""
+    """Part of the validation time spent waiting for data."""
 
 
 @dataclass(frozen=True)
@@ -297,9 +297,9 @@ class Observed:
     source: Literal["run", "script", "trial"]
     steps: int
     samples: int
-    """Consumed by those steps, on this rank."""
+    """Samples consumed by those steps, on this rank."""
     elapsed_s: float
-    """Of those steps: wait + transfer + compute + other."""
+    """Duration of those steps: wait + transfer + compute + other."""
     wait_s: float
     """Time that the loop spent in the loader's `__next__`."""
     transfer_s: float | None = None
@@ -308,29 +308,29 @@ class Observed:
     consumer_cpu_s: float | None = None
     """CPU time of the loop's own process in those steps, all its threads except those that prepare batches."""
     consumer_runq_s: float | None = None
-    """In those steps, how long the loop's own thread could have run and waited for a core."""
+    """How long the loop's own thread was runnable and waited for a core in those steps."""
     validation_s: float | None = None
     epoch_starts_s: tuple[float, ...] = ()
     """Waits for the first batch of each epoch; not included in the sums above."""
     waits_s: tuple[float, ...] = ()
-    """Of single steps, in order; the newest few hundred."""
+    """Waits of single steps, in order; the newest few hundred."""
     steps_s: tuple[float, ...] = ()
     """The same steps without their wait."""
     ready_batches: tuple[int, ...] = ()
-    """Batches that were ready when each of these steps asked for one; -1 if unknown. A wait although some were ready is
-    a wait for the next one in order."""
+    """Batches that were ready when each of these steps asked for one; -1 if unknown. If the loop waits although some
+    are ready, it waits for the next one in order."""
     loader: LoaderShape | None = None
     other_loaders: int = 0
     stages: dict[str, StageTime] = field(default_factory=dict)
     batches: tuple[BatchTime, ...] = ()
-    """Of the newest few hundred batches, in the order in which they were handed out."""
+    """The newest few hundred batches, in the order in which they were handed out."""
     slow_samples: tuple[SlowSample, ...] = ()
     ceiling_images_per_second: float | None = None
-    """With batches that are already in memory."""
+    """Rate with batches that are already in memory."""
     pace_images_per_second: float | None = None
-    """Of a consumer that replaced the model; None if the model itself ran."""
+    """Rate of a consumer that replaced the model; None if the model itself ran."""
     loader_images_per_second: float | None = None
-    """The loader alone, with a consumer that takes no time."""
+    """Rate of the loader alone, with a consumer that takes no time."""
     host: HostFacts | None = None
     storage: StorageFacts | None = None
     accelerator: AcceleratorFacts | None = None
@@ -347,11 +347,11 @@ class Observed:
     missing: tuple[str, ...] = ()
     """What could not be measured, and why, in words."""
     config: str | None = None
-    """The config file, with KEY=VALUE if some were given, as one would type it; None for scripts."""
+    """The config file, with KEY=VALUE if any were given, as one would type it; None for scripts."""
 
     @property
     def faster_model(self) -> str:
-        """What to call a step of half the time: without an accelerator nobody can buy a faster one."""
+        """What to call a step of half the time: without an accelerator, nobody can buy a faster one."""
         return "half the model's time" if self.accelerator is None else "a 2x faster accelerator"
 
     @property
@@ -361,7 +361,7 @@ class Observed:
 
     @property
     def unit(self) -> str:
-        """What a sample is: an image, a patch of a volume, or what a script takes for one in 3D."""
+        """What a sample is: an image, a patch of a volume, or the 3D sample of a script."""
         if not self.convolves_3d:
             return "images"
         return "samples" if self.source == "script" else "patches"

@@ -31,7 +31,7 @@ NEWEST = 400
 """Single steps and batches that are read back: enough to simulate the loader with, and no older than a few hours."""
 SLOWEST_SAMPLES = 16
 MOST_STAGES = 20
-"""We write five; a damaged file must not make it thousands."""
+"""We write five; a damaged file must not turn that into thousands."""
 PARTS = ("wait", "transfer", "compute", "other")
 """The parts of a step, in the order in which they are drawn."""
 MEMORY = ("process_bytes", "device_bytes", "shm_used_bytes", "available_bytes")
@@ -181,7 +181,7 @@ class ClockSums:
         before = self._header
         if not self._run.is_empty if before is None else _setup_of(before) != _setup_of(header):
             self._setup = _Sums()
-        # A process that has just started, or other workers: what was seen before says nothing about their memory.
+        # A process that has just started, or other workers: earlier figures do not describe their memory.
         self._setup.memory.clear()
         self._header = header
 
@@ -214,7 +214,7 @@ class ClockSums:
 
 
 class _Sums:
-    """What some lines add up to."""
+    """The sum of some lines."""
 
     def __init__(self) -> None:
         self.is_empty = True
@@ -229,14 +229,14 @@ class _Sums:
         self._shares: dict[str, list[float]] = {"throttled_share": [0, 0.0], "cpu_busy_share": [0, 0.0]}
         """How often each was measured, and the sum."""
         self.memory: list[tuple[float, float, float]] = []
-        """When, and the bytes of the training process and of its workers."""
+        """When it was measured, and the bytes of the training process and of its workers."""
 
     def add(self, record: Record) -> None:
         self.is_empty = False
         # Sums belong together: where one of these is damaged, the line's steps are not counted.
         whole = all(amount(record, name) is not None for name in ("steps", "elapsed_s", "wait_s"))
         for name in (*(_STEP_SUMS if whole else ()), "validation_s", "saving_s"):
-            # Of the host's own CPU time a little too much may have been subtracted.
+            # Slightly too much of the host's CPU time may have been subtracted.
             value = number(record, name) if name == "consumer_cpu_s" else amount(record, name)
             if value is not None:
                 self.totals[name] = self.totals.get(name, 0.0) + value

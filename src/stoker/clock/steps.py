@@ -18,7 +18,7 @@ from stoker.run.json_lines import Record
 # A step that never ends on the device must not fill the memory with events; nor must copies outside of steps.
 MOST_PENDING = 1024
 MOST_COPIES = 256
-# Consecutive ones, so that they include head-of-line waits and a turn of every worker: 40 lines of 8 are the few
+# Consecutive batches, so that they include head-of-line waits and a turn of every worker: 40 lines of 8 are the few
 # hundred that a simulation of the loader draws from, and a line stays below 1.5 kB.
 KEPT_STEPS = 8
 MOST_SLOW_SAMPLES = 16
@@ -130,12 +130,12 @@ class Interval:
     consumer_cpu_s: float = 0.0
     """CPU time of this process in these steps, all threads, without making batches."""
     consumer_runq_s: float | None = None
-    """In these steps, the loop's own thread waited so long for a core; None if the kernel does not say."""
+    """How long the loop's own thread waited for a core in these steps; None if the kernel does not say."""
     longest_s: float = 0.0
     """The longest of the steps."""
     validation_s: float | None = None
     saving_s: float = 0.0
-    """The loop was stopped to save a checkpoint."""
+    """How long the loop was stopped to save a checkpoint."""
     epoch_starts_s: list[float] = field(default_factory=list)
     """Waits for the first batch of an epoch."""
     cost: BatchCost = field(default_factory=BatchCost)
@@ -165,7 +165,7 @@ class Interval:
         return max(0.0, self.elapsed_s - self.wait_s - (self.transfer_s or 0.0) - self.compute_s)
 
     def as_record(self) -> Record:
-        """As a line holds it: seconds rounded to microseconds, without what was not measured."""
+        """As a line holds it: seconds rounded to microseconds, without values that were not measured."""
         record: Record = {"steps": self.steps, "samples": self.samples}
         for name in _SUMS:
             record[name] = getattr(self, name)
@@ -258,7 +258,7 @@ class StepClock:
         self._times.copy_edge()
 
     def data_is_there(self) -> None:
-        """The model's queue has the step's first batch; only a device of its own needs to know."""
+        """The model's queue has the step's first batch; matters only on a device with its own queue."""
         if self._times is not None:
             self._times.compute_begins()
 
@@ -342,7 +342,7 @@ class StepClock:
 
     @property
     def images_per_second(self) -> float | None:
-        """Of this rank."""
+        """Samples per second of this rank."""
         return self.samples / self.total_s if self.total_s > 0 else None
 
     def _count_cpu(self, batches: Sequence[Any]) -> None:
@@ -359,7 +359,7 @@ class StepClock:
             self._interval.consumer_runq_s = (self._interval.consumer_runq_s or 0.0) + queued_s - before_s
 
     def _add_step(self, wait_s: float, rest_s: float) -> None:
-        """A step other than an epoch's first: what of it was waiting for data, and the rest."""
+        """A step other than an epoch's first: the part spent waiting for data, and the rest."""
         self.wait_s += wait_s
         self._interval.wait_s += wait_s
         self._interval.newest_steps.append((wait_s, rest_s))

@@ -11,7 +11,7 @@ from stoker.clock.steps import BATCH_COLUMNS
 from stoker.run.json_lines import LARGEST_NUMBER, Record, finite, number
 
 MOST = {"workers": 4096, "prefetch": 4096, "threads_per_worker": 4096, "cpus": 1 << 16, "batch_size": 1 << 24}
-"""What a machine may have of these. They are simulated one by one: a damaged file must not make it a billion."""
+"""The most of these that a machine may have. They are simulated one by one: a damaged file must not claim a billion."""
 LONGEST_NAME = 1000
 
 Facts = TypeVar("Facts")

@@ -84,7 +84,7 @@ PROFILED_STEPS = 5
 def device_busy_share(step: Callable[[], object], device: torch.device) -> float | None:
     """Share of a few steps' time in which a kernel ran; None on a CPU, or where the profiler saw none.
 
-    With batches always ready, what is missing to 1 are gaps between many small kernels.
+    With batches always ready, a share below 1 means gaps between many small kernels.
     """
     if device.type != "cuda":
         return None

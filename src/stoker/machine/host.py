@@ -74,7 +74,7 @@ class HostConfig(Config):
 
 
 def fit_to_machine(config: Config, machine: Machine) -> tuple[HostConfig, list[str]]:
-    """The config with what this machine cannot do replaced by the nearest that works, and a note for each change.
+    """The config with settings that this machine cannot run replaced by the nearest that work, and a note for each.
 
     A config that asks for 16-bit precision is valid, just not here: a note, not a config error.
     """
@@ -93,7 +93,7 @@ def fit_to_machine(config: Config, machine: Machine) -> tuple[HostConfig, list[s
     if not isinstance(workers, int):
         workers = workers_for(machine.cpus, machine.ranks or devices, on_gpu=machine.accelerators != 0)
     changes |= {"devices": devices, "num_workers": workers}
-    # A number of workers that somebody chose stays.
+    # A number of workers that the user chose stays.
     changes["adjust_loader"] = config.adjust_loader and not isinstance(config.num_workers, int)
     return HostConfig.model_construct(config.model_fields_set, **dict(config) | changes), notes
 
@@ -113,7 +113,7 @@ def ranks_sharing_cores(cpus: int, environment: Mapping[str, str] = os.environ) 
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return None
     if environment.get("SLURM_CPUS_PER_TASK", "").isdigit():
-        # Where srun binds its tasks, these cores are all this one's; where it does not, so many share what is seen.
+        # If srun binds its tasks, all visible cores are this task's; if not, this many tasks share them.
         return max(1, cpus // max(1, int(environment["SLURM_CPUS_PER_TASK"])))
     # For each node in turn, runs of equal counts folded: 4(x2),3. Nodes of one job hardly ever differ.
     first = re.match(
@@ -133,7 +133,7 @@ def usable_cpus(cgroup_root: Path = CGROUP_ROOT) -> int:
 
 
 def physical_cores(cpus: int, allowed: Collection[int] | None = None, topology: Path = CPU_TOPOLOGY) -> int | None:
-    """Physical cores that so many of the allowed CPUs are threads of, as the kernel reports them; None if it does not.
+    """Physical cores behind this many of the allowed CPUs, as the kernel reports them; None if it does not.
 
     A hypervisor may hide that two CPUs share a core.
     """
@@ -162,7 +162,7 @@ def usable_ram_bytes(cgroup_root: Path = CGROUP_ROOT) -> int:
 
 
 def count_accelerators() -> int | None:
-    """NVIDIA and AMD devices that the kernel shows. torch would know better but takes seconds to import."""
+    """NVIDIA and AMD devices that the kernel shows. torch knows more, but takes seconds to import."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return 0
@@ -212,7 +212,7 @@ class HostWatch:
             self._available = memory.available_bytes if before is None else min(before, memory.available_bytes)
 
     def facts(self) -> HostFacts:
-        """What was seen since the last call; shares are over that time."""
+        """Measurements since the last call; shares are over that time."""
         self.look()
         machine, shm_used, available = self._machine, self._shm_used, self._available
         elapsed_s = time.monotonic() - self._began_s
@@ -245,7 +245,7 @@ class HostWatch:
 def _available_bytes(limit: int | None) -> int | None:
     """Memory that the page cache or new programs may take: what the kernel reports, at most a container's limit.
 
-    What other programs in the container hold is not subtracted: their share of its use cannot be read.
+    Memory of other programs in the container is not subtracted: their share of its use cannot be read.
     """
     state = read_host_memory()
     if state is None:

@@ -171,7 +171,7 @@ def parts_of(threads: MemoryTrial, processes: MemoryTrial) -> LoaderMemory:
 
 
 def run_loaders(job: dict[str, Any], _parent: Parent) -> dict[str, Any]:
-    """The trial: runs in a process of its own, so that it measures nothing else."""
+    """The trial; runs in a separate process, so that it measures nothing else."""
     # Imported here: reading cached figures needs none of this.
     import torch
 

@@ -60,14 +60,14 @@ def measure_loader(open_loader: Callable[[], BatchLoader[Any]], workers: int, se
 
 
 LEAST_CAME = 0.01
-"""If nothing came in all the time: a rate of zero could not be compared with others."""
+"""Lowest share, if nothing arrived at all: a rate of zero could not be compared with others."""
 
 
 class LinkBalance:
-    """What was consumed, and what of it came over the link in the same time.
+    """The bytes consumed, and the share of them that arrived over the link in the same time.
 
     A loader that reads far ahead has a store of samples when it begins, and hands them out at the speed of its cores:
-    over 6 MB/s, a trial saw 377 images/s of 115 KB. They count as far as others came in for them.
+    over 6 MB/s, a trial saw 377 images/s of 115 KB. They count only as far as others arrived to replace them.
     """
 
     def __init__(self) -> None:
@@ -76,18 +76,18 @@ class LinkBalance:
         self._consumed = 0
 
     def take(self, cost: BatchCost) -> None:
-        """A batch was consumed; each process has a store of its own."""
+        """Counts a consumed batch; each process has its own store of samples."""
         self._ready[cost.process] = cost.ready_bytes
         self._at_first.setdefault(cost.process, cost.ready_bytes)
         self._consumed += cost.bytes_read
 
     def begin(self) -> None:
-        """It counts from here on."""
+        """Starts counting."""
         self._at_first, self._consumed = dict(self._ready), 0
 
     @property
     def share_that_came(self) -> float:
-        """At most 1: more than is consumed is of no use."""
+        """At most 1: bytes beyond those consumed do not help."""
         if not self._consumed:
             return 1.0
         stored = sum(self._ready.values()) - sum(self._at_first.values())

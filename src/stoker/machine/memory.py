@@ -9,8 +9,8 @@ from pathlib import Path
 
 from stoker.cgroups import CGROUP_ROOT, PROC, CgroupFolder, cgroup_folders, memory_limit
 
-# What the kernel reclaims before it kills a process, by cgroup version. Shared memory is not in these: it counts as
-# anonymous.
+# Memory that the kernel reclaims before it kills a process, by cgroup version. Shared memory is not among these: it
+# counts as anonymous.
 _RECLAIMABLE = {
     1: ("total_active_file", "total_inactive_file"),
     2: ("active_file", "inactive_file", "slab_reclaimable"),
@@ -22,7 +22,7 @@ class TreeMemory:
     """Memory of a process and its descendants; pages that they share are counted once."""
 
     pss_bytes: int
-    """The kernel's PSS: of a library that other programs map too, only this tree's share."""
+    """The kernel's PSS: only this tree's share of a library that other programs map, too."""
     anonymous_bytes: int
     """Heaps and buffers."""
     shared_bytes: int
@@ -32,9 +32,9 @@ class TreeMemory:
 
     @property
     def total_bytes(self) -> int:
-        """What this tree would need alone on the machine: PSS without other programs that map the same libraries.
+        """Memory that this tree would need on its own: PSS without other programs that map the same libraries.
 
-        Beside another torch process the plain PSS of one and the same loader was 20 % smaller.
+        Beside another torch process the plain PSS of the same loader was 20 % smaller.
         """
         return self.anonymous_bytes + self.shared_bytes + self.file_bytes
 
@@ -68,7 +68,7 @@ def tree_pids(root: int) -> list[int]:
 
 def own_and_children_bytes() -> tuple[int, int] | None:
     """Heaps and buffers of this process, and of all its descendants; None where the system does not report it. Pages
-    that a fork shares count in both, which does not matter to how fast they grow."""
+    that a fork shares count in both, which does not affect how fast they grow."""
     own, children, me = None, 0, os.getpid()
     for pid in tree_pids(me):
         held = read_counters(PROC / str(pid) / "status").get("RssAnon")
@@ -84,7 +84,7 @@ class MemoryState:
     """Memory under the nearest limit: the host's, or that of a cgroup of this process."""
 
     available_bytes: int
-    """What can still be allocated before the kernel kills a process."""
+    """Memory that can still be allocated before the kernel kills a process."""
     limit_bytes: int
     stalled: float | None = None
     """Share of the last ten seconds in which every process waited for memory; None where the kernel does not report

@@ -21,7 +21,7 @@ PROC_TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class Binding:
-    """Where a rank should run; `cores` is None if it should stay where it is."""
+    """The cores that a rank should run on; `cores` is None if it should stay where it is."""
 
     cores: frozenset[int] | None
     node: int | None = None
@@ -74,7 +74,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 def choose_binding(
     own: int | None, others: Sequence[int | None], ranks: int, allowed: frozenset[int], sys_root: Path = SYS
 ) -> Binding:
-    """Where a rank should run whose GPU is on the node `own`.
+    """The cores for a rank whose GPU is on the node `own`.
 
     `others` are the nodes of all `ranks` GPUs of this host, its own among them, or fewer if this process cannot see
     them all; `allowed` are the cores it may use now.
@@ -88,9 +88,9 @@ def choose_binding(
     cores = nodes[own] & allowed
     if not cores:
         return STAY
-    # Ranks whose GPU cannot be seen from here are taken to be spread evenly.
+    # Ranks whose GPU cannot be seen from here are assumed to be spread evenly.
     beside = list(others).count(own) if len(others) == ranks else -(-ranks // len(nodes))
-    # One GPU on a host with two sockets needs the cores of both to be fed: half of them, however near, are too few.
+    # One GPU on a host with two sockets needs the cores of both: half of them, however near, are too few to feed it.
     if len(cores) // max(1, beside) < len(allowed) // max(1, ranks):
         return STAY
     return Binding(cores, own)

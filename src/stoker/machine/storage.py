@@ -67,7 +67,7 @@ def mount_of(path: str | Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
         if len(columns) < 5 or not right:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), columns[4])
-        # Of several on one mount point the last is visible.
+        # If several share a mount point, the last is visible.
         if _holds(point, real) and (best is None or len(point) >= best[0]):
             best = (len(point), right.split())
     if best is None:
@@ -140,7 +140,7 @@ def describe_storage(samples: SampleSet) -> StorageFacts:
 def measure_storage(
     store: Store, samples: SampleSet, seconds: float, missing: Say = lambda _text: None
 ) -> StorageFacts:
-    """Reads some of the data for about `seconds`; tells `missing` what could not be measured."""
+    """Reads some of the data for about `seconds`; reports to `missing` what could not be measured."""
     facts = describe_storage(samples)
     if samples.index.facts.get("layout") == "parquet":
         missing("the storage's speed: images in parquet files cannot be read alone")
@@ -171,7 +171,7 @@ def measure_storage(
 
 
 def _two_draws(samples: SampleSet) -> tuple[list[int], list[int]]:
-    """Two sets of samples, disjoint where there are enough: a server caches what it has just read."""
+    """Two sets of samples, disjoint where there are enough: a server caches files that it has just read."""
     count = min(len(samples), 2 * MOST_SAMPLES)
     members = np.random.default_rng(0).choice(len(samples), count, replace=False).astype(np.int64)
     numbers = [int(number) for number in samples.indices(members)]
@@ -183,7 +183,7 @@ def _two_draws(samples: SampleSet) -> tuple[list[int], list[int]]:
 def _read_cold(
     store: Store, index: SampleIndex, numbers: Sequence[int], seconds: float, root: str | None
 ) -> Reading | None:
-    """Reads samples one by one that are not in the page cache; None where all of them are."""
+    """Reads samples one by one that are not in the page cache; None if all of them are."""
     began, took, read, latencies = time.perf_counter(), 0.0, 0, list[float]()
     for number in numbers:
         if time.perf_counter() - began > seconds:
@@ -205,7 +205,7 @@ def _read_cold(
 
 
 def _read_warm(store: Store, index: SampleIndex, numbers: Sequence[int], seconds: float) -> Reading | None:
-    """Reads a few samples repeatedly; the first time is not counted."""
+    """Reads a few samples repeatedly; the first pass is not counted."""
     places = [index.location(number) for number in numbers[:WARM_SAMPLES]]
     began = counted_from = time.perf_counter()
     read = count = 0
@@ -250,7 +250,7 @@ def _read_together(
 
 
 def _dropped(index: SampleIndex, numbers: Sequence[int], seconds: float, root: str) -> list[int]:
-    """The samples that left the page cache, as far as time allows: where none does, each costs some pauses."""
+    """The samples that left the page cache, as far as time allows: if none does, each costs some pauses."""
     end = time.perf_counter() + seconds
     out: list[int] = []
     for number in numbers:

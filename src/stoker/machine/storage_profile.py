@@ -35,9 +35,9 @@ MOST_LISTED = 20_000
 LISTING_S = 5.0
 MOST_TARGETS = 20_000
 LEAST_READS = 4
-"""Fewer say nothing about a percentile, let alone a rate."""
+"""Fewer reads say nothing about a percentile, let alone a rate."""
 DROPPING_SHARE = 0.5
-"""Of a round's time, before it: where the page cache lets go of nothing, each try takes some pauses."""
+"""Share of a round's time, before it: if the page cache drops nothing, each attempt takes some pauses."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Round:
-    """Reads by so many threads for some time."""
+    """Reads by a number of threads for some time."""
 
     at_once: int
     reads: int
@@ -77,10 +77,10 @@ class StorageProfile:
     kind: str | None
     remote: bool | None
     files: int
-    """That were found in the time for listing; there may be more."""
+    """Files that were found in the time for listing; there may be more."""
     mean_bytes: float
     small_bytes: float
-    """Of a small read, on average."""
+    """Mean size of a small read."""
     cold: tuple[Round, ...] = ()
     """Small reads, each of bytes that are not in this host's memory."""
     warm: Round | None = None
@@ -123,7 +123,7 @@ def profile_storage(source: str, seconds: float, advance: Advance = lambda _done
         for done, at_once in enumerate(counts):
             advance(done, steps)
             if done and not cold:
-                break  # where one reader finds nothing cold, more do not
+                break  # if one reader finds nothing cold, more do not
             if (
                 one := _round(files, small.cold(each_s, at_once), at_once, each_s, max(LEAST_READS, at_once))
             ) is not None:
@@ -151,7 +151,7 @@ def profile_storage(source: str, seconds: float, advance: Advance = lambda _done
 
 def small_targets(files: Sequence[tuple[str, int]]) -> list[Target]:
     """Whole files below a megabyte, as a loader of images reads them, and SMALL_READ bytes from many places of larger
-    ones: a place of each file in turn, so that a few shards are read all over, and of many files not one twice."""
+    ones: a place in each file in turn, so that a few shards are read all over, and none of many files twice."""
     rng, found = np.random.default_rng(0), list[Target]()
     places = {path: min(size // (4 * SMALL_READ), MOST_TARGETS) if size >= LEAST_LARGE else 1 for path, size in files}
     for turn in range(max(places.values())):
@@ -184,7 +184,7 @@ class _Files:
     kind: str | None
     remote: bool | None
     remote_store: bool
-    """An object store: this host keeps nothing of it."""
+    """An object store: this host caches nothing of it."""
     sizes: list[tuple[str, int]]
     read: Callable[[Target], int]
 
@@ -213,7 +213,7 @@ class _Supply:
 
 
 def _round(files: _Files, targets: Sequence[Target], at_once: int, seconds: float, least: int) -> Round | None:
-    """Reads the targets with so many threads until the time is over; None if fewer than `least` can be read."""
+    """Reads the targets with this many threads until the time is over; None if fewer than `least` can be read."""
     if len(targets) < least:
         return None
     queue = iter(targets)
@@ -302,14 +302,14 @@ def _walk(top: Path) -> Iterator[tuple[str, int]]:
                     if found >= MOST_LISTED or (found and time.monotonic() > end):
                         return
         except OSError:
-            continue  # a folder that may not be read; others may
+            continue  # a folder without read permission; others may have it
 
 
 def _read_file(target: Target) -> int:
     descriptor = os.open(target.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if target.offset:
-            # The kernel would otherwise read ahead, which a random read has no use for.
+            # Otherwise the kernel would read ahead, which does not help a random read.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         got = 0
         while got < target.size and (part := os.pread(descriptor, target.size - got, target.offset + got)):

@@ -33,7 +33,7 @@ def build_model(
     """The network with random weights, on the CPU.
 
     `other_sizes` are the image sizes it will get besides `img_size` (validation, progressive resizing). With a seed the
-    weights follow from it alone, and torch's generator is not changed.
+    weights depend only on it, and torch's generator is not changed.
     """
     _check_name(name)
     variable = any(size != img_size for size in other_sizes)
@@ -100,7 +100,7 @@ def _check_name(name: str) -> None:
 
 
 def _create(name: str, arguments: dict[str, Any], seed: int | None) -> nn.Module:
-    """Builds the network with every argument, without the default ones that this architecture does not take."""
+    """Builds the network with every argument, but without defaults that this architecture does not take."""
     wanted = dict(arguments)
     while True:
         if seed is not None:

@@ -53,24 +53,24 @@ class NotReadable(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Name:
-    """Something that the file refers to by module and name: it is not imported."""
+    """Something that the file names by module and name; it is not imported."""
 
     text: str
 
 
 @dataclass(eq=False)
 class Foreign:
-    """An object of a class that is not built here: what it is called, and what it holds."""
+    """An object of a class that is not built here: its class's name, and its content."""
 
     name: str
     arguments: Any = ()
     state: Any = None
     """What its class would have restored: usually its attributes by name."""
     items: dict[Any, Any] = field(default_factory=dict)
-    """What it holds as a mapping."""
+    """Its content as a mapping."""
 
     def get(self, key: str) -> Any:
-        """An item or an attribute, of whichever kind; None without it."""
+        """An item or an attribute, whichever it has; None without it."""
         attributes = self.state if isinstance(self.state, dict) else {}
         return self.items.get(key, attributes.get(key))
 
@@ -160,7 +160,7 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> str:
 def _run(program: bytes) -> Any:
     try:
         return _Machine().run(program)
-    # What a program that makes no sense leads to; pickletools raises the last three.
+    # Errors that a nonsensical program leads to; pickletools raises the last three.
     except (IndexError, KeyError, TypeError, AttributeError, ValueError, OverflowError, struct.error) as error:
         raise NotReadable(f"its content makes no sense: {type(error).__name__}: {str(error)[:200]}") from None
 
@@ -328,7 +328,7 @@ def _first(tensor: Any, *_more: Any) -> Any:
 
 
 def _typed_tensor(made: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
-    """A tensor with attributes of its own, which are left out."""
+    """A tensor with attributes, which are left out."""
     return _made(made, arguments)
 
 

@@ -20,7 +20,7 @@ RESENC_BLOCKS = (1, 3, 4, 6)
 RESENC_FEATURES = 32
 RESENC_MOST_FEATURES = 320
 SLOPE = 0.01
-"""Of nnU-Net's LeakyReLU."""
+"""Negative slope of nnU-Net's LeakyReLU."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class ConvolutionBlock(nn.Sequential):
 
 
 BLOCKS = (ResidualBlock, ConvolutionBlock)
-"""What gradient checkpointing computes again, one at a time."""
+"""The blocks that gradient checkpointing recomputes, one at a time."""
 
 
 class UNet(nn.Module):
-    """An encoder, and a decoder that joins each level's features; gives logits, or a list of them, largest first.
+    """An encoder, and a decoder that joins each level's features; returns logits, or a list of them, largest first.
 
     `strides` has one entry for each level but the first. In training mode there are `supervised` outputs.
     """
@@ -134,7 +134,7 @@ def residual_unet(
 ) -> UNet:
     """A residual U-Net with max pooling, Mish and instance norm; the defaults are the case study's, 33.7 M parameters.
 
-    The lowest level goes on with `bottleneck` times its features.
+    The lowest level continues with blocks of `bottleneck` times its features.
     """
     style = Style(partial(nn.Mish, inplace=True), bias=False, normed_shortcut=False, dropout=dropout)
     features = [base * multiplier for multiplier in multipliers]

@@ -28,7 +28,7 @@ from stoker.models import unets
 
 _USUAL: Shape = (32, 32, 32)
 SMALLEST_EDGE = 4
-"""Voxels that nnU-Net leaves of an axis at the lowest level."""
+"""Voxels that nnU-Net leaves along an axis at the lowest level."""
 RESENC_PATCHES: dict[str, Shape] = {
     "resenc_m": (128, 128, 128),
     "resenc_l": (192, 192, 192),
@@ -61,13 +61,13 @@ class Architecture:
     """Whether it has outputs at lower resolutions."""
     dropout: bool = True
     blocks: Callable[[], tuple[type[nn.Module], ...]] = lambda: unets.BLOCKS
-    """What gradient checkpointing computes again, one at a time."""
+    """The blocks that gradient checkpointing recomputes, one at a time."""
 
 
 class VolumeModel(nn.Module):
     """A network that takes patches of any size, or of multiples of `divisor`.
 
-    Gives logits (N, classes, Z, Y, X); in training mode with deep supervision a list of them, full resolution first.
+    Returns logits (N, classes, Z, Y, X); in training mode with deep supervision a list of them, full resolution first.
     """
 
     def __init__(self, network: nn.Module, divisor: Shape, *, pads: bool) -> None:
@@ -89,7 +89,7 @@ class VolumeModel(nn.Module):
                 why="the network halves each axis that often",
                 hint="indivisible_patch=pad",
             )
-        # At the far end only: the voxels of every lower resolution then lie where they would without padding.
+        # At the far end only: the voxels of every lower resolution are then where they would be without padding.
         outputs = self.network(functional.pad(inputs, [n for far in reversed(lacking) for n in (0, far)]))
         if isinstance(outputs, Tensor):
             return outputs[..., : size[0], : size[1], : size[2]]
@@ -97,7 +97,7 @@ class VolumeModel(nn.Module):
 
 
 def _cropped(outputs: list[Tensor], size: Sequence[int]) -> list[Tensor]:
-    """The outputs without what padding added; those whose voxels do not end where the patch ends are left out."""
+    """The outputs without the padding; those whose voxels do not end where the patch ends are left out."""
     full = outputs[0].shape[2:]
     kept = []
     for output in outputs:
@@ -188,15 +188,15 @@ def monai(module: str) -> Any:
 
 
 def nnunet_strides(patch: Shape) -> list[Shape]:
-    """nnU-Net's for cubic voxels: an axis is halved while four voxels would be left of it; a single axis only while six
-    would."""
+    """nnU-Net's rule for cubic voxels: an axis is halved while four voxels would be left of it; a single axis only
+    while six would."""
     sizes = list(patch)
     strides: list[Shape] = []
     while True:
         halved = [size >= 2 * SMALLEST_EDGE for size in sizes]
         if not any(halved):
             return strides
-        # An axis that was halved less often than another is still as fine as that once was: it is halved alone.
+        # An axis that was halved less often than another is as fine as that one once was: it is halved alone.
         voxels = [_halvings(strides, axis) for axis in range(3)]
         finest = min(voxels[axis] for axis in range(3) if halved[axis])
         halved = [halved[axis] and voxels[axis] == finest for axis in range(3)]
@@ -223,7 +223,7 @@ def _product(strides: Sequence[Shape]) -> Shape:
 def _nearest(patch: Shape, strides: Callable[[Shape], list[Shape]], step: int) -> Shape | None:
     """The patch with each axis made smaller or larger until it fits; how often it is halved depends on its size."""
     sizes = list(patch)
-    for axis in [0, 1, 2] * 2:  # twice: an axis on its own is halved by a rule of its own
+    for axis in [0, 1, 2] * 2:  # twice: another rule applies to an axis that is halved alone
         while True:
             if sizes[axis] < 1:
                 return None
@@ -335,7 +335,7 @@ def _segresnet_ds(wanted: Wanted) -> nn.Module:
 
 
 class _NumbersOfSwin(TorchFunctionMode):
-    """Lets MONAI read the rates of stochastic depth, which it asks torch for, where tensors have no values to read."""
+    """Lets MONAI read the rates of stochastic depth from torch where tensors have no values to read."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return np.linspace(*args) if function is torch.linspace else function(*args, **(kwargs or {}))
@@ -382,7 +382,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _compute_again(network: nn.Module, blocks: tuple[type[nn.Module], ...], *, keep_draws: bool) -> None:
-    """Makes blocks keep their inputs only, and compute what they need for gradients when gradients are computed."""
+    """Makes blocks keep only their inputs, and recompute what they need during the backward pass."""
 
     def wrap(part: nn.Module) -> None:
         for child in part.children():

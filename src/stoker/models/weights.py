@@ -29,7 +29,7 @@ from stoker.models.weights_file import (
 Which = Literal["ema", "raw"]
 # A wrapper's own entries, which belong to no network: torch's AveragedModel counts its updates.
 _COUNTERS = ("n_averaged",)
-# A table counts as the network's if it has at least this share of the names that the best one has.
+# A table counts as the network's if it has at least this share of the names in the best one.
 _ENOUGH = 0.5
 
 
@@ -50,7 +50,7 @@ class WeightsReport:
     skipped: tuple[str, ...]
     """The classifier's tensors, if the file has another number of classes: they keep their random values."""
     others: tuple[str, ...]
-    """Entries of the table that are not the network's: a loss, metrics, a second network."""
+    """Entries of the table that do not belong to the network: a loss, metrics, a second network."""
     origin: str
     """Who wrote the file and when, in a few words."""
 
@@ -94,15 +94,15 @@ class NetworkTable:
 def load_weights(model: nn.Module, source: WeightsFile | Path | str, which: Which | None = None) -> WeightsReport:
     """Loads all weights or none: the average if the file has one, unless `which` says otherwise.
 
-    Only a classifier of another size is skipped, and reported. Tensors that are not the network's are left out.
+    Only a classifier of another size is skipped, and reported. Tensors that do not belong to the network are left out.
     """
     file = source if isinstance(source, WeightsFile) else open_weights(Path(source))
     own = model.state_dict()
     chosen, both = choose_network(file, own, which)
     values = chosen.values()
     tops = {name.partition(".")[0] for name in own}
-    # What shares its first part with the network makes it another architecture (layer4.2 for a network that ends at
-    # layer4.1); anything else is a part of the program that trained it.
+    # Extra names that share their first part with the network mean another architecture (layer4.2 for a network that
+    # ends at layer4.1); any others belong to the program that trained it.
     apart = [name for name in values if name not in own and name.partition(".")[0] not in tops]
     found = {name: file.tensor(value) for name, value in values.items() if name in own}
     unexpected = [name for name in values if name not in own and name not in apart]
@@ -132,9 +132,9 @@ def choose_network(file: WeightsFile, own: Mapping[str, Any], which: Which | Non
             f"{file.path} ({file.origin}) holds no {missing}",
             hint=f"--{there}, or leave out --{which}",
         )
-    best = max(wanted, key=lambda place: place.found)  # the first of equal ones: tables are in order of preference
+    best = max(wanted, key=lambda place: place.found)  # ties go to the first: tables are in order of preference
     rivals = [place for place in wanted if place.found == best.found and place.table is best.table]
-    # Of a few names that agree by chance, the error about missing ones says more.
+    # If only a few names agree by chance, the error about missing ones says more.
     if len(rivals) > 1 and best.found >= _ENOUGH * len(own):
         raise UserError(
             "weights-ambiguous",
@@ -206,7 +206,7 @@ def classifier_names(model: nn.Module) -> tuple[str, ...]:
 def _check_fit(
     path: Path, own: Mapping[str, Tensor], found: Mapping[str, Tensor], skipped: set[str], unexpected: list[str]
 ) -> None:
-    # A counter that batch norm got in torch 0.4.1 and needs for nothing here: torchvision's older files lack it.
+    # A counter that batch norm has had since torch 0.4.1 and does not need here: torchvision's older files lack it.
     missing = [name for name in own if name not in found and not name.endswith(".num_batches_tracked")]
     shapes = [
         f"{name} {tuple(found[name].shape)} for {tuple(own[name].shape)}"

@@ -22,14 +22,14 @@ _BATCH = 4096
 
 @dataclass
 class Verification:
-    """What a copy's files are like."""
+    """The state of a copy's files."""
 
     folder: str
     source: str
     files: int = 0
     bytes: int = 0
     wrong: list[tuple[str, str]] = field(default_factory=list)
-    """Files that are not as the manifest says, and why."""
+    """Files that differ from the manifest, and how."""
     unknown: list[str] = field(default_factory=list)
     """Files that are not in the manifest."""
 
@@ -87,7 +87,7 @@ def _difference(copy: LocalCopy, record: CopiedFile) -> str | None:
             return "not a file"
         if found.st_size != record.size:
             return f"{found.st_size} bytes instead of {record.size}"
-        # What is wrong on the disk may be right in memory.
+        # A page that is correct in memory may be damaged on the disk.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         digest = xxhash.xxh3_128()
         while piece := os.read(descriptor, _PIECE):

@@ -8,14 +8,14 @@ from collections.abc import Callable
 FEWEST = 4
 START = 32
 MOST = 512
-# A step has to bring this much, or it is taken back: less is noise, and more connections cost CPU.
+# A step has to gain this much, or it is taken back: less is noise, and more connections cost CPU.
 WORTH_IT = 1.1
-# Each level is measured for at least this long, and until so many requests have ended for each that is in flight; those
-# that were begun at the level before do not count.
+# Each level is measured for at least this long, and until this many requests have ended for each that is in flight;
+# those that were begun at the level before do not count.
 LEAST_S = 0.15
 ROUNDS = 1.5
 LONGEST_S = 4.0
-# Then the next level is tried again: networks change, and the first answer may have been noise.
+# After this time the next level is tried again: networks change, and the first result may have been noise.
 AGAIN_AFTER_S = 8.0
 # After 'slow down' the store gets this long before more is tried.
 QUIET_S = 3.0
@@ -39,7 +39,7 @@ class Concurrency:
         self._begin()
 
     def done(self, size: int) -> None:
-        """A request has ended well."""
+        """Counts a request that has succeeded."""
         if self._fixed:
             return
         if self._settling:
@@ -92,7 +92,7 @@ class Concurrency:
 
 
 class RateLimit:
-    """Lets so many bytes a second begin; None for no limit."""
+    """Lets this many bytes a second begin; None for no limit."""
 
     def __init__(self, bytes_per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.bytes_per_second, self._clock = bytes_per_second, clock
@@ -103,6 +103,6 @@ class RateLimit:
         return 0.0 if self.bytes_per_second is None else max(0.0, self._free_at - self._clock())
 
     def take(self, size: int) -> None:
-        """A request for so many bytes begins."""
+        """Counts a request for this many bytes that begins."""
         if self.bytes_per_second is not None:
             self._free_at = max(self._free_at, self._clock()) + size / self.bytes_per_second

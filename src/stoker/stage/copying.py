@@ -92,7 +92,7 @@ class _Names:
 
 
 def ignores_case(folder: str) -> bool:
-    """Whether the file system of a folder takes `A` and `a` for the same name."""
+    """Whether the file system of a folder is case-insensitive: `A` and `a` are the same name."""
     name = temporary_name(folder)
     with writing(folder):
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
@@ -123,7 +123,7 @@ Show = Callable[[Summary, int], None]
 def copy_all(
     source: Source, copy: LocalCopy, selection: Selection, work: Work, options: StageOptions, show: Show
 ) -> Summary:
-    """Copies what is left; returns what was done. Whatever ends it, what was copied stays and is in the manifest."""
+    """Copies what is left; returns a summary. However it ends, copied files stay and are in the manifest."""
     summary = Summary(source.url, copy.folder, work.total_files, work.total_bytes, present_files=work.present_files)
     summary.subset = selection.record
     run = Transfer(source, copy, options, summary, lambda: show(summary, work.bytes))

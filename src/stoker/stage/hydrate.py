@@ -29,9 +29,9 @@ from stoker.units import count
 BATCH = 2000
 """Restores under way at once; between 1,000 and 5,000 the metadata server keeps up."""
 STALL_S = 300.0
-"""Without one restored file or byte."""
+"""Longest time without a restored file or byte."""
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.2, 5.0
-"""Between two questions about the files under way: each asks the metadata server about all of them."""
+"""Time between two queries about the files under way: each asks the metadata server about all of them."""
 READERS = 32
 CHUNK = 1 << 20
 TICK_S = 0.1
@@ -161,13 +161,13 @@ def list_files(path: str | Path, advance: Advance = lambda _done, _total: None) 
 
 
 class _Stalled(Exception):
-    """Restores that were asked for do not arrive."""
+    """Requested restores do not arrive."""
 
 
 def _restore_all(work: _Work, lfs: Lfs, done: Hydrated) -> Hydrated:
-    """Restores what is released; reads it where that stalls. Raises LfsFailed if `lfs` is of no use from the start."""
+    """Restores released files; reads them if that stalls. Raises LfsFailed if `lfs` does not work from the start."""
     paths = list(work.sizes)
-    lfs.states(paths[:1])  # one file tells whether this is Lustre, before we ask about a million
+    lfs.states(paths[:1])  # one file shows whether this is Lustre, before we ask about a million
     work.say(f"asking lfs about {count(len(paths), 'file')}")
     states = dict(zip(paths, lfs.states(paths), strict=True))
     work.failed |= {path: state.problem for path, state in states.items() if state.problem is not None}
@@ -192,7 +192,7 @@ def _restore_all(work: _Work, lfs: Lfs, done: Hydrated) -> Hydrated:
 
 @dataclass
 class _Work:
-    """What is being done, for both ways of doing it."""
+    """The work in progress, for both ways of doing it."""
 
     sizes: dict[bytes, int]
     rate: RateLimit
@@ -294,7 +294,7 @@ def read_through(
     """
     waiting, ended, read = deque(paths), dict[bytes, str | None](), [0]
     lock, stop = threading.Lock(), threading.Event()
-    # The slower, the smaller, so that no thread waits for longer than a second.
+    # The slower the storage, the smaller the reads, so that no thread waits for longer than a second.
     chunk = CHUNK if not rate.bytes_per_second else min(CHUNK, max(4096, int(rate.bytes_per_second / READERS)))
 
     def read_file(path: bytes, buffer: bytearray) -> None:

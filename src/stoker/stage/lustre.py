@@ -21,17 +21,17 @@ STATES_PER_CALL = 500
 RESTORES_PER_CALL = 50
 """Older clients refuse a request above a third of 5 KB, and a file takes 32 bytes of it."""
 ARGUMENT_BYTES = 100_000
-"""Far below what the kernel passes to a program, whatever the environment takes of it."""
+"""Far below the kernel's limit on arguments, however large the environment."""
 CALL_S = 60.0
-"""For one call: it only asks the metadata server."""
+"""Time limit for one call: it only asks the metadata server."""
 MOST_FAILURES = 20
-"""Single files that fail one after the other: then `lfs` is at fault and not the files."""
+"""Consecutive single files that fail: then `lfs` is at fault, not the files."""
 _STATE = re.compile(rb": \(0x([0-9a-fA-F]+)\)[^\n]*\n")
 _REFUSED = re.compile(r"request.*(not permitted|Permission denied)", re.IGNORECASE)
 
 
 class LfsFailed(Exception):
-    """`lfs` is of no use here; the text says why."""
+    """`lfs` does not work here; the text says why."""
 
 
 class FileState(NamedTuple):
@@ -43,7 +43,7 @@ class FileState(NamedTuple):
 
 
 class Lfs:
-    """The program, with some calls at once; none outlives the `with` block."""
+    """The program, with several calls at once; none outlives the `with` block."""
 
     def __init__(self, program: str, call_s: float = CALL_S) -> None:
         self._program, self._call_s = program, call_s
@@ -90,7 +90,7 @@ class Lfs:
         return found
 
     def _restore(self, paths: Sequence[bytes]) -> dict[bytes, str]:
-        """One file that is gone makes the whole call fail: halves find it, and the others are restored."""
+        """One missing file makes the whole call fail: halving finds it, and the others are restored."""
         refused: dict[bytes, str] = {}
         waiting, in_a_row = [paths], 0
         while waiting:
@@ -108,12 +108,12 @@ class Lfs:
         return refused
 
     def _call(self, action: str, paths: Sequence[bytes]) -> tuple[int, bytes, str]:
-        """Exit code, output, and the last line of what it complained about."""
+        """Exit code, output, and the last line of its errors."""
         try:
             process = subprocess.Popen(
                 [self._program, action, *paths], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, env=os.environ | {"LC_ALL": "C"},
-                # Ctrl-C is ours to handle: a call that it ended would count as a failure of `lfs`.
+                # We handle Ctrl-C: a call that it ended would count as a failure of `lfs`.
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
@@ -123,7 +123,7 @@ class Lfs:
             out, complaints = process.communicate(timeout=self._call_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            # A process that hangs in the kernel does not even end when killed: leave it.
+            # A process that hangs in the kernel does not end even when killed: leave it.
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=1.0)
             raise LfsFailed(f"lfs {action} did not answer in {self._call_s:.0f} s") from None

@@ -37,7 +37,7 @@ _NOT_TRAINED_ON = ("test_images/", "imagesTs/")
 def select_for(
     config: Config, class_list: tuple[str, ...] | None = None, progress: Advance | None = None, say: Say | None = None
 ) -> tuple[str, Selection]:
-    """The root that a config reads from, and what it needs of it."""
+    """The root that a config reads from, and the parts of it that it needs."""
     if config.data_root is None:
         raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
     if config.task != "classify":
@@ -49,7 +49,7 @@ def select_for(
 
 def _volumes(root: str) -> tuple[str, Selection]:
     if not root.endswith((".yaml", ".yml")):
-        open_cases(root)  # tells what is wrong before anything is copied
+        open_cases(root)  # reports errors before anything is copied
         return root, Selection(left_out=_NOT_TRAINED_ON)
     folder = root.rpartition("/")[0] or "."
     if not is_url(folder):

@@ -21,7 +21,7 @@ from stoker.stage.sources import Source, SourceFile
 SECONDS = 3.0
 READERS = 64
 PART = 16 << 20
-"""Of a large file: enough to see its rate."""
+"""Bytes read from a large file: enough to see its rate."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def measure_payback(
 
 
 def payback_text(payback: Payback) -> str:
-    """What is said before copying starts."""
+    """The lines that are printed before copying starts."""
     local = payback.local_bytes_per_second
     disk = "" if local is None else f", the local disk {rate_text(local)} to one"
     text = (
@@ -91,7 +91,7 @@ def read_rate(source: Source, files: Sequence[SourceFile], seconds: float) -> fl
                     return
                 file = files[order.pop()]
             wanted = min(file.size, PART)
-            # Local files that cannot be dropped would tell about memory, not about the source.
+            # Local files that stay in the page cache would show the speed of memory, not of the source.
             if not wanted or (root is not None and not drop_from_cache(f"{root}/{file.path}", 0, wanted)):
                 continue
             try:

@@ -32,7 +32,7 @@ from stoker.data.store.stores import Buffer, ReadFailure, StoreDown
 from stoker.stage.sources import LISTING_THREADS, Content, Retried, Source, SourceFile, jitter, say_nothing
 
 SLOWEST = 100_000
-"""Bytes per second of one request that are waited for; if they are fewer, too many requests share the network."""
+"""Lowest rate of one request, in bytes per second; if it is slower, too many requests share the network."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _TOO_FAST = (429, 503)
 _FOR_NOW = (408, 500, 502, 504)
@@ -105,7 +105,7 @@ class S3Source(Source):
         whole = start == 0 and end == file.size
 
         def attempt() -> Content:
-            # The checksum of the whole object is not told with a range of it.
+            # The response to a range lacks the checksum of the whole object.
             headers = {"x-amz-checksum-mode": "ENABLED"} if whole else {"range": f"bytes={start}-{end - 1}"}
             found = self._ask_about(file, "GET", "GetObject", headers, end - start)
             if not whole and found.status != 206:
@@ -121,7 +121,7 @@ class S3Source(Source):
         return self._patiently(file.path, attempt, retried)
 
     def agreed(self, file: SourceFile, content: Buffer) -> str | None:
-        """The checksum of the store that an object agrees with that was read in parts."""
+        """The store's checksum that an object read in parts agrees with."""
         found = self._patiently(
             file.path,
             lambda: self._ask_about(file, "HEAD", "HeadObject", {"x-amz-checksum-mode": "ENABLED"}),
@@ -192,7 +192,7 @@ class S3Source(Source):
         raise Fault(error.message.rstrip("."))
 
     def _patiently(self, path: str, attempt: Callable[[], _Result], retried: Retried) -> _Result:
-        """The result of a request, which is made again as long as there is hope."""
+        """The result of a request, which is retried while that may help."""
         tries, first_fault = 0, 0.0
         while True:
             heard = max(self._last_success, first_fault)
@@ -222,7 +222,7 @@ class S3Source(Source):
                     why="nothing can be copied until it does; what was copied stays",
                     hint="check the network, then run the same command again: it continues",
                 )
-            # As long as nothing else arrives either, it is the store's fault; afterwards an object has its time again.
+            # While nothing else arrives either, the store is at fault; afterwards the object's time limit starts again.
             failing_s = now - max(first_fault, self._back)
             if self._last_success > first_fault and failing_s > min(self._patience.object_s, self._patience.retry_s):
                 raise ReadFailure(path, "unreadable", str(fault))
@@ -290,7 +290,7 @@ class _Place(NamedTuple):
     host_header: str
     tls: bool
     base: str
-    """Of every path: `/bucket`, or nothing if the bucket is a part of the host's name."""
+    """Start of every path: `/bucket`, or nothing if the bucket is a part of the host's name."""
     prefix: str
     """Without a slash at its end; "" for the whole bucket."""
     region: str
@@ -370,12 +370,12 @@ _CHECKSUMS: dict[str, Callable[[Buffer], bytes]] = {
     "sha256": lambda data: hashlib.sha256(data).digest(),
     "sha1": lambda data: hashlib.sha1(data).digest(),  # noqa: S324 - what the store has, not what we trust
 }
-"""What is computed, the fastest first. S3 has a CRC64NVME of every object since 2025."""
+"""Checksums that are computed, the fastest first. S3 has stored a CRC64NVME of every object since 2025."""
 _PLAIN_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
 def agreed_checksum(headers: dict[str, str], data: Buffer) -> str | None:
-    """The kind of checksum that the response has and that the data agrees with; "" if it has none that can be computed,
+    """The kind of checksum in the response that the data agrees with; "" if it has none that can be computed,
     None if one disagrees.
 
     An ETag with a '-' is not a checksum of the content, nor is one of an object that is encrypted with a key of KMS."""

@@ -13,27 +13,27 @@ from stoker.stage.sources import Source, SourceFile
 from stoker.units import count
 
 MARKERS = ("index.json", "volumes.json")
-"""What a pack writes last, and a copy of it too: with it, it is complete."""
+"""The file that a pack writes last, and so does a copy of it: once it is there, the pack is complete."""
 SUPPORT = (".csv", ".jsonl", ".json", ".txt", ".mat", ".npy", ".yaml", ".yml", ".md")
-"""Lists, labels and indexes, which are copied beside the images that they are about."""
+"""Lists, labels and indexes, which are copied beside the images that they describe."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is copied of a source; without folders and paths, all of it."""
+    """The part of a source that is copied; without folders and paths, all of it."""
 
     folders: tuple[str, ...] = ("",)
-    """Below which files are listed."""
+    """Folders below which files are listed."""
     paths: frozenset[str] | None = None
     """The files that are wanted; None for all below the folders."""
     support_in: frozenset[str] = frozenset()
     """Folders whose lists, labels and indexes are wanted, too."""
     left_out: tuple[str, ...] = ()
-    """How the paths of files begin that are not wanted."""
+    """Prefixes of paths that are not wanted."""
     empty_folders: tuple[str, ...] = ()
     """Class folders, which count even if they have no images."""
     record: dict[str, Any] | None = field(default=None)
-    """The content of `subset.json`; None if all was taken."""
+    """The content of `subset.json`; None if everything was taken."""
 
     def wanted(self, file: SourceFile) -> bool:
         """Whether a listed file is copied."""

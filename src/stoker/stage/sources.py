@@ -33,7 +33,7 @@ class SourceFile(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What was read of a file."""
+    """The bytes read from a file."""
 
     data: Buffer
     verified: str
@@ -41,11 +41,11 @@ class Content(NamedTuple):
 
 
 Retried = Callable[[str, bool], None]
-"""Is told why a request failed that is made again, and whether fewer at once would help."""
+"""Called with the reason why a request is retried, and whether fewer at once would help."""
 
 
 def say_nothing(_reason: str, _too_fast: bool) -> None:
-    """For those who do not count retries."""
+    """For callers that do not count retries."""
 
 
 class Source(Protocol):
@@ -201,7 +201,7 @@ def _list_folder(root: str, folder: str, above: tuple[tuple[int, int], ...]) -> 
                 try:
                     found = entry.stat()
                 except FileNotFoundError:
-                    found = entry.stat(follow_symlinks=False)  # a dangling link: told when it is read
+                    found = entry.stat(follow_symlinks=False)  # a dangling link: reported when it is read
                 files.append(SourceFile(path, found.st_size, f"{found.st_mtime_ns}"))
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -254,5 +254,5 @@ class ObjectSource(Source):
 
 
 def jitter(least: float, most: float) -> float:
-    """A number between these two, so that clients which failed together do not come back together."""
+    """A number between these two, so that clients that failed together do not return together."""
     return random.uniform(least, most)  # noqa: S311

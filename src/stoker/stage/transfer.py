@@ -28,13 +28,13 @@ from stoker.units import size_text
 
 PART_BYTES = 8 << 20
 MOST_BYTES = 1 << 30
-"""Of all reads under way, which are in memory."""
+"""Size of all reads in flight, which are in memory."""
 CHECKSUM_TRIES = 4
-"""How often a file is copied in parts whose bytes do not agree with the source's checksum."""
+"""How often a file in parts is copied again if its bytes do not agree with the source's checksum."""
 BAD_CHECKSUM = "the bytes do not agree with the store's checksum"
 COMMIT_EVERY_S = 2.0
 TICK_S = 0.25
-# Left free on the target's disk: other programs write there, too.
+# Space left free on the target's disk: other programs write there, too.
 MARGIN_SHARE = 0.02
 MOST_MARGIN_BYTES = 1_000_000_000
 
@@ -63,7 +63,7 @@ class Summary:
     present_files: int = 0
     """Files that were there already, unchanged at the source."""
     verified: Counter[str] = field(default_factory=Counter)
-    """Of the copied files, by the kind of checksum that agreed; "" for those of which only the length did."""
+    """Copied files by the kind of checksum that agreed; "" for those whose length alone was checked."""
     failures: list[tuple[str, str]] = field(default_factory=list)
     retries: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -126,7 +126,7 @@ class _Read:
 
 
 class Transfer:
-    """A run of copying. Close it, whatever happened: what was copied is whole and gets into the manifest."""
+    """A run of copying. Always close it: copied files are complete and get into the manifest."""
 
     def __init__(
         self, source: Source, copy: LocalCopy, options: StageOptions, summary: Summary, show: Callable[[], None]
@@ -138,14 +138,14 @@ class Transfer:
         self._under_way = self._bytes = 0
         self._large: set[_Large] = set()
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        """What threads have to say, called by the main one."""
+        """Messages of the threads, printed by the main one."""
         self._stop = threading.Event()
         self._trouble: OSError | None = None
         self._committer = threading.Thread(target=self._commit, name="stoker-commit", daemon=True)
         self._committer.start()
 
     def copy(self, files: Iterable[SourceFile]) -> None:
-        """Copies all files; those that fail are in the summary. Raises UserError if the store or the disk fails."""
+        """Copies all files; failed ones are in the summary. Raises UserError if the store or the disk fails."""
         reads = self._reads(files)
         read = next(reads, None)
         pool = ThreadPoolExecutor(self._source.most_at_once, thread_name_prefix="stoker-stage")
@@ -173,7 +173,7 @@ class Transfer:
         self._tick()
 
     def close(self) -> None:
-        """Commits what is left."""
+        """Commits the rest."""
         self._stop.set()
         self._committer.join()
         self._summary.seconds = time.monotonic() - self._began
@@ -313,7 +313,7 @@ def room_margin(folder: str) -> int:
 
 @contextmanager
 def writing(folder: str) -> Iterator[None]:
-    """Within it, an OSError is the target's, not the source's: it ends the run with an error that says so."""
+    """An OSError in the block comes from the target, not the source: it ends the run with an error that says so."""
     try:
         yield
     except OSError as error:

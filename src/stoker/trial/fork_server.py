@@ -27,7 +27,7 @@ from stoker.trial.limits import MemoryWatch, be_killed_first, memory_left
 START_S = 300.0
 """How long importing may take on a slow disk."""
 NO_MEMORY = frozenset({"out-of-device-memory", "out-of-memory"})
-"""Names of errors that say so."""
+"""Names of errors that mean a lack of memory."""
 KILLED = frozenset({"worker-died"})
 DETAIL_LETTERS = 400
 
@@ -48,14 +48,14 @@ class Ended:
     error: StokerError | None = None
     """What it raised, if a user can act on it."""
     bug: str | None = None
-    """What it raised otherwise; the first line says it all, a traceback follows."""
+    """What it raised otherwise; the first line is a summary, a traceback follows."""
     took_s: float = 0.0
     """Without the imports, which only the first one waits for."""
     peak_bytes: int | None = None
-    """Memory of its processes together, at the highest."""
+    """Peak memory of its processes together."""
 
     def reraise(self, but_for: Collection[str] = ()) -> None:
-        """Raises what it raised, if anything; errors of these names are left to the caller."""
+        """Raises the function's error, if there was one; errors with these names are left to the caller."""
         if self.bug is not None:
             raise ChildFailed(self.bug)
         if self.error is not None and self.error.name not in but_for:
@@ -69,7 +69,7 @@ class ForkServer:
         self._imports = list(imports)
         self._server: Child | None = None
         self.import_s = 0.0
-        """What a process would need on top to start, if it were not a fork."""
+        """Time that a process would also need to start, if it were not a fork."""
 
     def call(
         self,
@@ -82,7 +82,7 @@ class ForkServer:
     ) -> Ended:
         """How the function ended; whatever it does, this does not raise.
 
-        It may take `memory_bytes`, or what the machine has left if that is less."""
+        It may take `memory_bytes`, or the available memory if that is less."""
         # As `stoker train` does: torch threads that spin while they wait would take the cores from the loader.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         try:
@@ -120,13 +120,13 @@ class ForkServer:
 
 
 def _follow(server: Child, timeout_s: float | None, on_message: Tell, watch: MemoryWatch) -> dict[str, Any]:
-    """What a fork says until it ends: `result`, `error` or `bug`; its exit `status`; `late` if it was ended."""
+    """Messages of a fork until it ends: `result`, `error` or `bug`; its exit `status`; `late` if it was ended."""
     found: dict[str, Any] = {}
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         if not select.select([server], [], [], left_s)[0]:
-            # The fork's end is still awaited: what it has written by then must not be taken for the next one's.
+            # The fork's end is still awaited: its last messages must not be taken for the next one's.
             found["late"], deadline_s = True, None
             if "pid" in found:
                 kill_all(found["pid"], running=True)
@@ -181,7 +181,7 @@ def _serve(imports: list[str], parent: Parent) -> None:
             _live(job, theirs, parent, ours)
         theirs.close()
         with ours:
-            # Half a message of a fork that was killed ends here.
+            # Half a message of a killed fork ends this loop.
             for message in Parent(ours).messages():
                 parent.send(message)
         _, status = os.waitpid(pid, 0)
@@ -191,7 +191,7 @@ def _serve(imports: list[str], parent: Parent) -> None:
 
 
 def _live(job: dict[str, Any], channel: socket.socket, server: Parent, other: socket.socket) -> None:
-    """The life of a fork; never returns."""
+    """Runs a fork; never returns."""
     code = 1
     try:
         parent_pid = os.getppid()
@@ -213,5 +213,5 @@ def _live(job: dict[str, Any], channel: socket.socket, server: Parent, other: so
         else:
             tell.send({"bug": f"{type(raised).__name__}: {raised}\n{traceback.format_exc()}"})
     finally:
-        # Not sys.exit: what the server registered for its own end is not ours to do.
+        # Not sys.exit: the server's exit handlers must not run in a fork.
         os._exit(code)

@@ -15,7 +15,7 @@ from stoker.machine.host import HostConfig
 LOADER_KEYS = ("num_workers", "prefetch_factor", "loader", "persistent_workers", "pin_memory", "lookahead")
 STEP_KEYS = ("compile_model", "compile_mode", "channels_last", "batch_size", "gradient_accumulation")
 HARMLESS = frozenset(
-    # Where a trial runs a single rank, its number of devices says nothing about the training.
+    # If a trial runs a single rank, its number of devices says nothing about the training.
     {*LOADER_KEYS, *STEP_KEYS, "decoder", "volume_cache", "data_root", "devices", "num_nodes", "sync_batchnorm"}
 )
 """Keys that cannot change a training; batch_size and gradient_accumulation are compared as their product, and data from
@@ -25,13 +25,13 @@ LEDGER_UPDATES = 2
 
 
 class Ledger:
-    """Takes the batches of a trial. The same for any division of an update into batches.
+    """Hashes the batches of a trial. The same for any division of an update into batches.
 
-    `pixels`: what was decoded counts, too.
+    `pixels`: decoded values count, too.
     """
 
     _COLUMNS = ("indices", "labels", "keys", "flips", "starts", "shapes", "orders", "matrices", "offsets", "elastic")
-    """Of a batch of images or patches, as far as it has them."""
+    """Fields of a batch of images or patches, as far as it has them."""
 
     def __init__(self, config: HostConfig, ranks: int, *, pixels: bool = False) -> None:
         self._pixels = pixels
@@ -78,7 +78,7 @@ class Ledger:
 def _pixels_of(batch: Any, samples: int) -> list[Any]:
     if not hasattr(batch, "layout"):
         return [batch.images[:samples]]
-    # The rest of a patch's row is left from another one.
+    # The rest of a patch's row is left over from another one.
     parts = [part for slot in range(samples) for part in batch.region(slot)]
     return [part for part in parts if part is not None]
 

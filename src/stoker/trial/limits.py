@@ -14,14 +14,14 @@ from stoker.machine.memory import read_counters, read_memory, tree_memory, tree_
 LEAST_PATIENCE_S = 300.0
 """For the first trial: a step of a large model on a CPU takes a minute, a start from a slow disk another."""
 RESERVE = 0.05
-"""Of the memory that is available when a trial starts: left to everybody else."""
+"""Share of the memory available when a trial starts that is left to everybody else."""
 LOOK_EVERY_S = 0.2
 EXACTLY_EVERY_S = 1.5
-"""Reading exactly what processes share takes milliseconds for each of them, on the cores that are being measured."""
+"""The exact measure takes milliseconds for each process that shares memory, on the cores that are being measured."""
 NEAR = 0.8
-"""Of the limit, from which on it is read exactly every time."""
+"""Share of the limit above which memory is read exactly every time."""
 PATIENT = 4.0
-"""Times what the first run took, beyond which another one hangs."""
+"""A run that takes this many times as long as the first one hangs."""
 LEAST_WAIT_S = 30.0
 """A shorter run says little about how long starting many workers may take."""
 
@@ -34,20 +34,20 @@ def patience_after(first_took_s: float | None, seconds: float) -> float:
 
 
 def memory_left(limit_bytes: int | None) -> int | None:
-    """What a trial may take now: what is there, less a reserve, or the limit that was given if that is less."""
+    """Memory that a trial may take now: what is available, less a reserve, or the given limit if that is less."""
     state = read_memory()
     known = [] if state is None else [int((1 - RESERVE) * state.available_bytes)]
     return min([*known, *([] if limit_bytes is None else [limit_bytes])], default=None)
 
 
 def be_killed_first() -> None:
-    """If memory runs out after all, the kernel takes this process or one below it, and none of the user's."""
+    """If memory runs out after all, the OOM killer chooses this process or a descendant, and none of the user's."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 class MemoryWatch:
-    """Ends a process, with everything below it, when they exceed a limit together; remembers the most that they had."""
+    """Ends a process, with its descendants, when they exceed a limit together; remembers their peak."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
@@ -63,8 +63,8 @@ class MemoryWatch:
         return f"it took {(self.exceeded_bytes or 0) / 1e9:.2f} GB, and {limit} were left for it"
 
     def begin(self, pid: int, server: int) -> None:
-        """Watches this process, which leads a group of its own. What it shares with the server that it was forked from
-        counts as its own."""
+        """Watches this process, which leads its own process group. Memory shared with the server that it was forked
+        from counts as its own."""
         self._pid, self._whole = pid, server
         self._thread.start()
 
@@ -85,7 +85,7 @@ class MemoryWatch:
                 continue
             exactly_due_s = time.monotonic() + EXACTLY_EVERY_S
             memory = tree_memory(self._whole)
-            # Pages of libraries are not counted: others map them as well, and the kernel takes them back first.
+            # Pages of libraries are not counted: others map them as well, and the kernel reclaims them first.
             taken = memory.anonymous_bytes + memory.shared_bytes
             self.peak_bytes = max(taken, self.peak_bytes or 0)
             if self.limit_bytes is not None and taken > self.limit_bytes:
@@ -95,7 +95,7 @@ class MemoryWatch:
 
 
 def _about(pid: int) -> int:
-    """At most what the processes take, quickly: what they share is counted in each of them."""
+    """A quick upper bound of the processes' memory: shared pages are counted in each of them."""
     found = 0
     for process in tree_pids(pid):
         status = read_counters(PROC / str(process) / "status")

@@ -18,35 +18,35 @@ PARTS = 6
 """Windows of a trial that runs for its whole time."""
 FEWEST_PARTS = 3
 MOST_EQUAL = 1000
-"""Windows that one stall counts as: it is in the answer of the process."""
+"""Most windows that one stall counts as: they are in the result of the process."""
 AGREED = 0.008
-"""Relative standard error of the windows' mean from which on more of them would tell nothing new: well below the
+"""Relative standard error of the windows' mean below which more windows would not change the result: well below the
 smallest gain that counts."""
 ENOUGH_BATCHES = 40
 UNSURE = 0.08
-"""The same, from which on a trial goes on beyond its time: with a huge image now and then, two seconds of the same
-settings differed by a third. Short windows of whole batches alone explain half of it."""
+"""The same error, above which a trial continues beyond its time: with a huge image now and then, two seconds of the
+same settings differed by a third. Short windows of whole batches alone explain half of that."""
 FOR_THE_LEAST_S = 15.0
-"""However short a trial is meant to be: three seconds of 16 processes were anything between 320 and 450 images/s."""
+"""However short a trial is meant to be: three seconds of 16 processes gave between 320 and 450 images/s."""
 ROUNDS, ROUNDS_AT_MOST_S = 3, 30.0
-"""Requests that share a link arrive together, in rounds; the first batch took about one. What has come of a request
-that is under way does not count yet, so a trial is wrong by up to one of its rounds: over 6 MB/s (52 images/s), trials
-that lasted for one saw anything between 2 and 99 images/s."""
+"""Requests that share a link arrive together, in rounds; the first batch took about one. The bytes of a request in
+flight do not count yet, so a trial is wrong by up to one of its rounds: over 6 MB/s (52 images/s), trials that lasted
+for one round gave between 2 and 99 images/s."""
 LONGEST = 2.5
-"""Times the wanted seconds, for batches that take long and for rates that vary."""
+"""Factor of the wanted seconds, for batches that take long and for rates that vary."""
 
 ReportSeconds = Callable[[float], None]
 """Called with the seconds measured so far."""
 
 
 class Measurement:
-    """Is told of each batch and step of a trial, and says when to stop."""
+    """Called for each batch and step of a trial; decides when to stop."""
 
     def __init__(
         self, seconds: float, tell: ReportSeconds, *, warm_up: int = WARM_UP_STEPS, least: int | None = None,
         remote: bool = False, keep: int,
     ) -> None:  # fmt: skip
-        """`warm_up` batches do not count. With `least`, it ends sooner where its windows agree, and later where they do
+        """`warm_up` batches do not count. With `least`, it ends sooner if its windows agree, and later if they do
         not or there were fewer batches; without, when its seconds are over. `remote`: the data is behind a link that
         requests share. `keep` single steps and batches are kept."""
         self.clock = StepClock(keep=keep)
@@ -67,7 +67,7 @@ class Measurement:
 
     @property
     def windows(self) -> list[float]:
-        """Samples per second, as far as their bytes came while it was measured."""
+        """Samples per second, as far as their bytes arrived while it was measured."""
         share = self._link.share_that_came
         return [share * rate for rate in self._windows]
 
@@ -123,7 +123,7 @@ class Measurement:
 
 
 def is_enough(windows: Sequence[float], batches: int, least: int, elapsed_s: float, wanted_s: float) -> bool:
-    """Whether a trial has measured enough: sooner where its windows agree, later where they do not."""
+    """Whether a trial has measured enough: sooner if its windows agree, later if they do not."""
     if elapsed_s >= max(LONGEST * wanted_s, 0.0 if batches >= least else FOR_THE_LEAST_S):
         return True
     if len(windows) < FEWEST_PARTS or batches < least:

@@ -44,13 +44,13 @@ ENDLESS = 1_000_000_000
 
 Job = dict[str, Any]
 """`kind`, `config`, `seconds`, `cpus`; for `together` also `pace_s` (None: the real model), `keep` (single steps and
-batches), `whole` (whether all of the seconds are measured, or as many as it takes to know the rate), `ranks` that share
-this machine and `pixels` (whether they are part of the ledger)."""
+batches), `whole` (whether all of the seconds are measured, or as many as are needed to know the rate), `ranks` that
+share this machine and `pixels` (whether they are part of the ledger)."""
 Header = dict[str, Any]
 
 
 def run_trial(job: Job, tell: ReportSeconds) -> dict[str, Any]:
-    """What the trial of this kind shows."""
+    """The measurements of the trial of this kind."""
     cores = sorted(allowed_cores())
     if job.get("ranks", 1) > 1 and job["cpus"] < len(cores) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores[: job["cpus"]])  # the share of one rank
@@ -61,7 +61,7 @@ def together_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[st
     """The loader and its consumer together: rate in windows, clock, ledger and start."""
     accumulated = config.gradient_accumulation
     whole = job.get("whole", False)
-    # While a slow first step runs, the loader fills its queue: until that is used up, the rate is not the loader's.
+    # While a slow first step runs, the loader fills its queue: until that is empty, the rate is not the loader's.
     queued = 0 if whole else config.num_workers * (config.prefetch_factor or 2)
     measurement = Measurement(
         job["seconds"], tell, keep=job["keep"], warm_up=max(WARM_UP_STEPS * accumulated, queued),

@@ -18,7 +18,7 @@ ALONE = {"devices": 1, "num_nodes": 1, "sync_batchnorm": False}
 
 
 def open_once(config: HostConfig, say: Callable[[str], None]) -> None:
-    """Lists, calibrates and indexes once, here: the trials find what was remembered."""
+    """Lists, calibrates and indexes once, here: the trials find the saved results."""
     if config.task == "classify":
         choose_decoding(config, open_samples(config, "train", say=say).index)
     else:
@@ -28,7 +28,7 @@ def open_once(config: HostConfig, say: Callable[[str], None]) -> None:
 
 
 def trial_server() -> ForkServer:
-    """What trials of configs are forked from."""
+    """The server that trials of configs are forked from."""
     return ForkServer("stoker.trial.process")
 
 
@@ -43,8 +43,8 @@ def run_trial(
     report: Callable[[float], None] = lambda _seconds: None,
     **job: Any,
 ) -> Ended:
-    """How a trial of this kind ended (`stoker.trial.process`, which says what `job` is); `report` gets the seconds
-    measured so far. Whatever the config causes is a result."""
+    """How a trial of this kind ended (`stoker.trial.process` describes `job`); `report` gets the seconds
+    measured so far. Any failure that the config causes is a result."""
     job |= {"kind": kind, "config": config_values(config.model_copy(update=ALONE)), "seconds": seconds}
     return server.call(
         "stoker.trial.process:run_trial", job, timeout_s=timeout_s, memory_bytes=memory_bytes, on_message=report
@@ -52,7 +52,7 @@ def run_trial(
 
 
 def observed_in(ended: Ended, config: HostConfig, pace_s: float | None) -> Observed:
-    """What the clock saw in a `together` trial that was measured."""
+    """The clock's figures of a `together` trial that was measured."""
     pace = None if pace_s is None else config.batch_size / pace_s
     seen = observed_from(ended.result["lines"], "the trial")
     return replace(seen, source="trial", pace_images_per_second=pace, ceiling_images_per_second=pace)

@@ -33,7 +33,7 @@ LEAST_LOOKAHEAD = 1_000_000
 PIXELS = "changes pixels slightly"
 OTHER_TRAINING = "another training"
 KNOWN_RESULTS = ("measured", "different-training")
-"""Results that have a speed: what is switched off here may change the training."""
+"""Results that have a speed: switching something off here may change the training."""
 TOGETHER = "all of these together"
 
 
@@ -55,7 +55,7 @@ class Contribution:
     factor: float | None = None
     """None if it is off already, or could not be measured."""
     spread: float | None = None
-    """± so much of the factor, two standard errors."""
+    """Two standard errors, as a share of the factor."""
     failure: str = ""
     """Why a trial without it gave no speed."""
 
@@ -177,7 +177,7 @@ def ablate(
 ) -> Ablation:
     """The contribution of each optimisation; the second round is left out if the first took half of the budget.
 
-    `trials` score with `speed_of`. `told` gets what was found about an optimisation so far.
+    `trials` score with `speed_of`. `told` is called with the findings about an optimisation so far.
     """
     switched = [source for source in sources if source.without]
     same = [source for source in switched if source.note != OTHER_TRAINING]
@@ -199,7 +199,7 @@ def ablate(
                 why=whole[-1].detail or "every other trial is compared with it",
                 hint="stoker plan CONFIG    # memory; or stoker doctor CONFIG",
             )  # fmt: skip
-        # Backwards in every other round, so that nothing always runs on a warmer machine than something else.
+        # Backwards in every other round, so that no setting always runs on a warmer machine than another.
         for source in switched if rounds % 2 == 0 else switched[::-1]:
             off[source.label].append(trials.run(full | source.without, source.without, "candidate"))
             whole.append(trials.run(full, {}, "whole"))
@@ -226,7 +226,7 @@ def _contribution(
 
 
 def speed_of(measured: Measured) -> float | None:
-    """Also of another training, which does not count in a search."""
+    """Includes results of another training, which do not count in a search."""
     return measured.raw_samples_per_second if measured.result in KNOWN_RESULTS else None
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from stoker.tune.records import Measured, Settings
 
 Score = Callable[[Measured], float | None]
-"""What is maximised; None if the run does not say."""
+"""The value that is maximised; None if the run does not have it."""
 
 FLOOR = 0.02
-"""A gain below this is not one, however still the machine is: nobody would notice it."""
+"""A gain below this does not count, however quiet the machine: nobody would notice it."""
 LEAST_SPREAD = 0.005
-"""Of repeated runs: two that happen to agree do not prove that there is no noise."""
+"""Smallest spread assumed for repeated runs: two that happen to agree do not prove that there is no noise."""
 NORMAL_MEDIAN = 1.4826
 """Standard deviations in a median absolute deviation of a normal distribution."""
 SURE = 2.0
@@ -32,7 +32,7 @@ class Comparison:
 
     gain: float
     noise: float
-    """± so much, two standard errors."""
+    """Two standard errors."""
 
     @property
     def ratio(self) -> float:
@@ -62,7 +62,7 @@ def compare(mine: Sequence[Measured], against: Sequence[Measured], score: Score,
 
 
 def compare_turns(seen: Comparison, ratios: Sequence[float], turns: Iterable[Sequence[float]]) -> Comparison:
-    """What `compare` saw, more exactly where both were run in turns: a machine that gets slower and faster does so for
+    """The result of `compare`, more exact if both were run in turns: a machine that gets slower and faster does so for
     both runs of a turn, so their ratio varies less than their rates.
 
     `ratios` are the log-ratios of these turns, `turns` those of all candidates, which say how much turns differ.
@@ -76,7 +76,7 @@ def compare_turns(seen: Comparison, ratios: Sequence[float], turns: Iterable[Seq
 
 
 def log_ratios(mine: Sequence[Measured], against: Sequence[Measured], score: Score) -> list[float]:
-    """Of each turn; empty unless all of them are good."""
+    """The ratio of each turn; empty unless all of them are good."""
     ours, theirs = _logs(mine, score), _logs(against, score)
     if len({len(ours), len(theirs), len(mine), len(against)}) != 1:
         return []
@@ -85,7 +85,7 @@ def log_ratios(mine: Sequence[Measured], against: Sequence[Measured], score: Sco
 
 def spread_of(groups: Iterable[Sequence[Measured]], score: Score) -> float:
     """Standard deviation between runs of the same settings, as a logarithm: from repeats, and from the windows of
-    single runs, whichever is larger. Medians, so that settings which fell apart once do not hide all other gains."""
+    single runs, whichever is larger. Medians, so that one collapse of some settings does not hide all other gains."""
     apart: list[float] = []
     within: list[float] = []
     for runs in groups:
@@ -112,7 +112,7 @@ def turn_spread(turns: Iterable[Sequence[float]]) -> tuple[float, int] | None:
 
 
 def is_cheaper(settings: Settings, than: Settings) -> bool:
-    """Whether settings take less memory than others, no more of anything, and are otherwise the same."""
+    """Whether settings take less memory than others, no more of any resource, and are otherwise the same."""
     ours, theirs = _taken(settings), _taken(than)
     same = all(value == than.get(name) for name, value in settings.items() if name not in TAKES_MEMORY)
     return same and ours != theirs and all(one <= other for one, other in zip(ours, theirs, strict=True))
@@ -122,7 +122,7 @@ def _taken(settings: Settings) -> tuple[float, float, float]:
     """Workers, batches in flight, look-ahead."""
     values = (settings.get(name) for name in TAKES_MEMORY)
     workers, each, ahead = (float(value) if isinstance(value, (int, float)) else 0.0 for value in values)
-    # A script may have a number of workers of its own, which is always the same.
+    # A script may have a fixed number of workers.
     return workers, (workers if "num_workers" in settings else 1.0) * each, ahead
 
 

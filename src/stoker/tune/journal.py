@@ -29,7 +29,7 @@ from stoker.tune.records import Key, Measured, Outcome, Settings, Step, key_of
 
 FORMAT = 1
 MOST_WORKERS = 4096
-"""In a line that is read back: workers are simulated one by one."""
+"""Limit for a line that is read back: workers are simulated one by one."""
 
 Kind = TypeVar("Kind")
 
@@ -58,7 +58,7 @@ class Journal:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.resumed = 0
-        """Trials that were taken over."""
+        """Trials that were taken over from an earlier start."""
         self._recorded: dict[Key, deque[Measured]] = {}
         self._steps: list[tuple[Any, ...]] = []
         """The decisions that are there already, in order."""
@@ -88,8 +88,8 @@ class Journal:
         self._descriptor = open_to_append(self.path)
         if same:
             self._end_half_line()
-        # Held until this process ends, however it does: `stoker watch` sees by it that the search is under way. The
-        # last thing to do: closing any other descriptor of the file would drop it.
+        # Held until this process ends, however it does: it tells `stoker watch` that the search is under way. Taken
+        # last: closing any other descriptor of the file would release it.
         with suppress(OSError):
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return None if same else why_not
@@ -110,7 +110,7 @@ class Journal:
             self._write({"kind": "step", **as_record(without_details(step))})
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Any other line."""
+        """Writes any other line."""
         self._write({"kind": kind, **facts})
 
     def noted(self, kind: str) -> Record | None:
@@ -140,7 +140,7 @@ class Journal:
                 self.resumed += 1
 
     def _end_half_line(self) -> None:
-        """A search that was killed in the middle of a line: the next one begins on a line of its own."""
+        """Ends a line that a killed search left unfinished: the next one begins on a new line."""
         assert self.path is not None
         with self.path.open("rb") as stream:
             stream.seek(-1, os.SEEK_END)
@@ -150,7 +150,7 @@ class Journal:
 
     def _write(self, record: Record) -> None:
         if self._descriptor is not None:
-            # One write: a line is there whole, or it is the last one.
+            # One write: a line is complete, or it is the last one.
             os.write(self._descriptor, _line(record).encode())
 
 

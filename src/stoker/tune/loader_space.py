@@ -17,12 +17,12 @@ from stoker.finding import Estimate
 from stoker.tune.records import EXPECTED, Candidate, Settings
 
 WORKER_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers that are tried; the number of cores joins them."""
+"""Numbers that are tried; the number of cores is added."""
 NEARLY_BEST = 0.98
 """Share of the best predicted rate from which fewer workers are enough."""
 MOST_PREFETCH = 16
 MOST_KEPT_PREFETCH = 8
-"""That comes along with another number of workers; more has to show by itself that it helps."""
+"""Limit for the prefetch that changes along with the number of workers; a higher one has to prove itself alone."""
 WAITS = 0.02
 """Share of the time that the loop waits, below which the loader has nothing to gain."""
 
@@ -39,7 +39,7 @@ def worker_candidates(
 ) -> Iterator[Candidate]:  # fmt: skip
     """What the simulation expects to be enough, or one for each core; then the neighbours of the best so far.
 
-    `changed`: another number was tried before, so there is nothing to jump to any more. `prefetch`: batches in flight
+    `changed`: another number was tried before, so the search no longer jumps. `prefetch`: batches in flight
     per worker, if they may change too. Fewer workers then keep as many batches in flight: with huge images among small
     ones, 8 workers with one batch each beat 2 with one, because of the batches; but 6 with one had 0.79 of the speed
     of 2 with eight.
@@ -57,7 +57,7 @@ def worker_candidates(
 
     one_per_core = min(counts, key=lambda count: abs(count - cpus))
     if now > cpus > 0 and one_per_core < now:
-        # Measured on crowded cores, the simulation's times are too long: it asked for 12 processes where 2 were best.
+        # Times measured on crowded cores are too long for the simulation: it asked for 12 processes where 2 were best.
         why = "more workers than cores hinder each other; one for each core"
         yield Candidate(to(one_per_core), why)
     elif model is None and not changed:
@@ -74,11 +74,11 @@ def worker_candidates(
     place = counts.index(now)
     if place + 1 < len(counts):
         change = to(counts[place + 1])
-        # With cores to spare it is always tried: on a busy machine the simulation expected nothing of a first worker.
+        # With cores to spare a first worker is always tried: on a busy machine the simulation predicted no gain.
         yield Candidate(change, waiting + "; one step up", None if now < cpus else predicted(change))
     if place > 0:
         change = to(counts[place - 1])
-        # The simulation shares cores without loss: it does not know that too many workers hinder each other.
+        # The simulation shares cores without loss: it does not know that too many workers slow each other down.
         gain_of_fewer = None if now > cpus else predicted(change)
         if change["num_workers"] or gain_of_fewer is None or gain_of_fewer.expected > 1:
             yield Candidate(change, "fewer workers hinder each other less", gain_of_fewer)

@@ -25,7 +25,7 @@ WIDTH = 50
 
 @dataclass(frozen=True)
 class LrFound:
-    """A measured curve, what follows from it, and what converts an optimizer's rate to the config's `lr`."""
+    """A measured curve, its evaluation, and how to convert an optimizer's rate to the config's `lr`."""
 
     curve: LrCurve
     reading: LrReading
@@ -222,11 +222,11 @@ def plot_lr(found: LrFound, path: Path) -> None:
 
 
 def _without_suggestion(found: LrFound) -> list[str]:
-    """What the curve shows all the same, and what to try."""
+    """What the curve shows nevertheless, and what to try."""
     rises = found.reading.rises_at
     lines = [] if rises is None else [f"  it rises by more than its noise from lr={found.as_key(rises):.2g} on"]
     if found.branched_from is not None:
-        # Trained weights are near a minimum: a short sweep that does not fall is what one expects.
+        # Trained weights are near a minimum: a short sweep that does not fall is to be expected.
         return [*lines, "  with trained weights that is normal; more to average: --sweeps 5, --steps 300"]
     return [*lines, "  check the data and the labels, or give it more: --sweeps 5, --steps 300, a larger batch_size"]
 

@@ -10,7 +10,7 @@ from stoker.tune.records import Measured
 Goal = Literal["throughput", "epoch-time", "cost"]
 GOALS: tuple[Goal, ...] = ("throughput", "epoch-time", "cost")
 ALSO = ("precision", "img_size", "batch_size", "mixing")
-"""What would change the training: measured only when asked for."""
+"""Changes that would alter the training: measured only on request."""
 HOUR_S = 3600.0
 
 

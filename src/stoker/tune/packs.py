@@ -36,8 +36,8 @@ from stoker.units import count
 
 SHARDS = "shards"
 FAR_SLOWER = 1.5
-"""Times the fastest layout's time for a patch, in the trial with one volume: from there on a layout is left out. In a
-whole loader reading is only a part, so closer ones are measured."""
+"""A layout is left out if a patch takes this many times as long as with the fastest, in the trial with one volume. In
+a whole loader reading is only a part, so closer ones are measured."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Kind:
     names: tuple[str, ...]
     """Folders below DIR, in the order in which they are tried."""
     make: Callable[[Path, str], str]
-    """Makes one of them, and says in a few words what it made."""
+    """Makes one of them, and describes it in a few words."""
     remove: Callable[[Path], None]
 
 
@@ -59,13 +59,13 @@ class Packs:
         self._folder = folder.expanduser().absolute()
         self._journal = journal
         self._ours: set[str] = set(_noted_names(journal, "packs"))
-        """Made by this search, before an interruption or after it."""
+        """Packs made by this search, before an interruption or after it."""
         self._ready: dict[str, str | None] = {}
         self._kind = _volumes(config, self._folder, journal) if config.task == "segment3d" else _images(config)
 
     @property
     def places(self) -> tuple[str, ...]:
-        """What `data_root` would be, in the order in which they are tried."""
+        """The candidates for `data_root`, in the order in which they are tried."""
         return tuple(str(self._folder / name) for name in self._kind.names)
 
     @property
@@ -104,7 +104,7 @@ class Packs:
         if name not in self._ours:
             if root.exists():
                 return None  # not ours to change; a trial shows whether it has the same pixels
-            # Before the first byte: after a kill the pack must be known as ours.
+            # Before the first byte: after a kill, the pack must be recognised as ours.
             self._ours.add(name)
             self._journal.note("packs", names=sorted(self._ours))
         try:

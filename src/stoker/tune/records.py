@@ -11,9 +11,9 @@ from stoker.clock.observed import Observed
 from stoker.finding import Estimate
 
 AT_CEILING = 0.95
-"""Share of the ceiling from which a search ends: the rest would not pay for the trials."""
+"""Share of the ceiling from which a search ends: the rest would not be worth the trials."""
 EXPECTED = 1.01
-"""A predicted speed-up from which one is expected."""
+"""A predicted speed-up above which a gain is expected."""
 
 Value = bool | int | float | str | None
 Settings = dict[str, Value]
@@ -27,7 +27,7 @@ were not those of the original, so the speed does not count."""
 
 @dataclass(frozen=True)
 class Measured:
-    """What one throw-away process showed."""
+    """The measurements of one throw-away process."""
 
     result: Result
     windows: tuple[float, ...] = ()
@@ -38,7 +38,7 @@ class Measured:
     start_s: float | None = None
     """From the start of the process to the end of the first step: building, compiling, starting workers."""
     peak_bytes: int | None = None
-    """Memory of the trial's processes together, at the highest."""
+    """Peak memory of the trial's processes together."""
     took_s: float = 0.0
     ledger: str | None = None
     """Hash of which samples, crops, flips and labels were fed, and of the total batch."""
@@ -54,7 +54,7 @@ class Measured:
 
     @property
     def raw_samples_per_second(self) -> float | None:
-        """The same for another training, whose speed does not count in the search."""
+        """Speed of a different training, which does not count in the search."""
         return sum(self.windows) / len(self.windows) if self.windows else None
 
     @property
@@ -78,7 +78,7 @@ class Trier(Protocol):
     """Tries settings: of a config, of a script, or made up in a test."""
 
     def run(self, settings: Settings, seconds: float) -> Measured:
-        """Never raises because of the settings: whatever they cause is a result."""
+        """Never raises because of the settings: any failure that they cause is a result."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Step:
     why: str
     decision: Decision
     reason: str
-    """Why it was decided so: '+12 % ± 3 %', 'inside the noise', 'the plan says it would not fit: ...'."""
+    """Reason for the decision: '+12 % ± 3 %', 'inside the noise', 'the plan says it would not fit: ...'."""
     predicted: Estimate | None = None
     measured: tuple[Measured, ...] = ()
-    """Of these settings, in the order in which they ran; none for what was skipped."""
+    """Runs of these settings, in the order in which they ran; none if skipped."""
     against: tuple[Measured, ...] = ()
-    """Of the best so far, run in between."""
+    """Runs of the best so far, in between."""
     speedup: float | None = None
     """Over the best so far."""
 
@@ -120,8 +120,8 @@ Key = tuple[tuple[str, Value], ...]
 
 
 def key_of(settings: Settings) -> Key:
-    """The settings as something to look up. Those that have no effect are left out: two that only differ in them are
-    the same."""
+    """The settings as a dictionary key. Settings without an effect are left out: two that differ only in those are the
+    same."""
     silent: set[str] = set()
     if settings.get("num_workers") == 0:
         silent |= {"prefetch_factor", "loader", "persistent_workers"}
@@ -144,7 +144,7 @@ class State:
     ceiling: float | None = None
     """Samples per second with batches that are always ready; None if not known."""
     left_s: float = math.inf
-    """Of the time to spend."""
+    """Time left to spend."""
 
     def is_done(self, settings: Settings) -> bool:
         """Whether these settings were run or skipped."""
@@ -172,12 +172,12 @@ Propose = Callable[[State], Candidate | None]
 Fits = Callable[[Settings], str | None]
 """Why the plan refuses these settings; None if they fit."""
 Ready = Callable[[Settings], str | None]
-"""Makes what settings need before they can be run, such as a pack; None, or why that cannot be. Its time is not part of
-the budget."""
+"""Prepares what settings need before they can be run, such as a pack; None, or why it failed. Its time does not count
+towards the budget."""
 
 
 class Listener(Protocol):
-    """Is told how the search goes; must not raise."""
+    """Notified of the search's progress; must not raise."""
 
     def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:
         """A run begins; `role` is baseline, candidate, best, confirmation or whole."""
@@ -185,7 +185,7 @@ class Listener(Protocol):
     def trial_ends(self, number: int, measured: Measured) -> None: ...
 
     def lengthened(self, seconds: float, spread: float) -> None:
-        """Trials take so long from now on, because repeated runs differ by this standard deviation (a share)."""
+        """Trials take this long from now on, because repeated runs differ by this standard deviation (a share)."""
 
     def step(self, step: Step) -> None:
         """A decision was taken."""

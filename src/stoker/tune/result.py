@@ -42,7 +42,7 @@ def journal_path(target: Path) -> Path:
 
 
 def check_target(target: Path, config: Path, *, force: bool) -> None:
-    """Refuses to overwrite the config itself, and what was not written from it by `stoker tune`."""
+    """Refuses to overwrite the config itself, and any file that `stoker tune` did not write from it."""
     if target.suffix not in (".yaml", ".yml"):
         raise UsageError("usage", f"--write {target} is not a .yaml file", hint=f"--write {DEFAULT_NAME}")
     if not target.absolute().parent.is_dir():
@@ -142,7 +142,7 @@ def _edited(path: Path, header: str, changes: Sequence[Change]) -> str | None:
         return None
     lines = text.splitlines()
     added = []
-    by_key = {change.key: change for change in changes}  # what was tuned wins over the command line
+    by_key = {change.key: change for change in changes}  # tuned keys override the command line
     for change in by_key.values():
         place = [entry for entry in entries if ALIASES.get(entry.key, entry.key) == change.key]
         if not place:

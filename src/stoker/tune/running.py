@@ -50,7 +50,7 @@ class TuneOptions:
     also: tuple[str, ...] = ()
     price_per_hour: float | None = None
     ram_bytes: int | None = None
-    """For the training itself; None: what this machine has left."""
+    """For the training itself; None: all that is available on this machine."""
     packed: tuple[str, ...] = ()
     """The same data in other places, to be tried as `data_root`."""
     pack: Path | None = None
@@ -81,7 +81,7 @@ class Opened:
     config: HostConfig
     machine: Machine
     cpus: int
-    """Of one rank."""
+    """Cores of one rank."""
     pace_s: float | None
     remarks: list[str]
     trier: ConfigTrier
@@ -89,7 +89,7 @@ class Opened:
 
 
 def open_config(resolved: Resolved, path: Path, overrides: Sequence[str], options: TuneOptions) -> Opened:
-    """Fits the config to this machine, opens its data once, and says what is special about its trials."""
+    """Fits the config to this machine, opens its data once, and prints what is special about its trials."""
     machine = _machine(options.ram_bytes)
     config, notes = fit_to_machine(resolved.config, machine)
     say_notes(notes)
@@ -112,7 +112,7 @@ def open_config(resolved: Resolved, path: Path, overrides: Sequence[str], option
 def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> Tuned:
     """Searches, and writes the result beside the config.
 
-    Raises UserError for what is wrong with the config itself, as `stoker train` does.
+    Raises UserError for problems of the config itself, as `stoker train` does.
     """
     target = options.write or path.with_name(DEFAULT_NAME)
     resolved = load_for_command(path, overrides)
@@ -138,7 +138,7 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     try:
         around = replace(around, packed=options.packed)
         if options.pack is not None:
-            from stoker.tune.packs import Packs  # imports what packs are made with
+            from stoker.tune.packs import Packs  # imports the code that makes packs
 
             packs = Packs(options.pack, config, journal)
             around = replace(around, packed=(*options.packed, *packs.places), mapped=packs.mapped)
@@ -165,13 +165,13 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
         return Tuned(outcome, None, journal.path)
     if packs is not None:
         packs.keep_only(outcome.best)
-    # Also if nothing changed: the file of an earlier search would be taken for this one's.
+    # Also if nothing changed: otherwise the file of an earlier search would be taken for this one's.
     write_tuned(target, path, resolved, overrides, outcome, machine)
     return Tuned(outcome, target, journal.path)
 
 
 def begin_journal(path: Path, facts: dict[str, Any], same: dict[str, Any], machine: Machine, *, fresh: bool) -> Journal:
-    """The journal, resumed or new, and says which; trials count again where `same` and this machine are the same."""
+    """The journal, resumed or new, and prints which; trials count again if `same` and this machine are unchanged."""
     journal = Journal(path)
     same = {**same, "host": [socket.gethostname(), machine.cpus, machine.accelerators]}
     facts = {"time": time.time(), **facts, "same": same}
@@ -192,7 +192,7 @@ def begin_journal(path: Path, facts: dict[str, Any], same: dict[str, Any], machi
 
 
 def plan_fits(config: HostConfig, path: Path | None, machine: Machine) -> Fits:
-    """The plan's quick check of settings: what it refuses would run out of memory, and is never run."""
+    """The plan's quick check of settings: those that it refuses would run out of memory, and are never run."""
     from stoker.plan.guard import quick_plan  # imports torch
 
     def fits(settings: Settings) -> str | None:
@@ -240,7 +240,7 @@ class Live(Nobody):
 
 
 def _machine(ram_bytes: int | None) -> Machine:
-    """This machine; with a limit for the training itself, so much on top of what others use."""
+    """This machine; with a limit for the training itself, that much on top of what other programs use."""
     machine = read_machine()
     if ram_bytes is None:
         return machine
@@ -249,7 +249,7 @@ def _machine(ram_bytes: int | None) -> Machine:
 
 
 def _memory_limit(ram_bytes: int | None, ranks_here: int) -> int | None:
-    """Of one rank."""
+    """Memory limit of one rank."""
     state = read_memory()
     known = [] if state is None else [state.available_bytes]
     total = min([*known, *([] if ram_bytes is None else [ram_bytes])], default=None)
@@ -268,7 +268,7 @@ def _surroundings(config: HostConfig, machine: Machine, cpus: int, goal: Goal, *
 
 
 def _decoded_bytes(config: HostConfig) -> int | None:
-    """Of one rank's volumes together with those of the node's other ranks, which share a cache's size."""
+    """Decoded size of one rank's volumes and those of the node's other ranks, which share a cache's size."""
     from stoker.tasks.volumes import planning
 
     if config.task != "segment3d":

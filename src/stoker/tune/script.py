@@ -25,7 +25,7 @@ from stoker.tune.placeholders import Template
 from stoker.tune.records import Measured, Result, Settings
 
 TRIAL_VARIABLE = "STOKER_TUNE_TRIAL"
-"""In the environment of the script and all that it starts: by it they are found, wherever they went."""
+"""Set in the environment of the script and all its descendants: it identifies them, whatever their process group."""
 OUTPUT = "output"
 """File in the trial's folder that gets what the script prints."""
 MOST_TAIL_BYTES = 4000
@@ -33,9 +33,9 @@ SHOWN_LINES = 12
 PARTS = 5
 """Windows of a trial."""
 FEWEST_STEPS = 8
-"""With fewer a rate says little."""
+"""With fewer steps a rate says little."""
 ENOUGH_STEPS = 1.5 * FEWEST_STEPS
-"""The first of an epoch do not count."""
+"""The first steps of an epoch do not count."""
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|MemoryError|(can't|cannot) allocate memory|CUDNN_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
@@ -79,7 +79,7 @@ class ScriptTrier:
         try:
             return self._run(settings, seconds, folder)
         finally:
-            kill_all(f"{TRIAL_VARIABLE}={folder}")  # also what left the group of processes
+            kill_all(f"{TRIAL_VARIABLE}={folder}")  # also processes that left the process group
             shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, settings: Settings, seconds: float, folder: Path) -> Measured:
@@ -117,7 +117,7 @@ def run_script(job: dict[str, Any], tell: Report) -> dict[str, Any]:
     `job`: `command`, `seconds` of training, `folder` for temporary files."""
     tell(0.0)
     folder = Path(job["folder"])
-    # What run_attached writes goes where our parent can clean up, if this process is killed. The script's own
+    # Files of run_attached go where our parent can clean up, if this process is killed. The script's own
     # temporary files stay where they are.
     tempfile.tempdir = str(folder)
     os.environ[TRIAL_VARIABLE] = str(folder)
@@ -149,13 +149,13 @@ def windows_of(observed: Observed) -> tuple[float, ...]:
     if len(times) < FEWEST_STEPS or not observed.steps or not observed.samples:
         return ()
     shape = observed.loader
-    # While the loop waited for the first batch, every worker made some: these came faster than workers can.
+    # While the loop waited for the first batch, every worker made some: those arrive faster than workers can make them.
     ahead = shape.workers * (shape.prefetch or 2) if shape is not None else 0
     steady = times[min(len(times) // 3, max(2, ahead)) :]
     ends_s = np.cumsum([0.0, *steady])
     if ends_s[-1] <= 0:
         return ()
-    # Of equal lengths, or a stall would count no more than a quick step: their mean is one over time.
+    # Windows of equal length, or a stall would count no more than a quick step: their mean is one over time.
     edges = np.linspace(0.0, ends_s[-1], min(PARTS, len(steady) // 2) + 1)
     steps = np.diff(np.interp(edges, ends_s, np.arange(len(ends_s))))
     rates = observed.samples / observed.steps * steps / np.diff(edges)
@@ -182,7 +182,7 @@ def _ending(answer: dict[str, Any], windows: tuple[float, ...], output: str) -> 
 
 
 def refuse_broken(command: str, measured: Measured) -> None:
-    """Raises UserError with what a command said that does not run as it was given."""
+    """Raises UserError with the output of a command that does not run as it was given."""
     what, _, output = measured.detail.partition("\n")
     raise UserError(
         "script-not-measured",

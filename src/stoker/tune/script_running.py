@@ -91,7 +91,7 @@ def result_notes(outcome: Outcome) -> list[str]:
 
 
 def _digest_of_files(words: Sequence[str]) -> str:
-    """Of the files that the command names: a script that was edited is another one."""
+    """Hash of the files that the command names: an edited script is another one."""
     found = hashlib.sha256()
     for word in words:
         path = Path(word)

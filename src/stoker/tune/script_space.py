@@ -16,7 +16,7 @@ MOST_DOUBLINGS = 6
 
 
 def proposals(template: Template, cpus: int) -> Propose:
-    """What `search` asks for the next candidate; None when there is nothing left."""
+    """Returns the next candidate for `search`; None when none is left."""
 
     def propose(state: State) -> Candidate | None:
         return next(
@@ -83,7 +83,7 @@ def _prefetch(place: Placeholder, state: State, model: LoaderModel | None) -> It
 
 
 def _batch_sizes(place: Placeholder, state: State) -> Iterator[Candidate]:
-    """Doubles until memory is full or it does not pay; only if the first doubling did not pay, halves."""
+    """Doubles until memory is full or there is no gain; halves only if the first doubling brought none."""
     now, start = state.best["batch_size"], place.start
     assert isinstance(now, int)
     assert isinstance(start, int)

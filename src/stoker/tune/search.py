@@ -43,13 +43,13 @@ CLEAR = math.log(1.2)
 """A gain from which one run is enough, if it is also twice the noise: the confirmation at the end would reveal a
 mistake."""
 CANNOT_HELP = 1.06
-"""With no gain expected: the upper end of a prediction below which a run is not worth its time. The model's own error
+"""If no gain is expected, a run is skipped where the upper end of its prediction is below this. The model's own error
 alone reaches up to 1.04 where nothing changes (doctor/what_if.py)."""
 MOST_ROUNDS = 4
 """Runs of a candidate that looks faster, on a machine whose noise hides it."""
 WORTH_ANOTHER_LOOK = 0.03
-"""A gain that may be hidden, from which on time that is left at the end is spent on it. The loader's model expected at
-most +4 % where a run showed +6 % (results/tune, a few huge images)."""
+"""Time left at the end is spent on candidates whose hidden gain may exceed this. The loader's model expected at most
++4 % where a run showed +6 % (results/tune, a few huge images)."""
 
 
 def search(
@@ -106,9 +106,9 @@ class _Search:
         self.confirmed: _Duel | None = None
         self._propose, self._fits, self._ready = propose, fits, ready
         self._open: list[tuple[bool, float, Candidate, _Duel]] = []
-        """What may hide a gain over the best so far: whether it was run, how large, and what it is."""
+        """Candidates that may hide a gain over the best so far: whether each was run, the gain, and its settings."""
         self._earlier: list[Settings] = []
-        """Settings that were the best once, newest last."""
+        """Earlier best settings, newest last."""
 
     def begin(self) -> bool:
         """Runs the original twice: how fast it is, and how much two runs differ. False if it is refused."""
@@ -159,12 +159,12 @@ class _Search:
             if not sure and not hopeless:
                 if self.trials.may_run(4) and self.trials.lengthen():
                     duel.mine, duel.against = [], []
-                # What looks like a gain gets more rounds; no other question is worth them before all have been asked.
+                # Candidates that look faster get more rounds; any other gets them only after all have been tried.
                 self._run_in_turns(duel, lambda now: now.gain > math.log1p(FLOOR), MOST_ROUNDS)
         self._judge(candidate, duel)
 
     def _run_in_turns(self, duel: _Duel, is_open: Callable[[Comparison], bool], most: int) -> None:
-        """Runs both at least once more, until there is a gain or the question is closed."""
+        """Runs both at least once more, until there is a gain or none is possible."""
         undecided = True
         while undecided and len(duel.mine) < most and self.trials.may_run(2):
             self._turn(duel, "best", "candidate")
@@ -202,8 +202,8 @@ class _Search:
         self._record(candidate, duel.settings, decision, reason, duel.mine, duel.against, speedup)
 
     def _look_again(self) -> bool:
-        """Comes back to what the noise hid, or to what was only predicted to gain nothing, in longer trials; True if
-        one of them was kept."""
+        """Returns to candidates that the noise hid, or that were only predicted to gain nothing, in longer trials;
+        True if one of them was kept."""
         questions = [one for one in self._open if one[1] > math.log1p(WORTH_ANOTHER_LOOK)]
         questions = [] if self._state().is_at_ceiling else sorted(questions, key=lambda one: one[:2], reverse=True)
         self._open, before = [], key_of(self.best)
@@ -223,8 +223,8 @@ class _Search:
         return False
 
     def confirm(self) -> None:
-        """Compares the best with the original from fresh starts, in turns; if the gain does not hold, falls back to
-        what was the best before."""
+        """Compares the best with the original from fresh starts, in turns; if the gain does not hold, falls back to the
+        previous best."""
         while key_of(self.best) != key_of(self.original):
             change = {name: value for name, value in self.best.items() if self.original.get(name) != value}
             duel = _Duel(self.best, change, self.original if self.trials.good(self.original) else None)
@@ -255,7 +255,7 @@ class _Search:
         return rounds < 2 or (seen is not None and seen.may_be_gain and self.trials.has_time(2))
 
     def measure_others(self, candidates: Sequence[Candidate]) -> None:
-        """What would be faster, but a different training."""
+        """Measures settings that would be faster, but are a different training."""
         for candidate in candidates:
             settings = self.best | candidate.change
             refused = self._fits(settings)
@@ -307,7 +307,7 @@ def _why_hopeless(candidate: Candidate) -> str | None:
 
 
 def _failure_of(runs: Sequence[Measured]) -> str | None:
-    """How the first of them failed that did; None if all were measured."""
+    """How the first failed run failed; None if all were measured."""
     return next((run.failure for run in runs if run.result != "measured"), None)
 
 
@@ -328,7 +328,7 @@ def _outcome(
         took_s=trials.spent_s, steps=tuple(found.steps), other_training=tuple(found.others),
         facts={
             "objective": objective.goal, "confirmed": found.confirmed is not None,
-            # That two runs against two others would show.
+            # The gain that two runs against two others would show.
             "smallest_gain": max(FLOOR, math.expm1(SURE * trials.spread())), "trial_s": trials.trial_s,
             "could_be_longer": trials.could_be_longer,
             "budget_used": trials.spent_s / trials.budget_s if trials.budget_s > 0 else 1.0,

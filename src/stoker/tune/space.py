@@ -35,8 +35,8 @@ MOST_LOOKAHEAD = 4_000_000_000
 LEAST_CACHE = 256_000_000
 MOST_CACHE = 64_000_000_000
 TIME_TO_COMPILE_S = 720.0
-"""Left of the budget, from which a compiled model is tried: it is compiled again for the confirmation. An allowance,
-since nothing tells before how long compiling takes."""
+"""A compiled model is tried if at least this much of the budget is left: it is compiled again for the confirmation. An
+allowance, since the time to compile is not known beforehand."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class Surroundings:
 
     config: HostConfig
     cpus: int
-    """That one rank may use."""
+    """Cores that one rank may use."""
     cuda: bool = False
     paced: bool = False
     """A paced consumer replaces the model: nothing about the step can be measured."""
     remote: bool = False
     splits_change_training: bool = True
-    """Whether the same update in other batches is another training: batch norm sees other batches, and mixing finds
-    other partners."""
+    """Whether dividing an update into other batches changes the training: batch norm sees other batches, and mixing
+    finds other partners."""
     goal: Goal = "throughput"
     decoded_bytes: int | None = None
-    """Of all volumes: a larger cache has nothing to keep."""
+    """Decoded size of all volumes: a larger cache has nothing more to keep."""
     mapped: frozenset[str] = frozenset()
-    """Those of the places in `packed` where volumes are read as they are: a cache would keep nothing."""
+    """The places in `packed` where volumes are read without decoding: a cache would keep nothing."""
     packed: tuple[str, ...] = ()
     """The same data elsewhere, in the order in which it is tried: in shards, in blocks of some size, or a copy."""
 
@@ -92,12 +92,12 @@ def config_with(config: HostConfig, settings: Settings) -> HostConfig:
 
 
 def proposer(around: Surroundings) -> Callable[[State], Candidate | None]:
-    """The next change that is worth a run: what limits most comes first."""
+    """The next change that is worth a run: the largest bottleneck comes first."""
 
     def propose(state: State) -> Candidate | None:
         kept = next((step.change for step in reversed(state.steps) if step.decision == "kept"), {})
         for loss in _losses(state, around):
-            # What has just helped comes first: of look-ahead, the next four steps often help, too.
+            # The key that has just helped comes first: the next four steps of look-ahead often help, too.
             for knob in sorted(KNOBS, key=lambda knob: not set(knob.keys) & set(kept)):
                 if knob.loss != loss:
                     continue
@@ -110,7 +110,7 @@ def proposer(around: Surroundings) -> Callable[[State], Candidate | None]:
 
 
 def _losses(state: State, around: Surroundings) -> list[Loss]:
-    """What is worth addressing, the largest loss first."""
+    """The bottlenecks, the largest loss first."""
     measured = state.measured
     found: list[Loss] = []
     waits = None if measured is None else measured.wait_share
@@ -201,7 +201,7 @@ def _cache(state: State, around: Surroundings) -> Iterator[Candidate]:
     if state.best.get("data_root") in around.mapped:
         return
     if around.decoded_bytes is not None:
-        # It is divided among processes, of which each keeps chunks of its own.
+        # It is divided among processes, each of which keeps its own chunks.
         copies = max(1, _whole(state.best, "num_workers")) if state.best["loader"] == "process" else 1
         if now >= copies * around.decoded_bytes:
             return
@@ -276,7 +276,7 @@ KNOBS = (
 
 
 def other_training(names: tuple[str, ...], around: Surroundings) -> list[Candidate]:
-    """What `--also` asks for; each changes the training, and is never part of the result."""
+    """The settings of `--also`; each changes the training, and is never part of the result."""
     config, found = around.config, []
     for name in names:
         changes: list[tuple[dict[str, Value], str]] = []
@@ -310,7 +310,7 @@ def _observed(state: State) -> Observed | None:
 
 
 def _workers_were_changed(state: State) -> bool:
-    """With this engine: another one needs another number of them."""
+    """Numbers of workers with this engine: another one needs other numbers."""
     engine = state.best["loader"]
     return any("num_workers" in step.change and step.settings["loader"] == engine for step in state.steps)
 
@@ -330,7 +330,7 @@ def _waiting(state: State) -> str:
 
 
 def _further(config: HostConfig, key: str, now: int) -> list[int]:
-    """More bytes, in the order in which they are tried: the default at once; less if that does not fit, or help."""
+    """More bytes, in the order in which they are tried: the default at once; less if that does not fit or help."""
     return [max(4 * now, _default(config, key)), 4 * now]
 
 

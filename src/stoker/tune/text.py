@@ -15,7 +15,7 @@ SIZES = ("lookahead", "volume_cache")
 WORTH_SAYING = 0.05
 """A gain that people would want: if trials cannot show it, we say so."""
 MUCH_LEFT = 0.3
-"""Share of the budget that a search used, below which trials of three times the length would have fitted into it."""
+"""If a search used less than this share of the budget, trials of three times the length would have fitted into it."""
 STOPPED = {
     "compute-bound": "the loop is compute-bound: it runs at the speed of its model",
     "budget": "the budget of time or trials is used up",
@@ -113,7 +113,7 @@ def _headline(outcome: Outcome, unit: str) -> str:
 
 
 def _unseen(outcome: Outcome) -> list[str]:
-    """What the noise of this machine hides."""
+    """The gains that the noise of this machine hides."""
     hidden = outcome.facts.get("smallest_gain")
     if hidden is None or hidden < WORTH_SAYING or outcome.stopped in ("compute-bound", "interrupted"):
         return []

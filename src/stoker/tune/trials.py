@@ -12,13 +12,13 @@ from stoker.tune.journal import Journal
 from stoker.tune.records import Key, Listener, Measured, Settings, Trier, key_of
 
 MOST_TRIALS = 25
-"""Runs of a process, those of the original and of the confirmation included."""
+"""Runs of a process, including those of the original and of the confirmation."""
 FOR_CONFIRMATION = 4
 """Runs that are set aside for the end; two of them are usually enough."""
 WANTED_SPREAD = 0.015
 """Standard deviation of repeated runs: two runs then differ from two others by 3 % at most, by chance."""
 MOST_LONGER, WORTH_LONGER = 6.0, 1.5
-"""Times the given length of a trial. Noise that even six times the length does not average out changes too slowly."""
+"""Factors of a trial's length. Noise that even six times the length does not average out changes too slowly."""
 
 
 class Trials:
@@ -28,7 +28,7 @@ class Trials:
         self, trier: Trier, journal: Journal, tell: Listener, score: Score, *, budget_s: float, trial_s: float,
         most: int = MOST_TRIALS, same_training: bool = True,
     ) -> None:  # fmt: skip
-        """`same_training`: a run that was fed something else than the first does not count."""
+        """`same_training`: a run with other samples than the first does not count."""
         self.journal, self.tell = journal, tell
         self.trial_s, self.budget_s = trial_s, budget_s
         self.runs: dict[Key, list[Measured]] = {}
@@ -37,7 +37,7 @@ class Trials:
         self._same_training = same_training
         self._longest_trial_s = MOST_LONGER * trial_s
         self.off_budget_s = 0.0
-        """What was spent on things that do not count, such as packing."""
+        """Seconds spent on work that does not count, such as packing."""
         self._began_s = time.monotonic()
         self._took_s = self._longest_s = self._starting_s = 0.0
         self._alike: dict[Key, list[Measured]] = {}
@@ -93,13 +93,13 @@ class Trials:
         return self.spent_s + runs * self._longest_s <= self.budget_s
 
     def may_run(self, runs: int) -> bool:
-        """Whether there is time for so many runs, and for the confirmation."""
+        """Whether there is time for this many runs, and for the confirmation."""
         return self.has_room(runs + FOR_CONFIRMATION) and self.has_time(runs + FOR_CONFIRMATION / 2)
 
     # Noise.
 
     def spread(self) -> float:
-        """Standard deviation of repeated runs; after trials were lengthened, what it should be until there are some."""
+        """Standard deviation of repeated runs; after trials were lengthened, the target until there are new runs."""
         seen = spread_of(self._alike.values(), self._score)
         repeated = any(len(self.scores(runs)) > 1 for runs in self._alike.values())
         return seen if repeated else max(seen, self._expected_spread)
@@ -108,7 +108,7 @@ class Trials:
         return compare(mine, against, self._score, self.spread())
 
     def compare_turns(self, of: Settings, mine: Sequence[Measured], against: Sequence[Measured]) -> Comparison | None:
-        """For runs that alternated."""
+        """The same for runs that alternated."""
         ratios, seen = log_ratios(mine, against, self._score), self.compare(mine, against)
         if ratios:
             self._turns[key_of(of)] = ratios
@@ -119,8 +119,8 @@ class Trials:
         return self.trial_s * WORTH_LONGER < self._longest_trial_s
 
     def lengthen(self, runs: int | None = None) -> bool:
-        """Makes trials longer where repeated runs differ, as far as the budget allows if so many (default: all that are
-        left) are to come; False if they stay."""
+        """Makes trials longer if repeated runs differ, as far as the budget allows for this many runs to come (default:
+        all that are left); False if their length stays."""
         left = self._most - self.count
         spread, turns = self.spread(), turn_spread(self._turns.values())
         if turns is not None:

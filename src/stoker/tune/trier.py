@@ -15,11 +15,11 @@ from stoker.tune.records import Measured, Settings
 from stoker.tune.space import config_with
 
 COMPILING_S = 600.0
-"""On top, for a compiled model: an allowance."""
+"""Added for a compiled model: an allowance."""
 FOR_ROUNDS_S = 60.0
-"""On top, for data behind a network: a trial lasts for several rounds of requests, and the first batch for one."""
+"""Added for data behind a network: a trial lasts for several rounds of requests, and the first batch for one."""
 KEPT_BATCHES = 160
-"""Single steps and batches that are kept: what one simulation draws from (doctor/what_if.py)."""
+"""Single steps and batches that are kept: the input of one simulation (doctor/what_if.py)."""
 
 
 class ConfigTrier:
@@ -41,7 +41,7 @@ class ConfigTrier:
         """`report` gets the seconds measured so far; `server` is one that triers of several configs share."""
         self.config = config
         self.first_error: StokerError | None = None
-        """What the first run was refused with: an error of the config itself."""
+        """The error that the first run was refused with: one of the config itself."""
         self._runs = 0
         self._server = server or trial_server()
         self.report = report

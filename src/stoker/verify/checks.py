@@ -51,7 +51,7 @@ class Check:
     title: str
     """What is checked, as a noun phrase."""
     run: Callable[[Subject], Finding | None]
-    """None if the check does not apply, such as that of a validation split without one."""
+    """None if the check does not apply, such as that of a missing validation split."""
     deep: bool = False
     """Only with `--deep`: takes longer than a few seconds."""
     cheap: bool = False
@@ -67,15 +67,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked. Everything is opened when the first check asks for it, and once; what cannot be opened raises
-    the same error for each."""
+    """The config that is checked, and its data. Everything is opened once, when the first check asks for it; if that
+    fails, the same error is raised for each check."""
 
     config: HostConfig
     path: Path
     overrides: Sequence[str]
     machine: Machine
     weights: Path | None = None
-    """A trained network that tells whether the labels are right."""
+    """A trained network that shows whether the labels are right."""
     out: Path | None = None
     """Folder for pictures."""
     deep: bool = False

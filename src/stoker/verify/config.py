@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stoker.train.schedule import Horizon
 
 MOST_NAMED = 6
-# A config with fewer of a recipe's settings is not a variation of it.
+# A config with fewer of a recipe's settings does not count as a variation of it.
 RESEMBLES_SHARE = 0.5
 # A schedule that ends above this share of its peak has not ended: the cosine of every published recipe ends below 1 %,
 # and the classic one divides by ten twice or more.
@@ -123,7 +123,7 @@ def check_schedule(subject: Subject) -> Finding:
 
 
 def schedule_problem(epochs: Sequence[float], rates: Sequence[float], horizon: Horizon) -> tuple[str, str] | None:
-    """What is wrong with the rates at these epochs, and its fix: a rate that rises again, as torch's cosine does after
+    """What is wrong with the rates at these epochs, and the fix: a rate that rises again, as torch's cosine does after
     its end, or that has not come down at the end of the run."""
     peak = max(rates)
     top = rates.index(peak)

@@ -20,15 +20,15 @@ from stoker.verify.checks import Check, Subject, failed, passed, unknown
 from stoker.verify.files import FILE_CHECKS
 
 LIKE_VALIDATION = ("val", "dev", "test", "eval", "holdout")
-"""How the names of folders begin that people use for validation."""
+"""Prefixes of folder names that people use for validation."""
 # A class with less than a tenth of the usual number of images was probably cut short, unless there are many of them:
 # then the data has a long tail.
 SMALL_SHARE = 0.1
 RARE_SHARE = 0.05
 USUAL_LEAST = 20
-"""With fewer images in the usual class, a small one says nothing."""
+"""If the usual class has fewer images, a small one says nothing."""
 CLOSE_SHARE = 0.001
-"""ImageNet with so few images more or less, and every class in its range, is whole: people remove broken ones."""
+"""ImageNet with this many images more or less, and every class in its range, is complete: people remove broken ones."""
 SHOWN_CLASSES = 12
 
 
@@ -51,7 +51,7 @@ def check_present(subject: Subject) -> Finding:
 
 
 def check_validation_split(subject: Subject) -> Finding:
-    """There is a validation split; if not, which folder may be meant."""
+    """There is a validation split; if not, suggests a folder that may be meant."""
     train, val = subject.samples
     if val is not None:
         return passed(f"{len(val):,} images in {shown(val.index.root)}")
@@ -158,7 +158,7 @@ def check_classes_agree(subject: Subject) -> Finding | None:
 
 
 def _counts(index: SampleIndex, classes: tuple[str, ...]) -> NDArray[np.int64]:
-    """Images of each of these classes, by name; 0 for one without a folder."""
+    """Number of images of each of these classes, by name; 0 for one without a folder."""
     images = np.bincount(index.labels, minlength=len(index.classes))
     of_name = dict(zip(index.classes, images.tolist(), strict=True))
     return np.array([of_name.get(name, 0) for name in classes], np.int64)

@@ -35,19 +35,19 @@ DECODING_S, DEEP_DECODING_S = 25.0, 900.0
 HSM_FILES = 200
 FIRST_READS = 40
 FIRST_READS_S = 8.0
-# A disk that turns needs about 10 ms to find a file, an object store 30 to 100 ms. On a file system that fetches files
+# A hard disk needs about 10 ms to find a file, an object store 30 to 100 ms. On a file system that fetches files
 # from a bucket when they are first read, a hundred files took 94 s.
 SLOW_FIRST_READ_S = 0.1
 LAZY_RATIO = 5.0
-"""Times that a first read takes as long as the second: then the file came from somewhere else."""
+"""If a first read takes this many times as long as the second, the file came from somewhere else."""
 
 COMPARED, DEEP_COMPARED = 1000, 1 << 62
 COMPARING_S, DEEP_COMPARING_S = 15.0, 1800.0
 STAT_AT_ONCE = 200
 PROBE_BYTES = 4096
 LEAK_SHARE = 0.005
-"""Share of the validation images that are in the training set too, from which it counts as a fault: large public
-sets have a handful of such images."""
+"""Share of validation images in the training set above which it counts as a fault: large public sets have a handful
+of such images."""
 
 
 def in_turns(samples: SampleSet, per_class: int) -> NDArray[np.int64]:
@@ -111,7 +111,7 @@ def read_sample(store: Store, index: SampleIndex, sample: int) -> bytes | memory
 
 
 def until(function: Callable[[T], R], items: Sequence[T], end_s: float, threads: int) -> Iterator[R]:
-    """The function of each item in order, in several threads, until the time is up."""
+    """The function's result for each item in order, in several threads, until the time is up."""
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for start in range(0, len(items), 8 * threads):
             if time.monotonic() > end_s:
@@ -120,7 +120,7 @@ def until(function: Callable[[T], R], items: Sequence[T], end_s: float, threads:
 
 
 def check_storage(subject: Subject) -> Finding | None:
-    """The files are on this file system, not only their names: nothing is released or fetched at the first read."""
+    """The files are on this file system, not only their names: none is released or fetched at the first read."""
     splits = [samples for samples in subject.samples if samples is not None]
     if any(is_url(samples.index.root) for samples in splits):
         return None  # an object store holds what it lists
@@ -133,7 +133,7 @@ def check_storage(subject: Subject) -> Finding | None:
 
 
 def _check_released(samples: SampleSet) -> Finding | None:
-    """What Lustre says about a part of the files; None if it is not Lustre, or all of them are there."""
+    """Lustre's report on a part of the files; None if it is not Lustre, or all of them are there."""
     index = samples.index
     mount, lfs = mount_of(index.root), shutil.which("lfs")
     if mount is None or mount.kind != "lustre" or lfs is None:
@@ -219,7 +219,7 @@ def check_duplicates(subject: Subject) -> Finding | None:
     wanted = val.indices(_some_members(val, min(limit, len(val)))).tolist()
     theirs = _sizes(val.index, wanted, end_s)
     others = train.indices(np.random.default_rng().permutation(len(train)).astype(np.int64)).tolist()
-    # Half of the time for sizes: the rest is for reading what has the same.
+    # Half of the time for sizes: the rest is for reading files of equal size.
     ours = _sizes(train.index, others, (time.monotonic() + end_s) / 2)
     by_size: dict[int, list[int]] = {}
     sought = set(theirs.values())
@@ -300,7 +300,7 @@ def _twin(ours: _Split, sample: int, size: int, theirs: _Split, candidates: Sequ
 
 
 FILE_CHECKS = (
-    # First: the others read files too.
+    # This one first: the others read files, too.
     Check("storage-ready", "data", "files are here, not fetched when they are read", check_storage, task="classify"),
     Check("images-decode", "data", "images of every class decode", check_decoding, task="classify"),
     Check("duplicates", "data", "no image in both train and val", check_duplicates, task="classify"),

@@ -29,7 +29,7 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Judge:
-    """A network, and what its outputs stand for."""
+    """A network, and the classes of its outputs."""
 
     classifier: Classifier
     config: HostConfig

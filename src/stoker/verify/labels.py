@@ -39,7 +39,7 @@ LEAST_SHARE_OF_FEW = 0.35
 OWN_BELOW = 0.15
 OTHER_FROM = 0.5
 LEAST_IMAGES = 8
-"""Labelled images that a folder needs for a judgement of its own."""
+"""Labelled images that a folder needs to be judged by itself."""
 LEAST_IN_ALL = 20
 SHOWN_FOLDERS = 12
 
@@ -81,7 +81,7 @@ def check_validation_names(subject: Subject) -> Finding | None:
 
 @dataclass(frozen=True)
 class _Votes:
-    """What ReaL labels say about each folder."""
+    """What the ReaL labels show about each folder."""
 
     counts: NDArray[np.float64]
     """Images of each class (folders, classes); one with several labels is divided among them."""
@@ -175,7 +175,7 @@ def _numbers_a_subset(mapping: FolderMapping, folders: Sequence[str]) -> bool:
 
 def _imagenet_classes(train: SampleSet, val: SampleSet) -> list[int] | None:
     """ImageNet's number of the class that each folder of val stands for, -1 if it is not to be trained; None if the
-    folders do not say."""
+    folder names do not show it."""
     numbers = {synset: number for number, synset in enumerate(synsets())}
     folders = val.index.classes
     if not any(name in numbers for name in folders):

@@ -33,7 +33,7 @@ OWN_KEYS = {
     "prefetch_factor",
 }  # fmt: skip
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "nvidia-nvimgcodec-cu13")
-# Ranks that have not met by then never will: no need to wait ten minutes, as a run would.
+# Ranks that have not connected by then never will: no need to wait ten minutes, as a run would.
 MEET_S = 120.0
 SUMMED = 1 << 20
 WORK_S = 0.3
@@ -44,7 +44,7 @@ SLOW = 1.5
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank is and has."""
+    """The identity and facts of one rank."""
 
     rank: int
     host: str
@@ -76,7 +76,7 @@ def why_not_started(config: HostConfig, machine: Machine, environment: Mapping[s
 
 
 def meet(subject: Subject, ranks: Ranks) -> tuple[RankFacts, ...] | StokerError:
-    """The facts of all ranks, on every rank; or why they could not meet. Every rank has to call it."""
+    """The facts of all ranks, on every rank; or why they could not connect. Every rank has to call it."""
     import torch
 
     from stoker.train.ranks import gather, process_group
@@ -171,7 +171,7 @@ def _work_s(matrix: Any) -> float:
 
 
 def _over_ranks(judge: Callable[[tuple[RankFacts, ...]], Finding]) -> Callable[[Subject], Finding | None]:
-    """A check of what the ranks saw; does not apply to a single process."""
+    """A check of the ranks' facts; does not apply to a single process."""
 
     def run(subject: Subject) -> Finding | None:
         if isinstance(subject.ranks, tuple):
@@ -261,7 +261,7 @@ def judge_speed(ranks: tuple[RankFacts, ...]) -> Finding:
 
 
 def _odd_ones(ranks: tuple[RankFacts, ...], values_of: Callable[[RankFacts], Mapping[str, Any]]) -> list[str]:
-    """A line for each rank whose values are not those of most ranks; of two, the first one counts as usual."""
+    """A line for each rank whose values differ from those of most ranks; of two, the first one counts as usual."""
     names = dict.fromkeys(name for rank in ranks for name in values_of(rank))
     lines: dict[int, list[str]] = {}
     for name in names:

@@ -29,7 +29,7 @@ class PublishedRecipe:
     settings: Mapping[str, Any]
     """In the terms of `settings_of`."""
     claimed_by: re.Pattern[str]
-    """Names of configs or runs that say they are it."""
+    """Names of configs or runs that claim to be it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ _ANY_OF_PAPER = re.compile(r"strikes[-_. ]?back|(?<![a-z])rsb(?![a-z])")
 
 
 def claimed_recipes(name: str) -> tuple[PublishedRecipe, ...]:
-    """The recipes of which a name says that the config is one of them; empty if it claims nothing."""
+    """The recipes that a config's name claims; empty if it claims none."""
     name = name.lower()
     named = tuple(recipe for recipe in RECIPES if recipe.claimed_by.search(name))
     if not named and _ANY_OF_PAPER.search(name):

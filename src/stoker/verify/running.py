@@ -36,7 +36,7 @@ MODULES = (
 MARKS = {"passed": "✓", "failed": "✗", "unknown": "?"}
 WIDTH = 110
 SHOWN_SECONDS = 1.0
-"""A check that takes less is not worth a figure."""
+"""A check that takes less time is shown without it."""
 
 OnStart = Callable[[Check, int, int], None]
 """Called before each check: (check, its number from 1, how many there are)."""
@@ -128,7 +128,7 @@ def warnings_before_training(
     data: TrainingData | VolumeData,
     checks: Sequence[Check] | None = None,
 ) -> list[str]:
-    """What the checks that take no time find wrong, one line each; the run starts anyway."""
+    """Problems found by the quick checks, one line each; the run starts anyway."""
     cheap = [check for check in (all_checks() if checks is None else checks) if check.cheap]
     report = run_checks(cheap, Subject(config, path, overrides, machine).with_data(data))
     return [

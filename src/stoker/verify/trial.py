@@ -68,7 +68,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen. Names are those of parameters."""
+    """The observations. Names are those of parameters."""
 
     parameters: int
     outputs: int
@@ -82,14 +82,14 @@ class Trial:
     """Whether the update was skipped because a gradient was NaN or infinite."""
     without_gradient: tuple[str, ...]
     unchanged: tuple[str, ...]
-    """Had a gradient, and are the same after the update."""
+    """Parameters that had a gradient, and are the same after the update."""
     groups: tuple[GroupFacts, ...]
     in_no_group: tuple[str, ...]
     in_two_groups: tuple[str, ...]
     next_loss: float
-    """Of the second step."""
+    """Loss of the second step."""
     resumed_loss: float
-    """Of the same step after the checkpoint was read by a new run."""
+    """Loss of the same step after a new run has read the checkpoint."""
     differing_weights: int
     """Tensors of the model that differ after that step."""
     checkpoint_bytes: int
@@ -120,7 +120,7 @@ def try_run(subject: Subject) -> Trial:
             parameters = sum(value.numel() for value in run.model.parameters())
             outputs = config.num_classes or len(run.classes)
             after = {name: value.detach().cpu() for name, value in run.model.state_dict().items()}
-        del run, saver  # their memory, before the second run takes as much
+        del run, saver  # frees their memory before the second run takes as much
         resumed_loss, differing = _resumed(config, data, device, checkpoints, after)
         return Trial(
             parameters=parameters, outputs=outputs, device=device.type, samples=config.batch_size,
@@ -137,7 +137,7 @@ class WholeStep:
     micro_batch: int
     """Samples that the device computed at a time."""
     step_s: float
-    """Of the second step: the first one compiles and allocates."""
+    """Duration of the second step: the first one compiles and allocates."""
     unit: str = "images"
 
 
@@ -208,7 +208,7 @@ def _data(
     subject: Subject, config: HostConfig, folder: Path
 ) -> tuple[TrainingData | VolumeData, HostConfig, str | None]:
     """The config's data, or random images if it cannot be opened; the config for it, and why. Volumes must be there:
-    their channels and classes are known from nothing else."""
+    their channels and classes cannot be known otherwise."""
     if config.task == "segment3d":
         return replace(subject.volumes, val=None), config, None
     try:
@@ -333,7 +333,7 @@ def _resumed(
     with _running(config, data, device) as run:
         with torch.no_grad():
             for value in run.model.parameters():
-                value.zero_()  # what the checkpoint does not restore, shows
+                value.zero_()  # values that the checkpoint does not restore will differ
         found = load_for_resume(checkpoints, None)
         assert found is not None
         run = resume(run, found, lambda _text: None).run

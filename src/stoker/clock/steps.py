@@ -55,7 +55,7 @@ class DeviceStep(NamedTuple):
 
 
 class DeviceTimes:
-    """Times on an accelerator: events in its queues, read once they have passed and never waited for."""
+    """Times on an accelerator: events in its queues, read once they have passed; nothing waits for them."""
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stoker.clock.costs import BatchCost
 from stoker.errors import UserError
 
-# One bad sample is already a large share of the first few: the share is taken of at least this many samples.
+# One bad sample is already a large share of the first few: the share is computed over at least this many samples.
 FEWEST_JUDGED = 1000
 SHOWN = 20
 

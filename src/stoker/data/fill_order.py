@@ -23,11 +23,11 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the processes that fill one copy this is. Those of a node do; nodes may have disks of their own."""
+    """The place of this process among those that fill one copy: those of its node, as nodes may have separate disks."""
 
     rank: int = 0
     local_world: int = 1
-    """Processes of this node; their ranks follow each other."""
+    """Processes of this node; their ranks are consecutive."""
 
     def are_here(self, ranks: Indices) -> NDArray[np.bool_]:
         """Which ranks are on this node."""
@@ -35,7 +35,7 @@ class Share:
         return found
 
     def has(self, path: str) -> bool:
-        """Whether it is this process of the node that fetches a file which any of them could."""
+        """Whether this process of the node fetches a file that any of them could."""
         if self.local_world == 1:
             return True
         return zlib.crc32(path.encode("utf-8", "surrogateescape")) % self.local_world == self.rank % self.local_world
@@ -52,25 +52,25 @@ class Part(Protocol):
         """How many positions the order has; an epoch may take fewer."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         ...
 
     def files(self) -> Iterator[WantedFile]: ...
 
     def at(self, epoch: int, positions: Indices) -> Iterator[WantedFile]:
-        """Those of the samples at these positions, in order."""
+        """The files of the samples at these positions, in order."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """The order of all files of a data set, and those that lie beside them."""
+    """The order of all files of a data set, and of those beside them."""
 
     train: Part
     val: Part | None
     beside: Sequence[WantedFile]
     share: Share
     fetched_ahead: int
-    """Positions ahead of its own that training fetches itself, as whole files; 0 if it reads parts of them."""
+    """Positions ahead of the current one that training fetches itself, as whole files; 0 if it reads parts of them."""
 
     @cached_property
     def files(self) -> int:
@@ -80,8 +80,8 @@ class Files:
         return sum(len(part) for part in (self.train, self.val) if part is not None) + len(self.beside)
 
     def needed(self, epoch: int, position: int) -> Iterator[WantedFile]:
-        """What this rank reads in the rest of the epoch; its share of validation; then what nobody on this node reads
-        in this epoch: what was dropped at its end or taken before a restart, and the samples of other nodes."""
+        """What this rank reads in the rest of the epoch; its share of validation; then what no rank on this node reads
+        in this epoch: samples dropped at its end or taken before a restart, and those of other nodes."""
         found = self._needed(epoch, position)
         return found if self.fetched_ahead else filter(lambda one: self.share.has(one.path), _once(found))
 
@@ -92,7 +92,7 @@ class Files:
         for part in (self.train, self.val):
             if part is not None:
                 yield from part.files()
-        # The last: a pack is complete when its index is there.
+        # The index is last: a pack is complete when it is there.
         yield from self.beside
 
     def _needed(self, epoch: int, position: int) -> Iterator[WantedFile]:
@@ -190,7 +190,7 @@ class VolumeFiles:
 
 
 def _once(found: Iterator[WantedFile]) -> Iterator[WantedFile]:
-    """Each file where it comes up first; for files that are few."""
+    """Each file where it comes up first; for a small number of files."""
     seen: set[str] = set()
     for wanted in found:
         if wanted.path not in seen:

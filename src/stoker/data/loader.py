@@ -20,10 +20,10 @@ from stoker.data.store.prefetch import HeldBack, open_reader
 
 Engine = Literal["auto", "process", "thread"]
 Follow = Callable[[int, int, bool | None, bool], None]
-"""Is told with each batch: the epoch, the position after it, whether the consumer had to wait for it (None if that is
+"""Called with each batch: the epoch, the position after it, whether the consumer had to wait for it (None if that is
 not known), and whether it is the last of its epoch."""
 DEFAULT_PREFETCH = 2
-# A thread holds Python's lock for a tenth of an image's time (results/interpreter_lock), more if the rest is fast: from
+# A thread holds the GIL for a tenth of an image's time (results/interpreter_lock), more if the rest is fast: from
 # about seven threads on they would wait for it. With two workers neither engine was ahead of the other by more than the
 # rounds differ (results/loaders), and threads need neither /dev/shm nor a second to start.
 MOST_THREADS = 6
@@ -113,17 +113,17 @@ class BatchLoader(Generic[Made]):
 
     @property
     def setup(self) -> LoaderSetup | None:
-        """How far the loader goes now, for `adjust`; None for worker processes, whose number is fixed."""
+        """The loader's current limits, for `adjust`; None for worker processes, whose number is fixed."""
         return self._engine.setup if isinstance(self._engine, ThreadEngine) else None
 
     def adjust(self, setup: LoaderSetup) -> None:
-        """Changes how many threads make batches, and how far they go ahead, from the next batch on. The order and
+        """Changes how many threads make batches, and how far ahead they read, from the next batch on. The order and
         content of batches stay the same. Call it from the thread that takes the batches."""
         assert isinstance(self._engine, ThreadEngine), "worker processes are started with their share of the steps"
         self._engine.adjust(setup)
 
     def held_back_by(self) -> HeldBack | None:
-        """What keeps the reader from asking its store for more at this moment; None if nothing does."""
+        """What keeps the reader from requesting more from its store at this moment; None if nothing does."""
         return self._engine.held_back_by() if isinstance(self._engine, ThreadEngine) else None
 
     @property
@@ -171,9 +171,9 @@ class ImageLoader(BatchLoader[Batch]):
 
 
 def choose_engine(wanted: Engine, workers: int, *, volumes: bool = False) -> Literal["process", "thread"]:
-    """The wanted engine; for 'auto', threads as long as Python's lock lets them run in parallel, else processes.
+    """The wanted engine; for 'auto', threads as long as the GIL lets them run in parallel, else processes.
 
-    For volumes always threads: copying voxels and decoding chunks happens without Python's lock, and threads share one
+    For volumes always threads: copying voxels and decoding chunks happens without the GIL, and threads share one
     cache of chunks."""
     if wanted != "auto":
         return wanted

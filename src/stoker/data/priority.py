@@ -10,18 +10,18 @@ import os
 import threading
 from contextlib import suppress
 
-# Five steps of nice are a third of the weight: the training thread gets three quarters of a core that both want
+# Five steps of nice are a third of the weight: the training thread gets three quarters of a contended core
 # (results/priority).
 STEPS_BACK = 5
 LOWEST = 19
-# Before anybody stepped back: threads inherit a priority, and must not step back once more from there.
+# The priority at the start: threads inherit a lowered one, and must not lower it once more.
 _AT_START = os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def step_back() -> None:
     """Lowers the priority of the calling thread and of the threads and processes that it starts from now on.
 
-    Never raises it, and does nothing the second time: a run that was started with `nice` keeps what it has. Where the
+    Never raises it, and does nothing the second time: a run that was started with `nice` keeps its value. If the
     system refuses, nothing changes.
     """
     # Linux keeps the priority per thread, and takes a thread's number here; elsewhere it belongs to the process, and

@@ -246,7 +246,7 @@ class ObjectSource(Source):
         return [SourceFile(*one) for one in self._store.versions(folder, directly=True)]
 
     def read(self, file: SourceFile, start: int, end: int, retried: Retried = say_nothing) -> Content:
-        """The bytes of this version of an object; obstore makes failed requests again by itself."""
+        """The bytes of this version of an object; obstore retries failed requests itself."""
         del retried
         whole = start == 0 and end == file.size
         data = self._store.read(file.path, start, end - start, whole=whole, version=file.version or None)

@@ -155,7 +155,7 @@ def bench_data(
 def _bench_volumes(
     source: str, config: HostConfig, counts: Sequence[int], seconds: float, gpu: str | None
 ) -> DataBench:
-    """The same for patches: nothing is decoded by itself, and no published rate is for patches of this size."""
+    """The same for patches: no separate decoding is measured, and no published rate is for patches of this size."""
     if gpu is not None:
         raise UsageError("usage", "--gpu is for images: no rates of patches are published", hint="leave out --gpu")
     from stoker.tasks.volumes.data import measure_speed as measure_patches

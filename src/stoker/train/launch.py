@@ -48,7 +48,7 @@ class LeaveValidation(Exception):
 
 class LeaveWait(BaseException):
     """A signal arrived, and the awaited batch did not. Not an Exception: it is raised in the middle of whatever code
-    waits, which must not take it for a failure of its own."""
+    waits, which must not take it for its own failure."""
 
 
 T = TypeVar("T")

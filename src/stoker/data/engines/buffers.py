@@ -43,7 +43,7 @@ def not_locked(reason: str) -> str:
 class PageLock:
     """Page-locks memory that is already mapped, so that the GPU copies from it directly; undoes it exactly once.
 
-    After the first failure it says so once, and everything that follows stays ordinary memory: correct, and slower.
+    After the first failure it says so once, and all later memory stays pageable: correct, but slower.
     `cudart` is torch's binding of the CUDA runtime.
     """
 
@@ -98,8 +98,8 @@ class PageLock:
         return str(self._cudart.cudaGetErrorString(code))
 
     def _clear_error(self) -> None:
-        """Forgets the runtime's last error: otherwise torch would find it after the next kernel and blame that."""
-        # torch 2.15 does not offer this call, but loads the runtime's library for all to see.
+        """Clears the runtime's last error: otherwise torch would find it after the next kernel and blame that."""
+        # torch 2.15 does not offer this call, but loads the runtime's library with global symbols.
         for library, name in (
             (self._cudart, "cudaGetLastError"), (_LIBC, "cudaGetLastError"), (_LIBC, "hipGetLastError")
         ):  # fmt: skip
@@ -158,8 +158,8 @@ class BufferPool:
             except RuntimeError as error:  # no more page-locked memory, or no driver; torch has cleared CUDA's error
                 self._pinned = False
                 self._say(not_locked(str(error).splitlines()[0]))
-        # Mapped, not from malloc, whose threshold for mapping rises to the size of what was freed: of twelve buffers of
-        # 5 MB that were freed, made again and freed again, it returned none to the system.
+        # Mapped, not from malloc, whose mmap threshold rises to the size of freed blocks: it returned none of twelve
+        # buffers of 5 MB to the system after they were freed, allocated again and freed again.
         size = int(np.prod(shape))
         memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if size >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -194,9 +194,9 @@ class SharedSlots:
         self._page_lock = page_lock
         if page_lock is not None:
             for slot in range(count):
-                # Every tensor of a slot holds its array, and the array holds the mapping: when the array goes, nobody
+                # Every tensor of a slot holds its array, and the array holds the mapping: once it is freed, nobody
                 # reads the memory any more, and it is still mapped. Registered memory that is unmapped stays locked
-                # for good. Also called at the end of the interpreter, and so after Ctrl-C.
+                # for good. Also called when the interpreter exits, and so after Ctrl-C.
                 weakref.finalize(self._arrays[slot], page_lock.unlock, self._address(slot))
                 page_lock.lock(self._address(slot), self._size)
 
@@ -232,7 +232,7 @@ class SharedSlots:
         self._empty_the_rest()
 
     def close(self) -> None:
-        """Lets go of the memory: of each slot at once if it is free, else when the last tensor of it is gone."""
+        """Frees the memory: each slot's at once if it is free, else when its last tensor is gone."""
         self._kept = 0
         self._arrays.clear()
         self.tensors.clear()  # the data set that is sent to workers holds the same list
@@ -249,8 +249,8 @@ class SharedSlots:
             if slot != but and slot not in self._emptied and self._is_free(slot):
                 if self._page_lock is not None:
                     self._page_lock.unlock(self._address(slot))
-                # Takes the pages away from all processes at once; reads would return zeros, and the next write gets new
-                # pages. If the system refuses, the slot merely stays as large as it was.
+                # Removes the pages from all processes at once; reads would return zeros, and the next write gets new
+                # pages. If the system refuses, the slot merely keeps its size.
                 _LIBC.madvise(
                     ctypes.c_void_p(self._address(slot)), ctypes.c_size_t(self._size), getattr(mmap, "MADV_REMOVE", 0)
                 )
@@ -261,7 +261,7 @@ class SharedSlots:
 
 
 def no_shared_memory(size: int, error: Exception) -> UserError:
-    """The error of a loader for whose batches /dev/shm has no room."""
+    """The error of a loader whose batches do not fit into /dev/shm."""
     return UserError(
         "shm-full",
         f"/dev/shm has no room for {size_text(size)} of batches: {str(error).splitlines()[0]}",  # noqa: S108 - a name

@@ -13,11 +13,11 @@ from stoker.data.priority import step_back
 Result = TypeVar("Result")
 
 MOST_THREADS = 4096
-"""As many as `num_workers` may ask for; a thread is only started when all others are at work."""
+"""The most that `num_workers` may ask for; a thread is only started when all others are busy."""
 
 
 class Crew(Generic[Result]):
-    """Makes what it is asked for, in that order, with `size` threads at once."""
+    """Runs the jobs in the order in which they are submitted, with `size` threads at once."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -27,7 +27,7 @@ class Crew(Generic[Result]):
         self._working = 0
 
     def submit(self, make: Callable[[], Result]) -> Future[Result]:
-        """Asks for one more; a thread makes it when its turn comes."""
+        """Submits one more job; a thread runs it when its turn comes."""
         future: Future[Result] = Future()
         with self._lock:
             self._asked.append((future, make))
@@ -35,13 +35,13 @@ class Crew(Generic[Result]):
         return future
 
     def resize(self, size: int) -> None:
-        """From now on so many work at once; a thread that is too many stops after what it is making."""
+        """From now on this many threads work at once; a surplus thread stops after its current job."""
         with self._lock:
             self._size = size
             self._call_threads()
 
     def close(self) -> None:
-        """Ends the threads, after what they are making."""
+        """Ends the threads after their current jobs."""
         with self._lock:
             while self._asked:
                 self._asked.popleft()[0].cancel()
@@ -67,7 +67,7 @@ class Crew(Generic[Result]):
 def _fulfil(future: Future[Result], make: Callable[[], Result]) -> None:
     try:
         result = make()
-    except BaseException as error:  # raised to who asked for it
+    except BaseException as error:  # raised by the caller's `result()`
         future.set_exception(error)
         del future  # which the error's traceback would keep alive
     else:

@@ -18,7 +18,7 @@ SETTLE_S = 5.0
 """A pipe breaks before the process counts as ended: the fork server has to collect it first."""
 KERNEL_LOG = Path("/dev/kmsg")
 NOT_KNOWN = 255
-"""What multiprocessing says of a process whose fork server is gone, too."""
+"""What multiprocessing reports for a process whose fork server is gone, too."""
 REASONS = {
     signal.SIGKILL: "the kernel does this when memory runs out, and so does kill -9",
     signal.SIGBUS: "usually /dev/shm is full, or a mapped file became shorter",
@@ -39,7 +39,7 @@ class Casualties:
         self._oom_kills = oom_kills()
 
     def explain(self, error: Exception, workers: Sequence[BaseProcess]) -> Exception:
-        """What to raise in place of an error of the loader: who died, or the error itself if all of them live."""
+        """The error to raise in place of the loader's: who died, or the loader's own if all workers live."""
         with suppress(OSError, ValueError):
             ended = connection.wait([worker.sentinel for worker in workers], SETTLE_S)
             for worker in workers:
@@ -47,7 +47,7 @@ class Casualties:
                     worker.join(SETTLE_S)  # its files are closed a moment before it is gone
         dead = [(number, worker) for number, worker in enumerate(workers) if not worker.is_alive()]
         if not dead:
-            # What a worker itself raised has its name in it.
+            # An error that a worker raised contains its name.
             lost = isinstance(error, (EOFError, ConnectionError)) and "DataLoader worker process" not in str(error)
             return _lost(error) if lost else error
         seen = "; ".join(f"{_who(number, worker)} {_how(worker.exitcode)}" for number, worker in dead)
@@ -73,7 +73,7 @@ class Casualties:
 
 
 def _lost(error: Exception) -> WorkerDied:
-    """Nobody is left to ask: the fork server died before it had started a worker."""
+    """No worker is left to ask: the fork server died before it had started one."""
     return WorkerDied(
         "worker-died",
         f"the loader's processes are not there any more ({type(error).__name__})",
@@ -83,7 +83,7 @@ def _lost(error: Exception) -> WorkerDied:
 
 
 def killed_for_memory(log: Path = KERNEL_LOG) -> set[int]:
-    """The processes that the kernel's log names as ended for want of memory; empty where it cannot be read."""
+    """The processes that the kernel's log names as killed for lack of memory; empty if it cannot be read."""
     found: set[int] = set()
     with suppress(OSError):
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -32,18 +32,18 @@ IN_HAND = 2
 
 @dataclass(frozen=True)
 class LoaderSetup:
-    """How far a loader of threads may go. Batches do not depend on it, so it may change at any time."""
+    """The limits of a loader of threads. Batches do not depend on them, so they may change at any time."""
 
     workers: int
     prefetch: int
     """Batches in flight per worker."""
     lookahead_bytes: int
     requests: int
-    """Reads under way at once, where reading ahead pays off."""
+    """Reads in flight, where reading ahead pays off."""
 
 
 class MadeBatch(Protocol):
-    """What an engine has to know of a batch."""
+    """What an engine needs to know about a batch."""
 
     images: Any
     """The batch's memory: an array while it is made, then a slot's number or a tensor."""
@@ -59,32 +59,32 @@ Made_co = TypeVar("Made_co", bound=MadeBatch, covariant=True)
 
 
 class EnginePlan(Protocol):
-    """What an engine has to know of a plan."""
+    """What an engine needs to know about a plan."""
 
     @property
     def steps(self) -> Steps: ...
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """Of the memory of a whole batch, in bytes; the samples come first."""
+        """Shape of a whole batch's memory, in bytes; the samples come first."""
 
 
 class Source(Protocol):
-    """What an engine has to know of where a maker reads."""
+    """What an engine needs to know about the place that a maker reads from."""
 
     @property
     def mean_bytes(self) -> float: ...
 
     @property
     def requests(self) -> int:
-        """Requests that it may have under way at once."""
+        """Requests that it may have in flight."""
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes that have come and nobody has taken yet."""
+        """Bytes that have arrived and were not taken yet."""
 
     def allow(self, lookahead_bytes: int, requests: int) -> None:
-        """From now on it may read so many bytes ahead, with so many requests at once."""
+        """Allows it to read this many bytes ahead from now on, with this many requests at once."""
 
     def held_back_by(self) -> HeldBack | None: ...
 
@@ -120,7 +120,7 @@ class BatchPlan:
 
     @property
     def batch_shape(self) -> tuple[int, int, int, int]:
-        """Of the images of a whole batch."""
+        """Shape of the images of a whole batch."""
         return self.steps.batch_size, self.view.size, self.view.size, 3
 
     def members(self, epoch: int, step: int, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -136,7 +136,7 @@ class BatchMaker:
         self.reader = reader
 
     def announce(self, epoch: int, step: int, start: int) -> None:
-        """Tells the reader that a step's batch will be made later, so that its bytes can be fetched."""
+        """Announces to the reader that a step's batch will be made later, so that its bytes can be fetched."""
         members, _ = self.plan.members(epoch, step, start)
         self.reader.expect(self.plan.samples.indices(members).tolist())
 
@@ -198,8 +198,8 @@ class BatchMaker:
     def _replace(
         self, reason: str, member: int, key: int, draws: Any, slot: int, out: NDArray[np.uint8], bad: list[BadSample]
     ) -> int:
-        """Puts another member in place of a bad one, and records every bad one. The choice follows from the key: it is
-        the same in every worker."""
+        """Puts another member in place of a bad one, and records every bad one. The choice depends only on the key: it
+        is the same in every worker."""
         samples = self.plan.samples
         for attempt in range(MAX_REPLACEMENTS):
             other = int(mix(mix(key, REPLACEMENT), attempt)) % len(samples)

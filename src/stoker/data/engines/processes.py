@@ -224,7 +224,7 @@ class ProcessEngine(Generic[Made]):
         return list(getattr(iterator, "_workers", ()))
 
     def close(self) -> None:
-        """Ends the workers, and lets go of the slots: memory that the consumer still holds stays until it is done."""
+        """Ends the workers, and frees the slots: memory that the consumer still holds stays until it is done."""
         if outage.is_left():
             # torch would wait five seconds for each in turn, and they wait for their store.
             for worker in self._workers():
@@ -243,7 +243,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _prepare_worker(environment: dict[str, str], outages: Any, _worker: int) -> None:
-    """Sets up a worker for one core: threads of its own would only delay the other workers."""
+    """Sets up a worker for one core: more threads would only delay the other workers."""
     import cv2
 
     os.environ.clear()

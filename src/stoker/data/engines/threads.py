@@ -56,12 +56,12 @@ class ThreadEngine(Generic[Made]):
 
     def limit(self, batches: int) -> None:
         """Limits the batches in flight from now on; those already made are still yielded."""
-        # As many as there can be is no limit: with more workers there may be more.
+        # A limit at the maximum is none: with more workers there may be more.
         self._limit = None if batches >= self.most_in_flight else max(1, batches)
         self._buffers.keep(self.in_flight + self._beyond_flight)
 
     def adjust(self, setup: LoaderSetup) -> None:
-        """Works like this from now on; a limit on the batches in flight stays."""
+        """Applies this setup from now on; a limit on the batches in flight stays."""
         assert (setup.workers == 0) == (self.setup.workers == 0), "batches are made by threads, or in the consumer's"
         self.setup = setup
         self._most_so_far = max(self._most_so_far, self.most_in_flight)
@@ -72,7 +72,7 @@ class ThreadEngine(Generic[Made]):
         self._maker.reader.allow(setup.lookahead_bytes, setup.requests)
 
     def held_back_by(self) -> HeldBack | None:
-        """What keeps the reader from asking for more."""
+        """What keeps the reader from requesting more."""
         return self._maker.reader.held_back_by()
 
     def ready(self) -> int:
@@ -107,14 +107,14 @@ class ThreadEngine(Generic[Made]):
                 if self.in_flight < self._most_so_far:
                     self._buffers.keep(self.in_flight + self._beyond_flight)
         finally:
-            # The consumer left early, or a batch failed: batches that are not begun must not be made.
+            # The consumer left early, or a batch failed: batches that have not begun must not be made.
             stopped.set()
             for future in pending:
                 future.cancel()
             self._maker.reader.forget()
 
     def close(self) -> None:
-        """Ends the threads, after the batches they are making; waits no longer for a store that does not respond."""
+        """Ends the threads after their current batches; does not wait for a store that does not respond."""
         outage.leave()
         # First: a batch may be waiting for it.
         self._maker.reader.close()

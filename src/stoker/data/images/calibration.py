@@ -29,7 +29,7 @@ MOST_FILES = 64
 # A trial decodes for about a second; this is for a library that hangs.
 TRIAL_TIMEOUT_S = 60.0
 ROUNDS = 3
-# For all rounds together; files beyond that are left out.
+# Time for all rounds together; files beyond that are left out.
 BUDGET_S = 1.0
 FEWEST_FILES = 4
 _PACKAGES = ("simplejpeg", "opencv-python-headless", "nvidia-nvimgcodec-cu13", "pillow", "turbojpeg", "numpy")
@@ -94,7 +94,7 @@ def measure(
 ) -> dict[str, float]:
     """Microseconds per image for each decoder that decodes all files.
 
-    Measured in a child process: a decoder that crashes or hangs is left out, and training goes on without it.
+    Measured in a child process: a decoder that crashes or hangs is left out, and training continues without it.
     """
     left = list(decoders)
     while left:
@@ -176,7 +176,7 @@ def _seconds(
     start = time.perf_counter()
     try:
         decoding.crop_into(data, header, box, out, mode=mode)
-    except Exception:  # whatever it is: this decoder cannot decode these files
+    except Exception:  # any error: this decoder cannot decode these files
         return None
     return time.perf_counter() - start
 

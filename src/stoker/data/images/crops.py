@@ -87,7 +87,7 @@ class CropDraws:
     aspect: NDArray[np.float64]
     """Width / height for each try, (samples, TRIES)."""
     place: NDArray[np.float64]
-    """Where between the borders the crop lies, (samples, 2)."""
+    """The crop's position between the borders, (samples, 2)."""
     bounds: CropRange
 
     def box(self, slot: int, width: int, height: int) -> Box:

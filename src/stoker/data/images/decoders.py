@@ -23,7 +23,7 @@ from stoker.console import silent_libraries
 from stoker.data.images.headers import PILLOW_CLASSES, BadImage, Box, Bytes, ImageHeader, JpegLayout
 
 # Fresh memory for an image costs a page fault for every 4 KB, up to a tenth of the decoding time.
-# Images larger than this are rare, and their memory is given back.
+# Images larger than this are rare, and their memory is freed.
 _KEPT_BYTES = 64 << 20
 # libjpeg-turbo takes the colour of a 4:2:0 region of one or two pixels at the left border from the wrong place.
 NARROWEST = 8
@@ -97,7 +97,7 @@ class SimpleJpeg:
         if bottom < height and layout.interleaved and not layout.progressive and layout.subsampling != "other":
             patched = bytearray(data)
             patched[layout.frame_offset + 5 : layout.frame_offset + 7] = bottom.to_bytes(2, "big")
-            # What follows the last row would count as damage in strict mode.
+            # Data after the last row would count as damage in strict mode.
             data, height, strict = patched, bottom, False
         rows, columns = -(-height // scale), -(-header.stored_width // scale)
         try:
@@ -153,7 +153,7 @@ class NvImageCodec:
     _SUBSAMPLINGS = frozenset({"444", "422", "420", "440", "grey"})
 
     def __init__(self) -> None:
-        # Only looked for: importing it takes long, so that waits until the first image.
+        # Only located: importing it takes long, so that waits until the first image.
         if find_spec("nvidia") is None or find_spec("nvidia.nvimgcodec") is None:
             raise ImportError("nvimgcodec")
         self._local = threading.local()

@@ -128,7 +128,7 @@ class Decoding:
 
 
 def _has_end(data: Bytes) -> bool:
-    """Whether a JPEG has its end marker. A truncated one lacks it, even if the crop lies above the cut."""
+    """Whether a JPEG has its end marker. A truncated one lacks it, even if the crop is above the cut."""
     if bytes(data[-2:]) == END_OF_IMAGE:
         return True
     return bytes(data[-4096:]).rstrip(b"\0").endswith(END_OF_IMAGE)
@@ -143,7 +143,7 @@ def _check_slot(out: Slot) -> None:
 
 
 def stored_box(orientation: int, width: int, height: int, box: Box) -> Box:
-    """Where a box of an image that is seen as width x height lies in the stored image."""
+    """The box in the stored image, of a box in an image that is seen as width x height."""
     assert 0 <= box.top < box.top + box.height <= height, (box, width, height)
     assert 0 <= box.left < box.left + box.width <= width, (box, width, height)
     if orientation == 1:
@@ -156,7 +156,7 @@ def stored_box(orientation: int, width: int, height: int, box: Box) -> Box:
 
 
 def stored_shape(orientation: int, rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns in the stored image of what is seen with these rows and columns."""
+    """The rows and columns in the stored image that are seen as these rows and columns."""
     return (columns, rows) if orientation >= 5 else (rows, columns)
 
 

@@ -48,7 +48,7 @@ def list_tars(place: str, tars: Sequence[str], progress: Advance | None = None) 
     store = open_store(place)
     samples: list[TarSample] = []
     shard_of: list[int] = []
-    # One after the other where Python's parsing limits, several where the network does.
+    # One after the other if Python's parsing is the bottleneck, several if the network is.
     with ThreadPoolExecutor(REMOTE_TARS_AT_ONCE if store.is_remote else 1) as pool:
         try:
             for number, found in enumerate(pool.map(lambda tar: read_tar(store, place, tar), tars)):
@@ -91,7 +91,7 @@ def read_tar(store: Store, place: str, tar: str) -> list[TarSample]:
 
 
 def _groups(store: Store, path: str, tar: str) -> Iterator[tuple[str, dict[str, tuple[int, int, bytes]]]]:
-    """Members that belong together follow each other: the key, and by suffix the offset, size and (of labels) bytes."""
+    """Members that belong together are adjacent: the key, and by suffix the offset, size and (for labels) bytes."""
     now: str | None = None
     parts: dict[str, tuple[int, int, bytes]] = {}
     for name, offset, size, data in _members(store, path, tar):
@@ -243,5 +243,5 @@ class _RangeFile(io.RawIOBase):
 
 
 def open_range(store: Store, path: str) -> IO[bytes]:
-    """An object of a store as a file, read in the pieces that are asked for."""
+    """An object of a store as a file, read in the pieces that are requested."""
     return io.BufferedReader(_RangeFile(store, path), 1 << 16)

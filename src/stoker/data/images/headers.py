@@ -63,7 +63,7 @@ class BadImage(Exception):
 
 
 class Box(NamedTuple):
-    """A rectangle in pixels: of the image as a person sees it, unless said otherwise."""
+    """A rectangle in pixels: in the image as a person sees it, unless stated otherwise."""
 
     top: int
     left: int
@@ -109,7 +109,7 @@ class ImageHeader:
 def read_header(data: Bytes, max_pixels: int, max_bytes: int = MAX_DECODED_BYTES) -> ImageHeader:
     """Kind, size and orientation of an image; raises BadImage, also if decoding it would take too much memory or time.
 
-    Both are bounded here, by what the headers say: once a library decodes, nothing can stop it."""
+    Both are bounded here, from the headers: once a library decodes, nothing can stop it."""
     kind, width, height, orientation, jpeg = _sniff(data)
     if width <= 0 or height <= 0:
         raise BadImage(f"{kind} with no pixels ({width}x{height})")
@@ -123,7 +123,7 @@ def read_header(data: Bytes, max_pixels: int, max_bytes: int = MAX_DECODED_BYTES
             f"the limit is {size_text(max_bytes)}"
         )
     if jpeg is not None and len(data) * 8 < jpeg.blocks:
-        # A few bytes that claim millions of pixels would cost seconds and come out grey.
+        # A few bytes that claim millions of pixels would cost seconds and decode to grey.
         raise BadImage(f"truncated: {len(data)} bytes cannot hold {width}x{height} pixels")
     if orientation >= 5:
         return ImageHeader(kind, height, width, orientation, width, height, jpeg)

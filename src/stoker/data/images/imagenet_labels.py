@@ -30,7 +30,7 @@ from stoker.units import count
 SOLUTION = "LOC_val_solution.csv"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 TABLES = ("meta.mat", "map_clsloc.txt", "synsets.txt")
-"""Of ILSVRC numbers and WordNet ids: the devkit's of 2012, that of later years, and one id per line."""
+"""Tables of ILSVRC numbers and WordNet ids: the devkit's of 2012, that of later years, and one id per line."""
 DEVKITS = ("", "ILSVRC2012_devkit_t12/data", "devkit/data", "ILSVRC/devkit/data")
 CLASSES = 1000
 WORDNET_ID = re.compile(r"n\d{8}")

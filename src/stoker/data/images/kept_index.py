@@ -46,7 +46,7 @@ _one_thread = threading.RLock()
 
 
 class _OtherFormat(ValueError):
-    """A listing of another version: not damaged."""
+    """A listing of another version, not a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def cannot_be_saved(error: OSError) -> str:
 
 def read_kept(keep: Path, place: str | None, damage: list[str] | None = None) -> KeptIndex | None:
     """The index in a folder; None if there is none, none of this place, or none that this version can use. `damage`
-    gets a note if it is not what was saved."""
+    gets a note if it differs from what was saved."""
     try:
         document = _read_listing(keep)
         if not re.fullmatch("[0-9a-f]+", document["index"]):
@@ -122,7 +122,7 @@ def read_kept(keep: Path, place: str | None, damage: list[str] | None = None) ->
 
 
 def _read_listing(keep: Path) -> dict[str, Any]:
-    """The content of listing.json; raises ValueError if it is not of this version, or not what was written."""
+    """The content of listing.json; raises ValueError if it is of another version, or was changed since."""
     document: dict[str, Any] = json.loads((keep / LISTING).read_text())
     if document["format"] != FORMAT:
         raise _OtherFormat
@@ -164,7 +164,7 @@ def keep_or_make(
 ) -> SampleIndex:
     """The index saved for a place if it was made from files in this state, else a new one, which is saved.
 
-    The state of a file is None if it cannot be told from the next one: then the index is made again."""
+    The state of a file is None if it cannot be distinguished from the next one: then the index is made again."""
     keep = keeping_folder(place, index_dir, kind)
     damage: list[str] = []
     if not rebuild and (kept := _made_from(keep, place, kind, state, damage)) is not None:

@@ -26,8 +26,8 @@ from stoker.redact import redact_text
 from stoker.units import count
 
 METADATA = ("metadata.csv", "metadata.jsonl")
-"""How Hugging Face `datasets` labels a folder of images."""
-# Of a list's rows; a wrong data_root is noticed before training, without asking for a million files.
+"""Files in which Hugging Face `datasets` keeps the labels of a folder of images."""
+# Rows of a list that are tried; a wrong data_root is noticed before training, without a request for a million files.
 FILES_TRIED = 16
 
 Make = Callable[[], SampleIndex]
@@ -42,7 +42,7 @@ def open_labelled_place(
     rebuild: bool = False,
     say: Say | None = None,
 ) -> SampleIndex | None:
-    """The index of a place with its labels in files; None if it has class folders, or nothing that is known.
+    """The index of a place with its labels in files; None if it has class folders, or no known layout.
 
     `files` are those of the place that belong to the split; empty for all."""
     entries = None if place.startswith(("http://", "https://")) else list_entries(place)
@@ -142,7 +142,7 @@ def _index_of_flat(place: str, names: Sequence[str], labels_file: str) -> Sample
 
 
 def _states(place: str, names: Sequence[str], entries: Entries | None) -> dict[str, Any]:
-    """What tells that a file has been replaced: its size and time, or its version in an object store; None if it is so
+    """What shows that a file has been replaced: its size and time, or its version in an object store; None if it is so
     recent that it could change again unnoticed."""
     states: dict[str, Any] = {}
     for name in names:
@@ -166,7 +166,7 @@ def _states(place: str, names: Sequence[str], entries: Entries | None) -> dict[s
 
 
 def told(index: SampleIndex, notes: Sequence[str], say: Say | None) -> SampleIndex:
-    """The index with these notes for the user, which are said."""
+    """The index with these notes for the user, which are printed."""
     if say is not None:
         for note in notes:
             say(note)

@@ -29,7 +29,7 @@ from stoker.errors import UserError, did_you_mean
 IMAGE_SUFFIXES = (
     b".jpg", b".jpeg", b".jfif", b".png", b".webp", b".bmp", b".tif", b".tiff", b".gif", b".ppm", b".pgm",
 )  # fmt: skip
-# Requests in flight to a network file system; on a local one they wait for Python's lock, and do no harm.
+# Requests in flight to a network file system; on a local one they wait for the GIL, and do no harm.
 THREADS = 16
 # A folder that changed just before it was listed may change again without getting a new time: the coarsest clocks of
 # file systems in use tick every two seconds.
@@ -75,7 +75,7 @@ def check_folder(root: str, split: str) -> None:
         "data-not-found",
         f"{shown(str(base))} does not exist",
         why=f"{existing} exists and contains {some(there)}" if there else f"{existing} exists and is empty",
-        # Of the names in a folder, which are not made to differ, two letters make another word: /nope is not /home.
+        # Names in a folder are not chosen to differ: two changed letters make another word, and /nope is not /home.
         hint=did_you_mean(missing, there, most_edits=1) or "data_root=FOLDER",
     )
 

@@ -104,7 +104,7 @@ def _refuse_unfinished_pack(place: str) -> None:
 
 
 def differing_shard(folder: Path, index: SampleIndex) -> str | None:
-    """What is wrong with the shards of a pack, as far as their sizes and first members tell; reads a block of each."""
+    """What is wrong with the shards of a pack, as far as their sizes and first members show; reads a block of each."""
     facts = {str(fact["name"]): int(fact["bytes"]) for fact in index.facts.get("shards", [])}
     last_key = -1
     for name, known_bytes in facts.items():
@@ -134,7 +134,7 @@ def files_directly_in(place: str) -> tuple[int, int]:
 
 
 def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
-    """The same from a URL: one small request tells whether our copy is still current."""
+    """The same from a URL: one small request shows whether our copy is still current."""
     from stoker.data.store.object_store import ObjectStore
 
     store = ObjectStore(place, max_object_bytes=MAX_ARRAY_BYTES)
@@ -162,7 +162,7 @@ def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
 
 
 def _differing_object(store: ObjectStore, index: SampleIndex) -> str | None:
-    """The same of shards in a store, as far as their sizes tell; one request for a thousand of them."""
+    """The same for shards in a store, as far as their sizes show; one request for a thousand of them."""
     facts = {str(fact["name"]): int(fact["bytes"]) for fact in index.facts.get("shards", [])}
     if not facts or store.url.startswith("http"):  # a plain web server cannot list
         return None
@@ -266,7 +266,7 @@ def _open_kept_or_list(
     before = read_kept(keep, place, damage)
     if before is not None and not rebuild and _still_holds(place, before):
         return before, _about_left_index(place, keep)
-    # An earlier version's spares the listing of what has not changed since.
+    # An earlier version's index saves listing folders that have not changed since.
     known = None if rebuild else before or index_left_in_data(place)
     listed: list[ClassListing] = []
     try:

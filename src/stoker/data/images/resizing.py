@@ -23,7 +23,7 @@ RESAMPLING: dict[Interpolation, Image.Resampling] = {
 # differ by a few levels (the test allows 20): a strip of 100 000 x 1 pixels would otherwise become one of
 # 25 600 000 x 256.
 _MOST_WASTE = 32
-# Larger crops are rare, and the memory for packing them is given back.
+# Larger crops are rare, and the memory for packing them is freed.
 _KEPT_BYTES = 16 << 20
 _local = threading.local()
 # Each worker has its own core: threads of OpenCV would only compete with it.
@@ -41,7 +41,7 @@ def antialias_into(pixels: Slot, out: Slot, interpolation: Interpolation) -> Non
 def _antialiasing() -> dict[Interpolation, Any]:
     """The operators behind torch.nn.functional.interpolate(antialias=True), which has no `out`: it returns one plane
     per colour, and takes more than twice as long for it (results/resize). On x86 they run in the calling thread alone,
-    and without Python's lock."""
+    and without the GIL."""
     import torch
 
     return {"bilinear": torch._C._nn._upsample_bilinear2d_aa, "bicubic": torch._C._nn._upsample_bicubic2d_aa}
@@ -49,8 +49,8 @@ def _antialiasing() -> dict[Interpolation, Any]:
 
 @cache
 def _from_numpy() -> Any:
-    """Imported when it is needed: the processes that pack images decode them too, and importing torch takes them longer
-    than starting."""
+    """Imported only when needed: the processes that pack images decode them, too, and importing torch would take longer
+    than starting them."""
     import torch
 
     return torch.from_numpy
@@ -86,8 +86,8 @@ def reduction(box: Box, rows: int, columns: int) -> int:
 
 
 def draft_into(pixels: Slot, out: Slot) -> None:
-    """Fills `out` with all of `pixels`: linear, without antialiasing below a reduction of two; what is at least twice
-    too large is averaged first, as a scaled decoding would have done."""
+    """Fills `out` with all of `pixels`: linear, without antialiasing below a reduction of two; images at least twice
+    too large are averaged first, as a scaled decoding would have done."""
     rows, columns = out.shape[:2]
     surplus = reduction(Box(0, 0, pixels.shape[0], pixels.shape[1]), rows, columns)
     if surplus > 1:

@@ -49,7 +49,7 @@ class SampleIndex:
     offsets: NDArray[np.int64] | None = None
     """Where each sample begins in its shard."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else was recorded when the index was made, to notice that it is stale."""
+    """Further facts from when the index was made, to notice that it is stale."""
     folder: Path | None = None
     """Where it is saved, if it is."""
     digest: str = ""
@@ -72,7 +72,7 @@ class SampleIndex:
 
     @property
     def are_files(self) -> bool:
-        """Whether each sample is a file of its own."""
+        """Whether each sample is a separate file."""
         return self.shard_of is None
 
     def bytes_of(self, index: int) -> int | None:
@@ -158,7 +158,7 @@ def load_index(folder: Path) -> SampleIndex:
 
 
 def part_of(index: SampleIndex, indices: NDArray[np.int64]) -> SampleIndex:
-    """An index of some samples alone, in the same order; its samples are numbered anew."""
+    """An index of only some samples, in the same order; its samples are renumbered."""
     lengths = np.diff(index.name_ends, prepend=0)
     kept = np.zeros(len(index), bool)
     kept[indices] = True
@@ -221,7 +221,7 @@ def _load_same(folder: Path, root: str, digest: str) -> SampleIndex:
 
 
 def _difference(index: SampleIndex, known: Any) -> str | None:
-    """What differs from what was saved: a flipped label or a swapped offset would train on wrong labels, silently."""
+    """How it differs from what was saved: a flipped label or a swapped offset would silently train on wrong labels."""
     if known is None:  # saved by an earlier version, which hashed everything at once, ten times as slowly
         return None if digest_of(index) == index.digest else "its arrays or classes changed after it was written"
     changed = [name for name, array in present_arrays(index).items() if checksum(array) != known.get(name)]
@@ -229,7 +229,7 @@ def _difference(index: SampleIndex, known: Any) -> str | None:
 
 
 def checksum(array: NDArray[Any]) -> str:
-    """Of an array of an index, to notice that its file changed."""
+    """Checksum of an array of an index, to notice that its file changed."""
     # xxh3 reads a mapped file at the speed of memory (results/index).
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).data)
 

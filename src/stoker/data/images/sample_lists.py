@@ -28,7 +28,7 @@ class Row(NamedTuple):
     """One image of a list."""
 
     path: str
-    """Below the root."""
+    """Relative to the root."""
     label: str
     split: str | None
     line: int

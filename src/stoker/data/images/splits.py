@@ -16,9 +16,9 @@ from stoker.errors import UserError
 from stoker.redact import redact_text
 
 SPLIT_NAMES = {"train": ("train",), "val": ("val", "valid", "validation", "test")}
-"""What a split may be called, the preferred name first."""
+"""Names of a split, the preferred one first."""
 BASES = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "data")
-"""Where below the root the splits may be: the root itself, as Kaggle unpacks ImageNet, and `data` of a Hugging Face
+"""Places of the splits below the root: the root itself, as Kaggle unpacks ImageNet, and `data` of a Hugging Face
 repository."""
 FILE_KINDS = (".tar", ".parquet")
 LABELLED = (*FILE_KINDS, ".csv", ".jsonl", "index.json")
@@ -31,7 +31,7 @@ class Entries(NamedTuple):
     folders: tuple[str, ...]
     files: tuple[str, ...]
     versions: dict[str, Sequence[Any]]
-    """Of a URL's files: what tells that one has been replaced. A folder's are asked for when needed."""
+    """For a URL's files, what shows that one has been replaced. A folder's are looked up when needed."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class FoundSplit:
     """Where a split is."""
 
     folder: str
-    """Below the root; "" for the root itself."""
+    """Relative to the root; "" for the root itself."""
     files: tuple[str, ...] = ()
     """Names in that folder, if the split is some of its files."""
     name: str = ""
-    """What it is called there, such as `valid`."""
+    """Its name there, such as `valid`."""
     note: str | None = None
     """What the user should know about the choice."""
 
@@ -99,7 +99,7 @@ def _search(root: str, names: tuple[str, ...]) -> FoundSplit | None:
 
 
 def no_split(root: str, split: str) -> UserError:
-    """The error for a URL without this split; `check_folder` raises that of a folder."""
+    """The error for a URL without this split; `check_folder` raises the one for a folder."""
     place = redact_text(split_place(root, ""))
     return UserError(
         "split-not-found",
@@ -122,7 +122,7 @@ def _named(root: str, entries: Entries, base: str, names: tuple[str, ...]) -> Fo
 
 
 def _has_labels(place: str) -> bool:
-    """Whether a folder has classes or anything that may tell them: `test/` is often a competition's, without labels."""
+    """Whether a folder has classes or any file that may name them: `test/` is often a competition's, without labels."""
     entries = list_entries(place)
     return entries is not None and bool(entries.folders or any(file.endswith(LABELLED) for file in entries.files))
 

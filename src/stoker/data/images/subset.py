@@ -61,8 +61,8 @@ def choose_subset(
 
 
 def split_samples(index: SampleIndex, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divides the samples into training and validation: of each class this fraction is for validation, rounded, but
-    neither part is empty where a class has two images or more."""
+    """Divides the samples into training and validation: this fraction of each class is for validation, rounded, but
+    neither part is empty if a class has two images or more."""
     chosen = []
     by_class = np.argsort(index.labels, kind="stable")
     borders = np.flatnonzero(np.diff(index.labels[by_class])) + 1

@@ -45,9 +45,9 @@ class Library:
 
     path: str
     keeps_lock: Any
-    """Keeps Python's lock: for calls that take a microsecond, which releasing the lock would double."""
+    """Keeps the GIL: for calls that take a microsecond, which releasing the lock would double."""
     releases_lock: Any
-    """Releases Python's lock: for the decoding."""
+    """Releases the GIL: for the decoding."""
 
 
 def candidates() -> Iterator[str]:

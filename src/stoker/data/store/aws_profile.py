@@ -19,7 +19,7 @@ _NEEDS_AWS_CODE = ("sso_session", "sso_start_url", "role_arn", "credential_proce
 
 
 def profile_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What the chosen profile adds to the environment, as obstore's options; empty if there is no profile."""
+    """Settings that the chosen profile adds to the environment, as obstore's options; empty if there is no profile."""
     anonymous = environment.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1")
     keys_wanted = "AWS_ACCESS_KEY_ID" not in environment and not anonymous
     name = environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or "default"

@@ -20,11 +20,11 @@ FLOWS_BELOW_S = 0.1e-3
 # One slow read (a burst of writes elsewhere) must not switch; two in a row do.
 LONGEST_COUNTED_S = 2e-3
 _WEIGHT = 1 / 8
-# A thread that waits for Python's lock looks like one that waits for storage, and threads that read ahead make that
+# A thread that waits for the GIL looks like one that waits for storage, and threads that read ahead make that
 # worse: started by mistake they would never stop, and cost a quarter of the speed. So a wait below this counts only if
 # the kernel reports bytes read from storage; FUSE mounts report none, but take longer.
 LOCK_WAITS_BELOW_S = 1.5e-3
-# How often reading a file releases Python's lock and waits for it again: open, stat, read, close.
+# How often reading a file releases the GIL and waits for it again: open, stat, read, close.
 _LOCK_WAITS = 4
 
 
@@ -43,10 +43,10 @@ class Blocking:
         result = read()
         after, end = _used_s(), time.perf_counter()
         blocked = end - start - (after - before)
-        # Other threads that hold Python's lock look like slow storage. That part is subtracted for local files, but not
+        # Other threads that hold the GIL look like slow storage. That part is subtracted for local files, but not
         # for remote ones: reading those one by one by mistake would cost far more.
         if not was_remote():
-            # Reading the times releases Python's lock once, and blocks on nothing else.
+            # Reading the times releases the GIL once, and blocks on nothing else.
             lock_wait = time.perf_counter() - end - (_used_s() - after)
             blocked -= _LOCK_WAITS * max(0.0, lock_wait)
             if stored is not None and stored == _bytes_from_storage() and blocked < LOCK_WAITS_BELOW_S:

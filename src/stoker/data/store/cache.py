@@ -49,17 +49,17 @@ from stoker.data.store.stores import (
 )
 from stoker.errors import UserError
 
-# What waits to be written; beyond that nothing is kept until there is room. Half a second of a fast network.
+# Bytes that wait to be written; beyond that nothing is kept until there is room. Half a second of a fast network.
 MOST_WAITING_BYTES = 64_000_000
-# A commit writes everything to the disk, and takes as long as that does: it follows when there is nothing to write, or
+# A commit writes everything to the disk, and takes as long as that does: it follows when nothing is left to write, or
 # after this time, and takes no more than this share of it.
 COMMIT_EVERY_S = 5.0
 COMMIT_WHEN_IDLE_S = 0.2
 MOST_COMMITTING = 0.1
-# Left free for everybody else on the disk, as by `stoker stage`.
+# Space left free for everybody else on the disk, as by `stoker stage`.
 FREE_SHARE = 0.02
 MOST_FREE_BYTES = 1_000_000_000
-# Of the space that a cache uses or could use, if it has no limit.
+# Share of the space that a cache uses or could use, if it has no limit.
 CACHE_SHARE = 0.9
 # The copy of a cache is a folder in `cache_dir`, which may hold other things, such as our own index in ~/.cache/stoker.
 CACHE_FOLDER = "stoker-copy"
@@ -69,7 +69,7 @@ _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
 class FileVersion(NamedTuple):
-    """What the source said about one of its files."""
+    """A file's facts as its source reports them."""
 
     size: int
     version: str
@@ -81,15 +81,15 @@ class CopyPlace:
 
     folder: str
     source: str | None
-    """Root of the data: a folder or URL; None for a cache, which has files of any."""
+    """Root of the data: a folder or URL; None for a cache, which has files of any source."""
     expected: Mapping[str, FileVersion] = field(default_factory=dict, compare=False)
-    """Of shards and volumes, by their path below the source: a copy of another version is not used."""
+    """Versions of shards and volumes, by their path below the source: a copy of another version is not used."""
     limit_bytes: int | None = None
-    """Of a cache; None for a share of the disk."""
+    """Limit of a cache; None for a share of the disk."""
 
     @property
     def is_cache(self) -> bool:
-        """Whether it keeps what is read, up to a limit; else it is to become a whole copy."""
+        """Whether it keeps whatever is read, up to a limit; otherwise it becomes a whole copy."""
         return self.source is None
 
     def below(self, location: str) -> str | None:
@@ -102,7 +102,7 @@ class CopyPlace:
         return there[len(here) + 1 :] if there.startswith(f"{here}/") else None
 
     def open(self) -> OpenCopy:
-        """The copy, as this process has it open; all its threads share it."""
+        """The copy, as opened by this process; all its threads share it."""
         with _opening:
             key = (os.getpid(), self.folder, self.source)
             if (opened := _open.get(key)) is None:
@@ -157,17 +157,17 @@ class OpenCopy:
         self.stopped: str | None = None
         """Why nothing more is kept; None while it is. Reading continues either way."""
         self.is_complete = False
-        """Whether every file was found here, so that the manifest need not be asked again."""
+        """Whether every file was found here, so that the manifest need not be checked again."""
         self._waiting: deque[tuple[str, Buffer, str]] = deque()
         self._waiting_bytes = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._fresh: dict[str, CopiedFile] = {}
-        """Written by this process, and whole, but not yet in the manifest."""
+        """Complete files written by this process that are not yet in the manifest."""
         self._coming: set[str] = set()
-        """Handed over, or being fetched to be kept."""
+        """Files handed over, or being fetched to be kept."""
         self._doubted: set[str] = set()
-        """In the manifest, but not as it says: deleted, or written to."""
+        """Files that differ from the manifest: deleted, or written to."""
         self._kept = 0
         self._reserved_bytes = 0
         self._threads: list[threading.Thread] = []
@@ -190,15 +190,15 @@ class OpenCopy:
         return found
 
     def is_coming(self, path: str) -> bool:
-        """Whether somebody in this process is about to keep the file."""
+        """Whether a thread of this process is about to keep the file."""
         return path in self._coming
 
     def doubt(self, path: str) -> None:
-        """Notes that a file is not as the manifest says: it is fetched again."""
+        """Notes that a file differs from the manifest: it is fetched again."""
         self._doubted.add(path)
 
     def offer(self, path: str, data: Buffer, version: str) -> None:
-        """Takes a whole file to be kept; returns at once. It is not kept if too much waits already."""
+        """Takes a whole file to be kept; returns at once. It is not kept if too many bytes wait already."""
         with self._lock:
             if self.stopped is not None or self._closing.is_set() or path in self._coming or path in self._fresh:
                 return
@@ -211,7 +211,7 @@ class OpenCopy:
             self._changed.notify_all()
 
     def keep(self, path: str, data: Buffer, version: str) -> bool:
-        """Writes a whole file now; False if there is no room. Raises ReadFailure for a name that cannot be."""
+        """Writes a whole file now; False if there is no room. Raises ReadFailure for an impossible name."""
         if not self.has_room(len(data)):
             return False
         try:
@@ -223,7 +223,7 @@ class OpenCopy:
         return True
 
     def keep_parts(self, path: str, expected: FileVersion, parts: Iterable[Buffer]) -> bool:
-        """Writes a file that may be larger than memory, a part at a time; raises what getting a part does. False if
+        """Writes a file that may be larger than memory, a part at a time; raises the errors of getting a part. False if
         there is no room for it, or the copy is being closed."""
         with self._lock:
             if not self._is_within_limit(expected.size):
@@ -253,7 +253,7 @@ class OpenCopy:
         return True
 
     def has_room(self, size: int = 0) -> bool:
-        """Whether the disk has room for that much and what it should keep free; if not, nothing more is kept."""
+        """Whether the disk has room for this many bytes and its reserve; if not, nothing more is kept."""
         if self.stopped is not None:
             return False
         try:
@@ -269,14 +269,14 @@ class OpenCopy:
         return True
 
     def flush(self) -> None:
-        """Waits until what was offered is written, and commits it."""
+        """Waits until the offered files are written, and commits them."""
         with self._lock:
             while self._waiting_bytes and not self._closing.is_set():
                 self._changed.wait(0.1)
         self.commit()
 
     def commit(self) -> None:
-        """Makes what was written survive a power cut, and adds it to the manifest."""
+        """Makes the written files survive a power cut, and adds them to the manifest."""
         with self._lock:
             written = list(self._fresh)
         try:
@@ -299,7 +299,7 @@ class OpenCopy:
         return len(self.copy)
 
     def close(self) -> None:
-        """Writes and commits what waits, and ends the threads; nothing is kept afterwards."""
+        """Writes and commits the waiting files, and ends the threads; nothing is kept afterwards."""
         with self._lock:
             if self._closing.is_set():
                 return
@@ -367,7 +367,7 @@ class OpenCopy:
 
 
 class CachedStore:
-    """A store of which some files are in a local copy; what is fetched from the others is kept there."""
+    """A store with some files in a local copy; those fetched from the source are kept there."""
 
     def __init__(self, source: Store, place: CopyPlace, max_object_bytes: int = MAX_OBJECT_BYTES) -> None:
         self.source = source
@@ -443,8 +443,8 @@ def copied_bytes(folder: Path) -> int:
 
 
 def _agreeing(data: Buffer, version: str) -> str:
-    """`md5` if the version is that checksum of the data. Another value says nothing: of encrypted objects and of those
-    uploaded in parts it is something else."""
+    """`md5` if the version is that checksum of the data. Another value says nothing: encrypted objects, and those
+    uploaded in parts, have something else."""
     found = _MD5.fullmatch(version)
     if found is None:
         return ""
@@ -458,6 +458,6 @@ def _path_of(location: str) -> str:
     return os.path.abspath(unquote(urlsplit(location).path) if location.startswith("file://") else location)  # noqa: PTH100
 
 
-# By process as well: a forked one has none of its parent's threads.
+# Keyed by process as well: a forked one has none of its parent's threads.
 _open: dict[tuple[int, str, str | None], OpenCopy] = {}
 _opening = threading.Lock()

@@ -13,7 +13,7 @@ import xxhash
 READ_BYTES = 8 << 20
 """How much of a manifest is read at once."""
 FORGOTTEN = -1
-"""The size in the line of a file that is no longer to be trusted."""
+"""The size in the line of a file that must no longer be trusted."""
 # Lines that were added since the table was sorted; looking one up takes a dictionary, which needs more memory.
 _MOST_RECENT = 50_000
 _LINE_START, _SIZE_FIELD = b'{"path":', b',"size":'
@@ -29,7 +29,7 @@ class CopiedFile(NamedTuple):
     xxh3: str
     """xxh3-128 of the content, in hexadecimal digits."""
     verified: str
-    """The kind of checksum of the store that agreed (md5, crc32, crc64nvme …), or "" if only the length did."""
+    """The kind of store checksum that agreed (md5, crc32, crc64nvme …), or "" if only the length was checked."""
 
     def line(self) -> bytes:
         return json.dumps(self._asdict(), separators=(",", ":")).encode() + b"\n"
@@ -57,7 +57,7 @@ class ManifestTable:
         return len(self._recent) + (0 if self._sorted is None else len(self._sorted.keys))
 
     def add(self, text: bytes, at: int) -> None:
-        """Adds whole lines that are at this place of the manifest."""
+        """Adds whole lines that begin at this offset of the manifest."""
         recent = dict(self._recent) if len(text) > READ_BYTES // 8 else self._recent
         start = 0
         while start < len(text):
@@ -69,7 +69,7 @@ class ManifestTable:
                     recent[key] = at + start, int(digits)
             start = end + 1
         if len(recent) > _MOST_RECENT:
-            # Replaced at once, and before the recent ones are: threads look lines up without a lock.
+            # Replaced at once, and before the recent ones: threads look lines up without a lock.
             self._sorted, recent = self._merged(recent), {}
         self._recent = recent
 

@@ -14,7 +14,7 @@ from stoker.data.store.stores import ReadFailure, is_url
 from stoker.redact import redact_text
 
 LONGEST_PART_BYTES = 255
-"""Of a path, between two slashes; the limit of the usual Linux file systems."""
+"""Longest part of a path, between two slashes; the limit of the usual Linux file systems."""
 LONGEST_PATH_BYTES = 4000
 _numbers = itertools.count()
 # Process ids mean nothing on another host that shares the disk.
@@ -23,7 +23,7 @@ _TEMPORARY = re.compile(rf"\.stage-{_HOST}-(\d+)-\d+\.tmp")
 
 
 def check_name(path: str) -> None:
-    """Raises ReadFailure for a name that cannot be a file inside the copy, or could be taken for one of ours."""
+    """Raises ReadFailure for a name that cannot be a file inside the copy, or could be taken for one of our own."""
     parts = path.split("/")
     if path.startswith("/"):
         raise ReadFailure(path, "bad name", "it begins with a slash")
@@ -44,14 +44,14 @@ def check_name(path: str) -> None:
 
 
 def source_name(source: str) -> str:
-    """What a copy is known to be a copy of: a URL without secrets, or the absolute path of a folder."""
+    """How a copy identifies its source: a URL without secrets, or the absolute path of a folder."""
     if is_url(source) and not source.startswith("file://"):
         return redact_text(source).rstrip("/")
     return os.path.realpath(os.path.expanduser(source.removeprefix("file://")))  # noqa: PTH111
 
 
 def temporary_name(folder: str) -> str:
-    """A new name for a file that is being written; of this process, so that the next one can tell who left it."""
+    """A new name for a file that is being written; it names this process, so that the next one knows who left it."""
     return f"{folder}/.stage-{_HOST}-{os.getpid()}-{next(_numbers)}.tmp"
 
 

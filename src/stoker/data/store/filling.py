@@ -18,7 +18,7 @@ from stoker.data.store.stores import Buffer, ReadFailure, SourceStore, StoreDown
 from stoker.units import count
 
 MOST_IN_FLIGHT = 16
-# If nobody can tell whether training waits: with no workers, batches are made when they are asked for.
+# If it is not known whether training waits: with no workers, batches are made when they are requested.
 IN_FLIGHT_UNTOLD = 4
 # A larger file is fetched in parts of this size.
 PART_BYTES = 8 << 20
@@ -34,11 +34,11 @@ class WantedFile(NamedTuple):
     """A file of the source that the copy should have."""
 
     path: str
-    """Below the root of the data."""
+    """Relative to the root of the data."""
     size: int | None = None
     version: str | None = None
     position: int | None = None
-    """Of the sample in the epoch, if training fetches this file as a whole when it comes to it."""
+    """Position of the sample in the epoch, if training itself fetches this file as a whole when it gets there."""
 
 
 class FillOrder(Protocol):
@@ -46,28 +46,28 @@ class FillOrder(Protocol):
 
     @property
     def files(self) -> int:
-        """How many there are."""
+        """Number of files."""
 
     @property
     def fetched_ahead(self) -> int:
-        """Positions ahead of its own that training fetches itself."""
+        """Positions ahead of the current one that training fetches itself."""
 
     def needed(self, epoch: int, position: int) -> Iterator[WantedFile]:
-        """What this process should fetch first, in order: what training needs from a position of an epoch on; then what
-        that epoch does not take."""
+        """The files that this process should fetch first, in order: those that training needs from a position of an
+        epoch on; then those that the epoch does not take."""
 
     def everything(self) -> Iterator[WantedFile]:
         """This process's share of all files."""
 
     def all(self) -> Iterator[WantedFile]:
-        """Every file that the copy should have, with those of other processes."""
+        """Every file that the copy should have, including those of other processes."""
 
 
 class Filler:
     """Threads that fetch what a copy still lacks; they begin with the first batch of training."""
 
     def __init__(self, copy: OpenCopy, source: SourceStore, order: FillOrder, say: Say | None) -> None:
-        """Without `say`, another process of the copy speaks for all."""
+        """Without `say`, another process of the copy prints for all."""
         self.is_complete = False
         self.failed: dict[str, str] = {}
         """Files that cannot be fetched, and why."""
@@ -85,7 +85,7 @@ class Filler:
         self._dispatcher: threading.Thread | None = None
 
     def training_at(self, epoch: int, position: int, waits: bool | None, *, is_over: bool = False) -> None:
-        """Tells where training is, and whether it waited for this batch; None if that is not known. Costs nothing."""
+        """Notes where training is, and whether it waited for this batch; None if that is not known. Costs nothing."""
         self._epoch, self._position, self._is_over = epoch, position, is_over
         self.make_way(waits)
         if self._dispatcher is None:
@@ -104,7 +104,7 @@ class Filler:
         self._files.allow(MOST_IN_FLIGHT * PART_BYTES, files)
 
     def settle(self, seconds: float) -> bool:
-        """Training has ended: fetches what is left, for at most this long; whether the copy is complete."""
+        """Training has ended: fetches the rest, for at most this long; returns whether the copy is complete."""
         self._is_over = True
         self._allow(MOST_IN_FLIGHT)
         if self._dispatcher is not None:
@@ -112,7 +112,7 @@ class Filler:
         return self.is_complete
 
     def close(self) -> None:
-        """Ends the threads after the parts that they are fetching; does not wait for a store that does not answer."""
+        """Ends the threads after their current parts; does not wait for a store that does not respond."""
         self._closing.set()
         self._files.close()
         if self._dispatcher is not None:
@@ -130,7 +130,7 @@ class Filler:
                 self._submit(wanted)
             if self._is_stopped():
                 return
-        # What this epoch still takes, training fetches itself; what it could not keep is fetched now.
+        # Training itself fetches the rest of this epoch; files that it could not keep are fetched now.
         while not (self._files.drained(LOOK_EVERY_S, done=True) and self._is_past(epoch)) and not self._is_stopped():
             self._closing.wait(LOOK_EVERY_S)
         self._copy.flush()
@@ -191,7 +191,7 @@ class Filler:
         return self._copy.find(wanted.path, wanted.size, wanted.version) is not None
 
     def _submit(self, wanted: WantedFile) -> None:
-        """Has a file fetched if it is missing; waits while as many as allowed are being fetched."""
+        """Submits a missing file to be fetched; waits while as many as allowed are being fetched."""
         if not self._is_missing(wanted):
             return
         self._files.expect([wanted])
@@ -205,7 +205,7 @@ class Filler:
                     self._keep(wanted)
                     break
                 except StoreDown:
-                    # Training says so, if it has to read from there; it may come back.
+                    # Training reports it, if it has to read from there; the store may come back.
                     self._closing.wait(STORE_DOWN_WAIT_S)
                 except ReadFailure as failure:
                     self.failed[wanted.path] = failure.reason

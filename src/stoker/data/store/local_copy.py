@@ -103,9 +103,9 @@ class LocalCopy:
         return self._table.records(self._manifest)
 
     def put(self, path: str, data: Buffer, version: str = "", verified: str = "") -> CopiedFile:
-        """Writes a whole file under a temporary name, and gives it its own; it counts after the next `commit`.
+        """Writes a whole file under a temporary name, and renames it; it counts after the next `commit`.
 
-        Raises ReadFailure for a name that cannot be, OSError if it cannot be written."""
+        Raises ReadFailure for an impossible name, OSError if it cannot be written."""
         folder = self._folder_of(path)
         temporary = temporary_name(self.folder)
         try:
@@ -140,7 +140,7 @@ class LocalCopy:
             self._written.append(record)
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Takes files out of the manifest: they were found to be wrong, and are to be copied again."""
+        """Removes files from the manifest: they turned out to be wrong, and are copied again."""
         lines = [CopiedFile(path, FORGOTTEN, "", "", "").line() for path in paths]
         if lines:
             write_fully(self._manifest, b"\n" + b"".join(lines))
@@ -151,10 +151,10 @@ class LocalCopy:
         return len(self._written)
 
     def commit(self, limit_bytes: int | None = None) -> int:
-        """Makes what was written so far survive a power cut, and then adds it to the manifest; returns how many files.
-        What would exceed the limit is removed instead.
+        """Makes the files written so far survive a power cut, then adds them to the manifest; returns how many files.
+        Files that would exceed the limit are removed instead.
 
-        Other threads can go on writing meanwhile."""
+        Other threads can continue to write meanwhile."""
         with self._committing:
             with self._lock:
                 batch, self._written = self._written, []
@@ -181,12 +181,12 @@ class LocalCopy:
         return self._table.totals()
 
     def _append(self, batch: list[CopiedFile]) -> None:
-        # It begins with a line break, which ends what a killed process may have left of its line.
+        # It begins with a line break, which ends a line that a killed process may have left unfinished.
         write_fully(self._manifest, b"\n" + b"".join(record.line() for record in batch))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While no other process commits; without a lock where the file system has none."""
+        """Holds the lock, so that no other process commits; without a lock if the file system has none."""
         with suppress(OSError):
             fcntl.lockf(self._manifest, fcntl.LOCK_EX)
         try:
@@ -221,7 +221,7 @@ class LocalCopy:
         try:
             os.rename(temporary, f"{self.folder}/{path}")  # noqa: PTH104
         except FileNotFoundError:
-            # Somebody removed the folder since.
+            # The folder was removed in the meantime.
             self._folders = {""}
             self._make_folder(folder, path)
             os.rename(temporary, f"{self.folder}/{path}")  # noqa: PTH104
@@ -292,7 +292,7 @@ class LocalCopy:
 
 
 def open_copy(folder: str | Path) -> LocalCopy:
-    """The copy that is in a folder, whatever it is a copy of; raises UserError if there is none."""
+    """The copy in a folder, whatever its source; raises UserError if there is none."""
     known = _read_about(f"{os.path.realpath(folder)}/{ABOUT}")
     if known is None or not isinstance(known.get("source"), str):
         raise UserError(
@@ -354,7 +354,7 @@ class PartialFile:
 
 
 def sync_file_system(descriptor: int) -> None:
-    """Writes everything of a file system to its disk: one call for thousands of files."""
+    """Writes all data of a file system to its disk: one call for thousands of files."""
     if _syncfs is None or _syncfs(descriptor) != 0:
         code = ctypes.get_errno() if _syncfs is not None else errno.ENOSYS
         if code in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
@@ -391,7 +391,7 @@ def _read_about(path: str) -> dict[str, Any] | None:
 
 
 def _strangers(folder: str) -> list[str]:
-    """What else is in a folder that should be empty; a fresh disk has a lost+found."""
+    """Other files in a folder that should be empty; a fresh disk has a lost+found."""
     names = sorted(name for name in os.listdir(folder) if not name.startswith(".stage") and name != "lost+found")  # noqa: PTH208
     return names[:3]
 

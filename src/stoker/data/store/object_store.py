@@ -37,22 +37,22 @@ class Patience:
     """The time limits of a request, and how often it is retried."""
 
     connect_s: float = 5
-    """To open a connection: enough to resend a lost SYN packet three times."""
+    """Time to open a connection: enough to resend a lost SYN packet three times."""
     stall_s: float = 10
-    """Without a single byte; the rest is then requested again from where it stopped."""
+    """Longest time without a single byte; the rest is then requested again from where it stopped."""
     request_s: float = 60
-    """For one complete response; at 4 MB/s the largest sample (256 MB) arrives in time."""
+    """Time for one complete response; at 4 MB/s the largest sample (256 MB) arrives in time."""
     retry_s: float = 120
-    """How long a store that does not respond is waited for: survives a gateway's restart and 'slow down' responses."""
+    """How long to wait for a store that does not respond: survives a gateway's restart and 'slow down' responses."""
     object_s: float = 30
-    """The same for one object that fails while its store responds otherwise: a part of the store may restart."""
+    """The same for one object that fails while the rest of its store responds: a part of the store may restart."""
     max_retries: int = 3
-    """Of a request, by the client itself, within `quick_s`. Then we wait, and say so: the client's waits grow so slowly
-    that 20 retries of refused connections are over after some 5 s, and nobody is told about them."""
+    """Retries of a request by the client itself, within `quick_s`. Then we wait, and say so: the client's waits grow so
+    slowly that 20 retries of refused connections are over after some 5 s, without a message."""
     quick_s: float = 5
 
     def options(self, allow_http: bool, *, alone: bool = False) -> dict[str, Any]:
-        """The same as obstore's options; `alone` for a client that nobody waits with, and which retries for as long."""
+        """The same as obstore's options; `alone` for a client that waits by itself, and retries for as long."""
         return {
             # With client options obstore ignores AWS_ALLOW_HTTP, so it is passed on here.
             "client_options": {
@@ -73,11 +73,11 @@ class Patience:
         }
 
 
-# For the first contact, and to tell after a failure whether the object or the store is at fault.
+# For the first contact, and to find out after a failure whether the object or the store is at fault.
 BRIEF = Patience(connect_s=5, stall_s=5, request_s=10, retry_s=10, max_retries=2, quick_s=10)
-# So many that the time is the limit.
+# So many retries that only the time limits them.
 MANY_RETRIES = 100_000
-# Between two attempts while a store does not respond.
+# Delays between two attempts while a store does not respond.
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 3.0
 UNREACHABLE = "store-unreachable"
 
@@ -119,7 +119,7 @@ class ObjectStore:
     def read(
         self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False, version: str | None = None
     ) -> Buffer:
-        """The bytes, of this version if one is given; blocks the calling thread without holding Python's lock."""
+        """The bytes, of this version if one is given; blocks the calling thread without holding the GIL."""
         return self._get(path, offset, size, whole, version)[0]
 
     def fetch(self, path: str, size: int | None = None) -> tuple[Buffer, str]:
@@ -217,17 +217,17 @@ class ObjectStore:
 
     @property
     def failed(self) -> bool:
-        """Whether it could not be reached, or was waited for in vain; every further use fails the same way."""
+        """Whether it could not be reached, or did not respond in time; every further use fails the same way."""
         return self._fault is not None
 
     def check(self) -> None:
-        """Raises StoreDown if the store as a whole cannot be read: asked after a failure, it is not one object's."""
+        """Raises StoreDown if the store as a whole cannot be read; called after a failure that may be one object's."""
         _refuse_after_fork()
         if (fault := self._fault_of_store(None)) is not None:
             raise fault
 
     def _patiently(self, path: str, attempt: Callable[[], Any]) -> Any:
-        """The result of a request. A store that stops responding is waited for, and then asked again."""
+        """The result of a request. If the store stops responding, waits for it and then retries."""
         began_s, delay_s = time.monotonic(), FIRST_DELAY_S
         while True:
             asked_s = time.monotonic()
@@ -237,7 +237,7 @@ class ObjectStore:
                 if down.name != UNREACHABLE or not self._reached:
                     raise
                 self._await_return(asked_s)
-                began_s = time.monotonic()  # the object has all its time again
+                began_s = time.monotonic()  # the object's time limit starts again
             except ReadFailure as failure:
                 # The store responds, and this object does not.
                 if failure.reason != "unreadable" or time.monotonic() - began_s > self.patience.object_s:
@@ -250,7 +250,7 @@ class ObjectStore:
     def _await_return(self, since_s: float) -> None:
         """Returns when the store responds again; raises StoreDown, in all threads alike, if it does not in time."""
         with self._contact:
-            # One thread asks; what it found since holds for all.
+            # One thread asks; its result since then applies to all.
             if self._fault is None and self._back_s < since_s:
                 self._fault = self._fault_after_waiting(since_s)
             if self._fault is not None:
@@ -287,12 +287,12 @@ class ObjectStore:
         _refuse_after_fork()
         if not self._reached:
             with self._contact:
-                # Dozens of threads get here at once: one connects, and its result holds for all.
+                # Dozens of threads get here at once: one connects, and its result applies to all.
                 if not self._reached and self._fault is None:
                     since_s = time.monotonic()
                     self._client = self._connect(self.patience)
                     fault = self._fault_of_store(path)
-                    # A wrong endpoint should fail in seconds. One that the run has reached before is waited for: the
+                    # A wrong endpoint should fail in seconds. For one that the run has reached before, we wait: the
                     # first contact may be that of a new worker, or of the first validation.
                     if fault is not None and fault.name == UNREACHABLE and outage.was_reached(self._endpoint()):
                         fault = self._fault_after_waiting(since_s)
@@ -305,7 +305,7 @@ class ObjectStore:
         return self._client
 
     def _endpoint(self) -> str:
-        """What outages are of: the server, or the bucket of a provider without a named one."""
+        """The endpoint that an outage is attributed to: the server, or the bucket of a provider without a named one."""
         parts = urlsplit(self.url)
         named: str = profile_settings().get("endpoint", "") if parts.scheme.startswith("s3") else ""
         named = named or next((os.environ[name] for name in _ENDPOINTS if name in os.environ), "")
@@ -339,7 +339,7 @@ class ObjectStore:
         except (FileNotFoundError, ValueError):
             return None
         except (BaseError, OSError) as error:
-            # Credentials that may read but not list are common: the first read will tell.
+            # Credentials that may read but not list are common: the first read will show.
             refused = _status(error) in (401, 403) and not _is_key_service(error)
             return None if refused and _code(error) not in _CREDENTIAL_CODES else self._down(error)
         return None
@@ -434,7 +434,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _is_key_service(error: Exception) -> bool:
-    """Whether the failed request went to the machine's metadata service, which is asked if no credentials are set."""
+    """Whether the failed request went to the host's metadata service, which is asked if no credentials are set."""
     return bool(re.search(r"/latest/(api/token|meta-data)|metadata\.google|metadata/identity", str(error)))
 
 

@@ -21,7 +21,7 @@ import xxhash
 from stoker.console import say
 
 SLOTS = 128
-"""One for each process that may wait; two that share one only say less."""
+"""One for each process that may wait; if two share a slot, only a message is lost."""
 SAID_AFTER_S = 2.0
 SAID_EVERY_S = 10.0
 _LOOK_EVERY_S = 0.5
@@ -66,12 +66,12 @@ def shared() -> Any:
             ctypes.memmove(ctypes.addressof(_state), ctypes.addressof(kept), ctypes.sizeof(_State))
             _is_shared = True
     _tell()  # only the others may have to wait
-    # What is in a file cannot be handed over, but its name can.
+    # A state in a file cannot be handed over, but its name can.
     return _state if _file is None else _file
 
 
 def adopt(state: Any) -> None:
-    """Makes this process say and see what the one that started it does."""
+    """Makes this process report to, and see, the state of the process that started it."""
     global _state, _is_shared, _file
     if isinstance(state, str):
         _state, _file = _mapped(state), state
@@ -82,12 +82,12 @@ def adopt(state: Any) -> None:
 
 
 def share_with_children() -> None:
-    """Does the same for programs that are started with this process's environment, and call `adopt_from_parent`; a file
-    in memory, where the system has such, since nothing but plain data can be handed to them."""
+    """Does the same for programs that are started with this process's environment, and call `adopt_from_parent`; uses a
+    file in memory, where the system has them, since only plain data can be handed to those programs."""
     global _state, _is_shared, _file
     if not hasattr(os, "memfd_create"):
         return
-    with _lock, suppress(OSError):  # a limit of file sizes: then the others say nothing
+    with _lock, suppress(OSError):  # a limit on file sizes: then the others report nothing
         if _file is None:
             number = os.memfd_create("stoker-outages")
             os.ftruncate(number, ctypes.sizeof(_State))
@@ -99,7 +99,7 @@ def share_with_children() -> None:
 
 
 def adopt_from_parent() -> None:
-    """Makes this program say and see what the one that started it does, if that wants it to."""
+    """Makes this program report to, and see, the state of the one that started it, if that asked for it."""
     with suppress(OSError, ValueError, KeyError):
         adopt(os.environ[_FILE_VARIABLE])
 
@@ -110,14 +110,14 @@ def _mapped(path: str) -> _State:
 
 
 def told_elsewhere() -> None:
-    """Makes this process say nothing of its own accord."""
+    """Stops this process from printing by itself."""
     global _is_told_elsewhere
     _is_told_elsewhere = True
 
 
 @contextmanager
 def waiting(url: str, since_s: float) -> Iterator[None]:
-    """Says that a store is waited for, since a moment of `time.monotonic`, which is the same in all processes."""
+    """Reports a wait for a store, since a moment of `time.monotonic`, which is the same in all processes."""
     mark = since_s, url
     _change(mark, begins=True)
     _tell()
@@ -128,28 +128,28 @@ def waiting(url: str, since_s: float) -> Iterator[None]:
 
 
 def pause(seconds: float) -> bool:
-    """Waits before the next attempt; False if the process is about to end and there should be none."""
+    """Waits before the next attempt; False if the process is about to end, and should not retry."""
     return not _leaving.wait(seconds)
 
 
 def leave() -> None:
-    """Ends all waiting of this process, whose loader is being closed."""
+    """Ends all waits of this process, whose loader is being closed."""
     if _waits:
         _leaving.set()
 
 
 def abandon() -> None:
-    """Says that nobody will wait for what is being read: the process is about to end."""
+    """Reports that no reader will be waited for: the process is about to end."""
     _leaving.set()
 
 
 def is_left() -> bool:
-    """Whether whoever reads should be left behind, because a store may not respond for minutes."""
+    """Whether to leave readers behind, because a store may not respond for minutes."""
     return _leaving.is_set() or current() is not None
 
 
 def current() -> Wait | None:
-    """The store that has been waited for the longest, by any process of the run."""
+    """The longest wait for a store, of any process of the run."""
     found = [(slot.since_s, slot.url) for slot in _state.slots if slot.since_s]
     if not found:
         return None
@@ -158,13 +158,13 @@ def current() -> Wait | None:
 
 
 def text() -> str | None:
-    """The same in words, once it has lasted long enough to be worth saying."""
+    """The same in words, once it has lasted long enough to be worth a message."""
     wait = current()
     return None if wait is None or wait.since_s < SAID_AFTER_S else f"waiting for {wait.url} since {wait.since_s:.0f} s"
 
 
 def _tell() -> None:
-    """Starts the thread that says what is waited for, unless somebody else does."""
+    """Starts the thread that reports waits, unless another part of the program does."""
     global _teller
     with _lock:
         if not _is_told_elsewhere and _teller is None:

@@ -31,19 +31,19 @@ from stoker.data.store.stores import Buffer, Location, ReadFailure, Store, Store
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 HeldBack: TypeAlias = Literal["lookahead_bytes", "requests"]
-"""What keeps a prefetcher from asking its store for more at this moment."""
+"""What keeps a prefetcher from requesting more from its store at this moment."""
 
 # The first reads of each call are timed, and every n-th read of a thread that reads ahead.
 TIMED_READS = 4
 TIMED_EVERY = 8
 # Disks and network mounts gain little from more threads; object stores use `max_in_flight`.
 LOCAL_THREADS = 16
-# ImageNet's mean; corrected by what is read, and not used where sizes are known.
+# ImageNet's mean; corrected by actual reads, and not used where sizes are known.
 FIRST_ESTIMATE_BYTES = 110_000
 CLOSING_S = 5.0
 # Threads whose store does not respond end with the process.
 CLOSING_IN_OUTAGE_S = 0.5
-# Nothing is waited for while the lock is held, so after this time it is the calling thread that holds it.
+# No thread waits while it holds the lock, so after this time the calling thread itself must hold it.
 LOCK_OF_MINE_S = 1.0
 NEARLY_ALL = 0.75
 
@@ -75,7 +75,7 @@ class _Waiter:
 
 
 class Prefetcher(Generic[Key, Result]):
-    """Reads keys with threads of its own, ahead of time; for one process and all its threads."""
+    """Reads keys ahead of time, with its own threads; for one process and all its threads."""
 
     def __init__(
         self,
@@ -90,20 +90,20 @@ class Prefetcher(Generic[Key, Result]):
     ) -> None:
         """`read` yields the result of each key, `size` is how many bytes one takes, None if unknown. Reads of a `store`
         are timed, and made by the caller if they do not block; without one they always block. Without `are_taken`, keys
-        are read for what reading them does."""
+        are read only for the side effect."""
         self._read = read
         self._size_of = size
         self._budget = lookahead_bytes
         self._requests = requests
         self._first_requests = first_requests
         self._begun = first_requests
-        """Reads in flight that are allowed by now; None for all."""
+        """Reads in flight that are allowed so far; None for all."""
         self._store = store
         self._reads_remotely = store is None or store.is_remote
         self._blocking = Blocking(self._reads_remotely)
         self._are_taken = are_taken
         self.mean_bytes = float(FIRST_ESTIMATE_BYTES)
-        """Of a result; an estimate."""
+        """Mean size of a result; an estimate."""
 
         self._lock = threading.Lock()
         self._work_to_do = threading.Condition(self._lock)
@@ -122,35 +122,35 @@ class Prefetcher(Generic[Key, Result]):
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of what is read, or being read, and not yet taken."""
+        """Bytes of results that are read, or being read, and not yet taken."""
         return self._held
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes of what is read and not yet taken."""
+        """Bytes of results that are read and not yet taken."""
         return self._ready
 
     @property
     def requests(self) -> int:
-        """Reads under way at once, if reads block."""
+        """Reads in flight, if reads block."""
         return self._requests
 
     def allow(self, lookahead_bytes: int, requests: int) -> None:
-        """Changes how much is read ahead, from the next read on; threads that are too many stay idle."""
+        """Changes how much is read ahead, from the next read on; surplus threads stay idle."""
         with self._lock:
             self._budget, self._requests = lookahead_bytes, requests
             self._wake_a_thread()
 
     def held_back_by(self) -> HeldBack | None:
-        """What keeps it from asking for more: its bytes are full, or all requests are under way."""
+        """What keeps it from requesting more: its bytes are full, or all requests are in flight."""
         with self._lock:
             if not self._blocking.blocks:
                 return None
             key = self._announced.first()
             if key is None and not self._urgent:
-                # Everything that was announced is under way: announcing more takes more bytes.
+                # Everything that was announced is in flight: announcing more takes more bytes.
                 return "lookahead_bytes" if self._in_flight else None
-            # Answers come in bursts: a moment later the next requests are under way.
+            # Responses arrive in bursts: a moment later the next requests are in flight.
             if len(self._in_flight) >= NEARLY_ALL * self._requests:
                 return "requests"
             full = key is not None and self._held and self._held + self._size(key) > self._budget
@@ -162,14 +162,14 @@ class Prefetcher(Generic[Key, Result]):
             if self._forgets_later:
                 self._forget()
             if self._reads_remotely and getattr(self._store, "is_local_now", False):
-                # A local copy is complete. Waits for Python's lock among the threads that read ahead would look like a
+                # A local copy is complete. Waits for the GIL among the threads that read ahead would look like a
                 # slow disk, and keep them going: a second epoch was 0.83 of a folder's rate, probably for this reason.
                 self._reads_remotely, self._blocking = False, Blocking(False)
             self._announced.add(keys)
             self._wake_a_thread()
 
     def take(self, keys: Sequence[Key]) -> list[Result | ReadFailure]:
-        """The results in order, or for each the failure; waits for what has not arrived yet."""
+        """The results in order, or for each the failure; waits for those that have not arrived yet."""
         assert os.getpid() == self._process, "a prefetcher belongs to the process that made it"
         waiter = _Waiter()
         with self._lock:
@@ -199,14 +199,14 @@ class Prefetcher(Generic[Key, Result]):
             self._claim(keys, _Waiter())
 
     def drained(self, seconds: float, *, done: bool = False) -> bool:
-        """Waits until everything announced is under way, or done; whether it is."""
+        """Waits until everything announced is in flight, or done; returns whether it is."""
         with self._lock:
             return self._progress.wait_for(
                 lambda: self._announced.first() is None and not (done and self._in_flight), seconds
             )
 
     def forget(self) -> None:
-        """Drops what was announced and not taken: the epoch ended, or the consumer left it."""
+        """Drops keys that were announced and not taken: the epoch ended, or the consumer left it."""
         # Python's collector may end an abandoned epoch anywhere, even in a thread that holds this lock.
         if not self._lock.acquire(timeout=LOCK_OF_MINE_S):
             self._forgets_later = True
@@ -241,10 +241,10 @@ class Prefetcher(Generic[Key, Result]):
         _open.discard(self)
 
     def _give_up(self, failure: BaseException) -> None:
-        """Releases everybody who waits. A read in flight may be waiting for its store, for minutes."""
+        """Releases every waiting `take`. A read in flight may be waiting for its store, for minutes."""
         for read in [*self._urgent, *self._in_flight]:
             _answer(read, failure)
-            # Its bytes count until it ends, but nobody takes it any more.
+            # Its bytes count until it ends, but it will not be taken any more.
             if self._ahead.get(read.key) is read:
                 del self._ahead[read.key]
                 read.wanted = 0
@@ -282,10 +282,10 @@ class Prefetcher(Generic[Key, Result]):
         return reads, [key for key in missing if key not in reads]
 
     def _put_first(self, missing: list[Key], reads: dict[Key, _Read[Key, Result]], waiter: _Waiter) -> None:
-        """Puts what is needed now before everything read ahead, regardless of the budget; call with the lock held."""
-        self._check_open()  # since `take` began: no thread will read it
+        """Puts keys that are needed now before all that are read ahead, regardless of the budget; needs the lock."""
+        self._check_open()  # closed since `take` began: no thread will read it
         if missing and not waiter.left:
-            waiter.done.clear()  # what it waited for before may have come in the meantime
+            waiter.done.clear()  # the previous reads may have arrived in the meantime
         for key in missing:
             read: _Read[Key, Result] = _Read(key)
             reads[key] = read
@@ -318,7 +318,7 @@ class Prefetcher(Generic[Key, Result]):
                 result = next(results) if self._store is None or count % TIMED_EVERY else self._timed(results)
             except ReadFailure as failure:
                 result = failure.with_traceback(None)
-            except BaseException as error:  # raised to whoever takes this key
+            except BaseException as error:  # raised by the `take` of this key
                 result = error
             count += 1
             with self._lock:
@@ -326,7 +326,7 @@ class Prefetcher(Generic[Key, Result]):
             del read, result
 
     def _timed(self, results: Iterator[Result | ReadFailure]) -> Result | ReadFailure:
-        # What a cache in front of a remote store did not have to fetch counts as local.
+        # Results that a cache in front of a remote store did not have to fetch count as local.
         before = self._fetches()
         return self._blocking.timed(lambda: next(results), lambda: self._fetches() != before)
 
@@ -359,7 +359,7 @@ class Prefetcher(Generic[Key, Result]):
                 self._announced.drop_first()
                 continue
             size = self._size(key)
-            # What is larger than the whole budget is read alone.
+            # A key larger than the whole budget is read alone.
             if self._held and self._held + size > self._budget:
                 return None
             self._announced.drop_first()
@@ -447,7 +447,7 @@ class Announced(Generic[Key]):
             self._taken_early[key] -= 1
             if not self._taken_early[key]:
                 del self._taken_early[key]
-        # What is left was never announced (a bad sample's replacement): it must not hide a later one.
+        # Keys that are left were never announced (a bad sample's replacement): they must not hide a later one.
         self._taken_early.clear()
         return None
 
@@ -474,7 +474,7 @@ class Located(Protocol):
 
     @property
     def are_files(self) -> bool:
-        """Whether each is a whole object, so that another size means that it changed."""
+        """Whether each is a whole object, so that a different size means that it changed."""
 
     def locations(self, numbers: Sequence[int]) -> Iterator[Location]:
         """Where they are; looked up for many at once, because single array elements are slow."""

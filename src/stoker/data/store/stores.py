@@ -198,7 +198,7 @@ class LocalStore:
             errno.EPERM: "permission",
             errno.EISDIR: "is a directory",
             errno.ENAMETOOLONG: "bad name",
-            # From opening a socket.
+            # Opening a socket raises it.
             errno.ENXIO: "not a file",
         }
         return ReadFailure(path, reasons.get(error.errno or 0, "unreadable"), error.strerror)
@@ -226,7 +226,7 @@ def _read_fully(descriptor: int, size: int, offset: int) -> bytes:
     data = os.pread(descriptor, size, offset)
     if len(data) == size or not data:
         return data
-    # Signals, network file systems and reads above 2 GB return less than was asked for.
+    # Signals, network file systems and reads above 2 GB return less than requested.
     parts, have = [data], len(data)
     while have < size and (part := os.pread(descriptor, size - have, offset + have)):
         parts.append(part)

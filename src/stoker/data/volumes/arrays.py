@@ -67,7 +67,7 @@ def array_in(
 
 @dataclass(frozen=True)
 class RangedVolume:
-    """An array in an object: of each plane, the rows of a region are fetched, many planes at once."""
+    """An array in an object: the rows of a region are fetched from each plane, many planes at once."""
 
     name: str
     shape: Shape

@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CaseList:
-    """The cases of a data set, sorted by id, and what was noticed."""
+    """The cases of a data set, sorted by id, and remarks about them."""
 
     cases: tuple[Case, ...]
     rules: LabelRules | None = None
@@ -237,7 +237,7 @@ def _from_list(path: Place) -> CaseList:
 
 
 def _from_pack(root: Place, part: Part) -> CaseList:
-    """What `stoker pack` wrote: the cases, groups and classes of its source."""
+    """The cases, groups and classes of a source that `stoker pack` has packed."""
     index = read_index(root)
     if isinstance(root, UrlPath) and any(file.facts.kind == "blocks" for case in index.cases for file in case.files):
         raise UserError(
@@ -280,7 +280,7 @@ def _ref(path: Place, location: Any, level: int, gone: list[str]) -> VolumeRef:
         raise UserError("bad-case", f"{path}: {location!r} is no path", hint="- {image: a.tif, label: b.tif}")
     location = local_path(location)
     if is_url(location):
-        # Not looked for: a bucket may be readable although it may not be listed.
+        # Existence is not checked: a bucket may be readable without being listable.
         return VolumeRef(location, level)
     place: Place
     if isinstance(path, UrlPath):

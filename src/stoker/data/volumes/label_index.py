@@ -35,7 +35,7 @@ from stoker.errors import UserError
 from stoker.files import atomic_file, cache_folder
 
 FORMAT = 1
-"""Of the sample: another one gives other places."""
+"""Version of the sampling: another one gives other places."""
 FILE_FORMAT = 2
 Places = NDArray[np.int64]
 # Memory of the pass: a slab, and up to eight bytes a voxel for the places of one class.
@@ -120,7 +120,7 @@ def build_label_index(
     progress: Advance | None = None,
     say: Say | None = None,
 ) -> LabelIndex:
-    """The index of these labelled cases, from the cache where it is there. A case that cannot be read has no voxel of
+    """The index of these labelled cases, from the cache if it is there. A case that cannot be read has no voxel of
     any class and is in `bad`; wrong labels raise BadLabels."""
     folder = cache_folder() / "volumes" / "labels"
     files: list[Path | LabelMap] = []
@@ -146,7 +146,7 @@ def build_label_index(
         except OSError:  # a cache folder that cannot be written to costs the pass at every start
             return made, made
 
-    # Labels behind a URL are mostly waited for, but each thread holds a slab and its places.
+    # Labels behind a URL mostly wait for the network, but each thread holds a slab and its places.
     are_remote = any(case.label is not None and is_url(case.label.location) for case in cases)
     with ThreadPoolExecutor(_REMOTE_THREADS if are_remote else min(4, os.cpu_count() or 1)) as pool:
         for number, found in enumerate(pool.map(work, cases)):
@@ -182,7 +182,7 @@ def map_labels(case: str, label: Volume, rules: LabelRules) -> LabelMap:
 
 
 def most_places(shape: Shape, classes: int) -> int:
-    """Places that are kept of a class."""
+    """Places that are kept for a class."""
     voxels = shape[0] * shape[1] * shape[2]
     wanted = min(max(FEWEST_PLACES, voxels // VOXELS_PER_PLACE), MOST_PLACES)
     return max(1024, min(wanted, _MOST_PLACES_OF_ALL_CLASSES // classes))
@@ -265,7 +265,7 @@ def _load(file: Path) -> LabelMap | None:
         array = _mapped(file)
         if len(array) < _HEADER or array[0] != FILE_FORMAT:
             return None
-        # A changed place would draw patches that a class is not in, and a changed count other cases.
+        # A changed place would draw patches without the class, and a changed count other cases.
         if array[1] != _checksum(array):
             return None
         z, y, x, classes = (int(value) for value in array[2:_HEADER])

@@ -12,7 +12,7 @@ from stoker.errors import UserError
 
 
 class BadLabels(UserError):
-    """Labels that cannot be what the config says; the whole data set is in doubt, so it is no case for quarantine."""
+    """Labels that contradict the config; the whole data set is in doubt, so quarantine is not enough."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LabelRules:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of labels in a batch: one byte if that is enough."""
+        """Type of labels in a batch: one byte if that is enough."""
         return np.dtype(np.uint8 if 0 <= self.outside <= 255 and self.classes <= 256 else np.int16)
 
     @property
@@ -46,7 +46,7 @@ class LabelRules:
         return self.classes if self.ignore is None else self.ignore
 
     def check_kind(self, case: str, label: Volume) -> None:
-        """Refuses labels that are no integers."""
+        """Refuses labels that are not integers."""
         if label.dtype.kind not in "iu":
             raise BadLabels(
                 "float-labels",
@@ -79,7 +79,7 @@ class LabelRules:
 
 
 def check_pair(case: str, images: tuple[Volume, ...], label: Volume | None) -> None:
-    """Refuses an image and a label, or channels, that do not lie on top of each other."""
+    """Refuses an image and a label, or channels, whose grids do not match."""
     first = images[0]
     others = [*images[1:], *([label] if label is not None else [])]
     for other in others:

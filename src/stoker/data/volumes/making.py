@@ -39,18 +39,18 @@ MOST_IN_FLIGHT = 32
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How a sample's bytes lie in its row."""
+    """The layout of a sample's bytes in its row."""
 
     channels: int
     image: str
-    """Kind of the image's voxels; numpy's name."""
+    """Type of the image's voxels; numpy's name."""
     label: str | None
-    """Kind of the label's; None for prediction, where there are no labels."""
+    """Type of the label's voxels; None for prediction, where there are no labels."""
     most_voxels: int
 
     @property
     def row_bytes(self) -> int:
-        """Of the largest region; a multiple of the alignment, so that every row can be viewed as numbers."""
+        """Size of the largest region; a multiple of the alignment, so that every row can be viewed as numbers."""
         return self._label_at(self.most_voxels) + (0 if self.label is None else self._rounded(self._label_bytes))
 
     @property
@@ -128,11 +128,11 @@ class PatchBatch:
 
     @property
     def indices(self) -> NDArray[np.int64]:
-        """What a sample is called by in the clock and in messages: its case."""
+        """The name of a sample in the clock and in messages: its case."""
         return self.cases
 
     def region(self, slot: int) -> tuple[Any, Any]:
-        """What was read for a sample: image (channels, z, y, x) and label (z, y, x), None without labels; no copy."""
+        """The data read for a sample: image (channels, z, y, x) and label (z, y, x), None without labels; no copy."""
         return self.layout.parts(self.images[slot], self.shapes[slot])
 
     def patch_of(self, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -158,7 +158,7 @@ class PatchPlan:
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """Of the bytes of a whole batch."""
+        """Shape of a whole batch's bytes."""
         return self.steps.batch_size, self.layout.row_bytes
 
     def placements(self, epoch: int, step: int, start: int) -> tuple[list[Placement], NDArray[np.uint64]]:
@@ -185,7 +185,7 @@ class PatchReader:
     def __init__(self, volumes: OpenVolumes, row_bytes: int, lookahead_bytes: int = 0) -> None:
         self.volumes = volumes
         self.mean_bytes = float(row_bytes)
-        """Of what is read for a sample: of the largest region first, then of those announced."""
+        """Mean bytes read for a sample: at first those of the largest region, then of the regions announced."""
         self._ahead: Prefetcher[_RegionKey, Voxels] = Prefetcher(
             self._read_ahead, lambda key: key.bytes, lookahead_bytes=lookahead_bytes, requests=MOST_IN_FLIGHT,
             first_requests=FIRST_IN_FLIGHT,
@@ -220,7 +220,7 @@ class PatchReader:
         assert case.label is not None, "a case without a label cannot be trained on"
         volume, read = self._reading(_RegionKey(case.label, case.box, placement.region, label.nbytes))
         rules.check_kind(case.id, volume)
-        # Packing has looked at every label.
+        # Packing has checked every label.
         known = case.label.packed is not None and case.label.packed.has_only(rules.classes, rules.ignore)
         inside = placement.region.within(volume.shape)
         if inside == placement.region and volume.dtype == label.dtype:
@@ -242,7 +242,7 @@ class PatchReader:
         return is_url(ref.location) and not isinstance(self.volumes.opened(ref), ArrayVolume)
 
     def _reading(self, key: _RegionKey) -> tuple[Volume, Callable[..., Voxels]]:
-        """The volume of a region, and what reads that region: what was read ahead is handed over."""
+        """The volume of a region, and the function that reads the region: one that was read ahead is handed over."""
         volume = self.volumes.get(key.ref, key.box)
         if self._is_remote(key.ref) and key.region.within(volume.shape).voxels:
             return volume, partial(self._taken, key)
@@ -267,12 +267,12 @@ class PatchReader:
 
     @property
     def requests(self) -> int:
-        """Regions under way at once."""
+        """Regions in flight."""
         return self._ahead.requests
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes of regions that have come and nobody has read yet."""
+        """Bytes of regions that have arrived and were not read yet."""
         return self._ahead.ready_bytes
 
     def allow(self, lookahead_bytes: int, requests: int) -> None:
@@ -284,7 +284,7 @@ class PatchReader:
         return self._ahead.held_back_by()
 
     def forget(self) -> None:
-        """Drops what was announced and not read: the epoch ended, or the consumer left it."""
+        """Drops regions that were announced and not read: the epoch ended, or the consumer left it."""
         self._ahead.forget()
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class PatchMaker:
         self._is_remote = any(is_url(ref.location) for ref in refs)
 
     def announce(self, epoch: int, step: int, start: int) -> None:
-        """Tells the reader that a step's batch will be made later, so that remote voxels can be fetched."""
+        """Announces to the reader that a step's batch will be made later, so that remote voxels can be fetched."""
         if not self._is_remote:
             return
         for placement in self.plan.placements(epoch, step, start)[0]:
@@ -374,7 +374,7 @@ class PatchMaker:
         self, reason: str, placement: Placement, key: int, row: NDArray[np.uint8], bad: list[BadSample]
     ) -> Placement:
         """Puts a patch of another case in place of one that cannot be read, and records every bad case. The choice
-        follows from the key: it is the same in every worker."""
+        depends only on the key: it is the same in every worker."""
         plan = self.plan
         for attempt in range(MAX_REPLACEMENTS):
             other = int(mix(mix(key, REPLACEMENT), attempt)) % len(plan.cases)

@@ -32,7 +32,7 @@ from stoker.data.volumes.volume import (
 )
 
 _LARGEST_HEADER = 540
-# A compressed header is shorter than this, unless somebody made it so.
+# A compressed header is shorter than this, unless it was crafted.
 _HEADER_AND_MORE = 1 << 16
 
 
@@ -65,7 +65,7 @@ def _is_packed(path: str) -> bool:
 
 @dataclass(frozen=True)
 class InflatedVolume:
-    """A compressed file: gzip has no entry points, so the whole of it is decompressed, and kept while there is room.
+    """A compressed file: gzip has no entry points, so all of it is decompressed, and kept while there is room.
 
     For data that does not fit the cache, every patch would decompress a whole volume: pack it first."""
 
@@ -93,7 +93,7 @@ class InflatedVolume:
 
     def _inflate(self) -> Voxels:
         header = self.header
-        # Exactly what the header promises, whatever the stream would still give.
+        # Exactly as many bytes as the header promises, even if the stream has more.
         array = np.empty(header.shape, header.dtype)
         target = array.reshape(-1).view(np.uint8).data
         try:
@@ -119,7 +119,7 @@ def _read_header(path: str, start: bytes, options: ReadingOptions) -> _Header:
     if len(start) < size:
         raise ReadFailure(path, "short", f"{len(start)} bytes, less than a header")
     try:
-        # Without checks: nibabel's print to the terminal, and mend what we would rather refuse.
+        # Without checks: nibabel's print to the terminal, and repair files that we would rather refuse.
         header = kind(start[:size], check=False)
         magic = bytes(header["magic"].tobytes()[:3])
         dimensions = [int(size) for size in header["dim"]]
@@ -127,7 +127,7 @@ def _read_header(path: str, start: bytes, options: ReadingOptions) -> _Header:
         offset = int(header["vox_offset"])
         slope, intercept = header.get_slope_inter()
         affine = np.asarray(header.get_best_affine(), np.float64)
-    except Exception as error:  # nibabel has an error of its own for each field
+    except Exception as error:  # nibabel raises a different error for each field
         raise ReadFailure(path, "unreadable", f"not a NIfTI header: {error}"[:200]) from None
     if magic[:2] != b"n+":
         raise ReadFailure(path, "unreadable", "not a NIfTI file in one piece (.nii)")

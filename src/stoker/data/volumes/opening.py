@@ -30,11 +30,11 @@ class VolumeRef:
 
     location: str
     level: int = 0
-    """Of an OME-Zarr pyramid; 0 is the full resolution."""
+    """Level of an OME-Zarr pyramid; 0 is the full resolution."""
     version: str = ""
-    """What a listing said of an object: its size and ETag. Saves a request for each volume."""
+    """An object's size and ETag from a listing. Saves a request for each volume."""
     packed: PackedFacts | None = None
-    """What the index says about a volume of a pack; None for any other."""
+    """The index entry of a volume in a pack; None for any other."""
 
 
 def open_volume(ref: VolumeRef, options: ReadingOptions | None = None) -> Volume:
@@ -71,7 +71,7 @@ def local_path(location: str) -> str:
 
 
 def suffix_of(location: str) -> str:
-    """The suffix that tells a volume's format, `.nii.gz` included; empty if it is none of ours."""
+    """The suffix that determines a volume's format, `.nii.gz` included; empty if we do not support it."""
     name = location.rstrip("/").lower()
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
 
@@ -85,7 +85,7 @@ class OpenVolumes:
         self._open: OrderedDict[VolumeRef, Volume] = OrderedDict()
         self._opening: dict[VolumeRef, threading.Lock] = {}
         self._not_staged: set[VolumeRef] = set()
-        """Opened at the source while the local copy did not have them."""
+        """Volumes opened at the source while the local copy did not have them."""
         self._lock = threading.Lock()
 
     def get(self, ref: VolumeRef, box: Region | None = None) -> Volume:
@@ -148,7 +148,7 @@ def _with_libraries(open_it: Callable[[], Volume]) -> Volume:
 
 
 def library_missing(error: ModuleNotFoundError) -> UserError:
-    """The error if a library of the optional extra is not there."""
+    """The error if a library of the optional extra is missing."""
     return UserError(
         "library-missing",
         f"{error.name} is not installed",

@@ -42,16 +42,16 @@ class PackedFacts:
     shape: Shape
     dtype: str
     bytes: int
-    """Of the file, or of all files of a Zarr array."""
+    """Size of the file, or of all files of a Zarr array."""
     xxh3: str
     """Checksum of the voxels as they are stored."""
     mean: float | None = None
     std: float | None = None
-    """Of all voxels of an image; 1 if they are all equal. None for labels."""
+    """Over all voxels of an image; 1 if they are all equal. None for labels."""
     labels: tuple[int, ...] | None = None
     """The values that a label volume has. None for images, and for more values than are worth listing."""
     affine: tuple[float, ...] | None = None
-    """The sixteen numbers of the source's, where its format has one."""
+    """The sixteen numbers of the source's affine, if its format has one."""
 
     def has_only(self, classes: int, ignore: int | None) -> bool:
         """Whether every label is known to be a class or the ignore label."""
@@ -114,7 +114,7 @@ def stored_bytes(location: str) -> int:
 
 
 def packed_identity(location: str, facts: PackedFacts) -> str:
-    """Follows from the content, so that what was derived from a pack still holds when it is moved or copied."""
+    """Depends on the content only, so that data derived from a pack stays valid when it is moved or copied."""
     return f"packed {facts.kind} {facts.xxh3} {facts.dtype} {facts.shape} {stored_bytes(location)}"
 
 
@@ -206,19 +206,19 @@ def _copy_rows(source: Voxels, target: Voxels) -> None:
         target[...] = source
         return
     row = np.dtype((np.void, width))
-    # A view needs a contiguous last axis; the mapped one is, the target's was looked at.
+    # A view needs a contiguous last axis; the mapped one has it, the target's was checked.
     target.view(row)[...] = source.view(row)
 
 
 def _read_ahead(found: Voxels, axes: int) -> None:
-    """Asks the kernel for what is not in memory yet, all at once: page faults would wait for one piece after another,
+    """Asks the kernel for all missing pages at once: page faults would wait for one piece after another,
     and read four times as much around them (11 MB and 9 ms for a patch of 2.7 MB, instead of 4 MB and 4 ms).
 
     `found` is made of pieces that are each contiguous, or nearly: its first `axes` axes count them."""
     begin, end = np.lib.array_utils.byte_bounds(found)
     begin -= begin % PAGE
     resident = np.empty(-(-(end - begin) // PAGE), np.uint8)
-    # Looking takes a few hundredths of a patch's time. Without the right to know, the kernel says that all are there.
+    # Looking takes a few hundredths of a patch's time. Without permission to know, the kernel reports all as resident.
     if _LIBC.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_void_p(resident.ctypes.data)) != 0:
         return
     if resident.all():  # the lowest bit counts, and the others are zero
@@ -230,7 +230,7 @@ def _read_ahead(found: Voxels, axes: int) -> None:
     low, high = np.lib.array_utils.byte_bounds(found[(0,) * axes])
     firsts = starts.reshape(-1) // PAGE
     pages = (int(high - low) + PAGE - 1) // PAGE + 1
-    # Pages between the pieces are not needed: they may be missing for ever.
+    # Pages between the pieces are not needed: they may never be resident.
     needed = np.minimum(firsts[:, None] + np.arange(pages), len(resident) - 1)
     for first in firsts[~resident[needed].all(axis=1)].tolist():
         _LIBC.madvise(ctypes.c_void_p(begin + first * PAGE), ctypes.c_size_t(pages * PAGE), mmap.MADV_WILLNEED)

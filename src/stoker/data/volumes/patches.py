@@ -30,7 +30,7 @@ _MOST_COLOURS = 4
 
 @dataclass(frozen=True)
 class Placement:
-    """One patch: where it lies, and what has to be read for it."""
+    """One patch: its place, and the region that is read for it."""
 
     case: int
     """The case's number in the plan."""
@@ -76,8 +76,8 @@ class RandomPatches:
     labels: LabelIndex
     seed: int = 0
     foreground: float = 1 / 3
-    """Share of patches whose voxel is drawn from a class other than 0: a class first, then one of its voxels. The
-    others' is any labelled voxel."""
+    """Share of patches whose voxel is drawn from a class other than 0: a class first, then one of its voxels. For the
+    others it is any labelled voxel."""
     transforms: TransformRange = UNCHANGED
 
     is_random = True
@@ -144,7 +144,7 @@ class GridPatches:
     patch: Shape
     shapes: tuple[Shape, ...]
     overlap: float = 0.0
-    """Share of a patch that is at least shared with the next one."""
+    """Share of a patch that overlaps the next one, at least."""
 
     is_random = False
 
@@ -277,7 +277,7 @@ def check_labelled(labels: LabelIndex, names: Sequence[str]) -> list[int]:
 
 
 def _start_around(voxel: Shape, source: Shape, shape: Shape) -> Shape:
-    """The box around a voxel, moved into the volume; a volume smaller than the box lies in its middle."""
+    """The box around a voxel, moved into the volume; a volume smaller than the box is centred in it."""
     starts = []
     for at, length, size in zip(voxel, source, shape, strict=True):
         starts.append(min(max(at - length // 2, 0), size - length) if size >= length else -((length - size) // 2))
@@ -290,7 +290,7 @@ def _centred(voxel: Shape, source: Shape) -> Shape:
 
 
 def _contains(transform: Transform, patch: Shape, start: Shape, voxel: Shape) -> bool:
-    """Whether a voxel is within a patch: its place there is at least half a voxel from the outside."""
+    """Whether a voxel is within a patch: at least half a voxel inside its border."""
     centre = np.array(start) + (np.array(transform.source_shape(patch)) - 1) / 2
     place = np.linalg.solve(transform.matrix, np.array(voxel) - centre)
     return bool((np.abs(place) <= (np.array(patch) - 1) / 2).all())

@@ -24,7 +24,7 @@ class UrlPath:
     """A folder or object behind a URL. Each folder is listed once."""
 
     url: str
-    """With unusual characters in names as %20 and so on: they may mean something in a URL."""
+    """Percent-encoded: unusual characters in names may mean something in a URL."""
     _listings: dict[str, Listing] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:

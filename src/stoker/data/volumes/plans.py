@@ -44,7 +44,7 @@ from stoker.units import count
 
 @dataclass(frozen=True)
 class PatchRule:
-    """What patches are like."""
+    """The shape and sampling of patches."""
 
     patch: Shape
     small: Small = "refuse"
@@ -53,7 +53,7 @@ class PatchRule:
     """Share of training patches that are drawn for a voxel of a class other than 0."""
     transforms: TransformRange = UNCHANGED
     overlap: float = 0.0
-    """Share of a validation patch that is shared with the next one."""
+    """Share of a validation patch that overlaps the next one."""
 
 
 def plan_training(
@@ -70,7 +70,7 @@ def plan_training(
 ) -> PatchPlan:
     """Random patches of these cases; `progress` counts the cases whose labels have been indexed.
 
-    Cases without a labelled voxel, or whose labels cannot be read, are left out, and `say` is told."""
+    Cases without a labelled voxel, or whose labels cannot be read, are left out, and reported to `say`."""
     if blind := [case.id for case in cases if case.label is None]:
         raise UserError(
             "labels-missing",
@@ -111,7 +111,7 @@ def plan_validation(
 def plan_patches(
     cases: Sequence[Case], patches: Patches, steps: Steps, image_dtype: np.dtype[Any], rules: LabelRules | None
 ) -> PatchPlan:
-    """The plan of a split whose images have the same channels and kind of voxels."""
+    """The plan of a split whose images have the same channels and type of voxels."""
     by_channels = {len(case.images): case.id for case in cases}
     if len(by_channels) != 1:
         (few, one), (many, other) = sorted(by_channels.items())[:2]
@@ -149,7 +149,7 @@ class PatchLoader(BatchLoader[PatchBatch]):
     ) -> None:
         self.plan = plan
         options = replace(options, engine=choose_engine(options.engine, options.workers, volumes=True))
-        # One bad volume may always be set aside: of fifty, it would already be more than the usual hundredth.
+        # One bad volume may always be set aside: among fifty, it would already exceed the usual hundredth.
         allowed = max(options.max_bad_fraction, 1 / len(plan.cases))
         quarantine = Quarantine(options.quarantine_file, allowed, len(plan.cases))
         # Each worker process reads its own steps ahead.

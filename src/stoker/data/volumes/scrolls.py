@@ -20,10 +20,10 @@ from stoker.files import write_bytes, write_text
 
 BACKGROUND, SHEET, UNLABELLED = 0, 1, 2
 UNLABELLED_SHARE = 0.58
-"""Of a typical volume of the competition; 37 % are background and 5 % sheet."""
+"""Share of a typical volume of the competition; 37 % are background and 5 % sheet."""
 _THICKNESS = 2.0
 _PITCH = (12.0, 18.0)
-"""Voxels from one turn of a sheet to the next; with sheets of two voxels, about a seventh of what is labelled."""
+"""Voxels from one turn of a sheet to the next; with sheets of two voxels, about a seventh of the labelled ones."""
 
 
 def scroll_volume(shape: Shape, seed: int, scroll: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -32,7 +32,7 @@ def scroll_volume(shape: Shape, seed: int, scroll: int = 0) -> tuple[NDArray[np.
     random = np.random.default_rng([seed, scroll, 2])
     depth, height, width = shape
     z, y, x = (np.arange(size, dtype=np.float32) for size in shape)
-    # The axis of the scroll lies beside the piece, so that the sheets cross it as bent planes.
+    # The axis of the scroll is beside the piece, so that the sheets cross it as bent planes.
     angle, distance = random.uniform(0, 2 * np.pi), random.uniform(0.4, 1.2) * max(height, width)
     y = y[None, :, None] - np.float32(height / 2 + distance * np.sin(angle))
     x = x[None, None, :] - np.float32(width / 2 + distance * np.cos(angle))

@@ -27,11 +27,11 @@ MOST_BETWEEN = 128 << 10
 # A larger range is several requests at once: a single connection to S3 gives less than 100 MB/s.
 PART_BYTES = 2 << 20
 REQUESTS_IN_FLIGHT = 64
-# Of a file that is fetched into a cache: in memory at once, and several requests.
+# Part of a file that is fetched into a cache: in memory at once, and several requests.
 CACHED_PART_BYTES = 64 << 20
-# Of one request: a part, or a table or list of cases.
+# Limit of one request: a part, or a table or list of cases.
 MOST_AT_ONCE = 64_000_000
-# Headers are read in pieces of this size. A file whose headers lie in more pieces than this is fetched as a whole: one
+# Headers are read in pieces of this size. A file with headers in more pieces than this is fetched as a whole: one
 # piece leads to the next, so each costs a round trip.
 HEADER_BYTES = 64 << 10
 MOST_HEADER_READS = 12
@@ -77,7 +77,7 @@ class MappedSource:
 
 @dataclass(frozen=True)
 class ObjectSource:
-    """An object behind a URL, of which only what is asked for is fetched."""
+    """An object behind a URL; only the requested ranges are fetched."""
 
     name: str
     identity: str
@@ -124,7 +124,7 @@ class ObjectSource:
 
 
 class Scattered(Exception):
-    """A file's headers lie in too many places to be fetched one after the other."""
+    """A file's headers are in too many places to be fetched one after the other."""
 
 
 @dataclass
@@ -194,8 +194,8 @@ class SourceStream(io.RawIOBase):
 
 
 def open_source(location: str, version: str, options: ReadingOptions) -> MappedSource | ObjectSource:
-    """The bytes at a location; `version` is what a listing said of an object, and may be empty. Raises ReadFailure, or
-    StoreDown if the store cannot be read."""
+    """The bytes at a location; `version` is an object's version from a listing, and may be empty. Raises ReadFailure,
+    or StoreDown if the store cannot be read."""
     local = staged_file(location, options)
     if not is_url(location):
         memory, identity = map_file(local or location)
@@ -243,7 +243,7 @@ def for_headers(source: Source) -> Source:
 
 
 def coalesced(ranges: Sequence[Range], most_between: int = MOST_BETWEEN) -> tuple[list[Range], list[int]]:
-    """Fewer ranges that contain these, which are in order, and in which of them each one is."""
+    """Fewer ranges that contain these, which are in order, and for each the range that contains it."""
     groups: list[Range] = []
     owners: list[int] = []
     for start, stop in ranges:
@@ -256,7 +256,7 @@ def coalesced(ranges: Sequence[Range], most_between: int = MOST_BETWEEN) -> tupl
 
 
 def parts_of(source: Source, ranges: Sequence[Range]) -> list[Buffer]:
-    """These ranges, in any order; what lies between near ones is fetched with them."""
+    """These ranges, in any order; short gaps between them are fetched with them."""
     if source.memory is not None:
         return source.parts(ranges)
     order = sorted(range(len(ranges)), key=lambda number: ranges[number])
@@ -279,7 +279,7 @@ def object_at(location: str) -> tuple[Any, str]:
 
 def store_at(url: str) -> Any:
     """The object store of a URL: one connection pool for all volumes below it."""
-    # Credentials may be set after the first try, and a store that could not be reached would say so forever.
+    # Credentials may be set after the first try, and a store that could not be reached would report that forever.
     store = _store(url.rstrip("/"), tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))))
     if store.failed:
         _store.cache_clear()

@@ -22,7 +22,7 @@ class SplitRule:
     fold: int | Literal["all"] = 0
     """The fold to validate on; `all` trains on everything, without validation."""
     margin: int = 0
-    """Voxels between training and validation, for `region`: at least half of what a network sees around a voxel."""
+    """Voxels between training and validation, for `region`: at least half of the network's receptive field."""
     seed: int = 0
 
 

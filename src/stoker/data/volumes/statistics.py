@@ -40,7 +40,7 @@ def measure(volume: Volume) -> tuple[float, float]:
         voxels = voxels[np.isfinite(voxels)]
         if not voxels.size:
             continue
-        # Sums of squares lose their digits where the mean is large: they are of differences to a first value.
+        # Sums of squares lose their digits if the mean is large: they are of differences to a first value.
         shift = float(voxels[0]) if shift is None else shift
         voxels -= shift
         count += voxels.size
@@ -54,7 +54,7 @@ def measure(volume: Volume) -> tuple[float, float]:
 
 
 def value_range(dtype: np.dtype[Any]) -> float:
-    """What `normalize: range` divides by: the largest value of an integer type; floats stay as they are."""
+    """The divisor of `normalize: range`: the largest value of an integer type; floats stay as they are."""
     return float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
 
 
@@ -63,9 +63,9 @@ def statistics_of(
 ) -> tuple[Statistics, Statistics]:
     """What is subtracted from, and what divides, the voxels of each case and channel: (cases, channels) each.
 
-    Of whole volumes, also where a split has cut them: a prediction sees them whole. Without `volume`, nothing is
+    Uses whole volumes, even if a split has cut them: a prediction sees them whole. Without `volume`, nothing is
     measured, and `patch` leaves it to the device. A volume that cannot be read counts as normalised: its patches are
-    never trained on, and reading them says why."""
+    never trained on, and reading them reports why."""
     channels = max((len(case.images) for case in cases), default=1)
     means = np.zeros((len(cases), channels), np.float32)
     stds = np.ones((len(cases), channels), np.float32)

@@ -34,11 +34,11 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class CaseFacts:
-    """What is known of a case without reading its voxels."""
+    """What is known about a case without reading its voxels."""
 
     shape: Shape
     dtype: str
-    """Of its image; numpy's name."""
+    """Data type of its image; numpy's name."""
     label_dtype: str | None
 
 
@@ -52,7 +52,7 @@ class BadCase:
 
 @dataclass(frozen=True)
 class Survey:
-    """The cases that can be read, what they are, and those that cannot be."""
+    """The cases that can be read, with their facts, and those that cannot."""
 
     cases: tuple[Case, ...]
     facts: dict[str, CaseFacts]
@@ -103,20 +103,20 @@ def survey(
 
 
 def case_identity(case: Case, volumes: OpenVolumes) -> list[str]:
-    """Changes if a file of the case, or the way it is read, changes; local files are not opened for it."""
+    """Changes if a file of the case, or the way it is read, changes; local files are not opened for this."""
     refs = [*case.images, *([case.label] if case.label is not None else [])]
     missing = volumes.options.missing_chunks
     return [f"{volume_identity(ref, volumes)} {ref.level} {missing}" for ref in refs]
 
 
 def image_dtype(facts: Sequence[CaseFacts]) -> np.dtype[Any]:
-    """The kind of voxels that holds those of all cases; their own, if they agree."""
+    """The type of voxels that holds those of all cases; their own, if they agree."""
     dtype = np.result_type(*(np.dtype(one.dtype) for one in facts))
     return np.dtype(np.float32) if dtype == np.float64 else dtype
 
 
 def volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
-    """Changes if the volume's file changes; a local file is not opened for it."""
+    """Changes if the volume's file changes; a local file is not opened for this."""
     try:
         if ref.version:
             return f"{ref.location} {ref.version}"

@@ -28,7 +28,7 @@ from stoker.data.volumes.volume import (
     failure_of,
 )
 
-# It writes complaints about harmless tags to the terminal; what matters is checked here.
+# It prints warnings about harmless tags to the terminal; everything that matters is checked here.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 # A sound compressed page is never much larger than its voxels, and deflate expands at most 1,032 times.
@@ -95,7 +95,7 @@ def _open_stack(source: Source, headers: Source, file: Any, options: ReadingOpti
     # are enough, and one page that knows how all are encoded: the first of a file in which no other was looked at.
     with tifffile.TiffFile(_stream(headers)) as fresh:
         first = fresh.pages.first
-        # The page would keep the stream, and with it all that was fetched for the headers.
+        # The page would keep the stream, and with it everything fetched for the headers.
         first.parent.filehandle._fh = None
     return PagedVolume(
         path, shape, dtype, source.identity, source, segments, stored, first, decoded_cache(options.cache_bytes)
@@ -114,7 +114,7 @@ class PagedVolume:
     segments: NDArray[np.int64]
     """(pages, 2, segments): where each segment of a page begins, and its bytes."""
     plain: NDArray[np.bool_]
-    """Pages whose voxels lie in the file as they are."""
+    """Pages whose voxels are uncompressed in the file."""
     first: Any
     """tifffile's first page, which decodes the segments of any."""
     cache: DecodedCache
@@ -165,7 +165,7 @@ class PagedVolume:
                 image[y : y + height, x : x + width] = segment[0, :height, :width, 0]
             except MemoryError:
                 raise
-            except Exception as error:  # each codec has an error of its own, and a short segment does not fit its place
+            except Exception as error:  # each codec raises a different error; a short segment does not fit its place
                 raise ReadFailure(self.name, "unreadable", f"page {number} cannot be decoded: {error}"[:200]) from None
         return image
 
@@ -218,7 +218,7 @@ def _check_segments(path: str, file_bytes: int, pages: list[Any], options: Readi
 
 
 def _check_chain(headers: Source) -> None:
-    """Follows the pages' headers to the end: who stops at the first damaged one would see a thinner volume."""
+    """Follows the pages' headers to the end: a reader that stops at a damaged one would see a thinner volume."""
     path, file_bytes = headers.name, len(headers)
     start = bytes(headers.parts([(0, min(16, file_bytes))])[0])
     order = {b"II": "<", b"MM": ">"}.get(start[:2])

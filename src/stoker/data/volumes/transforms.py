@@ -21,7 +21,7 @@ from stoker.errors import UserError
 PLACE, SPATIAL = 101, 102
 _SHRINK = 0.97
 MOST_DISPLACED = 3.0
-"""How far an elastic deformation may move a point along an axis, in standard deviations: so much more is read."""
+"""Limit of an elastic deformation along an axis, in standard deviations: this much more is read."""
 IDENTITY = (0, 1, 2)
 NO_FLIPS = (False, False, False)
 
@@ -128,12 +128,12 @@ class Transform:
         return Region((int(low[0]), int(low[1]), int(low[2])), (int(high[0]), int(high[1]), int(high[2])))
 
     def reach(self, patch: Shape) -> NDArray[np.float64]:
-        """How far its points may lie from the centre, along each axis of the volume."""
+        """How far its points may be from the centre, along each axis of the volume."""
         found: NDArray[np.float64] = np.abs(self.matrix) @ ((np.array(patch) - 1) / 2) + MOST_DISPLACED * self.elastic
         return found
 
     def offset(self, patch: Shape, start: Shape, region: Region) -> NDArray[np.float64]:
-        """Where the patch's first voxel lies in the region: voxel p of the patch is at `offset + matrix @ p`."""
+        """The place of the patch's first voxel in the region: voxel p of the patch is at `offset + matrix @ p`."""
         centre = np.array(start) + (np.array(self.source_shape(patch)) - 1) / 2 - np.array(region.start)
         found: NDArray[np.float64] = centre - self.matrix @ ((np.array(patch) - 1) / 2)
         return found

@@ -20,12 +20,12 @@ from stoker.data.store.stores import ReadFailure
 
 Shape = tuple[int, int, int]
 Voxels = NDArray[Any]
-# Kept as they are until they are on the device. Other integers are rare, and complex numbers are no volume.
+# Kept in their type until they are on the device. Other integers are rare, and complex numbers are not voxels.
 DTYPES = frozenset(("u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8"))
 
 
 class Region(NamedTuple):
-    """A box of voxels: from `start` up to, and without, `stop`. It may stick out of a volume."""
+    """A box of voxels: from `start` up to, but not including, `stop`. It may stick out of a volume."""
 
     start: Shape
     stop: Shape
@@ -46,7 +46,7 @@ class Region(NamedTuple):
         return depth * height * width
 
     def within(self, shape: Shape) -> Region:
-        """The part of it that lies inside a volume; empty if none does."""
+        """The part of it inside a volume; empty if there is none."""
         start = [min(max(0, a), size) for a, size in zip(self.start, shape, strict=True)]
         stop = [min(max(0, a), size) for a, size in zip(self.stop, shape, strict=True)]
         return Region(_shape(start), _shape([max(a, b) for a, b in zip(start, stop, strict=True)]))
@@ -83,12 +83,12 @@ def _shape(values: list[int]) -> Shape:
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """How volumes are read, and what is too large to be meant."""
+    """How volumes are read, and the sizes above which a header cannot be right."""
 
     max_voxels: int = 1 << 38
-    """Of one volume; a 6,500³ scan fits, a header that was damaged or made up usually does not."""
+    """Limit for one volume; a 6,500³ scan fits, a damaged or made-up header usually does not."""
     max_decoded_bytes: int = 8 << 30
-    """That may come out of one compressed file, page or chunk: a few kilobytes can claim to hold terabytes."""
+    """Limit for the output of one compressed file, page or chunk: a few kilobytes can claim to hold terabytes."""
     cache_bytes: int = 1 << 30
     """Decoded pages, files and chunks that a process keeps, for all its threads and volumes together."""
     missing_chunks: Literal["error", "fill"] = "error"
@@ -115,7 +115,7 @@ class Volume(Protocol):
 
     @property
     def identity(self) -> str:
-        """Changes if the file changes: what is derived from a volume is kept under it."""
+        """Changes if the file changes: data derived from a volume is kept under it."""
 
     @property
     def affine(self) -> NDArray[np.float64] | None:
@@ -160,7 +160,7 @@ class ArrayVolume:
 
 @dataclass(frozen=True)
 class CroppedVolume:
-    """A box of a volume as a volume of its own: nothing outside the box can be read through it."""
+    """A box of a volume as a separate volume: nothing outside the box can be read through it."""
 
     volume: Volume
     box: Region
@@ -193,7 +193,7 @@ class CroppedVolume:
 def read_padded(
     volume: Volume, region: Region, out: Voxels, fill: float, read: Callable[..., Voxels] | None = None
 ) -> None:
-    """Reads a region that may stick out of the volume; what lies outside gets the fill value. `read` reads what is
+    """Reads a region that may stick out of the volume; voxels outside get the fill value. `read` reads the part
     inside, if the volume itself does not."""
     read = read or volume.read
     inside = region.within(volume.shape)
@@ -209,7 +209,7 @@ def read_padded(
 
 def check_finite(voxels: Voxels, name: str) -> None:
     """Raises ReadFailure if a voxel is NaN or infinite: one is enough to ruin every weight of a network."""
-    # The extremes carry NaN along, and need no mask of all voxels.
+    # The extremes propagate NaN, and need no mask of all voxels.
     if voxels.dtype.kind == "f" and voxels.size and not (np.isfinite(voxels.min()) and np.isfinite(voxels.max())):
         bad = int((~np.isfinite(voxels)).sum())
         raise ReadFailure(name, "not finite", f"{bad:,} of {voxels.size:,} voxels read are NaN or infinite")
@@ -246,7 +246,7 @@ def map_file(path: str) -> tuple[mmap.mmap, str]:
 
 
 def identity_of(path: str, now: os.stat_result | None = None) -> str:
-    """A file's identity: another size or time of change makes it another one."""
+    """A file's identity: a different size or time of change makes it another one."""
     now = now or Path(path).stat()
     return f"{os.path.realpath(path)} {now.st_size} {now.st_mtime_ns}"
 
@@ -263,7 +263,7 @@ def failure_of(path: str, error: Exception) -> ReadFailure:
 
 
 class DecodedCache:
-    """What was decoded last, up to a number of bytes; one for all threads and volumes of a process."""
+    """The most recently decoded arrays, up to a number of bytes; one for all threads and volumes of a process."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes

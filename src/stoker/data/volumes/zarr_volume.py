@@ -32,11 +32,11 @@ from stoker.redact import redact_text
 
 MAX_METADATA_BYTES = 16_000_000
 PATIENCE = Patience()
-# tensorstore reads these at its first request; without them a connection that stalls is waited for forever.
+# tensorstore reads these at its first request; without them it would wait forever for a stalled connection.
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(int(PATIENCE.stall_s)))
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
-# ABORTED is what is left after tensorstore's own retries.
+# tensorstore reports ABORTED when its own retries have failed.
 _PASSING, _REFUSED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"), ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
@@ -92,7 +92,7 @@ class ZarrVolume:
     shape: Shape
     dtype: np.dtype[Any]
     identity: str
-    """From its metadata: that chunks were replaced by others cannot be seen without reading them all."""
+    """From its metadata: replaced chunks cannot be noticed without reading them all."""
     place: str
     """Its folder or URL."""
     array: Any
@@ -116,7 +116,7 @@ class _Metadata:
 
 
 def _metadata(store: Store, folder: str, path: str, name: str) -> _Metadata:
-    """What is at a path in a folder of the store: the first of the files that describe an array or a group."""
+    """The content of a path in a folder of the store: the first of the files that describe an array or a group."""
     inside = f"{path}/" if path else ""
     base = folder + inside
     for file in ("zarr.json", ".zarray", ".zgroup"):
@@ -251,14 +251,14 @@ def _context(cache_bytes: int) -> Any:
     return tensorstore.Context(
         {
             "cache_pool": {"total_bytes_limit": cache_bytes},
-            # For one chunk that fails among many; an outage is waited for in `_patiently`.
+            # For one chunk that fails among many; `_patiently` waits for the end of an outage.
             "s3_request_retries": {"max_retries": 4, "initial_delay": "100ms", "max_delay": "1s"},
         }
     )
 
 
 def _patiently(name: str, place: str, attempt: Callable[[], Any]) -> Any:
-    """The result of a call of tensorstore, tried again for as long as our object store would: restarts of a gateway and
+    """The result of a call of tensorstore, retried for as long as our object store would: restarts of a gateway and
     'slow down' responses pass. Raises ReadFailure, or StoreDown."""
     began_s, delay_s = time.monotonic(), _FIRST_DELAY_S
     while True:
@@ -279,7 +279,7 @@ def _failure(name: str, place: str, text: str) -> Exception:
     code, summary = text.partition(":")[0], text[:300]
     if is_url(place) and code in (*_PASSING, *_REFUSED):
         try:
-            # Our own client says what is wrong with a bucket, its region or the credentials.
+            # Our own client reports what is wrong with a bucket, its region or the credentials.
             object_at(place)[0].check()
         except StoreDown as down:
             return down

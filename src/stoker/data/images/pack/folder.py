@@ -203,7 +203,7 @@ def check_source(pack: PackFolder, options: dict[str, Any], fingerprint: str) ->
 
 
 def read_about(pack: PackFolder) -> dict[str, Any] | None:
-    """What the folder is a pack of; None if it is not a pack."""
+    """The source that the folder is a pack of; None if it is not a pack."""
     try:
         about = json.loads(pack.about.read_text())
     except (OSError, ValueError):
@@ -212,10 +212,10 @@ def read_about(pack: PackFolder) -> dict[str, Any] | None:
 
 
 def remove_pack(pack: PackFolder) -> None:
-    """Removes what `stoker pack` wrote, and nothing else; without its records nothing is known to be ours."""
+    """Removes the files of `stoker pack`, and nothing else; without its records nothing is known to be ours."""
     if read_about(pack) is None:
         return
-    # The index first: what is left after a crash must not look like a complete pack.
+    # The index first: leftovers of a crash must not look like a complete pack.
     (pack.folder / META).unlink(missing_ok=True)
     pack.skipped.unlink(missing_ok=True)
     for path in list(pack.folder.iterdir()) if pack.folder.is_dir() else []:

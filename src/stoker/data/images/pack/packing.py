@@ -151,7 +151,7 @@ def plan_shards(sizes: NDArray[np.int64], shard_bytes: int, groups: NDArray[np.i
 
 
 def source_sizes(index: SampleIndex) -> NDArray[np.int64]:
-    """Bytes of each sample; 0 for what is not a file: it is reported when it is read."""
+    """Bytes of each sample; 0 if it is not a file, which is reported when it is read."""
     if index.sizes is not None:
         return np.asarray(index.sizes, np.int64)
     if index.facts.get("layout") == LAYOUT:

@@ -36,10 +36,10 @@ from stoker.data.store import outage
 from stoker.data.store.stores import ReadFailure, Store
 from stoker.files import sync_folder
 
-# For images that are shrunk without a given quality: little loss compared with the original.
+# For images that are resized without a given quality: little loss compared with the original.
 QUALITY_AFTER_RESIZE = 95
 EXTENSIONS = {"jpeg": "jpg", "tiff": "tif"}
-"""Of kinds whose name is not their extension."""
+"""Extensions of formats whose name is not their extension."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Source:
-    """What every worker gets."""
+    """The arguments of every worker."""
 
     index: SampleIndex
     pack: PackFolder
@@ -143,7 +143,7 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class ShardDone:
-    """What became of a task."""
+    """The result of a task."""
 
     number: int
     kept: bool

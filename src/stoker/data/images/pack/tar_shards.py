@@ -36,9 +36,9 @@ class ShardRecord:
     name: str
     bytes: int = 0
     xxh3: str = ""
-    """Of the whole file."""
+    """Hash of the whole file."""
     samples: list[int] = field(default_factory=list)
-    """Their indices in the source."""
+    """Indices of the samples in the source."""
     keys: list[int] = field(default_factory=list)
     extensions: list[str] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
@@ -152,7 +152,7 @@ def verify_shard(path: Path, record: ShardRecord) -> None:
     """Reads the shard back and compares everything with its record; raises ShardDamaged."""
     whole = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as raw:
-        # What was just written is still in memory: ask the kernel to drop it, so that the disk is read.
+        # The shard is still in the page cache: ask the kernel to drop it, so that the disk is read.
         os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         found = read_members(io.BufferedReader(_HashingReader(raw, whole), 1 << 20))
         for row in zip(
@@ -185,7 +185,7 @@ def read_record(path: Path) -> ShardRecord | None:
         content = json.loads(path.read_text())
         if content.pop("format") != RECORD_FORMAT:
             return None
-        # Records of earlier versions have fields that are gone.
+        # Records of earlier versions have fields that no longer exist.
         return ShardRecord(**{part.name: content[part.name] for part in fields(ShardRecord)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -69,7 +69,7 @@ class PackIndex:
     classes: int | None = None
     ignore: int | None = None
     notes: tuple[str, ...] = ()
-    """What was noticed about the source, such as retired volumes."""
+    """Remarks about the source, such as retired volumes."""
     skipped: tuple[dict[str, str], ...] = ()
     """Volumes that could not be read when it was packed."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -171,7 +171,7 @@ def file_names(ids: Sequence[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     for one in ids:
         safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in one)[:100].lstrip(".")
-        # Different ids must not become the same name, on a file system without capitals neither.
+        # Different ids must not become the same name, even on a case-insensitive file system.
         plain = safe == one and one == one.lower()
         names[one] = safe if plain else f"{safe}-{xxhash.xxh3_64_hexdigest(one.encode('utf-8', 'surrogateescape'))[:8]}"
     return names

@@ -108,7 +108,7 @@ def make_case(
     check_pair(case.id, sources, label)
     image_paths, label_path = pack.paths(number)
     if label is not None:
-        # The label first: it is what is usually wrong.
+        # The label first: it is usually the one at fault.
         wanted = _label_of(pack, case, label)
         facts = write_volume(pack.root / label_path, wanted, pack.layout, is_label=True, report=report)
         packed_label = PackedFile(label_path, facts)
@@ -145,7 +145,7 @@ class _Checked(CroppedVolume):
 
 
 def finished_case(pack: VolumePack, number: int) -> PackedCase | None:
-    """A case that an earlier run has finished, from the same source; only sizes are looked at."""
+    """A case that an earlier run has finished, from the same source; only sizes are checked."""
     found = read_case(pack.record(number))
     if found is None or found[1] != _fingerprint(pack.cases[number][1]):
         return None
@@ -176,7 +176,7 @@ def _state(ref: VolumeRef) -> list[Any]:
     if is_url(ref.location) or not path.exists():
         return [ref.location]
     if path.is_dir():
-        # A Zarr array: its chunks are many, so only what describes it is looked at.
+        # A Zarr array: it has many chunks, so only its metadata is checked.
         described = [path / name for name in ("zarr.json", ".zarray", ".zgroup")]
         return [path.name, [[one.stat().st_size, one.stat().st_mtime_ns] for one in described if one.exists()]]
     state = path.stat()

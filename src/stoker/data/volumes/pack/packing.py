@@ -53,7 +53,7 @@ class PackResult:
     """Cases finished by an earlier run."""
     bytes: int
     voxels: int
-    """That were read and written now."""
+    """Voxels that were read and written now."""
     seconds: float
 
 
@@ -76,7 +76,7 @@ def pack_volumes(
     began = time.monotonic()
     claim(pack)
     remove_temporaries(pack.root)
-    # Until everything is there again, this is no pack: a run must not train on half of the volumes.
+    # Until everything is there again, this is not a pack: a run must not train on half of the volumes.
     (pack.root / INDEX).unlink(missing_ok=True)
     check_space(pack, looked)
     # A compressed NIfTI file is decoded whole: unless it fits into the cache, every piece would decode it again.
@@ -120,7 +120,7 @@ def read_options(root: Path) -> dict[str, Any] | None:
 
 
 def claim(pack: VolumePack) -> None:
-    """Records how a folder is packed; refuses one that was begun in another way, or holds something else."""
+    """Records how a folder is packed; refuses one that was begun differently, or holds something else."""
     before = read_options(pack.root)
     if before is None:
         ours = (INDEX, "train/images", "train/labels", "test/images")
@@ -143,10 +143,10 @@ def claim(pack: VolumePack) -> None:
 
 
 def remove_pack(root: Path) -> None:
-    """Removes what `stoker pack` wrote, and nothing else; without its records nothing is known to be ours."""
+    """Removes the files of `stoker pack`, and nothing else; without its records nothing is known to be ours."""
     if read_options(root) is None:
         return
-    # The index first: what is left after a crash must not look like a complete pack.
+    # The index first: leftovers of a crash must not look like a complete pack.
     (root / INDEX).unlink(missing_ok=True)
     records = root / RECORDS / "cases"
     for record in sorted(records.rglob("*.json")) if records.is_dir() else []:
@@ -173,15 +173,15 @@ def remove_temporaries(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Looked:
-    """What is known of a case before it is packed."""
+    """What is known about a case before it is packed."""
 
     shape: Shape = (0, 0, 0)
-    """When it is packed."""
+    """Shape after packing."""
     image_bytes: int = 0
-    """Of one voxel, in all channels."""
+    """Bytes of one voxel, in all channels."""
     label_bytes: int = 0
     decoded_bytes: int = 0
-    """Of its largest file, if that can only be decoded whole."""
+    """Decoded size of its largest file, if that can only be decoded whole."""
     reason: str = ""
     """Why it cannot be opened, or prepared as asked."""
 
@@ -190,7 +190,7 @@ class Looked:
         return int(np.prod(self.shape, dtype=object))
 
     def packed_bytes(self, layout: Layout) -> int:
-        """Of its files, before compression."""
+        """Size of its files, before compression."""
         stored = stored_shape(self.shape, layout.block if layout.kind == "blocks" else 0)
         return int(np.prod(stored, dtype=object)) * (self.image_bytes + self.label_bytes)
 
@@ -202,7 +202,7 @@ def look(
     reading: ReadingOptions,
     progress: Advance | None = None,
 ) -> list[Looked]:
-    """Opens every case, reading no voxels; one that cannot be opened is empty here, and told when it is packed."""
+    """Opens every case, reading no voxels; one that cannot be opened is empty here, and reported when it is packed."""
     volumes = OpenVolumes(reading)
 
     def work(case: Case) -> Looked:

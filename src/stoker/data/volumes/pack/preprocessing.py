@@ -17,7 +17,7 @@ from stoker.data.store.stores import ReadFailure
 from stoker.data.volumes.volume import Region, Shape, Volume, Voxels, check_finite
 from stoker.errors import UsageError
 
-# Percentiles of floats and large integers are those of this many voxels, evenly spread; of bytes and 16 bits, of all.
+# Percentiles of floats and large integers use this many voxels, evenly spread; those of 8 and 16 bits use all.
 SAMPLED_VOXELS = 1 << 22
 _SLAB_VOXELS = 1 << 24
 MOST_MEDIAN = 7
@@ -43,7 +43,7 @@ class Preparation:
     scale: tuple[float, float, float] | None = None
     """New voxels for one old one, along z, y and x."""
     spacing: tuple[float, float, float] | None = None
-    """The distance of voxels afterwards, where the source's format says what it is; excludes `scale`."""
+    """The spacing of voxels afterwards, if the source's format records it; excludes `scale`."""
     dtype: Literal["keep", "uint8"] = "keep"
 
     def as_dict(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def prepare_label(volume: Volume, preparation: Preparation, dtype: np.dtype[Any]
 
 
 def new_shape(volume: Volume, preparation: Preparation) -> Shape:
-    """The shape of a volume when it is packed; raises ReadFailure if that needs a spacing that it does not say."""
+    """The shape of a volume when it is packed; raises ReadFailure if that needs a spacing that it does not record."""
     return _new_grid(volume, preparation)[0]
 
 
@@ -231,11 +231,11 @@ def percentiles(volume: Volume, wanted: list[float]) -> list[float]:
 
 
 def median_of(padded: Voxels, size: int) -> Voxels:
-    """The median of each box of `size`³ voxels that lies inside the array.
+    """The median of each box of `size`³ voxels inside the array.
 
-    By sorting whole arrays with minimum and maximum: these are vectorised, which makes it many times faster than
-    sorting each box on its own. Of a few more than half of the voxels, the smallest and the largest cannot be the
-    median: both are dropped, the next voxel is taken in, until one is left."""
+    Sorts whole arrays with minimum and maximum: these are vectorised, which makes it many times faster than
+    sorting each box separately. Among a few more than half of the voxels, the smallest and the largest cannot be the
+    median: both are dropped and the next voxel is added, until one is left."""
     z, y, x = (length - size + 1 for length in padded.shape)
     made = np.empty((z, y, x), padded.dtype)
     # A plane at a time: the arrays stay in the processor's cache.
@@ -292,7 +292,7 @@ def _resampled(voxels: Voxels, number: int, axis: Axis, low: int, high: int, beg
 
 
 def _linear(old: int, new: int) -> Axis:
-    """Linear between neighbours; where it shrinks, over as many as become one, so that nothing is aliased."""
+    """Linear between neighbours; where it shrinks, over as many voxels as become one, which avoids aliasing."""
     step = old / new
     reach = max(1.0, step)
     centres = (np.arange(new) + 0.5) * step - 0.5

@@ -27,9 +27,9 @@ from stoker.data.volumes.packed import PackedFacts
 from stoker.data.volumes.volume import CroppedVolume, ReadingOptions, Region, Shape, Volume, box_at
 from stoker.errors import UserError
 
-# A patch of which a volume has fewer voxels is cut to it.
+# A patch larger than a volume is cut to it.
 USUAL_PATCH = (128, 128, 128)
-# Of a volume in the trial: enough rows and planes for the real distances between them.
+# Voxels of a volume in the trial: enough rows and planes for the real distances between them.
 TRIAL_VOXELS = 1 << 27
 ROUNDS, PATCHES = 5, 12
 # Between two layouts this close, the smaller one wins: rounds differ by as much.
@@ -45,11 +45,11 @@ class Tried:
 
     layout: Layout
     warm_s: float
-    """For a patch with its label, from memory."""
+    """Time for a patch with its label, from memory."""
     cold_s: float | None
     """The same from the disk; None if the page cache could not be emptied."""
     bytes: int
-    """Expected of the whole pack."""
+    """Expected size of the whole pack."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _typical(looked: Sequence[Looked]) -> int:
 def _prepared(
     case: Case, rules: LabelRules | None, preparation: Preparation, reading: ReadingOptions
 ) -> list[tuple[Prepared, bool]]:
-    """The case's volumes as they will be packed; of a large one, a slab of whole planes."""
+    """The case's volumes as they will be packed; for a large one, a slab of whole planes."""
     volumes = OpenVolumes(reading)
     found = []
     for ref in (*case.images, *([case.label] if case.label is not None else [])):
@@ -203,7 +203,7 @@ def _cold(
         files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
         if not all(drop(str(one)) for one in files):
             return None
-    # Few patches: they are spread over the volume, and must not read what an earlier one has brought into memory.
+    # Few patches: they are spread over the volume, and must not read pages that an earlier one has cached.
     return _read([open_volume(ref, reading) for ref in refs], patch, ROUNDS, 3)
 
 

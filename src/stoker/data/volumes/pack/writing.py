@@ -204,7 +204,7 @@ class _Moments:
         self._mean = self._squares = 0.0
 
     def add(self, voxels: Voxels) -> None:
-        # Of each piece first, then joined: sums over a whole volume would lose the digits that the deviation needs.
+        # Per piece first, then joined: sums over a whole volume would lose the digits that the deviation needs.
         count, mean = voxels.size, float(voxels.mean(dtype=np.float64))
         squares = sum(float(np.square(plane.astype(np.float64) - mean).sum()) for plane in voxels)
         total = self._count + count

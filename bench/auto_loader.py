@@ -37,7 +37,7 @@ from bench.what_if_loaders import BLOCK, BLOCK_S
 from stoker.clock.costs import BatchClock
 from stoker.clock.steps import StepClock
 from stoker.config import load_config
-from stoker.data.batch import Batch, Quarantine
+from stoker.data.batch import ImageBatch, Quarantine
 from stoker.data.loader import BatchLoader, LoaderOptions
 from stoker.data.order import Steps
 from stoker.machine.host import usable_cpus, workers_for
@@ -98,7 +98,7 @@ class _BlockingMaker:
 
     def announce(self, *_step: int) -> None: ...
 
-    def make(self, epoch: int, step: int, _start: int, allocate: Any) -> Batch:
+    def make(self, epoch: int, step: int, _start: int, allocate: Any) -> ImageBatch:
         clock = BatchClock()
         clock.begins("collate")
         images = allocate(self.plan.batch_shape)
@@ -112,12 +112,12 @@ class _BlockingMaker:
         clock.begins("other")
         clock.cost.samples = BATCH
         nothing = np.zeros(BATCH, dtype=np.int64)
-        return Batch(
+        return ImageBatch(
             images, nothing, nothing, nothing > 0, nothing.astype(np.uint64), epoch, step, step, clock.finish()
         )
 
 
-class _BlockingLoader(BatchLoader[Batch]):
+class _BlockingLoader(BatchLoader[ImageBatch]):
     batch_bytes = 3 * BATCH
 
     def __init__(self, workers: int) -> None:

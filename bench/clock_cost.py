@@ -25,7 +25,7 @@ from stoker.clock.costs import BatchClock, BatchCost
 from stoker.clock.file import ClockFile, clock_header
 from stoker.clock.observed import LoaderShape
 from stoker.clock.steps import StepClock
-from stoker.data.batch import Batch
+from stoker.data.batch import ImageBatch
 from stoker.machine.host import HostWatch
 
 STEP_S = 0.02
@@ -109,13 +109,13 @@ class Sides:
                 began_s = done_s
         return (time.thread_time() - began) / self.batches
 
-    def _batch(self, clock: BatchClock) -> Batch:
+    def _batch(self, clock: BatchClock) -> ImageBatch:
         for stage in STAGES_OF_A_BATCH:
             clock.begins(stage)
         cost = clock.finish()
         cost.samples, cost.batch_bytes, cost.slowest_sample, cost.slowest_s = 256, 38_535_168, 7, 0.01
         labels = np.zeros(256, np.int64)
-        return Batch(None, labels, labels, labels.astype(bool), labels.astype(np.uint64), 0, 0, 256, cost)
+        return ImageBatch(None, labels, labels, labels.astype(bool), labels.astype(np.uint64), 0, 0, 256, cost)
 
 
 def open_file(folder: Path) -> ClockFile:

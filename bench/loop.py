@@ -26,7 +26,7 @@ from torch.nn import functional
 from bench.rounds import Spread, keep
 from stoker.augment.mixing import soft_targets
 from stoker.config import Config, load_config
-from stoker.data.batch import Batch
+from stoker.data.batch import ImageBatch
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile
@@ -87,7 +87,7 @@ class TakingTurns:
     # Attributes that the prefetch guard reads from a loader.
     workers, most_in_flight, batch_bytes = 2, 4, 1
 
-    def __init__(self, batches: list[Batch], bare: BareLoop, count: int) -> None:
+    def __init__(self, batches: list[ImageBatch], bare: BareLoop, count: int) -> None:
         self.batches, self.bare, self.count = batches, bare, count
         self.bare_took: list[Moment] = []
         self.ours_took: list[Moment] = []
@@ -98,7 +98,7 @@ class TakingTurns:
     def steps(self, start: int = 0) -> int:  # noqa: ARG002 - the loop's protocol
         return self.count
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:  # noqa: ARG002
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[ImageBatch]:  # noqa: ARG002
         for number in range(self.count):
             self.bare_took.append(self.bare.step(number))
             handed = Moment.now()
@@ -106,7 +106,7 @@ class TakingTurns:
             self.ours_took.append(Moment.now().since(handed))
 
 
-def synthetic(config: Config, count: int) -> tuple[list[Batch], list[Prepared]]:
+def synthetic(config: Config, count: int) -> tuple[list[ImageBatch], list[Prepared]]:
     """Random batches, both as the loader yields them and prepared for the model."""
     random, size = np.random.default_rng(0), config.batch_size
     batches, prepared = [], []
@@ -116,12 +116,12 @@ def synthetic(config: Config, count: int) -> tuple[list[Batch], list[Prepared]]:
         images = torch.randn(size, 3, config.img_size, config.img_size).to(memory_format=torch.channels_last)
         targets = soft_targets(torch.from_numpy(labels), CLASSES, config.label_smoothing)
         keys, flips = np.zeros(size, np.uint64), np.zeros(size, np.bool_)
-        batches.append(Batch(images, labels, whole, flips, keys, 0, step, (step + 1) * size))
+        batches.append(ImageBatch(images, labels, whole, flips, keys, 0, step, (step + 1) * size))
         prepared.append(Prepared(images, targets, torch.from_numpy(labels), mixed=False))
     return batches, prepared
 
 
-def our_run(config: HostConfig, batches: list[Batch], prepared: list[Prepared]) -> Run:
+def our_run(config: HostConfig, batches: list[ImageBatch], prepared: list[Prepared]) -> Run:
     """A run as `stoker train` builds it, except that its batches come from memory, already augmented."""
     data = open_data(config, lambda _text: None)
     run = build_run(config, data, Ranks(), torch.device("cpu"))

@@ -18,7 +18,7 @@ import torch
 
 from bench.rounds import Spread, interleave, keep, ratio
 from stoker.config import load_config
-from stoker.data.batch import Batch
+from stoker.data.batch import ImageBatch
 from stoker.data.loader import ImageLoader
 from stoker.machine.loader_speed import repeated
 from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
@@ -41,7 +41,7 @@ def open_real_loader(images: Path, work: Path, workers: int, batch: int, size: i
 
 def consume(loader: ImageLoader, epoch: int, seconds: float, every_s: float) -> float:
     """Images/s received by a consumer that is busy for `every_s` after each batch."""
-    batches: Iterator[Batch] = loader.epoch(epoch)
+    batches: Iterator[ImageBatch] = loader.epoch(epoch)
     for _ in itertools.islice(batches, WARM_UP_BATCHES):
         pass
     images, began = 0, time.perf_counter()

@@ -14,7 +14,7 @@ from typing import Any
 from bench.tune_scenarios import MB, Scenario, points_of
 from stoker.config import load_config
 from stoker.data.store.stores import is_url
-from stoker.data.volumes.pack.preprocessing import Preparation
+from stoker.data.volumes.pack.preprocessing import VoxelChanges
 from stoker.data.volumes.pack.writing import LAYOUTS
 from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine, usable_cpus
 from stoker.plan.guard import quick_plan
@@ -143,7 +143,7 @@ def packed_in_all_layouts(config: HostConfig, folder: Path) -> tuple[str, ...]:
     found = [config.data_root]
     for name in LAYOUTS:
         place = folder / "grid" / name
-        asked = VolumePacking(Preparation(), name, usable_cpus())
+        asked = VolumePacking(VoxelChanges(), name, usable_cpus())
         run_volume_packing(config, place, asked, lambda line: print(line, file=sys.stderr))
         found.append(str(place))
     return tuple(found)

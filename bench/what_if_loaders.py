@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from bench.quiet import busy_seconds
 from stoker.clock.costs import read_schedule
 from stoker.clock.observed import BatchTime, HostFacts, LoaderShape, Observed
-from stoker.data.batch import Batch
+from stoker.data.batch import ImageBatch
 from stoker.data.engines.threads import ThreadEngine
 
 KINDS = {"io": (0.0, 24e-3), "cpu": (14e-3, 0.0), "mixed": (8e-3, 16e-3)}
@@ -98,11 +98,11 @@ class _Maker:
 
     def announce(self, *_: Any) -> None: ...
 
-    def make(self, epoch: int, step: int, _start: int, _buffer: Any) -> Batch:
+    def make(self, epoch: int, step: int, _start: int, _buffer: Any) -> ImageBatch:
         nothing = np.zeros(SAMPLES, dtype=np.int64)
         cost = make_batch(self.kind, step)
         images = np.zeros((SAMPLES, 1, 1, 3), dtype=np.uint8)
-        return Batch(
+        return ImageBatch(
             images, nothing, nothing, nothing > 0, nothing.astype(np.uint64), epoch, step, step, cast(Any, cost)
         )
 

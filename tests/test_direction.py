@@ -127,3 +127,13 @@ def test_violations_are_found() -> None:
 def test_every_layer_exists() -> None:
     parts = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in MODULES} - {"__init__"}
     assert parts == set(RANK)
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    names = [
+        node.name
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

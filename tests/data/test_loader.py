@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from stoker.config import Config, load_config
-from stoker.data.batch import Batch, TooManyBad
+from stoker.data.batch import ImageBatch, TooManyBad
 from stoker.data.engines import deaths
 from stoker.data.engines.deaths import Casualties, WorkerDied, killed_for_memory
 from stoker.data.loader import ImageLoader
@@ -78,7 +78,7 @@ def loader_for(
 Entry = tuple[int, int, bool, str]
 
 
-def entries(batch: Batch) -> list[Entry]:
+def entries(batch: ImageBatch) -> list[Entry]:
     """The contents of a batch, sample by sample: index, label, flip and exact pixels."""
     images = batch.images.numpy()
     return [
@@ -271,7 +271,7 @@ def test_leaving_an_epoch_early_does_not_affect_the_next_one(
     loader = loader_for(data, "batch_size=8", f"loader={engine}", workers=2)
     try:
         for _ in range(3):
-            stream: Iterator[Batch] = loader.epoch(2)
+            stream: Iterator[ImageBatch] = loader.epoch(2)
             next(stream)
             stream.close()  # type: ignore[attr-defined]
             del stream

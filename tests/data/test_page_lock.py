@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stoker.config import load_config
-from stoker.data.batch import Batch
+from stoker.data.batch import ImageBatch
 from stoker.data.engines.buffers import BufferPool, PageLock, SharedSlots
 from stoker.data.loader import ImageLoader
 from stoker.machine.host import Machine, fit_to_machine
@@ -160,7 +160,7 @@ def test_a_loader_is_unregistered_over_epochs_limits_and_its_close(data: Path, c
         loader.limit_prefetch(limit)
         for batch in loader.epoch(epoch):
             assert batch.images.data_ptr() in cudart.registered
-    left: Iterator[Batch] = loader.epoch(3)
+    left: Iterator[ImageBatch] = loader.epoch(3)
     held = next(left).images
     loader.close()
     del batch, left, loader

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stoker.config import Config, load_config
-from stoker.data.batch import Batch
+from stoker.data.batch import ImageBatch
 from stoker.machine.host import HostConfig
 from stoker.tasks.building import input_dtype
 from stoker.tasks.classify import build_run, open_data, traceable_step
@@ -39,7 +39,7 @@ def run_of(config: HostConfig, rank: int = 0) -> Run:
     return build_run(config, open_data(config, lambda _text: None), Ranks(rank=rank), CPU)
 
 
-def batches_of(run: Run, position: int = 0) -> list[Batch]:
+def batches_of(run: Run, position: int = 0) -> list[ImageBatch]:
     return list(run.train_loader(0).epoch(0, position))
 
 

@@ -10,7 +10,7 @@ from stoker.data.engines.making import LoaderSetup
 from stoker.train.loader_changes import (
     MOST_PREFETCH,
     MOST_WORKERS,
-    Change,
+    LoaderChange,
     Look,
     MemoryRoom,
     is_idle,
@@ -85,8 +85,8 @@ def test_nothing_is_tried_that_memory_has_no_room_for() -> None:
     assert tried(STARVED, room=replace(ROOM, is_limited=True)) == [], "the memory guard wins"
     held = replace(BLOCKED, held_back_by="lookahead_bytes")
     assert tried(held, room=replace(ROOM, spare_bytes=255_000_000)) == [("workers", 6)]
-    assert needed_bytes(Change("prefetch", 2, 4, ""), SETUP, ROOM) == 2 * 3 * ROOM.batch_bytes
-    assert needed_bytes(Change("workers", 3, 2, ""), SETUP, ROOM) < 0
+    assert needed_bytes(LoaderChange("prefetch", 2, 4, ""), SETUP, ROOM) == 2 * 3 * ROOM.batch_bytes
+    assert needed_bytes(LoaderChange("workers", 3, 2, ""), SETUP, ROOM) < 0
 
 
 def test_what_the_user_chose_stays() -> None:
@@ -115,7 +115,7 @@ def test_workers_that_nobody_needs_leave_after_a_while() -> None:
 
 
 def test_more_of_something_has_to_bring_a_gain_beyond_the_noise() -> None:
-    more = Change("workers", 3, 4, "")
+    more = LoaderChange("workers", 3, 4, "")
     before = looks(STARVED, 1000, 1010, 990, 1000, 1000)
     assert is_kept(more, before, looks(STARVED, 1100, 1110, 1090, 1100, 1100))
     assert not is_kept(more, before, looks(STARVED, 1010, 1015, 1005, 1010, 1010))
@@ -124,7 +124,7 @@ def test_more_of_something_has_to_bring_a_gain_beyond_the_noise() -> None:
 
 
 def test_less_of_something_may_not_cost_anything() -> None:
-    fewer = Change("workers", 3, 2, "")
+    fewer = LoaderChange("workers", 3, 2, "")
     before = looks(FED, 1000, 1000, 1000, 1000, 1000)
     assert is_kept(fewer, before, looks(FED, 990, 1000, 995, 990, 1000))
     assert not is_kept(fewer, before, looks(FED, 950, 950, 950, 950, 950))

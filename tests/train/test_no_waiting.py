@@ -17,7 +17,7 @@ from stoker.augment import operations, pipeline
 from stoker.augment.packing import kept_on
 from stoker.augment.pipeline import TrainAugment, build_train_augment
 from stoker.config import Config, load_config
-from stoker.data.batch import Batch
+from stoker.data.batch import ImageBatch
 from stoker.models.build import build_model
 from stoker.tasks.building import optimizer_for
 from stoker.tasks.classify import prepare_batch
@@ -37,9 +37,9 @@ def config_for(**keys: Any) -> Config:
     return load_config(None, ["model=test_resnet", *(f"{key}={value}" for key, value in keys.items())]).config
 
 
-def batch_of_bytes(number: int = 0) -> Batch:
+def batch_of_bytes(number: int = 0) -> ImageBatch:
     keys = np.arange(SAMPLES, dtype=np.uint64) * 977 + number
-    return Batch(
+    return ImageBatch(
         images=torch.zeros(SAMPLES, SIZE, SIZE, 3, dtype=torch.uint8), labels=np.arange(SAMPLES) % CLASSES,
         indices=np.arange(SAMPLES), flips=keys % 2 == 0, keys=keys, epoch=0, step=number, next_position=0,
     )  # fmt: skip

@@ -23,7 +23,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Section:
+class PackedArray:
     """The place of an array in the buffer, and how to read it."""
 
     start: int
@@ -38,7 +38,7 @@ class PackedChoices:
 
     host_tensor: Tensor
     """uint8, in ordinary memory."""
-    layout: Mapping[str, Section]
+    layout: Mapping[str, PackedArray]
 
     def to_device(self, copy: Copy) -> dict[str, Tensor]:
         """The arrays on the device, by name: views of one tensor."""
@@ -55,7 +55,7 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> PackedChoices:
     for name, array in arrays.items():
         start = -(-stop // ALIGNMENT) * ALIGNMENT
         stop = start + array.nbytes
-        layout[name] = Section(start, stop, _DTYPES[array.dtype], array.shape)
+        layout[name] = PackedArray(start, stop, _DTYPES[array.dtype], array.shape)
     buffer = np.empty(stop, np.uint8)
     for name, array in arrays.items():
         section = layout[name]

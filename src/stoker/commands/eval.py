@@ -15,7 +15,7 @@ from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError, UserError
 if TYPE_CHECKING:
     from stoker.config import Config
     from stoker.run.folder import RunFolder
-    from stoker.tasks.volumes.evaluation import Scoring
+    from stoker.tasks.volumes.evaluation import ScoreOptions
     from stoker.tasks.volumes.results import Judged, VolumeEvaluation
 
 SCORES_FILE, SHEET_FILE = "scores.json", "worst.png"
@@ -124,13 +124,13 @@ def evaluate(
     from stoker.config import load_config
     from stoker.config.reference import write_scalar
     from stoker.config.volume_keys import PredictionKeys
-    from stoker.tasks.volumes.evaluation import Scoring
+    from stoker.tasks.volumes.evaluation import ScoreOptions
     from stoker.tasks.volumes.postprocess import parse_chain
     from stoker.train.checkpoint.restore import task_of
 
-    def scoring_of(config: Config) -> Scoring:
+    def scoring_of(config: Config) -> ScoreOptions:
         steps = parse_chain(config.predict_postprocess)
-        return Scoring(score, config.surface_tolerance, spacing, config.predict_threshold, steps, pictures)
+        return ScoreOptions(score, config.surface_tolerance, spacing, config.predict_threshold, steps, pictures)
 
     if predictions is not None and labels is not None:
         _refuse_of_images(per_class=per_class, real_labels=real_labels, plot=plot)
@@ -205,7 +205,7 @@ def _evaluate_volumes(
     checkpoints: list[Path],
     settings: list[str],
     split: Literal["val", "train", "all"],
-    scoring_of: Callable[[Config], Scoring],
+    scoring_of: Callable[[Config], ScoreOptions],
     out: Path | None,
     *,
     is_own: bool,
@@ -238,7 +238,7 @@ def _evaluate_volumes(
 
 
 def _score_masks(
-    predictions: Path, labels: Path, scoring: Scoring, ignore: int | None, out: Path | None, *, json: bool
+    predictions: Path, labels: Path, scoring: ScoreOptions, ignore: int | None, out: Path | None, *, json: bool
 ) -> int:
     from dataclasses import replace
 

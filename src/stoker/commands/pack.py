@@ -14,7 +14,7 @@ from stoker.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from stoker.config import Config
     from stoker.data.images.pack.packing import PackOptions
-    from stoker.data.volumes.pack.preprocessing import Preparation
+    from stoker.data.volumes.pack.preprocessing import VoxelChanges
 
 IMAGES, VOLUMES = "Images", "Volumes"
 
@@ -246,12 +246,12 @@ def _config(source: str, overrides: Sequence[str], volumes: bool) -> Config:
 
 def _preparation(
     clip: str | None, median: int | None, scale: str | None, spacing: str | None, dtype: str
-) -> Preparation:
-    from stoker.data.volumes.pack.preprocessing import Preparation, check_preparation, parse_clip
+) -> VoxelChanges:
+    from stoker.data.volumes.pack.preprocessing import VoxelChanges, check_preparation, parse_clip
 
     if dtype not in ("keep", "uint8"):
         raise _usage(f"--dtype {dtype} is neither keep nor uint8", "--dtype uint8")
-    made = Preparation(
+    made = VoxelChanges(
         clip=None if clip is None else parse_clip(clip),
         median=median,
         scale=None if scale is None else _numbers("--scale", scale),

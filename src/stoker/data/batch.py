@@ -32,7 +32,7 @@ class BadSample:
 
 
 @dataclass
-class Batch:
+class ImageBatch:
     """The samples of one step on one rank, as bytes: the device converts, flips and mixes them."""
 
     images: Any

@@ -41,7 +41,7 @@ class Share:
         return zlib.crc32(path.encode("utf-8", "surrogateescape")) % self.local_world == self.rank % self.local_world
 
 
-class Part(Protocol):
+class SplitFiles(Protocol):
     """The files of a split."""
 
     @property
@@ -65,8 +65,8 @@ class Part(Protocol):
 class Files:
     """The order of all files of a data set, and of those beside them."""
 
-    train: Part
-    val: Part | None
+    train: SplitFiles
+    val: SplitFiles | None
     beside: Sequence[WantedFile]
     share: Share
     fetched_ahead: int
@@ -104,12 +104,12 @@ class Files:
         if self.val is not None:
             yield from self._others(self.val, 0, 0)
 
-    def _own(self, part: Part, epoch: int, start: int) -> Iterator[WantedFile]:
+    def _own(self, part: SplitFiles, epoch: int, start: int) -> Iterator[WantedFile]:
         steps = part.steps
         for positions in _pieces(start + steps.rank, _end(steps, start), steps.world):
             yield from part.at(epoch, positions)
 
-    def _others(self, part: Part, epoch: int, start: int) -> Iterator[WantedFile]:
+    def _others(self, part: SplitFiles, epoch: int, start: int) -> Iterator[WantedFile]:
         end = _end(part.steps, start)
         for positions in _pieces(0, part.positions, 1):
             taken = (positions >= start) & (positions < end)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Generic, Literal
 
 from stoker.console import Say
-from stoker.data.batch import Batch, Quarantine
+from stoker.data.batch import ImageBatch, Quarantine
 from stoker.data.engines.buffers import PageLock
 from stoker.data.engines.making import BatchMaker, BatchPlan, EnginePlan, LoaderSetup, Made, Maker
 from stoker.data.engines.processes import ProcessEngine
@@ -150,7 +150,7 @@ class BatchLoader(Generic[Made]):
         self._engine.close()
 
 
-class ImageLoader(BatchLoader[Batch]):
+class ImageLoader(BatchLoader[ImageBatch]):
     """The loader of a split of images."""
 
     def __init__(

@@ -26,7 +26,7 @@ from stoker.clock.observed import StorageFacts
 from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
 from stoker.console import Advance, Say
-from stoker.data.batch import Batch
+from stoker.data.batch import ImageBatch
 from stoker.data.engines.making import BatchPlan
 from stoker.data.images.decoders import available_decoders
 from stoker.data.images.decoding import Decoding
@@ -352,7 +352,7 @@ def eval_prepare(config: Config, colours: tuple[Colour, Colour], device: torch.d
 
 
 def prepare_batch(
-    augment: TrainAugment, copy: Copy, first_part: int, batch: Batch, epoch: int, step: int, number: int
+    augment: TrainAugment, copy: Copy, first_part: int, batch: ImageBatch, epoch: int, step: int, number: int
 ) -> Prepared:
     """A training batch on the device, augmented. `number` is its place among the batches of an update on this rank,
     `first_part` that of the rank's first one among those of all ranks."""
@@ -360,7 +360,7 @@ def prepare_batch(
     return Prepared(*augment(images, batch.labels, batch.flips, batch.keys, epoch, step, first_part + number, copy))
 
 
-def prepare_val_batch(prepare: EvalPrepare, copy: Copy, batch: Batch) -> Prepared:
+def prepare_val_batch(prepare: EvalPrepare, copy: Copy, batch: ImageBatch) -> Prepared:
     """A validation batch on the device."""
     labels = copy(torch.from_numpy(batch.labels))
     return Prepared(prepare(copy(batch.images)), labels, labels, mixed=False)

@@ -42,7 +42,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Row:
+class SheetRow:
     """Pictures that belong together; a long row takes several lines of the sheet."""
 
     pictures: tuple[Picture, ...]
@@ -50,12 +50,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Section:
+class SheetSection:
     """A heading, what applies to all its pictures, and the pictures."""
 
     title: str
     notes: tuple[str, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[SheetRow, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Sheet:
 
     title: str
     notes: tuple[str, ...] = ()
-    sections: tuple[Section, ...] = ()
+    sections: tuple[SheetSection, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from stoker.config import Config
 from stoker.console import format_table, progress_bar, say_notes, say_warnings
 from stoker.data.images.layouts import list_splits
 from stoker.data.images.pack.folder import check_destination, claim_packs, find_splits, source_index_folder
-from stoker.data.images.pack.packing import PackOptions, PackResult, pack_split
+from stoker.data.images.pack.packing import ImagePackResult, PackOptions, pack_split
 from stoker.data.images.sample_index import part_of
 from stoker.errors import UserError
 from stoker.tasks.image_data import open_split
@@ -23,12 +23,12 @@ def pack_splits(
     options: PackOptions,
     workers: int,
     fresh: bool,
-) -> dict[str, PackResult]:
+) -> dict[str, ImagePackResult]:
     """Packs the wanted splits of a config's data, or all of them; the result of each by its name."""
     assert config.data_root is not None
     check_destination(config.data_root, destination)
     splits = _splits(config, wanted)
-    results: dict[str, PackResult] = {}
+    results: dict[str, ImagePackResult] = {}
     with claim_packs(destination, splits, options.as_dict(), fresh=fresh) as packs:
         for pack in packs:
             name = pack.split or "."
@@ -69,12 +69,12 @@ def _splits(config: Config, wanted: Sequence[str] | None) -> list[str]:
     return list(wanted) if wanted and any(listed) else find_splits(config.data_root, wanted)
 
 
-def as_document(results: Mapping[str, PackResult]) -> dict[str, object]:
+def as_document(results: Mapping[str, ImagePackResult]) -> dict[str, object]:
     """The document that `--json` prints."""
     return {"splits": {name: _of_split(result) for name, result in results.items()}}
 
 
-def _of_split(result: PackResult) -> dict[str, object]:
+def _of_split(result: ImagePackResult) -> dict[str, object]:
     return {
         "samples": result.samples,
         "classes": result.classes,
@@ -88,7 +88,7 @@ def _of_split(result: PackResult) -> dict[str, object]:
     }
 
 
-def summary(results: Mapping[str, PackResult]) -> str:
+def summary(results: Mapping[str, ImagePackResult]) -> str:
     """A table with a row for each split."""
     rows = [
         [

@@ -20,7 +20,7 @@ from torch import Tensor
 from stoker.augment.mixing import Recipe
 from stoker.augment.pipeline import Colour
 from stoker.config import Config
-from stoker.data.batch import Batch
+from stoker.data.batch import ImageBatch
 from stoker.data.engines.making import BatchPlan
 from stoker.data.images.sample_index import SampleSet
 from stoker.data.order import excerpt
@@ -49,7 +49,7 @@ LEAST_WEIGHT = 0.005
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceImage:
     """An image that an input is made of."""
 
     name: str
@@ -71,7 +71,7 @@ class Sample:
     labels: tuple[tuple[str, float], ...]
     """The classes that the loss counts it as, with their weights, the heaviest first; empty if a threshold removed
     all of them."""
-    parts: tuple[Part, ...]
+    parts: tuple[SourceImage, ...]
     """The image itself, then the one that it is mixed with."""
 
 
@@ -160,7 +160,7 @@ def _with_partners(positions: NDArray[np.int64], count: int) -> NDArray[np.int64
     return positions if 2 * count >= len(positions) else np.concatenate([positions[:count], positions[-count:]])
 
 
-def _make(config: Config, plan: BatchPlan, positions: NDArray[np.int64], epoch: int) -> Batch:
+def _make(config: Config, plan: BatchPlan, positions: NDArray[np.int64], epoch: int) -> ImageBatch:
     """The batch of these positions. In this thread: for a few samples, starting workers would take longer."""
     loader = open_loader(config.model_copy(update={"loader": "thread", "pin_memory": False}),
                          replace(plan, steps=excerpt(positions)), workers=0)  # fmt: skip
@@ -172,7 +172,7 @@ def _make(config: Config, plan: BatchPlan, positions: NDArray[np.int64], epoch: 
 
 def _inputs(
     samples: SampleSet,
-    batch: Batch,
+    batch: ImageBatch,
     positions: NDArray[np.int64],
     prepared: Prepared,
     labels: list[tuple[tuple[str, float], ...]],
@@ -192,7 +192,7 @@ def _inputs(
     return Inputs(tuple(found), float(numbers.mean()), float(numbers.std()), float(numbers.min()), float(numbers.max()))
 
 
-def _parts(samples: SampleSet, batch: Batch, positions: NDArray[np.int64]) -> list[Part]:
+def _parts(samples: SampleSet, batch: ImageBatch, positions: NDArray[np.int64]) -> list[SourceImage]:
     """The images of a batch; `bad` names the replacement of each unreadable one."""
     instead = {bad.index: bad.replaced_by for bad in batch.bad}
     parts = []
@@ -201,7 +201,7 @@ def _parts(samples: SampleSet, batch: Batch, positions: NDArray[np.int64]) -> li
         while taken in instead and tries:
             taken, tries = instead[taken], tries - 1
         parts.append(
-            Part(samples.index.name(taken), 1.0, int(positions[place]), bool(batch.flips[place]), taken != index)
+            SourceImage(samples.index.name(taken), 1.0, int(positions[place]), bool(batch.flips[place]), taken != index)
         )
     return parts
 

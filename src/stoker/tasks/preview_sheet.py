@@ -15,7 +15,7 @@ from stoker.files import write_bytes
 from stoker.machine.host import HostConfig
 from stoker.redact import redact_text
 from stoker.tasks.classify import TrainingData, colours_of_name, image_size_of
-from stoker.tasks.contact_sheet import Picture, Row, Section, Sheet, draw_sheet, shown_side
+from stoker.tasks.contact_sheet import Picture, Sheet, SheetRow, SheetSection, draw_sheet, shown_side
 from stoker.tasks.image_data import training_interpolation, validation_interpolation, validation_view
 from stoker.tasks.preview import LEAST_WEIGHT, Inputs, Preview, Sample, StepSeen, look
 
@@ -35,9 +35,10 @@ def sheet_of(preview: Preview, name: str, largest: int) -> Sheet:
     about += [f"decoded by {data.decoding.decoder}", f"normalised with mean {mean} and deviation {std}"]
     size = image_size_of(config, preview.epoch)
     rows = tuple(
-        Row(tuple(map(_picture, seen.inputs.samples)), _step_title(seen, preview.epoch)) for seen in preview.training
+        SheetRow(tuple(map(_picture, seen.inputs.samples)), _step_title(seen, preview.epoch))
+        for seen in preview.training
     )
-    training = Section(
+    training = SheetSection(
         "Training",
         (_shown(_training_settings(config, size), size, largest), _range([seen.inputs for seen in preview.training])),
         rows,
@@ -47,18 +48,18 @@ def sheet_of(preview: Preview, name: str, largest: int) -> Sheet:
     )
 
 
-def _validation_section(preview: Preview, largest: int) -> Section:
+def _validation_section(preview: Preview, largest: int) -> SheetSection:
     config, data, seen = preview.config, preview.data, preview.validation
     if data.val is None:
-        return Section("No validation", (f"{redact_text(str(config.data_root))} has no validation images.",))
+        return SheetSection("No validation", (f"{redact_text(str(config.data_root))} has no validation images.",))
     if seen is None:
-        return Section("Validation", ("Not shown: reading the training samples took too long already.",))
+        return SheetSection("Validation", ("Not shown: reading the training samples took too long already.",))
     view, classes = validation_view(config, data.decoding), {label for s in seen.samples for label, _ in s.labels}
     crop = f"centre crop after resizing the shorter side to {view.resize} px"
     which = f"images of {len(classes):,} of {len(data.val.classes):,} classes"
     settings = [f"{view.size} px", crop, validation_interpolation(config), which]
     notes = _shown(settings, view.size, largest), _range([seen])
-    return Section("Validation", notes, (Row(tuple(map(_picture, seen.samples))),))
+    return SheetSection("Validation", notes, (SheetRow(tuple(map(_picture, seen.samples))),))
 
 
 def _training_settings(config: Config, size: int) -> list[str]:

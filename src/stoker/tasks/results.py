@@ -32,7 +32,7 @@ class ClassScore(NamedTuple):
     acc5: float
 
 
-class Confusion(NamedTuple):
+class ConfusedPair(NamedTuple):
     """Images of one class that were classified as another."""
 
     name: str
@@ -101,7 +101,7 @@ class Evaluation:
         ]  # fmt: skip
         return sorted(scores, key=lambda score: (score.acc1, score.acc5, -score.images))
 
-    def confused(self, most: int = MOST_CONFUSED) -> list[Confusion]:
+    def confused(self, most: int = MOST_CONFUSED) -> list[ConfusedPair]:
         """The pairs of classes that were confused most often."""
         images = np.bincount(self.labels, minlength=len(self.classes))
         wrong = self.best[:, 0] != self.labels
@@ -109,7 +109,7 @@ class Evaluation:
         pairs, counts = np.unique(self.labels[wrong] * len(self.classes) + self.best[wrong, 0], return_counts=True)
         first = np.argsort(-counts, kind="stable")[:most]
         return [
-            Confusion(self.classes[label], self.classes[guess], int(counts[number]), int(images[label]))
+            ConfusedPair(self.classes[label], self.classes[guess], int(counts[number]), int(images[label]))
             for number in first
             for label, guess in [divmod(int(pairs[number]), len(self.classes))]
         ]

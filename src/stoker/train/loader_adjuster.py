@@ -18,8 +18,8 @@ from stoker.data.store.prefetch import HeldBack
 from stoker.machine.loader_memory import STATED
 from stoker.machine.memory import MemoryState, read_memory
 from stoker.train.loader_changes import (
-    Change,
     Knob,
+    LoaderChange,
     Look,
     MemoryRoom,
     is_idle,
@@ -74,7 +74,7 @@ class Adjustable(Protocol):
 class _Trial:
     """A change that is being tried."""
 
-    change: Change
+    change: LoaderChange
     before: list[Look]
     settling: int
     """Steps whose batches were asked for before the change."""
@@ -302,7 +302,7 @@ def _mark(clock: StepClock) -> _Mark:
     )
 
 
-def _event(decision: str, change: Change, *, why: str | None = None, **rates: float | None) -> Event:
+def _event(decision: str, change: LoaderChange, *, why: str | None = None, **rates: float | None) -> Event:
     """A record of a decision, as metrics.jsonl holds it."""
     rounded = {name: rate if rate is None else round(rate, 2) for name, rate in rates.items()}
     about = {"decision": decision, "knob": change.knob, "from": change.before, "to": change.after}

@@ -87,7 +87,7 @@ class MemoryRoom:
 
 
 @dataclass(frozen=True)
-class Change:
+class LoaderChange:
     """One change of one number."""
 
     knob: Knob
@@ -123,7 +123,9 @@ def mean_of(looks: Sequence[Look]) -> Look:
     )  # fmt: skip
 
 
-def possible_changes(seen: Look, setup: LoaderSetup, room: MemoryRoom, *, idle_for_long: bool) -> Iterator[Change]:
+def possible_changes(
+    seen: Look, setup: LoaderSetup, room: MemoryRoom, *, idle_for_long: bool
+) -> Iterator[LoaderChange]:
     """Changes that may help, the most likely first; none that needs more memory than there is."""
     if seen.wait_share >= WAITS_FROM:
         for change in _more(seen, setup, room):
@@ -133,10 +135,10 @@ def possible_changes(seen: Look, setup: LoaderSetup, room: MemoryRoom, *, idle_f
         fewer = setup.workers - 1
         if seen.crowded_share is not None and seen.crowded_share >= CROWDED_FROM:
             why = f"the training thread waited for a core for {seen.crowded_share:.0%} of the time"
-            yield Change("workers", setup.workers, fewer, why)
+            yield LoaderChange("workers", setup.workers, fewer, why)
         elif idle_for_long and seen.busy_share * setup.workers <= FULL_LOAD * fewer:
             why = f"the loop never waited, and the workers were busy for {seen.busy_share:.0%} of the time"
-            yield Change("workers", setup.workers, fewer, why)
+            yield LoaderChange("workers", setup.workers, fewer, why)
 
 
 def is_idle(seen: Look) -> bool:
@@ -150,7 +152,7 @@ def is_steady(looks: Sequence[Look]) -> bool:
     return statistics.stdev(rates) <= STEADY * statistics.mean(rates)
 
 
-def is_kept(change: Change, before: Sequence[Look], after: Sequence[Look]) -> bool:
+def is_kept(change: LoaderChange, before: Sequence[Look], after: Sequence[Look]) -> bool:
     """Whether the rate justifies a change: more of something has to be faster, less must not be slower."""
     was, now = mean_of(before).rate, mean_of(after).rate
     noise = 2 * math.hypot(_error(before), _error(after))
@@ -159,7 +161,7 @@ def is_kept(change: Change, before: Sequence[Look], after: Sequence[Look]) -> bo
     return now / was - 1 >= -MOST_LOSS and mean_of(after).wait_share < WAITS_FROM
 
 
-def needed_bytes(change: Change, setup: LoaderSetup, room: MemoryRoom) -> int:
+def needed_bytes(change: LoaderChange, setup: LoaderSetup, room: MemoryRoom) -> int:
     """Memory that a change takes at most."""
     more = change.after - change.before
     if change.knob == "workers":
@@ -183,7 +185,7 @@ def outcome_text(details: dict[str, Any], unit: str) -> str | None:
     return f"loader: back from {_shown(knob, after)} to {_amount(knob, before)}, {rates}{noise}"
 
 
-def _more(seen: Look, setup: LoaderSetup, room: MemoryRoom) -> Iterator[Change]:
+def _more(seen: Look, setup: LoaderSetup, room: MemoryRoom) -> Iterator[LoaderChange]:
     waited = f"the loop waited {seen.wait_share:.0%} of the time"
     blocked_share = None if seen.cpu_share is None else 1 - seen.cpu_share
     blocks = blocked_share is not None and blocked_share >= BLOCKED_FROM
@@ -194,10 +196,10 @@ def _more(seen: Look, setup: LoaderSetup, room: MemoryRoom) -> Iterator[Change]:
         if knob == "requests":
             after = min(after, MOST_TIMES_REQUESTS * room.first_requests)
         if after > before:
-            yield Change(knob, before, after, f"{waited}, and the workers for the storage")
+            yield LoaderChange(knob, before, after, f"{waited}, and the workers for the storage")
     if seen.busy_share < BUSY_FROM and setup.prefetch < MOST_PREFETCH:
         why = f"{waited}, although the workers were idle for {1 - seen.busy_share:.0%} of it"
-        yield Change("prefetch", setup.prefetch, min(MOST_PREFETCH, 2 * setup.prefetch), why)
+        yield LoaderChange("prefetch", setup.prefetch, min(MOST_PREFETCH, 2 * setup.prefetch), why)
     if seen.busy_share < BUSY_FROM:
         return
     after = min(MOST_WORKERS, 2 * setup.workers if blocks else setup.workers + 1)
@@ -208,10 +210,10 @@ def _more(seen: Look, setup: LoaderSetup, room: MemoryRoom) -> Iterator[Change]:
         after -= 1
     if after > setup.workers:
         kind = "blocked" if blocks else "busy"
-        yield Change("workers", setup.workers, after, f"{waited}, and the workers were {kind}")
+        yield LoaderChange("workers", setup.workers, after, f"{waited}, and the workers were {kind}")
 
 
-def _fits(change: Change, setup: LoaderSetup, room: MemoryRoom) -> bool:
+def _fits(change: LoaderChange, setup: LoaderSetup, room: MemoryRoom) -> bool:
     needed = needed_bytes(change, setup, room)
     return needed <= 0 or (room.spare_bytes is not None and needed <= room.spare_bytes)
 

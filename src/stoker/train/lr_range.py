@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from stoker.console import Advance
 
 if TYPE_CHECKING:
-    from stoker.data.batch import Batch
+    from stoker.data.batch import ImageBatch
     from stoker.train.loop import Run
 
 Curve = NDArray[np.float64]
@@ -182,7 +182,7 @@ class _State:
 def _sweep(
     run: Run,
     lrs: Sequence[float],
-    groups: Iterator[tuple[int, list[Batch]]],
+    groups: Iterator[tuple[int, list[ImageBatch]]],
     done: int,
     advance: Callable[[int], None],
 ) -> tuple[list[float | None], float | None]:
@@ -211,7 +211,7 @@ def _advance(progress: Advance, total: int, done: int) -> None:
     progress(done, total)
 
 
-def _groups(run: Run, first: int) -> Iterator[tuple[int, list[Batch]]]:
+def _groups(run: Run, first: int) -> Iterator[tuple[int, list[ImageBatch]]]:
     """The batches of each update, over as many epochs as needed, in the image size of the first."""
     loader = run.train_loader(first)
     for epoch in count(first):

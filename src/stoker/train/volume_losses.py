@@ -48,7 +48,7 @@ def build_volume_loss(text: str, classes: int, ignore: int) -> VolumeLoss:
         )
 
     def at_one_resolution(logits: Tensor, labels: Tensor) -> Tensor:
-        case = Case(logits, labels, ignore)
+        case = LossInputs(logits, labels, ignore)
         total = torch.stack([weight * TERMS[name](case) for name, weight in terms]).sum(dim=0)
         return case.where_labelled(total).mean()
 
@@ -107,7 +107,7 @@ def labels_at(output: Tensor, labels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Case:
+class LossInputs:
     """Logits, labels, and what the terms share, computed when the first of them asks."""
 
     logits: Tensor
@@ -154,23 +154,23 @@ class Case:
 # Terms: from a case to a loss by sample.
 
 
-def _cross_entropy(case: Case) -> Tensor:
+def _cross_entropy(case: LossInputs) -> Tensor:
     return case.mean_of_labelled(case.cross_entropies)
 
 
-def _focal(case: Case) -> Tensor:
+def _focal(case: LossInputs) -> Tensor:
     """Cross-entropy that counts a voxel less, the better it is predicted (arXiv 1708.02002)."""
     missing = -torch.expm1(-case.cross_entropies)
     return case.mean_of_labelled(missing**FOCAL_GAMMA * case.cross_entropies)
 
 
-def _dice(case: Case) -> Tensor:
+def _dice(case: LossInputs) -> Tensor:
     shared = _by_class(case.probabilities * case.truth)
     both = _by_class(case.probabilities) + _by_class(case.truth)
     return (1 - (2 * shared + SMOOTHING) / (both + SMOOTHING)).mean(dim=1)
 
 
-def _tversky(case: Case) -> Tensor:
+def _tversky(case: LossInputs) -> Tensor:
     hits = _by_class(case.probabilities * case.truth)
     too_many = _by_class(case.probabilities) - hits
     missed = _by_class(case.truth) - hits
@@ -178,7 +178,7 @@ def _tversky(case: Case) -> Tensor:
     return (1 - score).mean(dim=1)
 
 
-def _cldice(case: Case) -> Tensor:
+def _cldice(case: LossInputs) -> Tensor:
     """Dice of the centre lines: how much of each skeleton lies in the other mask (arXiv 2003.07311).
 
     Unlabelled voxels are background to both skeletons, so a sheet that leaves the labelled region ends there in both.
@@ -191,7 +191,7 @@ def _cldice(case: Case) -> Tensor:
     return (1 - 2 * precision * recall / (precision + recall)).mean(dim=1)
 
 
-def _skeleton_recall(case: Case) -> Tensor:
+def _skeleton_recall(case: LossInputs) -> Tensor:
     """How much of the labels' skeleton, made a voxel thicker within the label, is missed (arXiv 2404.03010).
 
     The skeleton is made here, on the device, from the augmented labels, by the erosions and openings of clDice: for a
@@ -208,7 +208,7 @@ def _skeleton_recall(case: Case) -> Tensor:
     return (missed * occurs).sum(dim=1) / occurs.sum(dim=1).clamp(min=1)
 
 
-TERMS: dict[str, Callable[[Case], Tensor]] = {
+TERMS: dict[str, Callable[[LossInputs], Tensor]] = {
     "dice": _dice,
     "ce": _cross_entropy,
     "focal": _focal,

@@ -24,7 +24,7 @@ from stoker.data.images.pack.folder import (
 from stoker.data.images.pack.folder import remove_pack as remove_shards
 from stoker.data.images.pack.packing import PackOptions
 from stoker.data.volumes.pack.packing import remove_pack as remove_volumes
-from stoker.data.volumes.pack.preprocessing import Preparation
+from stoker.data.volumes.pack.preprocessing import VoxelChanges
 from stoker.data.volumes.pack.trial import USUAL_PATCH, TrialResult
 from stoker.errors import StokerError, UserError
 from stoker.machine.host import HostConfig, usable_cpus
@@ -137,7 +137,7 @@ def _volumes(config: HostConfig, folder: Path, journal: Journal) -> _Kind:
 
     def source() -> VolumeSource:
         if not found:
-            found.append(open_source(config, Preparation()))
+            found.append(open_source(config, VoxelChanges()))
         return found[0]
 
     def make(root: Path, name: str) -> str:

@@ -28,7 +28,7 @@ MARK = "# Written by `stoker tune` from "
 
 
 @dataclass(frozen=True)
-class Change:
+class KeptChange:
     """A line of the file."""
 
     key: str
@@ -81,7 +81,7 @@ def write_tuned(
     write_text(target, text)
 
 
-def tuned_changes(outcome: Outcome, config: Any) -> list[Change]:
+def tuned_changes(outcome: Outcome, config: Any) -> list[KeptChange]:
     """The keys that the result changes, each with what it gained."""
     values = config_values(config_with(config, outcome.best))
     before = config_values(config_with(config, outcome.original))
@@ -92,10 +92,10 @@ def tuned_changes(outcome: Outcome, config: Any) -> list[Change]:
             continue
         step = _step_that_set(outcome.steps, key, value)
         gain = "" if step is None else f": {step.reason} (tune, step {step.number})"
-        found.append(Change(key, values[key], f"was {write_scalar(before[key])}{gain}"))
+        found.append(KeptChange(key, values[key], f"was {write_scalar(before[key])}{gain}"))
     if outcome.best.get("num_workers") == 0 and config.prefetch_factor is not None:
         found = [change for change in found if change.key != "prefetch_factor"]
-        found.append(Change("prefetch_factor", None, f"was {config.prefetch_factor}, which needs workers"))
+        found.append(KeptChange("prefetch_factor", None, f"was {config.prefetch_factor}, which needs workers"))
     return found
 
 
@@ -106,10 +106,10 @@ def _engine_would_change(config: Any, outcome: Outcome) -> bool:
     return bool(settings_of(changed)["loader"] != outcome.best.get("loader"))
 
 
-def _from_command_line(resolved: Resolved) -> list[Change]:
+def _from_command_line(resolved: Resolved) -> list[KeptChange]:
     values = config_values(resolved.config)
     return [
-        Change(key, values[key], "from the command line")
+        KeptChange(key, values[key], "from the command line")
         for key, where in resolved.origins.items()
         if where.startswith("command line")
     ]
@@ -132,7 +132,7 @@ def _header(path: Path, target: Path, overrides: Sequence[str], outcome: Outcome
     return f"{MARK}{path.name}:{added} {rates}{outcome.trials} trials; {journal_path(target).name} has them all."
 
 
-def _edited(path: Path, header: str, changes: Sequence[Change]) -> str | None:
+def _edited(path: Path, header: str, changes: Sequence[KeptChange]) -> str | None:
     """The file's text with these lines changed or added; None if one of them cannot be."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -156,7 +156,7 @@ def _edited(path: Path, header: str, changes: Sequence[Change]) -> str | None:
     return "\n".join([header, *lines, *(["", *added] if added else [])]) + "\n"
 
 
-def _edited_line(line: str, spelled: str, change: Change) -> str | None:
+def _edited_line(line: str, spelled: str, change: KeptChange) -> str | None:
     found = re.fullmatch(
         rf"(\s*(?:{re.escape(spelled)}|\"{re.escape(spelled)}\"|'{re.escape(spelled)}')\s*:\s*)"
         r"((?:\"[^\"]*\"|'[^']*'|\[[^\]]*\]|[^\s#][^#]*?)?)(\s+#\s?(.*))?\s*",
@@ -170,7 +170,7 @@ def _edited_line(line: str, spelled: str, change: Change) -> str | None:
 
 
 def _is_right(
-    text: str, target: Path, changes: Sequence[Change], config: Config, best: Settings, machine: Machine
+    text: str, target: Path, changes: Sequence[KeptChange], config: Config, best: Settings, machine: Machine
 ) -> bool:
     """Whether the text, in the place where it will be, loads to the config with these changes and nothing else."""
     wanted = config_values(config) | {change.key: change.value for change in changes}
@@ -193,7 +193,7 @@ def _matters(key: str, best: Settings) -> bool:
     return not (best.get("num_workers") == 0 and key in ("prefetch_factor", "loader"))
 
 
-def _whole_config(header: str, config: Config, changes: Sequence[Change]) -> str:
+def _whole_config(header: str, config: Config, changes: Sequence[KeptChange]) -> str:
     by_key = {change.key: change for change in changes}
     changed = Config.model_validate(config_values(config) | {key: change.value for key, change in by_key.items()})
     lines = []

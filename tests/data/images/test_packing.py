@@ -15,7 +15,7 @@ import webdataset
 
 from stoker.data.images.opening import open_index
 from stoker.data.images.pack.folder import PackFolder, check_options, claim_destination, remove_pack
-from stoker.data.images.pack.packing import PackOptions, PackResult, pack_split, plan_shards
+from stoker.data.images.pack.packing import ImagePackResult, PackOptions, pack_split, plan_shards
 from stoker.data.images.sample_index import META, SampleIndex, checksum
 from stoker.data.store.stores import open_store
 from stoker.errors import UserError
@@ -49,7 +49,7 @@ def pack(
     workers: int = 1,
     max_bad_fraction: float = 0.5,
     progress: Callable[[int, int | None], None] | None = None,
-) -> PackResult:
+) -> ImagePackResult:
     folder = PackFolder(destination, "")
     with claim_destination(destination):
         check_options(folder, options.as_dict())

@@ -18,7 +18,7 @@ from stoker.data.volumes.pack import trial
 from stoker.data.volumes.pack.index import file_names, read_index
 from stoker.data.volumes.pack.making import VolumePack
 from stoker.data.volumes.pack.packing import gather, look, pack_volumes
-from stoker.data.volumes.pack.preprocessing import Preparation, prepare_image
+from stoker.data.volumes.pack.preprocessing import VoxelChanges, prepare_image
 from stoker.data.volumes.pack.trial import Tried, choose, try_layouts
 from stoker.data.volumes.pack.writing import LAYOUTS, checksum, write_volume
 from stoker.data.volumes.patches import training_steps
@@ -52,9 +52,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def packed(source: Path, root: Path, layout: str = "raw", preparation: Preparation | None = None) -> Path:
+def packed(source: Path, root: Path, layout: str = "raw", preparation: VoxelChanges | None = None) -> Path:
     (root / ".pack").mkdir(parents=True, exist_ok=True)
-    listed, preparation = open_cases(source), preparation or Preparation()
+    listed, preparation = open_cases(source), preparation or VoxelChanges()
     cases = gather({"train": listed, "test": open_cases(source, "test")})
     pack = VolumePack(root, cases, listed.rules, preparation, LAYOUTS[layout], READING)
     looked = look(cases, listed.rules, preparation, READING)
@@ -95,7 +95,7 @@ def test_any_region_of_any_kind_of_voxels_is_a_slice(layout: str, kind: str, tmp
     random = np.random.default_rng(3)
     voxels = (random.random((70, 40, 65)) * 250).astype(kind)
     path = tmp_path / f"a{LAYOUTS[layout].suffix}"
-    facts = write_volume(path, prepare_image(ArrayVolume("a", voxels), Preparation()), LAYOUTS[layout], is_label=False)
+    facts = write_volume(path, prepare_image(ArrayVolume("a", voxels), VoxelChanges()), LAYOUTS[layout], is_label=False)
     volume = open_volume(VolumeRef(str(path), packed=facts))
     assert (volume.shape, volume.dtype) == (voxels.shape, voxels.dtype)
     for _ in range(12):
@@ -114,7 +114,7 @@ def test_a_file_that_is_not_in_memory_is_read_right(tmp_path: Path) -> None:
     voxels = np.random.default_rng(0).integers(0, 255, (64, 200, 200), dtype=np.uint8)
     for layout in ("raw", "blocks32"):
         path = tmp_path / f"a{LAYOUTS[layout].suffix}"
-        prepared = prepare_image(ArrayVolume("a", voxels), Preparation())
+        prepared = prepare_image(ArrayVolume("a", voxels), VoxelChanges())
         facts = write_volume(path, prepared, LAYOUTS[layout], is_label=False)
         with path.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -207,9 +207,9 @@ def test_the_trial_measures_every_layout_and_leaves_nothing_behind(
         dropped.append(path)
         return True
 
-    looked = look(cases, listed.rules, Preparation(), READING)
+    looked = look(cases, listed.rules, VoxelChanges(), READING)
     found = try_layouts(
-        cases, looked, listed.rules, Preparation(), READING, tmp_path / "trial", patch=(64, 16, 16),
+        cases, looked, listed.rules, VoxelChanges(), READING, tmp_path / "trial", patch=(64, 16, 16),
         memory_bytes=1 << 30, drop=drop,
     )  # fmt: skip
     assert [one.layout.name for one in found.tried] == list(LAYOUTS)

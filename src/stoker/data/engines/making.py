@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.clock.costs import BatchClock
-from stoker.data.batch import BadSample, Batch
+from stoker.data.batch import BadSample, ImageBatch
 from stoker.data.draws import REPLACEMENT, mix, sample_keys
 from stoker.data.images.crops import View, draw_flips
 from stoker.data.images.headers import BadImage
@@ -69,7 +69,7 @@ class EnginePlan(Protocol):
         """Shape of a whole batch's memory, in bytes; the samples come first."""
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """What an engine needs to know about the place that a maker reads from."""
 
     @property
@@ -100,7 +100,7 @@ class Maker(Protocol[Made_co]):
     def plan(self) -> EnginePlan: ...
 
     @property
-    def reader(self) -> Source: ...
+    def reader(self) -> BatchSource: ...
 
     def announce(self, epoch: int, step: int, start: int) -> None: ...
 
@@ -140,7 +140,7 @@ class BatchMaker:
         members, _ = self.plan.members(epoch, step, start)
         self.reader.expect(self.plan.samples.indices(members).tolist())
 
-    def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> Batch:
+    def make(self, epoch: int, step: int, start: int, allocate: Allocate) -> ImageBatch:
         """The batch of a step, counted from the position `start` of an epoch."""
         plan, clock = self.plan, BatchClock()
         members, repeats = plan.members(epoch, step, start)
@@ -172,7 +172,7 @@ class BatchMaker:
         clock.begins("other")
         clock.cost.samples, clock.cost.batch_bytes = len(members), images.nbytes
         clock.cost.ready_bytes = self.reader.ready_bytes
-        return Batch(
+        return ImageBatch(
             images=images,
             labels=labels,
             indices=indices,

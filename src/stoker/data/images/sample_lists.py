@@ -24,7 +24,7 @@ SPLIT_COLUMNS = ("split", "set", "subset", "partition")
 SPLITS = {"train": ("train", "training"), "val": (*SPLIT_NAMES["val"], "dev")}
 
 
-class Row(NamedTuple):
+class ListedSample(NamedTuple):
     """One image of a list."""
 
     path: str
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 class SampleList:
     """A list that was read."""
 
-    rows: list[Row]
+    rows: list[ListedSample]
     has_splits: bool
 
 
@@ -46,7 +46,7 @@ def read_list(path: str, root: str) -> SampleList:
     """The rows of a CSV, TSV or JSON Lines file; raises LabelFileWrong, with the line, for anything doubtful."""
     text = read_text(path)
     records = _json_records(path, text) if path.endswith(".jsonl") else _csv_records(path, text)
-    rows: list[Row] = []
+    rows: list[ListedSample] = []
     first_line: dict[str, int] = {}
     columns: tuple[str, str, str | None] | None = None
     for line, record in records:
@@ -63,7 +63,7 @@ def read_list(path: str, root: str) -> SampleList:
             seen = f"{shown(name)} is already in line {first_line[name]:,}"
             raise LabelFileWrong(path, line, seen, "list it once")
         first_line[name] = line
-        rows.append(Row(name, label.strip(), split.strip().lower() if split else None, line))
+        rows.append(ListedSample(name, label.strip(), split.strip().lower() if split else None, line))
     if not rows:
         raise LabelFileWrong(path, None, "it has no rows", "the first line names the columns: path,label")
     return SampleList(rows, columns is not None and columns[2] is not None)
@@ -77,7 +77,7 @@ def has_labels(path: str) -> bool:
     return not words.isdisjoint(PATH_COLUMNS) and not words.isdisjoint(LABEL_COLUMNS)
 
 
-def rows_of_split(path: str, samples: SampleList, split: str) -> tuple[list[Row], list[str]]:
+def rows_of_split(path: str, samples: SampleList, split: str) -> tuple[list[ListedSample], list[str]]:
     """The rows of a split, and notes; all of them if the list has no column of splits."""
     if not samples.has_splits or not split:
         return samples.rows, []

@@ -27,7 +27,7 @@ from stoker.data.images.headers import MOST_SCANS, Box, Bytes, ImageHeader, read
 VARIABLE = "STOKER_LIBTURBOJPEG"
 
 
-class Region(ctypes.Structure):
+class CropRegion(ctypes.Structure):
     """tjregion"""
 
     _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int), ("w", ctypes.c_int), ("h", ctypes.c_int))
@@ -78,7 +78,7 @@ def bind(path: str) -> Library:
         "tj3Get": ([pointer, number], number),
         "tj3DecompressHeader": ([pointer, pointer, size], number),
         "tj3SetScalingFactor": ([pointer, Scale], number),
-        "tj3SetCroppingRegion": ([pointer, Region], number),
+        "tj3SetCroppingRegion": ([pointer, CropRegion], number),
         "tj3Decompress8": ([pointer, pointer, size, pointer, number, number], number),
     }
     for library in (keeps_lock, releases_lock):
@@ -94,7 +94,7 @@ _DECOMPRESS, _RGB = 1, 0
 # enum TJSAMP, and the size in pixels of the units that such a JPEG is made of. 4:1:1 is rare and left to Pillow.
 _UNITS = {"444": (0, 8, 8), "422": (1, 16, 8), "420": (2, 16, 16), "grey": (3, 8, 8), "440": (4, 8, 16)}
 _SCALES = {scale: Scale(1, scale) for scale in (1, 2, 4, 8)}
-_WHOLE = Region(0, 0, 0, 0)
+_WHOLE = CropRegion(0, 0, 0, 0)
 
 
 class TurboJpeg:
@@ -190,7 +190,7 @@ def _decode(library: Library, handle: Any, data: Bytes, header: ImageHeader, box
     width, height = right - left, bottom - top
     if quick.tj3SetScalingFactor(handle, _SCALES[scale]) != 0:
         raise Refused
-    if quick.tj3SetCroppingRegion(handle, Region(left, top, width, height)) != 0:
+    if quick.tj3SetCroppingRegion(handle, CropRegion(left, top, width, height)) != 0:
         raise Refused
     buffer = scratch(width * height * 3)
     # A warning counts as a failure: it means that the data is damaged.

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.store.stores import ReadFailure
-from stoker.data.volumes.sources import Source, coalesced
+from stoker.data.volumes.sources import ByteSource, coalesced
 from stoker.data.volumes.volume import ArrayVolume, ReadingOptions, Region, Shape, Volume, Voxels, check_extent
 
 _LONGEST_HEADER = 1 << 16
 
 
-def open_npy(source: Source, options: ReadingOptions) -> Volume:
+def open_npy(source: ByteSource, options: ReadingOptions) -> Volume:
     """A `.npy` file."""
     name = source.name
     start = bytes(source.parts([(0, min(_LONGEST_HEADER, len(source)))])[0])
@@ -43,7 +43,7 @@ def open_npy(source: Source, options: ReadingOptions) -> Volume:
 
 
 def array_in(
-    source: Source,
+    source: ByteSource,
     shape: Shape,
     dtype: np.dtype[Any],
     offset: int,
@@ -73,7 +73,7 @@ class RangedVolume:
     shape: Shape
     stored: np.dtype[Any]
     identity: str
-    source: Source
+    source: ByteSource
     offset: int
     step: int
     """Bytes from plane to plane."""

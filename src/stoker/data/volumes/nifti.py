@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.data.store.stores import ReadFailure
 from stoker.data.volumes.arrays import array_in
-from stoker.data.volumes.sources import ObjectSource, Source, SourceStream
+from stoker.data.volumes.sources import ByteSource, RemoteBytes, SourceStream
 from stoker.data.volumes.volume import (
     ArrayVolume,
     DecodedCache,
@@ -44,7 +44,7 @@ class _Header(NamedTuple):
     scale: tuple[float, float] | None
 
 
-def open_nifti(source: Source, options: ReadingOptions) -> Volume:
+def open_nifti(source: ByteSource, options: ReadingOptions) -> Volume:
     """A NIfTI-1 or NIfTI-2 volume in a single file."""
     path = source.name
     start = bytes(source.parts([(0, min(_HEADER_AND_MORE, len(source)))])[0])
@@ -72,7 +72,7 @@ class InflatedVolume:
     name: str
     header: _Header
     identity: str
-    source: Source
+    source: ByteSource
     cache: DecodedCache
 
     @property
@@ -97,7 +97,7 @@ class InflatedVolume:
         array = np.empty(header.shape, header.dtype)
         target = array.reshape(-1).view(np.uint8).data
         try:
-            packed = self.source.fetched() if isinstance(self.source, ObjectSource) else self.source
+            packed = self.source.fetched() if isinstance(self.source, RemoteBytes) else self.source
             with gzip.GzipFile(fileobj=io.BufferedReader(SourceStream(packed))) as stream:
                 stream.seek(header.offset)
                 have = 0

@@ -37,7 +37,7 @@ HEADER_BYTES = 64 << 10
 MOST_HEADER_READS = 12
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A file's bytes."""
 
     @property
@@ -76,7 +76,7 @@ class MappedSource:
 
 
 @dataclass(frozen=True)
-class ObjectSource:
+class RemoteBytes:
     """An object behind a URL; only the requested ranges are fetched."""
 
     name: str
@@ -131,7 +131,7 @@ class Scattered(Exception):
 class HeaderSource:
     """An object for reading its headers: small reads from pieces that are kept; raises Scattered if there are many."""
 
-    source: ObjectSource
+    source: RemoteBytes
     memory: None = None
     _pieces: dict[int, Buffer] = field(default_factory=dict)
 
@@ -164,7 +164,7 @@ class HeaderSource:
 class SourceStream(io.RawIOBase):
     """A source as a file that libraries can read."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self.name = source.name
         self._source = source
         self._at = 0
@@ -193,7 +193,7 @@ class SourceStream(io.RawIOBase):
         return len(data)
 
 
-def open_source(location: str, version: str, options: ReadingOptions) -> MappedSource | ObjectSource:
+def open_source(location: str, version: str, options: ReadingOptions) -> MappedSource | RemoteBytes:
     """The bytes at a location; `version` is an object's version from a listing, and may be empty. Raises ReadFailure,
     or StoreDown if the store cannot be read."""
     local = staged_file(location, options)
@@ -213,13 +213,13 @@ def open_source(location: str, version: str, options: ReadingOptions) -> MappedS
         raise ReadFailure(name, failure.reason, failure.detail) from None
     if size == 0:
         raise ReadFailure(name, "short", "it is empty")
-    source = ObjectSource(name, f"{name} {size} {tag}", size, tag, store, path)
+    source = RemoteBytes(name, f"{name} {size} {tag}", size, tag, store, path)
     if options.copy is not None and options.copy.is_cache:
         local = _cached_file(location, source, options.copy)
     return source if local is None else MappedSource(name, source.identity, map_file(local)[0])
 
 
-def _cached_file(location: str, source: ObjectSource, cache: CopyPlace) -> str | None:
+def _cached_file(location: str, source: RemoteBytes, cache: CopyPlace) -> str | None:
     """Where a whole file is in the cache, fetched now if it is not there; None if the cache has no room for it."""
     path, expected = cache.below(location) or "", FileVersion(source.size, source.version)
     if (local := cache.local(path, expected)) is not None:
@@ -237,9 +237,9 @@ def staged_file(location: str, options: ReadingOptions) -> str | None:
     return None if path is None or copy is None else copy.local(path)
 
 
-def for_headers(source: Source) -> Source:
+def for_headers(source: ByteSource) -> ByteSource:
     """The same bytes, for many small reads."""
-    return HeaderSource(source) if isinstance(source, ObjectSource) else source
+    return HeaderSource(source) if isinstance(source, RemoteBytes) else source
 
 
 def coalesced(ranges: Sequence[Range], most_between: int = MOST_BETWEEN) -> tuple[list[Range], list[int]]:
@@ -255,7 +255,7 @@ def coalesced(ranges: Sequence[Range], most_between: int = MOST_BETWEEN) -> tupl
     return groups, owners
 
 
-def parts_of(source: Source, ranges: Sequence[Range]) -> list[Buffer]:
+def parts_of(source: ByteSource, ranges: Sequence[Range]) -> list[Buffer]:
     """These ranges, in any order; short gaps between them are fetched with them."""
     if source.memory is not None:
         return source.parts(ranges)
@@ -293,10 +293,10 @@ def _store(url: str, environment: tuple[tuple[str, str], ...]) -> Any:  # noqa: 
 
 
 @cache
-def _requests(process: int) -> Prefetcher[tuple[ObjectSource, Range], Buffer]:  # noqa: ARG001 - threads do not survive a fork
+def _requests(process: int) -> Prefetcher[tuple[RemoteBytes, Range], Buffer]:  # noqa: ARG001 - threads do not survive a fork
     """Threads for the requests of all volumes of a process."""
 
-    def read(wanted: Sequence[tuple[ObjectSource, Range]]) -> Iterator[Buffer]:
+    def read(wanted: Sequence[tuple[RemoteBytes, Range]]) -> Iterator[Buffer]:
         return (source._part(one) for source, one in wanted)
 
     return Prefetcher(read, lambda _wanted: None, lookahead_bytes=0, requests=REQUESTS_IN_FLIGHT)

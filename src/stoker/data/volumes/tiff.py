@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.data.store.stores import Buffer, ReadFailure, StoreDown
 from stoker.data.volumes.arrays import array_in
-from stoker.data.volumes.sources import ObjectSource, Scattered, Source, SourceStream, for_headers, parts_of
+from stoker.data.volumes.sources import ByteSource, RemoteBytes, Scattered, SourceStream, for_headers, parts_of
 from stoker.data.volumes.volume import (
     DecodedCache,
     ReadingOptions,
@@ -37,16 +37,16 @@ _MOST_PAGES = 1_000_000
 _MOST_CHANNELS = 4
 
 
-def open_tiff(source: Source, options: ReadingOptions) -> Volume:
+def open_tiff(source: ByteSource, options: ReadingOptions) -> Volume:
     """A stack of equal grey pages as a volume."""
     try:
         return _open(source, for_headers(source), options)
     except Scattered:
-        assert isinstance(source, ObjectSource)
+        assert isinstance(source, RemoteBytes)
         return _open(source, source.fetched(), options)
 
 
-def _open(source: Source, headers: Source, options: ReadingOptions) -> Volume:
+def _open(source: ByteSource, headers: ByteSource, options: ReadingOptions) -> Volume:
     path = source.name
     _check_chain(headers)
     try:
@@ -61,12 +61,12 @@ def _open(source: Source, headers: Source, options: ReadingOptions) -> Volume:
         raise ReadFailure(path, "unreadable", f"its headers are damaged ({reason})"[:200]) from None
 
 
-def _stream(headers: Source) -> Any:
+def _stream(headers: ByteSource) -> Any:
     """A file that can only be read: less than typing.IO promises, and all that tifffile uses."""
     return SourceStream(headers)
 
 
-def _open_stack(source: Source, headers: Source, file: Any, options: ReadingOptions) -> Volume:
+def _open_stack(source: ByteSource, headers: ByteSource, file: Any, options: ReadingOptions) -> Volume:
     path, series = source.name, file.series
     if not series:
         raise ReadFailure(path, "not a volume", "it has no pages")
@@ -110,7 +110,7 @@ class PagedVolume:
     shape: Shape
     stored: np.dtype[Any]
     identity: str
-    source: Source
+    source: ByteSource
     segments: NDArray[np.int64]
     """(pages, 2, segments): where each segment of a page begins, and its bytes."""
     plain: NDArray[np.bool_]
@@ -217,7 +217,7 @@ def _check_segments(path: str, file_bytes: int, pages: list[Any], options: Readi
             raise ReadFailure(path, "unreadable", f"page {number} takes more bytes than its voxels")
 
 
-def _check_chain(headers: Source) -> None:
+def _check_chain(headers: ByteSource) -> None:
     """Follows the pages' headers to the end: a reader that stops at a damaged one would see a thinner volume."""
     path, file_bytes = headers.name, len(headers)
     start = bytes(headers.parts([(0, min(16, file_bytes))])[0])

@@ -54,7 +54,7 @@ Keep = Callable[[VolumeEvaluation, Sequence[Judged]], None]
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoreOptions:
     """How volumes are scored."""
 
     score: ScoreName = "segmentation"
@@ -89,7 +89,7 @@ class _Judge:
     """Scores volumes, orders them, and keeps planes of the worst."""
 
     def __init__(
-        self, scoring: Scoring, source: dict[str, Any], place: str, total: int, bar: Bar, keep: Keep, say: Say
+        self, scoring: ScoreOptions, source: dict[str, Any], place: str, total: int, bar: Bar, keep: Keep, say: Say
     ) -> None:
         self._scoring, self._source, self._place, self._total = scoring, source, place, total
         self._bar, self._keep, self._say = bar, keep, say
@@ -160,7 +160,7 @@ class _Judge:
 def evaluate_volumes(
     trained: Sequence[TrainedVolumeModel],
     chosen: Chosen,
-    scoring: Scoring,
+    scoring: ScoreOptions,
     *,
     sliding: SlidingWindow | None = None,
     bar: Bar,
@@ -300,7 +300,7 @@ def pair_masks(predictions: Path, labels: Path, say: Say) -> tuple[list[MaskPair
 def score_masks(
     predictions: Path,
     labels: Path,
-    scoring: Scoring,
+    scoring: ScoreOptions,
     *,
     ignore: int | None = None,
     bar: Bar,
@@ -340,7 +340,7 @@ def score_masks(
     return judge.evaluation(), judge.judged()
 
 
-def _check_mask(pair: MaskPair, prediction: Volume, label: Volume, scoring: Scoring) -> None:
+def _check_mask(pair: MaskPair, prediction: Volume, label: Volume, scoring: ScoreOptions) -> None:
     if prediction.shape != label.shape:
         raise UserError(
             "shapes-differ",

@@ -13,14 +13,14 @@ from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.pack.making import RECORDS, VolumePack
 from stoker.data.volumes.pack.packing import (
     Looked,
-    PackResult,
+    VolumePackResult,
     gather,
     look,
     pack_volumes,
     read_options,
     remove_pack,
 )
-from stoker.data.volumes.pack.preprocessing import Preparation
+from stoker.data.volumes.pack.preprocessing import VoxelChanges
 from stoker.data.volumes.pack.trial import USUAL_PATCH, TrialResult, as_rows, try_layouts
 from stoker.data.volumes.pack.writing import LAYOUTS
 from stoker.data.volumes.volume import ReadingOptions, Shape
@@ -35,7 +35,7 @@ from stoker.units import size_text
 class VolumePacking:
     """What the command line asks for."""
 
-    preparation: Preparation
+    preparation: VoxelChanges
     layout: str | None
     """None for the fastest in a trial."""
     workers: int
@@ -50,7 +50,7 @@ class VolumeSource:
     cases: tuple[tuple[Part, Case], ...]
     looked: list[Looked]
     rules: LabelRules | None
-    preparation: Preparation
+    preparation: VoxelChanges
     reading: ReadingOptions
     notes: list[str]
 
@@ -65,7 +65,7 @@ class VolumeSource:
 
     def pack(
         self, root: Path, layout: str, *, workers: int, max_bad_fraction: float = 0.0, verify: bool = False
-    ) -> PackResult:
+    ) -> VolumePackResult:
         """Packs them, or what an earlier run left; call it with the destination claimed."""
         pack = VolumePack(root, self.cases, self.rules, self.preparation, LAYOUTS[layout], self.reading)
         with progress_bar("packing", unit="Mvoxels") as advance:
@@ -75,7 +75,7 @@ class VolumeSource:
             )  # fmt: skip
 
 
-def open_source(config: Config, preparation: Preparation) -> VolumeSource:
+def open_source(config: Config, preparation: VoxelChanges) -> VolumeSource:
     """Opens every volume of a config, reading no voxels."""
     assert config.data_root is not None
     parts = _parts(config.data_root)
@@ -91,7 +91,7 @@ def open_source(config: Config, preparation: Preparation) -> VolumeSource:
 
 def run_volume_packing(
     config: Config, destination: Path, asked: VolumePacking, say: Say
-) -> tuple[PackResult, TrialResult | None]:
+) -> tuple[VolumePackResult, TrialResult | None]:
     """Packs the volumes of a config; returns the result, and the trial if there was one."""
     assert config.data_root is not None
     check_destination(config.data_root, destination)
@@ -143,7 +143,7 @@ def _words(trial: TrialResult) -> str:
     return f"{format_table(rows, header)}\ntime of a patch of {size} with its label; what counts is {where}"
 
 
-def summary(result: PackResult, folder: Path) -> str:
+def summary(result: VolumePackResult, folder: Path) -> str:
     """The table of what was packed."""
     row = [
         f"{len(result.index.cases):,}" + (f" ({result.kept:,} kept)" if result.kept else ""),
@@ -156,7 +156,7 @@ def summary(result: PackResult, folder: Path) -> str:
     return format_table([row], ["volumes", "layout", "size", "skipped", "Mvoxels/s", "folder"])
 
 
-def as_document(result: PackResult, trial: TrialResult | None, folder: Path) -> dict[str, object]:
+def as_document(result: VolumePackResult, trial: TrialResult | None, folder: Path) -> dict[str, object]:
     """The result for `--json`."""
     tried = None
     if trial is not None:

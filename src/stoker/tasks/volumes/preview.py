@@ -26,7 +26,7 @@ from stoker.data.volumes.making import PatchBatch, PatchPlan
 from stoker.files import write_bytes
 from stoker.machine.host import HostConfig
 from stoker.redact import redact_text
-from stoker.tasks.contact_sheet import Picture, Row, Section, Sheet, draw_sheet
+from stoker.tasks.contact_sheet import Picture, Sheet, SheetRow, SheetSection, draw_sheet
 from stoker.tasks.preview_sheet import RUN_LARGEST_SIDE, RUN_MOST_BYTES, RUN_PATIENCE_S
 from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan
 from stoker.tasks.volumes.pictures import AXES, as_grey, plain, with_classes
@@ -219,21 +219,21 @@ def sheet_of(preview: VolumePreview, name: str) -> Sheet:
         f"{config.model} · {redact_text(str(config.data_root))}: {volumes} · "
         f"{count(data.rules.classes, 'class', 'classes')}{ignored} · normalize {config.normalize}"
     )
-    training = Section(
+    training = SheetSection(
         f"Training, epoch {preview.epoch}",
         (" · ".join(training_settings(config)), _range(preview.training)),
-        (Row(_pictures(preview.training)),),
+        (SheetRow(_pictures(preview.training)),),
     )
     return Sheet(f"What the network gets: {name}", (about,), (training, _validation(preview)))
 
 
-def _validation(preview: VolumePreview) -> Section:
+def _validation(preview: VolumePreview) -> SheetSection:
     if preview.data.val is None:
-        return Section("No validation", (f"fold: {preview.config.fold} leaves no volumes for it.",))
+        return SheetSection("No validation", (f"fold: {preview.config.fold} leaves no volumes for it.",))
     if preview.validation is None:
-        return Section("Validation", ("Not shown: reading the training patches took too long already.",))
+        return SheetSection("Validation", ("Not shown: reading the training patches took too long already.",))
     notes = ("every voxel once, unchanged", _range(preview.validation))
-    return Section("Validation", notes, (Row(_pictures(preview.validation)),))
+    return SheetSection("Validation", notes, (SheetRow(_pictures(preview.validation)),))
 
 
 def training_settings(config: Config) -> list[str]:

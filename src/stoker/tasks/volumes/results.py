@@ -9,7 +9,7 @@ from typing import Any
 from stoker.console import format_table, shown
 from stoker.scores.surface_dice import ISOTROPIC, Spacing
 from stoker.scores.whole import ScoreName, VolumeScores, mean_of
-from stoker.tasks.contact_sheet import Picture, Row, Section, Sheet
+from stoker.tasks.contact_sheet import Picture, Sheet, SheetRow, SheetSection
 from stoker.tasks.volumes.pictures import ERROR_LEGEND, Cut, plain, with_classes, with_errors
 from stoker.units import count
 
@@ -158,8 +158,8 @@ def sheet_of(found: VolumeEvaluation, title: str, judged: Sequence[Judged]) -> S
         pictures += [
             Picture(with_errors(cut), ("errors",), (f"{cut.name} · {cut.wrong:,} wrong voxels",)) for cut in one.cuts
         ]
-        rows.append(Row(tuple(pictures), _title(one.scores)))
-    section = Section("The worst volumes", (ERROR_LEGEND,), tuple(rows))
+        rows.append(SheetRow(tuple(pictures), _title(one.scores)))
+    section = SheetSection("The worst volumes", (ERROR_LEGEND,), tuple(rows))
     means = ", ".join(
         f"{_WORDS[name]} {_named(name, value)}" for name, value in found.means().items() if value is not None
     )

@@ -93,7 +93,7 @@ _IN_HORIZON = {
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A key that has another value than in the checkpoint."""
 
     key: str
@@ -108,10 +108,10 @@ class Change:
         return f"{self.key}: {_shown(self.before)} in the checkpoint, {_shown(self.after)} in this run"
 
 
-def changes_since(state: Mapping[str, Any], ours: Mapping[str, Any]) -> list[Change]:
+def changes_since(state: Mapping[str, Any], ours: Mapping[str, Any]) -> list[SettingChange]:
     """Every key whose value differs between a saved run and this one, except those that do not change the result."""
     saved = used_values(state)
-    found = [Change(key, saved[key], ours[key]) for key in ours if _plain(saved[key]) != _plain(ours[key])]
+    found = [SettingChange(key, saved[key], ours[key]) for key in ours if _plain(saved[key]) != _plain(ours[key])]
     # The run has its weights: a file that it began with need not be there any more. Earlier versions did not record
     # which decoder `auto` had chosen.
     said_nothing = {"weights": ours["weights"] is None, "decoder": saved["decoder"] == "auto"}
@@ -129,24 +129,24 @@ def used_values(state: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def of_kind(kind: Kind, changes: Iterable[Change]) -> list[Change]:
+def of_kind(kind: Kind, changes: Iterable[SettingChange]) -> list[SettingChange]:
     """The changes of one kind."""
     return [change for change in changes if change.kind == kind]
 
 
-def by_the_user(changes: Iterable[Change]) -> list[Change]:
+def by_the_user(changes: Iterable[SettingChange]) -> list[SettingChange]:
     """The changes that the user asked for, without those that the machine caused."""
     return [change for change in changes if change.key not in _BY_MACHINE]
 
 
-def applied_line(change: Change, step: int) -> str:
+def applied_line(change: SettingChange, step: int) -> str:
     """The line that is printed for a change that is applied."""
     note = f" ({APPLIED[change.key]})" if APPLIED[change.key] else ""
     return f"from step {step:,} on: {change.key} {_shown(change.after)}, was {_shown(change.before)}{note}"
 
 
 def replanned_lines(
-    changes: Sequence[Change], before: Mapping[str, Any], after: Mapping[str, Any], progress: Progress
+    changes: Sequence[SettingChange], before: Mapping[str, Any], after: Mapping[str, Any], progress: Progress
 ) -> list[str]:
     """The lines that are printed for a new schedule, apart from the learning rate."""
     listed = ", ".join(f"{change.key} {_shown(change.after)} (was {_shown(change.before)})" for change in changes)
@@ -166,7 +166,7 @@ def _image_size(values: Mapping[str, Any], epoch: int) -> int:
     return image_size(epoch, values["start_img_size"], values["img_size"], until)
 
 
-def as_event(changes: Sequence[Change]) -> dict[str, list[Any]]:
+def as_event(changes: Sequence[SettingChange]) -> dict[str, list[Any]]:
     """Before and after by key, for metrics.jsonl."""
     return {change.key: [change.before, change.after] for change in changes}
 
@@ -174,7 +174,7 @@ def as_event(changes: Sequence[Change]) -> dict[str, list[Any]]:
 class ScheduleChanged(UserError):
     """A config with another schedule than the checkpoint's; names both ways to continue."""
 
-    def __init__(self, path: Path, changes: Sequence[Change], step: int, before: float, after: float) -> None:
+    def __init__(self, path: Path, changes: Sequence[SettingChange], step: int, before: float, after: float) -> None:
         listed = "\n".join(f"  - {change}" for change in changes)
         super().__init__(
             "schedule-changed",
@@ -185,7 +185,7 @@ class ScheduleChanged(UserError):
         )
 
 
-def nothing_left(path: Path, changes: Sequence[Change], epoch: int, epochs: int, early: str | None) -> UserError:
+def nothing_left(path: Path, changes: Sequence[SettingChange], epoch: int, epochs: int, early: str | None) -> UserError:
     """The error for settings that no step is left for; `early` is why the run stopped early, if it did."""
     listed = "\n".join(f"  - {change}" for change in changes)
     more = f"epochs={epoch + 1} --replan, or more, extends the run"

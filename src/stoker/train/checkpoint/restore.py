@@ -20,8 +20,8 @@ from stoker.errors import UserError
 from stoker.machine.host import HostConfig, fit_to_machine, read_machine
 from stoker.models.build import build_model
 from stoker.train.checkpoint.changes import (
-    Change,
     ScheduleChanged,
+    SettingChange,
     applied_line,
     as_event,
     by_the_user,
@@ -153,8 +153,8 @@ def _keep_what_memory_forced(run: Run, progress: Progress, batch_size: int, say:
 
 
 def _say_changes(
-    run: Run, state: Mapping[str, Any], progress: Progress, changes: Sequence[Change], rates: tuple[float, float],
-    say: Say,
+    run: Run, state: Mapping[str, Any], progress: Progress, changes: Sequence[SettingChange],
+    rates: tuple[float, float], say: Say,
 ) -> tuple[tuple[str, dict[str, Any]], ...]:  # fmt: skip
     """Reports what differs from here on, and returns it as events."""
     events: list[tuple[str, dict[str, Any]]] = []
@@ -292,7 +292,7 @@ def _identity(path: Path) -> str:
     return f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
 
 
-def _refuse_other(run: Run, state: dict[str, Any], path: Path, changes: Sequence[Change]) -> None:
+def _refuse_other(run: Run, state: dict[str, Any], path: Path, changes: Sequence[SettingChange]) -> None:
     differ = [str(change) for change in changes]
     if (line := _other_classes(state.get("classes"), run.classes)) is not None:
         differ.insert(0, line)

@@ -32,7 +32,7 @@ from stoker.data.images.pack.folder import (
     remove_temporaries,
     write_pack_index,
 )
-from stoker.data.images.pack.shard import Reencoding, ShardDone, ShardTask, Source, make_shards, sampled_ratio
+from stoker.data.images.pack.shard import Reencoding, ShardDone, ShardSource, ShardTask, make_shards, sampled_ratio
 from stoker.data.images.pack.tar_shards import END, sample_footprint
 from stoker.data.images.parquet_files import LAYOUT, row_groups, sizes_of_images
 from stoker.data.images.sample_index import SampleIndex, digest_of
@@ -74,7 +74,7 @@ class PackOptions:
 
 
 @dataclass(frozen=True)
-class PackResult:
+class ImagePackResult:
     """The result of packing a split."""
 
     samples: int
@@ -98,7 +98,7 @@ def pack_split(
     workers: int,
     max_bad_fraction: float,
     progress: Advance | None = None,
-) -> PackResult:
+) -> ImagePackResult:
     """Packs every sample of the index, or what an earlier run left; call it within `claim_packs`."""
     began = time.monotonic()
     if len(index) == 0:
@@ -110,11 +110,11 @@ def pack_split(
     tasks = plan_shards(sizes, options.shard_bytes, row_groups(index))
     remove_temporaries(pack)
     _check_space(index, pack, options, tasks)
-    made = _make_shards(Source(index, pack, options.reencoding), tasks, workers, max_bad_fraction, progress)
+    made = _make_shards(ShardSource(index, pack, options.reencoding), tasks, workers, max_bad_fraction, progress)
     packed = write_pack_index(index, pack, options.as_dict(), len(tasks))
     new_images = sum(shard.images for shard in made if not shard.kept)
     seconds = time.monotonic() - began
-    return PackResult(
+    return ImagePackResult(
         samples=len(packed),
         classes=len(packed.classes),
         shards=len(tasks),
@@ -179,7 +179,7 @@ def _fingerprint(index: SampleIndex, sizes: NDArray[np.int64]) -> str:
 
 def _check_space(index: SampleIndex, pack: PackFolder, options: PackOptions, tasks: list[ShardTask]) -> None:
     unfinished = [task for task in tasks if finished_bytes(pack, task.number) is None]
-    ratio = sampled_ratio(Source(index, pack, options.reencoding), unfinished)
+    ratio = sampled_ratio(ShardSource(index, pack, options.reencoding), unfinished)
     needed = sum(task.planned_bytes for task in unfinished) * ratio
     free = shutil.disk_usage(pack.folder).free
     if needed > free:
@@ -192,7 +192,7 @@ def _check_space(index: SampleIndex, pack: PackFolder, options: PackOptions, tas
 
 
 def _make_shards(
-    source: Source, tasks: list[ShardTask], workers: int, max_bad_fraction: float, progress: Advance | None
+    source: ShardSource, tasks: list[ShardTask], workers: int, max_bad_fraction: float, progress: Advance | None
 ) -> list[ShardDone]:
     total = sum(len(task.samples) for task in tasks)
     made: list[ShardDone] = []

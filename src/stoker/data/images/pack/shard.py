@@ -113,7 +113,7 @@ Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class ShardSource:
     """The arguments of every worker."""
 
     index: SampleIndex
@@ -156,13 +156,13 @@ class ShardDone:
 
 def make_shards(pickled_source: bytes, parent: Parent) -> None:
     """A worker's loop: makes one shard after the other, reporting images as they are done."""
-    source: Source = pickle.loads(pickled_source)  # noqa: S301 - from our own parent process, over a private socket
+    source: ShardSource = pickle.loads(pickled_source)  # noqa: S301 - from our own parent process, over a private socket
     outage.adopt_from_parent()
     for message in parent.messages():
         parent.answer(asdict(make_shard(source, ShardTask.of_message(message), parent.send)))
 
 
-def make_shard(source: Source, task: ShardTask, report: Report) -> ShardDone:
+def make_shard(source: ShardSource, task: ShardTask, report: Report) -> ShardDone:
     """Writes the shard and its record; keeps a shard that is already complete."""
     cv2.setNumThreads(1)  # one core for each process
     try:
@@ -176,7 +176,7 @@ def make_shard(source: Source, task: ShardTask, report: Report) -> ShardDone:
     return ShardDone(task.number, False, len(record.samples), record.bytes, record.skipped)
 
 
-def sampled_ratio(source: Source, tasks: list[ShardTask]) -> float:
+def sampled_ratio(source: ShardSource, tasks: list[ShardTask]) -> float:
     """Estimated output bytes per input byte, from a few samples; 1 if nothing is re-encoded."""
     if source.reencoding == Reencoding() or not tasks:
         return 1.0
@@ -191,7 +191,7 @@ def sampled_ratio(source: Source, tasks: list[ShardTask]) -> float:
     return after / before if before else 1.0
 
 
-def _write(source: Source, task: ShardTask, report: Report) -> ShardRecord:
+def _write(source: ShardSource, task: ShardTask, report: Report) -> ShardRecord:
     pack = source.pack
     temporary = pack.temporary(task.number)
     unreported, last_s = 0, time.monotonic()
@@ -221,7 +221,7 @@ def _write(source: Source, task: ShardTask, report: Report) -> ShardRecord:
     return record
 
 
-def _kept(source: Source, task: ShardTask) -> ShardRecord | None:
+def _kept(source: ShardSource, task: ShardTask) -> ShardRecord | None:
     """The record of an earlier run's shard, if it is complete and none of its skipped samples can be read now."""
     record = read_record(source.pack.record(task.number))
     if record is None:

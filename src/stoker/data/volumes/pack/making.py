@@ -19,7 +19,7 @@ from stoker.data.volumes.cases import Case, Part
 from stoker.data.volumes.labels import BadLabels, LabelRules, check_pair
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef
 from stoker.data.volumes.pack.index import PackedCase, PackedFile, file_names, read_case, write_case
-from stoker.data.volumes.pack.preprocessing import Preparation, Prepared, prepare_image, prepare_label
+from stoker.data.volumes.pack.preprocessing import PreparedVolume, VoxelChanges, prepare_image, prepare_label
 from stoker.data.volumes.pack.writing import Layout, Report, checksum, write_volume
 from stoker.data.volumes.packed import stored_bytes
 from stoker.data.volumes.volume import CroppedVolume, ReadingOptions, Region, Volume, Voxels, whole
@@ -36,7 +36,7 @@ class VolumePack:
     root: Path
     cases: tuple[tuple[Part, Case], ...]
     rules: LabelRules | None
-    preparation: Preparation
+    preparation: VoxelChanges
     layout: Layout
     reading: ReadingOptions
 
@@ -122,7 +122,7 @@ def make_case(
     return {"kept": False}
 
 
-def _label_of(pack: VolumePack, case: Case, label: Volume) -> Prepared:
+def _label_of(pack: VolumePack, case: Case, label: Volume) -> PreparedVolume:
     rules = pack.rules
     if rules is None:
         LabelRules(1).check_kind(case.id, label)

@@ -30,7 +30,7 @@ from stoker.data.volumes.pack.index import (
     write_index,
 )
 from stoker.data.volumes.pack.making import RECORDS, VolumePack, finished_case, make_cases
-from stoker.data.volumes.pack.preprocessing import Preparation, new_shape
+from stoker.data.volumes.pack.preprocessing import VoxelChanges, new_shape
 from stoker.data.volumes.pack.writing import Layout, remove
 from stoker.data.volumes.packed import stored_shape
 from stoker.data.volumes.volume import ReadingOptions, Shape
@@ -45,7 +45,7 @@ THREADS = 8
 
 
 @dataclass(frozen=True)
-class PackResult:
+class VolumePackResult:
     """The result of packing."""
 
     index: PackIndex
@@ -71,7 +71,7 @@ def pack_volumes(
     notes: Sequence[str] = (),
     verify: bool = False,
     progress: Advance | None = None,
-) -> PackResult:
+) -> VolumePackResult:
     """Packs every case, or what an earlier run left; call it with the destination locked, after `look`."""
     began = time.monotonic()
     claim(pack)
@@ -101,7 +101,7 @@ def pack_volumes(
     )
     write_index(pack.root, index)
     kept = [number for number, answer in made.items() if answer.get("kept")]
-    return PackResult(
+    return VolumePackResult(
         index=index,
         kept=len(kept),
         bytes=sum(file.facts.bytes for case in cases for file in case.files),
@@ -198,7 +198,7 @@ class Looked:
 def look(
     cases: Sequence[tuple[Part, Case]],
     rules: LabelRules | None,
-    preparation: Preparation,
+    preparation: VoxelChanges,
     reading: ReadingOptions,
     progress: Advance | None = None,
 ) -> list[Looked]:

@@ -35,7 +35,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Preparation:
+class VoxelChanges:
     """Everything that determines the voxels of a pack, apart from its source."""
 
     clip: tuple[Bound, Bound] | None = None
@@ -71,7 +71,7 @@ def parse_clip(text: str) -> tuple[Bound, Bound]:
     return bounds[0], bounds[1]
 
 
-def check_preparation(preparation: Preparation) -> None:
+def check_preparation(preparation: VoxelChanges) -> None:
     """Refuses what cannot be done, in the words of the command line."""
     median, scale = preparation.median, preparation.scale or preparation.spacing
     if median is not None and (median % 2 == 0 or not 3 <= median <= MOST_MEDIAN):
@@ -93,7 +93,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedVolume:
     """A volume as it will be packed; any region of it can be read."""
 
     volume: Volume
@@ -150,7 +150,7 @@ class Prepared:
         return voxels.astype(self.dtype, copy=False)
 
 
-def prepare_image(volume: Volume, preparation: Preparation) -> Prepared:
+def prepare_image(volume: Volume, preparation: VoxelChanges) -> PreparedVolume:
     """An image as it will be packed; measures percentiles, which reads the volume once; raises ReadFailure."""
     limits = None
     if preparation.clip is not None:
@@ -163,23 +163,23 @@ def prepare_image(volume: Volume, preparation: Preparation) -> Prepared:
         )
     shape, affine = _new_grid(volume, preparation)
     axes = None if shape == volume.shape else tuple(map(_linear, volume.shape, shape))
-    return Prepared(volume, shape, np.dtype(np.uint8) if to_bytes else dtype, affine, limits, preparation.median, axes,
-                    to_bytes)  # fmt: skip
+    kind = np.dtype(np.uint8) if to_bytes else dtype
+    return PreparedVolume(volume, shape, kind, affine, limits, preparation.median, axes, to_bytes)
 
 
-def prepare_label(volume: Volume, preparation: Preparation, dtype: np.dtype[Any]) -> Prepared:
+def prepare_label(volume: Volume, preparation: VoxelChanges, dtype: np.dtype[Any]) -> PreparedVolume:
     """A label volume as it will be packed: resampled like the image, by its nearest voxels."""
     shape, affine = _new_grid(volume, preparation)
     axes = None if shape == volume.shape else tuple(map(_nearest, volume.shape, shape))
-    return Prepared(volume, shape, dtype, affine, None, None, axes, to_bytes=False)
+    return PreparedVolume(volume, shape, dtype, affine, None, None, axes, to_bytes=False)
 
 
-def new_shape(volume: Volume, preparation: Preparation) -> Shape:
+def new_shape(volume: Volume, preparation: VoxelChanges) -> Shape:
     """The shape of a volume when it is packed; raises ReadFailure if that needs a spacing that it does not record."""
     return _new_grid(volume, preparation)[0]
 
 
-def _new_grid(volume: Volume, preparation: Preparation) -> tuple[Shape, NDArray[np.float64] | None]:
+def _new_grid(volume: Volume, preparation: VoxelChanges) -> tuple[Shape, NDArray[np.float64] | None]:
     factors = preparation.scale
     if preparation.spacing is not None:
         if volume.affine is None:

@@ -21,7 +21,7 @@ from stoker.data.volumes.cases import Case, Part
 from stoker.data.volumes.labels import LabelRules
 from stoker.data.volumes.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.data.volumes.pack.packing import Looked
-from stoker.data.volumes.pack.preprocessing import Preparation, Prepared, prepare_image, prepare_label
+from stoker.data.volumes.pack.preprocessing import PreparedVolume, VoxelChanges, prepare_image, prepare_label
 from stoker.data.volumes.pack.writing import LAYOUTS, Layout, remove, write_volume
 from stoker.data.volumes.packed import PackedFacts
 from stoker.data.volumes.volume import CroppedVolume, ReadingOptions, Region, Shape, Volume, box_at
@@ -66,7 +66,7 @@ def try_layouts(
     cases: Sequence[tuple[Part, Case]],
     looked: Sequence[Looked],
     rules: LabelRules | None,
-    preparation: Preparation,
+    preparation: VoxelChanges,
     reading: ReadingOptions,
     folder: Path,
     *,
@@ -160,8 +160,8 @@ def _typical(looked: Sequence[Looked]) -> int:
 
 
 def _prepared(
-    case: Case, rules: LabelRules | None, preparation: Preparation, reading: ReadingOptions
-) -> list[tuple[Prepared, bool]]:
+    case: Case, rules: LabelRules | None, preparation: VoxelChanges, reading: ReadingOptions
+) -> list[tuple[PreparedVolume, bool]]:
     """The case's volumes as they will be packed; for a large one, a slab of whole planes."""
     volumes = OpenVolumes(reading)
     found = []

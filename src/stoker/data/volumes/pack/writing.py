@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from stoker.data.store.stores import ReadFailure
-from stoker.data.volumes.pack.preprocessing import Prepared
+from stoker.data.volumes.pack.preprocessing import PreparedVolume
 from stoker.data.volumes.packed import Kind, PackedFacts, npy_header, stored_bytes, stored_shape
 from stoker.data.volumes.volume import Region, Shape, Voxels
 from stoker.files import sync_folder
@@ -51,7 +51,7 @@ Report = Callable[[int], None]
 
 
 def write_volume(
-    path: Path, prepared: Prepared, layout: Layout, *, is_label: bool, report: Report = lambda _voxels: None
+    path: Path, prepared: PreparedVolume, layout: Layout, *, is_label: bool, report: Report = lambda _voxels: None
 ) -> PackedFacts:
     """Writes a volume under a temporary name, then renames it. The same voxels give the same bytes.
 
@@ -103,7 +103,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write_npy(path: Path, prepared: Prepared, layout: Layout, measured: Any, report: Report) -> str:
+def _write_npy(path: Path, prepared: PreparedVolume, layout: Layout, measured: Any, report: Report) -> str:
     block, dtype = layout.block, prepared.dtype
     digest = xxhash.xxh3_128()
     with path.open("wb") as stream:
@@ -124,7 +124,7 @@ def _write_npy(path: Path, prepared: Prepared, layout: Layout, measured: Any, re
     return digest.hexdigest()
 
 
-def _write_zarr(path: Path, prepared: Prepared, layout: Layout, measured: Any, report: Report) -> str:
+def _write_zarr(path: Path, prepared: PreparedVolume, layout: Layout, measured: Any, report: Report) -> str:
     import tensorstore
 
     dtype = prepared.dtype

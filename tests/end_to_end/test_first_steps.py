@@ -73,9 +73,6 @@ def test_a_script_for_the_doctor_and_the_version_as_json(capsys: pytest.CaptureF
     for words in (["--version", "--json"], ["--json", "--version"]):
         assert main(words) == 0
         assert json.loads(capsys.readouterr().out) == {"version": __version__}
-    for command in ("export", "predict"):
-        assert main([command, "--help"]) == 0
-        assert "Override a key of the checkpoint's config" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_for_this_cpu_says_how_sure_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

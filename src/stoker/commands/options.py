@@ -20,7 +20,7 @@ ConfigArgument = Annotated[
 ]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Override keys of the file: lr=0.1 epochs=2.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Override keys of the config: lr=0.1 epochs=2.", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else.")]
 CheckpointArgument = Annotated[

@@ -1,7 +1,7 @@
-"""A scheduler's notice to leave (SIGTERM, SIGUSR1, …), heard from the first line of the program on.
+"""A scheduler's notice to leave (SIGTERM, SIGUSR1, …), handled from the first line of the program on.
 
-Importing torch takes seconds, and a notice that arrives meanwhile would end the program silently, with a code that only
-its signal knows. Here it becomes a `Notice`, which unwinds like Ctrl-C. Training replaces these handlers by its own,
+Importing torch takes seconds, and a notice that arrives meanwhile would end the program silently, with the exit code
+of the signal. Here it becomes a `Notice`, which unwinds like Ctrl-C. Training replaces these handlers by its own,
 which save first (`stoker.train.launch`).
 """
 

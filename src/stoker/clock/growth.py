@@ -1,4 +1,4 @@
-"""How fast the memory of a process grows, from single looks at it. Pure."""
+"""How fast the memory of a process grows, from readings taken now and then. Pure."""
 
 from __future__ import annotations
 

@@ -367,7 +367,7 @@ class _Sums:
 
     def _between_starts(self) -> dict[str, float]:
         """The sums without the first step of each epoch. Its wait is kept apart, and with short epochs a step that
-        waits for nothing would make the others look faster than they are."""
+        waits for nothing would make the others look faster than they are: by a tenth if an epoch has six steps."""
         totals, firsts = dict(self.totals), len(self.epoch_starts_s)
         steps, wait_s = totals.get("steps", 0), totals.get("wait_s", 0.0)
         if not 0 < firsts < steps:

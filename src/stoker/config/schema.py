@@ -1,4 +1,8 @@
-"""The whole config: one flat namespace, put together from the groups in `keys` and `volume_keys`."""
+"""The whole config: one flat namespace, put together from the groups in `keys` and `volume_keys`.
+
+Every key is unique and none takes a mapping, so a key on the command line needs no path, and a section in a file is
+only a heading.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs of a host: memory by part, /dev/shm, open files; and what torch's own loader would need.
+"""What a run needs on a host: memory by part, /dev/shm, open files; and what torch's own loader would need.
 
 Batches are uint8 until they are on the device. What each process needs counts once per accelerator of the host.
 """

@@ -1,4 +1,4 @@
-"""What a finished run answers: where its best checkpoint is, and what to do with it.
+"""A finished run: where its best checkpoint is, and what to do with it.
 
 Without torch, which takes seconds to import."""
 

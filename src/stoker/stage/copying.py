@@ -1,4 +1,4 @@
-"""What is to be copied of a source into a local copy, whether that is possible, and doing it."""
+"""Copies a source into a local copy: what is missing there, whether it has room, and the copying itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a config or a subset needs of a source, by the same index and the same choice that training makes; and
-the config that trains from the copy.
+"""Which files of a source a config or a subset needs, by the same index and choice as in training; and the config that
+trains from the copy.
 
 Paths stay as they are at the source, so training finds the copy's layout by the same rules. A subset chosen again from
 the copy is the same subset: classes and images are taken by the smallest hashes, and those are all in it.

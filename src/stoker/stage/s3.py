@@ -1,7 +1,7 @@
-"""Objects of S3 through awscrt, which signs, connects and receives; here they are listed, checked and asked for again.
+"""Objects of S3 through awscrt, which signs, connects and receives; this module lists, checks and retries.
 
 obstore reads everything else, but does not show the checksums that S3 keeps of objects. Each thread has one request in
-flight, and awscrt's own retries are off: ours are counted, said, and slow the copying down.
+flight, and awscrt's own retries are off: ours are counted, reported, and slow the copying down.
 """
 
 from __future__ import annotations

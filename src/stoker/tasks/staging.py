@@ -1,4 +1,4 @@
-"""`stage_to`: what of the data is copied while it is trained on, and the filler that does it."""
+"""`stage_to`: which files are copied while training runs, and the filler that copies them."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Each process runs the same command again with the variables that torchrun would set: one program runs alone, under this
 launcher, under torchrun and under srun.
+
+A wait for data is interrupted by a signal to the main thread (SIGURG), not by the loader: a stalled request cannot be
+cancelled.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Which change of the loader to try next, and whether to keep it: pure functions of what was measured.
 
-A change is tried, never just made: it stays only if the samples per second say so (`is_kept`)."""
+A change is tried, never just made: it stays only if the samples per second justify it (`is_kept`), because blocked time
+does not tell whether more workers would help.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Losses for volumes: weighted sums of terms, over labelled voxels only.
 
-A loss is the mean over the samples of a batch, so micro-batches and ranks add up to the whole batch exactly. Everything
-is computed in float32, whatever the autocast; nothing is read from the device.
+A loss is the mean over the samples of a batch, so micro-batches and ranks add up to the whole batch exactly, which
+batch Dice would not. Everything is computed in float32, whatever the autocast; nothing is read from the device.
 """
 
 from __future__ import annotations

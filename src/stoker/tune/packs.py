@@ -1,7 +1,8 @@
 """Packs that a search makes (`--pack DIR`): images in shards, volumes in blocks of several sizes.
 
-A pack is made when it is first tried, and removed at the end unless the result uses it. Those of volumes are tried in
-the order of a short trial with one volume; a layout that was far slower there is left out.
+A pack is made when it is first tried, and removed at the end unless the result uses it. Packs of volumes are tried in
+the order of a short trial with one volume; a layout that was far slower there is left out. Packing does not count
+against the time of the search: it takes as long as the data is large, whatever is searched.
 """
 
 from __future__ import annotations

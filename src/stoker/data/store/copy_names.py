@@ -1,4 +1,4 @@
-"""Names in a local copy: which may be, which are temporary, and what a copy is known to be a copy of."""
+"""Names in a local copy: which are allowed, which are temporary, and how a copy names its source."""
 
 from __future__ import annotations
 

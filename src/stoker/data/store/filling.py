@@ -2,6 +2,9 @@
 
 Training fetches what it needs next itself, and a `CachedStore` keeps that. This fetches what is further ahead, and what
 the first epoch never takes, and steps aside when training waits for data.
+
+It runs in threads of each training process, whatever the engine, because only there can it see whether batches are
+waiting.
 """
 
 from __future__ import annotations

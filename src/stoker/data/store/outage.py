@@ -1,6 +1,6 @@
 """Which store is being waited for, as all processes of a run see it: workers wait, and the main process says so.
 
-Whoever shows progress in a line of its own asks `text` and says `told_elsewhere`; for all others a thread says it.
+A program with a progress line of its own shows `text` there and calls `told_elsewhere`; otherwise a thread says it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Voxels that lie in a file as they are: mapped, or fetched row by row from an object store; `.npy` files are such."""
+"""Voxels that are stored uncompressed, as in `.npy` files: mapped, or fetched row by row from an object store."""
 
 from __future__ import annotations
 

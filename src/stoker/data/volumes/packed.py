@@ -4,7 +4,8 @@ The first two are `.npy` files of a kind that every numpy opens, and are read fr
 between. One piece has the axes z, y, x. Blocks have six: the block's place, then the place within it; the last ones are
 filled up with zeros. The voxels begin on a page of memory.
 
-What is known of a volume is in the pack's index, and travels in its `VolumeRef`: its values need no second check.
+What is known about a volume is in the pack's index, and travels in its `VolumeRef`: its values need no second check.
+Size and header are checked when it is opened, checksums by `--verify`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A folder or URL with a data set: what of pathlib's Path the layouts use, over an object store's listings."""
+"""A folder or URL with a data set: the part of pathlib's Path that the layouts use, over an object store's listings."""
 
 from __future__ import annotations
 

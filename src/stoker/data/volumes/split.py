@@ -1,4 +1,7 @@
-"""Training and validation: by group, by volume, or by region with a margin, and never by overlapping patch."""
+"""Training and validation: by group, by volume, or by region with a margin, and never by overlapping patch.
+
+A split by region makes cropped volumes, which have no other voxels: nothing can leak from one part to the other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every case is, before any is trained on: shape and kind of voxels, and that image and label fit together.
+"""Looks at every case before training: shape and type of its voxels, and whether image and label fit together.
 
 Opening hundreds of stacks, each with hundreds of pages, takes time, so the result is kept until a file changes.
 """

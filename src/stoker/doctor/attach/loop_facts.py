@@ -1,5 +1,4 @@
-"""From what was seen of a script's processes, and what its loop said about itself, to facts about memory, threads and
-habits."""
+"""Facts about a script's memory, threads and habits, from what was seen of its processes and what its loop recorded."""
 
 from __future__ import annotations
 

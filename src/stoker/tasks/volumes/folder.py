@@ -1,6 +1,6 @@
 """`stoker predict` on volumes: each of them into a file of a folder, with a note of what it was made with.
 
-A killed prediction resumes: finished volumes are kept, and the one in the making goes on at its layer of windows. A
+A killed prediction resumes: finished volumes are kept, and the unfinished one resumes at its layer of windows. A
 folder holds the predictions of one set of checkpoints and options; others are refused, never mixed.
 """
 

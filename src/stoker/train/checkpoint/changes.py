@@ -1,5 +1,8 @@
 """What another value of a config key means for a run that resumes: nothing, another setting from this step on, another
-schedule, or another run. Every key is in the table; the page docs/resume-and-continue.md shows it."""
+schedule, or another run. Every key is in the table; the page docs/resume-and-continue.md shows it.
+
+A schedule is a function of the step, so `--replan` needs no state but the new keys.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Whether a run that resumes gets the data that it was trained on: its samples by name and class, and in which order.
 
 Which sample comes when is a function of the seed, the epoch and the position among N samples, so a file that was added,
-removed or renamed moves the others. A file that was overwritten keeps its name: of the contents a few samples are
-compared, which tells whether the data was made again, and not whether one file was.
+removed or renamed moves the others. A file that was overwritten keeps its name, so the contents of a few samples are
+compared too: that shows whether the whole data set was made again, but not whether a single file was.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Weights, momenta and averages do not change between two updates: a thread copies them while the next step computes its
 gradients, and the loop waits only before it changes them (`wait_for_copy`). The buffers of batch norm, which a forward
-pass already changes, are copied at once. The thread then writes the copy to the disk.
+pass already changes, are copied at once. The thread then writes the copy to the disk. A loop that
+waited for the whole copy would pause for 0.13 of the time of torch.save (0.07 to 0.23, results/checkpoint).
 
 The copy goes into one buffer that is allocated once and reused: the kernel hands out fresh memory page by page, which
 takes many times as long as the copy itself. It takes as much memory as the state's tensors.

@@ -2,7 +2,7 @@
 takes the time, and which library function it calls there.
 
 A second thread only runs when it gets Python's lock. A C function that keeps the lock delays the look until it returns;
-Python then switches threads at that very call, so the look still sees it, and counts with the time that it was late.
+Python then switches threads at that very call, so the look still sees it, and counts for the time by which it was late.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class _Place(NamedTuple):
     host_header: str
     tls: bool
     base: str
-    """Start of every path: `/bucket`, or nothing if the bucket is a part of the host's name."""
+    """What every path begins with: `/bucket`, or nothing if the bucket is part of the host's name."""
     prefix: str
     """Without a slash at its end; "" for the whole bucket."""
     region: str

@@ -53,7 +53,7 @@ class _Layout(NamedTuple):
     scratch: Tensor
     """Gradients go in, updates come out."""
     views: list[Tensor]
-    """Views of the scratch buffer, one for each parameter."""
+    """Views of the scratch buffer, one for each parameter, in all groups."""
     decayed: list[Tensor]
     decayed_updates: list[Tensor]
     decayed_rows: Tensor

@@ -52,13 +52,13 @@ class Look:
     ready_share: float
     """Share of the batches in flight that were made before the loop asked for them."""
     busy_share: float
-    """Share of the workers' time spent making batches."""
+    """Share of the workers' time in which they made batches."""
     cpu_share: float | None
-    """Share of the time to make a batch: running, or waiting for a core."""
+    """Share of the time of making a batch that a worker ran, or waited for a core."""
     fetch_share: float
-    """Share of the time to make a batch: waiting for its bytes, and reading them."""
+    """Share of the time of making a batch that a worker waited for its bytes, or read them."""
     crowded_share: float | None
-    """Share of the seconds in which the training thread was runnable, but had no core."""
+    """Share of the seconds in which the training thread could have run, but had no core."""
     loop_share: float
     """Share of the seconds in which the training thread ran."""
     held_back_by: HeldBack | None = None
@@ -74,12 +74,12 @@ class MemoryRoom:
     """What a change may use."""
 
     cores: float
-    """Cores of this rank."""
+    """The cores of this rank."""
     spare_bytes: int | None
-    """Memory that may be taken; None if it is not known, and then no change that needs more is made."""
+    """Memory that may be taken; None if unknown: then no change is made that needs more."""
     batch_bytes: int
     worker_bytes: int
-    """Memory of a worker, besides the batches in flight: its scratch space and the files of its batch."""
+    """What a worker takes besides the batches in flight: its scratch space and the files of its batch."""
     first_requests: int
     """The reader's initial setting."""
     is_limited: bool = False

@@ -19,7 +19,7 @@ from torch.nn import functional
 from stoker.errors import UserError, did_you_mean
 
 SMOOTHING = 1e-5
-"""Smoothing of Dice and Tversky, in numerator and denominator, as in MONAI and nnU-Net."""
+"""Added to numerator and denominator of Dice and Tversky, as in MONAI and nnU-Net."""
 CLDICE_SMOOTHING = 1.0
 FOCAL_GAMMA = 2.0
 FALSE_POSITIVES, FALSE_NEGATIVES = 0.3, 0.7
@@ -27,7 +27,7 @@ FALSE_POSITIVES, FALSE_NEGATIVES = 0.3, 0.7
 CLDICE_EROSIONS = 3
 """As in MONAI: enough for structures up to seven voxels thick."""
 SKELETON_EROSIONS = 8
-"""Iterations on labels, once a batch and without gradients; of what is thicker than 17 voxels, the core stays."""
+"""For skeletons of labels, made once a batch and without gradients: what is thicker than 17 voxels keeps its core."""
 
 VolumeLoss = Callable[[Tensor | Sequence[Tensor], Tensor], Tensor]
 
@@ -125,7 +125,7 @@ class LossInputs:
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Probabilities of the classes but the background, (N, classes - 1, Z, Y, X); 0 where there is no label.
+        """Probabilities of all classes but the background, (N, classes - 1, Z, Y, X); 0 where there is no label.
 
         The product also keeps gradients from unlabelled voxels, exactly.
         """
@@ -140,14 +140,14 @@ class LossInputs:
 
     @cached_property
     def cross_entropies(self) -> Tensor:
-        """Cross-entropy of each voxel; 0 where there is no label."""
+        """The cross-entropy of each voxel; 0 where there is no label."""
         return functional.cross_entropy(self.logits.float(), self.labels, ignore_index=self.ignore, reduction="none")
 
     def where_labelled(self, by_sample: Tensor) -> Tensor:
         return by_sample.masked_fill(self.voxels == 0, 0.0)
 
     def mean_of_labelled(self, by_voxel: Tensor) -> Tensor:
-        """By sample; unlabelled voxels have the value 0."""
+        """The mean over the labelled voxels of each sample; unlabelled voxels have the value 0."""
         return by_voxel.sum(dim=(1, 2, 3)) / self.voxels.clamp(min=1)
 
 

@@ -71,7 +71,7 @@ class Packs:
 
     @property
     def mapped(self) -> frozenset[str]:
-        """Those of them that are read as they are, without decoding."""
+        """The packs that are read as they are, without decoding."""
         return frozenset(place for place in self.places if Path(place).name not in (SHARDS, "zarr"))
 
     def ready(self, settings: Settings) -> str | None:

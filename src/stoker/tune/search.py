@@ -46,8 +46,8 @@ CLEAR = math.log(1.2)
 """A gain from which one run is enough, if it is also twice the noise: the confirmation at the end would reveal a
 mistake."""
 CANNOT_HELP = 1.06
-"""If no gain is expected, a run is skipped where the upper end of its prediction is below this. The model's own error
-alone reaches up to 1.04 where nothing changes (doctor/what_if.py)."""
+"""If the upper end of a prediction is below this, and no gain is expected, a run is not worth its time. The model's own
+error alone reaches up to 1.04 where nothing changes (doctor/what_if.py)."""
 MOST_ROUNDS = 4
 """Runs of a candidate that looks faster, on a machine whose noise hides it."""
 WORTH_ANOTHER_LOOK = 0.03

@@ -14,7 +14,7 @@ from stoker.data.store.stores import ReadFailure, is_url
 from stoker.redact import redact_text
 
 LONGEST_PART_BYTES = 255
-"""Longest part of a path, between two slashes; the limit of the usual Linux file systems."""
+"""Longest name between two slashes of a path, on the usual Linux file systems."""
 LONGEST_PATH_BYTES = 4000
 _numbers = itertools.count()
 # Process ids mean nothing on another host that shares the disk.

@@ -41,7 +41,7 @@ class WantedFile(NamedTuple):
     size: int | None = None
     version: str | None = None
     position: int | None = None
-    """Position of the sample in the epoch, if training itself fetches this file as a whole when it gets there."""
+    """The sample's position in the epoch, if training fetches this file as a whole when it comes to it."""
 
 
 class FillOrder(Protocol):

@@ -48,7 +48,7 @@ class PackedFacts:
     """Checksum of the voxels as they are stored."""
     mean: float | None = None
     std: float | None = None
-    """Over all voxels of an image; 1 if they are all equal. None for labels."""
+    """Standard deviation of all voxels of an image, 1 if they are all equal; None for labels."""
     labels: tuple[int, ...] | None = None
     """The values that a label volume has. None for images, and for more values than are worth listing."""
     affine: tuple[float, ...] | None = None

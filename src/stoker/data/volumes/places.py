@@ -71,7 +71,7 @@ class UrlPath:
         yield from (self / name for name in sorted({*folders, *objects} - {""}))
 
     def glob(self, pattern: str) -> Iterator[UrlPath]:
-        """Those directly in it whose name matches."""
+        """The places directly in it whose name matches."""
         yield from (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def read_bytes(self) -> bytes:

@@ -38,7 +38,7 @@ class CaseFacts:
 
     shape: Shape
     dtype: str
-    """Data type of its image; numpy's name."""
+    """The type of the image's voxels, by numpy's name."""
     label_dtype: str | None
 
 

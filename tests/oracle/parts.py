@@ -78,9 +78,9 @@ def _tars(bench: Bench) -> Path:
     return place
 
 
-def _packed(bench: Bench, command: str) -> Path:
+def _packed(bench: Bench, command: str, *keys: str) -> Path:
     place = bench["new"]
-    done = bench.stoker(f"{command} {place}")
+    done = bench.stoker(" ".join([command, str(place), *keys]))
     assert done.code == 0, done.err
     return place
 
@@ -131,7 +131,7 @@ PLACES: dict[str, Callable[[Bench], Path]] = {
     "shards": lambda bench: _packed(bench, "pack {images}"),
     "tars": _tars,
     "scrolls": lambda bench: write_volumes(bench.empty_folder()),
-    "packed": lambda bench: _packed(bench, "pack {scrolls} patch_size=[16,16,16]"),
+    "packed": lambda bench: _packed(bench, "pack {scrolls}", "patch_size=[16,16,16]"),
     "arrays": lambda bench: write_list(bench.empty_folder()),
     "config": lambda bench: _image_config(bench, num_workers=1, csv=True, val_batch_size=4, adjust_loader=False),
     "run": lambda bench: _trained(bench, bench["config"]),

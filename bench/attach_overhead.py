@@ -29,10 +29,10 @@ import torchvision
 from torchvision import transforms
 
 from bench.rounds import Spread, keep
-from stoker.doctor.attach.inside import fetching, sampling, session
-from stoker.doctor.attach.inside.session import start
-from stoker.doctor.attach.inside.stage_clock import DECODE
-from stoker.doctor.attach.inside.stages import timed
+from stoker.attach import fetching, sampling, session
+from stoker.attach.session import start
+from stoker.attach.stage_clock import DECODE
+from stoker.attach.stages import timed
 
 LARGEST_RATIO = 1.02
 """For 20 ms steps."""

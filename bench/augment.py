@@ -17,11 +17,19 @@ from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 
 from bench.rounds import interleave, keep, ratio
-from stoker.augment.layers import apply_policy
-from stoker.augment.mixing import Mixer, fill_targets, mix_images, target_rows
-from stoker.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, TrainAugment, draw_erasures, erase, flip, to_float
-from stoker.augment.policies import RandAugment, TrivialAugmentWide
-from stoker.data.draws import Keys, sample_keys
+from stoker.loader.rng import Keys, sample_keys
+from stoker.tasks.images.augment.layers import apply_policy
+from stoker.tasks.images.augment.mixing import Mixer, fill_targets, mix_images, target_rows
+from stoker.tasks.images.augment.pipeline import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    TrainAugment,
+    draw_erasures,
+    erase,
+    flip,
+    to_float,
+)
+from stoker.tasks.images.augment.policies import RandAugment, TrivialAugmentWide
 
 FILL = (124, 116, 104)
 WHOLE, PILLOW, COPY = "all of it", "timm RandAugment (Pillow)", "one copy of the bytes"

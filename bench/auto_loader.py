@@ -34,16 +34,16 @@ from tests.support.s3_server import BUCKET, running_s3_server
 from bench.loaders import PROJECT
 from bench.rounds import interleave, keep, ratio
 from bench.what_if_loaders import BLOCK, BLOCK_S
-from stoker.clock.costs import BatchClock
-from stoker.clock.steps import StepClock
 from stoker.config import load_config
-from stoker.data.batch import ImageBatch, Quarantine
-from stoker.data.loader import BatchLoader, LoaderOptions
-from stoker.data.order import Steps
-from stoker.machine.host import usable_cpus, workers_for
-from stoker.machine.loader_memory import generate_images
-from stoker.machine.loader_speed import repeated
-from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.loader.batch import ImageBatch, Quarantine
+from stoker.loader.loader import BatchLoader, LoaderOptions
+from stoker.loader.loader_memory import generate_images
+from stoker.loader.loader_speed import repeated
+from stoker.loader.sampler import Steps
+from stoker.profile.batch_costs import BatchClock
+from stoker.profile.host import usable_cpus, workers_for
+from stoker.profile.step_clock import StepClock
+from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
 from stoker.train.loader_adjuster import LoaderAdjuster
 from stoker.train.loader_changes import outcome_text
 

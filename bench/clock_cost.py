@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from bench.rounds import Spread, interleave, keep
-from stoker.clock.costs import BatchClock, BatchCost
-from stoker.clock.file import ClockFile, clock_header
-from stoker.clock.observed import LoaderShape
-from stoker.clock.steps import StepClock
-from stoker.data.batch import ImageBatch
-from stoker.machine.host import HostWatch
+from stoker.loader.batch import ImageBatch
+from stoker.profile.batch_costs import BatchClock, BatchCost
+from stoker.profile.clock_file import ClockFile, clock_header
+from stoker.profile.host import HostWatch
+from stoker.profile.observed import LoaderShape
+from stoker.profile.step_clock import StepClock
 
 STEP_S = 0.02
 LARGEST_SHARE = 0.01
@@ -87,7 +87,7 @@ class Sides:
         return (time.thread_time() - began) / self.steps
 
     def making(self, kind: type[BatchClock] | type[NoBatchClock]) -> float:
-        """CPU seconds that making one batch spends on its clock (stoker.data.engines.making)."""
+        """CPU seconds that making one batch spends on its clock (stoker.loader.collate)."""
         began = time.thread_time()
         for _ in range(self.batches):
             clock = kind()

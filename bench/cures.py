@@ -28,7 +28,7 @@ from stoker.config import load_config
 from stoker.doctor.diagnosing import diagnosis_of
 from stoker.doctor.trials import run_trials
 from stoker.doctor.what_if import model_of
-from stoker.machine.host import HostConfig, fit_to_machine, read_machine
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 
 COPIES = 5
 SECONDS = 16.0

@@ -18,11 +18,11 @@ import simplejpeg
 from PIL import Image
 
 from bench.rounds import Spread, interleave, keep, ratio
-from stoker.data.draws import sample_keys
-from stoker.data.images.crops import CropRange, draw_crops
-from stoker.data.images.decoders import available_decoders
-from stoker.data.images.decoding import Decoding
-from stoker.data.images.headers import BadImage
+from stoker.loader.rng import sample_keys
+from stoker.tasks.images.decode.crops import CropRange, draw_crops
+from stoker.tasks.images.decode.decoders import available_decoders
+from stoker.tasks.images.decode.decoding import Decoding
+from stoker.tasks.images.decode.headers import BadImage
 
 SIZE = 224
 LONGEST_SIDE, QUALITY = 500, 90

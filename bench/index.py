@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.rounds import interleave, keep, ratio
-from stoker.data.images.kept_index import building, keeping_folder, write_kept
-from stoker.data.images.listing import ClassListing, Seen, index_of_classes
-from stoker.data.images.opening import open_index
-from stoker.data.images.sample_index import SampleIndex, checksum, pack_names, present_arrays
+from stoker.tasks.images.layouts.kept_index import building, keeping_folder, write_kept
+from stoker.tasks.images.layouts.listing import ClassListing, Seen, index_of_classes
+from stoker.tasks.images.layouts.opening import open_index
+from stoker.tasks.images.layouts.sample_index import SampleIndex, checksum, pack_names, present_arrays
 
 MOST_BYTES_AN_ENTRY = 100
 MOST_START_S = 1.0

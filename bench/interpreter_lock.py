@@ -17,9 +17,9 @@ import cv2
 
 from bench.rounds import Spread, keep
 from stoker.config import load_config
-from stoker.data.images import resizing
-from stoker.data.images.decoders import load_decoder
-from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.decode import resizing
+from stoker.tasks.images.decode.decoders import load_decoder
 
 
 def main() -> int:

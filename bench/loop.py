@@ -24,15 +24,15 @@ import torch
 from torch.nn import functional
 
 from bench.rounds import Spread, keep
-from stoker.augment.mixing import soft_targets
 from stoker.config import Config, load_config
-from stoker.data.batch import ImageBatch
-from stoker.machine.host import HostConfig, fit_to_machine, read_machine
+from stoker.loader.batch import ImageBatch
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import trackers_for
-from stoker.tasks.classify import build_run, open_data
 from stoker.tasks.demo import write_digits
+from stoker.tasks.images.augment.mixing import soft_targets
+from stoker.tasks.images.classify import build_run, open_data
 from stoker.train.loop import Loader, Run, train
 from stoker.train.observer import RunObserver
 from stoker.train.progress_line import TrainLog, TrainProgress

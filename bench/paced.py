@@ -18,10 +18,10 @@ import torch
 
 from bench.rounds import Spread, interleave, keep, ratio
 from stoker.config import load_config
-from stoker.data.batch import ImageBatch
-from stoker.data.loader import ImageLoader
-from stoker.machine.loader_speed import repeated
-from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.loader.batch import ImageBatch
+from stoker.loader.loader import ImageLoader
+from stoker.loader.loader_speed import repeated
+from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
 
 SMALLEST_SHARE = 0.97
 # The consumer's pace relative to the throughput of the loader alone.

@@ -19,12 +19,12 @@ import numpy as np
 from bench.quiet import wait_for_quiet
 from bench.rounds import Spread, interleave, keep
 from stoker.config import load_config
-from stoker.data.images.sample_index import SampleSet
-from stoker.machine.accelerators import measure_cpu
-from stoker.machine.host import HostConfig, fit_to_machine, read_machine, usable_cpus
 from stoker.plan.budget import PlannedRun, step_s_of, trace_needs
 from stoker.plan.planning import SPREAD, WantedMachine, facts_of, hardware_for, samples_per_core_second, step_of
-from stoker.tasks.image_data import choose_decoding, measure_speed, open_samples
+from stoker.profile.accelerators import measure_cpu
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine, usable_cpus
+from stoker.tasks.images.data import choose_decoding, measure_speed, open_samples
+from stoker.tasks.images.layouts.sample_index import SampleSet
 
 BENCH_S = 6.0
 

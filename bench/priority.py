@@ -23,11 +23,11 @@ from torch import nn
 
 from bench.rounds import interleave, keep, ratio
 from stoker.config import load_config
-from stoker.data import priority
-from stoker.data.loader import ImageLoader
-from stoker.machine.host import usable_cpus
-from stoker.machine.loader_speed import repeated
-from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.core import priority
+from stoker.loader.loader import ImageLoader
+from stoker.loader.loader_speed import repeated
+from stoker.profile.host import usable_cpus
+from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
 
 BURST_S, PAUSE_S = 2e-3, 2e-3
 WARM_UP_BATCHES = 4

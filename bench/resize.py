@@ -26,12 +26,12 @@ from PIL import Image
 
 from bench.decode import read_jpegs, smaller
 from bench.rounds import Spread, interleave, keep
-from stoker.data.draws import sample_keys
-from stoker.data.images.crops import CropDraws, CropRange, RandomCrop, draw_crops
-from stoker.data.images.decoders import available_decoders, load_decoder
-from stoker.data.images.decoding import DecodeMode, Decoding, stored_box
-from stoker.data.images.headers import Box, ImageHeader
-from stoker.data.images.resizing import RESAMPLING, Interpolation, antialias_into, draft_into, pack, resize_into
+from stoker.loader.rng import sample_keys
+from stoker.tasks.images.decode.crops import CropDraws, CropRange, RandomCrop, draw_crops
+from stoker.tasks.images.decode.decoders import available_decoders, load_decoder
+from stoker.tasks.images.decode.decoding import DecodeMode, Decoding, stored_box
+from stoker.tasks.images.decode.headers import Box, ImageHeader
+from stoker.tasks.images.decode.resizing import RESAMPLING, Interpolation, antialias_into, draft_into, pack, resize_into
 
 SIZE = 224
 LUMA = np.array([0.299, 0.587, 0.114], np.float32)

@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn import functional
 
 from bench.rounds import keep
-from stoker.machine.datasheets import load_datasheet
 from stoker.plan.roofline import step_seconds
 from stoker.plan.tracing import Trace, trace_step
+from stoker.profile.datasheets import load_datasheet
 from stoker.train.step import TraceableStep, plain_batch
 
 LARGEST_ERROR = 0.25

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.files import write_text
+from stoker.core.files import write_text
 from stoker.run.environment import describe_environment
 
 RESULTS = Path(__file__).parents[1] / "results"

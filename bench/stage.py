@@ -184,8 +184,8 @@ def slow_proxy(server: S3Server) -> Iterator[str]:
 
 def discard() -> None:
     """Fetches the objects as `stoker stage` does, and throws them away."""
-    from stoker.data.store.copy_manifest import CopiedFile
-    from stoker.data.store.local_copy import LocalCopy
+    from stoker.io.copy_manifest import CopiedFile
+    from stoker.io.local_copy import LocalCopy
     from stoker.stage.sources import open_source
     from stoker.stage.transfer import StageOptions, Summary, Transfer
 
@@ -214,7 +214,7 @@ def discard() -> None:
 
 def write(target: str, objects: int, size: int) -> None:
     """Writes as many files from memory, under temporary names, and syncs."""
-    from stoker.data.store.local_copy import LocalCopy
+    from stoker.io.local_copy import LocalCopy
 
     copy, data = LocalCopy(target, "s3://nowhere"), os.urandom(size)
     for number in range(objects):

@@ -13,14 +13,14 @@ from typing import Any
 
 from bench.tune_scenarios import MB, Scenario, points_of
 from stoker.config import load_config
-from stoker.data.store.stores import is_url
-from stoker.data.volumes.pack.preprocessing import VoxelChanges
-from stoker.data.volumes.pack.writing import LAYOUTS
-from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine, usable_cpus
+from stoker.io.stores import is_url
 from stoker.plan.guard import quick_plan
-from stoker.tasks.volumes.packing import VolumePacking, run_volume_packing
+from stoker.profile.host import HostConfig, Machine, fit_to_machine, read_machine, usable_cpus
+from stoker.tasks.volumes.pack.cases_packing import VolumePacking, run_volume_packing
+from stoker.tasks.volumes.pack.preprocessing import VoxelChanges
+from stoker.tasks.volumes.pack.writing import LAYOUTS
 from stoker.trial.fork_server import ForkServer
-from stoker.trial.running import open_once, trial_server
+from stoker.trial.trial_server import open_once, trial_server
 from stoker.tune.records import Fits, Key, Measured, Outcome, Settings, key_of
 from stoker.tune.running import TuneOptions, plan_fits, tune_config
 from stoker.tune.space import Surroundings, config_with, settings_of

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tune_bed import Bed
-from stoker.machine.memory import tree_pids
+from stoker.profile.memory import tree_pids
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
 from stoker.tune.search import search
 from stoker.tune.space import proposer

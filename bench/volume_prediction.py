@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.rounds import keep
-from stoker.machine.memory import read_counters
+from stoker.profile.memory import read_counters
 
 EDGES, PATCH, CHUNK = (256, 512, 1024), 128, 128
 CACHE = 64_000_000
@@ -49,12 +49,12 @@ def predict(argument: dict[str, Any]) -> dict[str, Any]:
     from torch import nn
 
     from stoker.config import load_config
-    from stoker.data.volumes.labels import LabelRules
-    from stoker.machine.host import fit_to_machine, read_machine
-    from stoker.tasks.volumes.folder import predict_folder
-    from stoker.tasks.volumes.inputs import cases_to_predict
-    from stoker.tasks.volumes.manifest import PredictionOptions
-    from stoker.tasks.volumes.postprocess import parse_chain
+    from stoker.profile.host import fit_to_machine, read_machine
+    from stoker.tasks.volumes.patches.labels import LabelRules
+    from stoker.tasks.volumes.predict.inputs import cases_to_predict
+    from stoker.tasks.volumes.predict.manifest import PredictionOptions
+    from stoker.tasks.volumes.predict.postprocess import parse_chain
+    from stoker.tasks.volumes.predict.predict_folder import predict_folder
     from stoker.tasks.volumes.segment import TrainedVolumeModel
 
     patch = min(PATCH, argument["patch"])

@@ -30,8 +30,8 @@ import numpy as np
 from bench.loaders import PROJECT, Running
 from bench.peers.environments import PEERS, python_of
 from bench.rounds import Spread, interleave, keep, ratio
-from stoker.data.volumes.scrolls import scroll_volume
-from stoker.machine.storage import drop_from_cache
+from stoker.io.storage_speed import drop_from_cache
+from stoker.tasks.volumes.cases.scrolls import scroll_volume
 
 BATCH = 2
 SETTINGS = "settings.json"

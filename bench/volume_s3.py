@@ -30,16 +30,16 @@ from tests.support.s3_server import BUCKET, S3Server, running_s3_server
 
 from bench.object_store import cpu_seconds
 from bench.rounds import interleave, keep, ratio
-from stoker.data.loader import LoaderOptions
-from stoker.data.volumes.cases import open_cases
-from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.making import PatchPlan
-from stoker.data.volumes.opening import OpenVolumes
-from stoker.data.volumes.patches import training_steps
-from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training
-from stoker.data.volumes.scrolls import scroll_volume
-from stoker.data.volumes.survey import survey
-from stoker.data.volumes.volume import ReadingOptions, Shape
+from stoker.loader.loader import LoaderOptions
+from stoker.tasks.volumes.cases.cases import open_cases
+from stoker.tasks.volumes.cases.scrolls import scroll_volume
+from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.formats.opening import OpenVolumes
+from stoker.tasks.volumes.formats.volume import ReadingOptions, Shape
+from stoker.tasks.volumes.patches.labels import LabelRules
+from stoker.tasks.volumes.patches.patch_collate import PatchPlan
+from stoker.tasks.volumes.patches.patches import training_steps
+from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
 
 PROJECT = Path(__file__).parents[1]
 PATCH: Shape = (72, 136, 136)

@@ -25,13 +25,13 @@ from torch.nn import functional
 
 from bench.rounds import keep
 from bench.vram_networks import DilatedFcn, nnunet, planned_patch
-from stoker.models.build import build_model
 from stoker.plan.allocator import plain_peak, replay
 from stoker.plan.tracing import Trace, trace_step
 from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, vram_budget
+from stoker.tasks.images.models import build_model
+from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.train.optimization import build_optimizer, cross_entropy
 from stoker.train.step import TraceableStep, plain_batch
-from stoker.train.volume_losses import build_volume_loss
 
 PUBLISHED = Path(__file__).with_name("vram_published.yaml")
 UNITS = {"mib": 1000 << 20, "gib": 1 << 30, "gb": 1e9}
@@ -232,7 +232,7 @@ def _plan_here() -> dict[str, Any]:
     import resource
 
     from stoker.config import load_config
-    from stoker.tasks.classify import traceable_step
+    from stoker.tasks.images.classify import traceable_step
 
     torch.set_num_threads(1)
     path = Path(__file__).parents[1] / "configs/single_gpu_full.yaml"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.volumes import build_volume_model
+from stoker.tasks.volumes.networks import build_volume_model
 
 STEP = 32  # between 128 and 224 px the network halves every side five times
 LARGEST_SIDE = 224

@@ -21,8 +21,8 @@ import torch
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
 from bench.what_if_loaders import KINDS, observe
-from stoker.clock.observed import Observed
 from stoker.doctor.what_if import model_of, speed_up, with_loader
+from stoker.profile.observed import Observed
 
 WORKERS, PREFETCH = (0, 1, 2, 4, 8), (2, 4)
 CALIBRATED = (2, 2)

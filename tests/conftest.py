@@ -109,8 +109,8 @@ def as_nobody() -> Callable[..., tuple[int, str]]:
         # Import what the command needs first: the new user may not be able to read our environment.
         program = (
             "import os, sys\n"
-            "import stoker.commands.config, stoker.config.reference, stoker.run.folder, stoker.machine.host\n"
-            "import stoker.console\n"
+            "import stoker.commands.config, stoker.config.reference, stoker.run.folder, stoker.profile.host\n"
+            "import stoker.core.console\n"
             "from stoker.cli import main\n"
             "if os.getuid() == 0:\n"
             "    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

@@ -256,7 +256,7 @@ def test_a_notice_is_heard_in_c_code_and_if_it_came_before_anybody_listened() ->
     )
     early = "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [10]); os.kill(os.getpid(), 10)"
     for program in (
-        f"import stoker.notices as n; n.PATIENCE_S = 0.2\n{CRASH.format(body=stuck)}",
+        f"import stoker.core.signals as n; n.PATIENCE_S = 0.2\n{CRASH.format(body=stuck)}",
         f"{early}\n{CRASH.format(body='raise SystemExit(9)')}",
     ):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
@@ -272,7 +272,7 @@ def test_an_end_of_file_that_nobody_expected_is_a_bug_and_no_interruption(tmp_pa
 
 
 def test_preempted_exits_143() -> None:
-    body = "from stoker.errors import Preempted; raise Preempted('preempted', 'SIGTERM at step 3')"
+    body = "from stoker.core.errors import Preempted; raise Preempted('preempted', 'SIGTERM at step 3')"
     assert run_crash(body, Path("/tmp")).returncode == 143
     assert signal.SIGTERM + 128 == 143
 
@@ -299,7 +299,7 @@ def test_the_completion_script_is_shown() -> None:
 
 
 def test_json_documents_contain_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
-    from stoker.console import print_json
+    from stoker.core.console import print_json
 
     with pytest.raises(ValueError):
         print_json({"x": float("nan")})

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from bench.peers.serving import BATCH, SIZE, Job, endless, serve
 from stoker.config import load_config
-from stoker.tasks.image_data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
 
 
 def open_stream(job: Job) -> Iterator[int]:

@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 
 from bench.peers.volume_serving import VolumeJob, serve_volumes
-from stoker.data.loader import LoaderOptions
-from stoker.data.volumes.cases import open_cases
-from stoker.data.volumes.opening import OpenVolumes
-from stoker.data.volumes.patches import training_steps
-from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training
-from stoker.data.volumes.survey import survey
-from stoker.data.volumes.transforms import UNCHANGED, TransformRange
-from stoker.data.volumes.volume import ReadingOptions
+from stoker.loader.loader import LoaderOptions
+from stoker.tasks.volumes.cases.cases import open_cases
+from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.formats.opening import OpenVolumes
+from stoker.tasks.volumes.formats.volume import ReadingOptions
+from stoker.tasks.volumes.patches.patches import training_steps
+from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
+from stoker.tasks.volumes.patches.transforms import UNCHANGED, TransformRange
 
 STEPS = 1000
 NNUNET = TransformRange(flips=(0.5, 0.5, 0.5), rotation=0.2, scaling=0.2)

@@ -45,8 +45,8 @@ def _image(_decoding: Any, data: Any, *_rest: Any) -> float:
 
 
 PATCHES = {
-    "stoker.data.images.decoding": ("Decoding", "crop_into", _image),
-    "stoker.data.volumes.making": ("PatchReader", "read", lambda *_any: PATCH_S),
+    "stoker.tasks.images.decode.decoding": ("Decoding", "crop_into", _image),
+    "stoker.tasks.volumes.patches.patch_collate": ("PatchReader", "read", lambda *_any: PATCH_S),
 }
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from stoker.clock.reading import NEWEST, observed_from
 from stoker.config import load_config
-from stoker.data.store.stores import LocalStore
 from stoker.doctor.diagnosing import diagnosis_of
-from stoker.machine.host import fit_to_machine, read_machine
+from stoker.io.stores import LocalStore
+from stoker.profile.clock_reading import NEWEST, observed_from
+from stoker.profile.host import fit_to_machine, read_machine
 from stoker.trial.process import together_trial
 
 

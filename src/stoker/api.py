@@ -11,7 +11,7 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
     """The contents of a checkpoint, checked against its hashes: `model` (name -> tensor on the CPU), `ema`,
     `optimizer`, `config`, `classes`, `progress` and the rest. A run folder means its best checkpoint, or its last.
 
-    Raises stoker.errors.UserError if there is none, or if it is damaged. No code in the file is ever run.
+    Raises stoker.core.errors.UserError if there is none, or if it is damaged. No code in the file is ever run.
     """
     from stoker.run.finished import best_checkpoint
     from stoker.run.folder import RunFolder

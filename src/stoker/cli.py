@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from stoker import __version__
-from stoker.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Interrupted, StokerError, UsageError, nearest
-from stoker.notices import Notice, listening_from_the_start
+from stoker.core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Interrupted, StokerError, UsageError, nearest
+from stoker.core.signals import Notice, listening_from_the_start
 
 if TYPE_CHECKING:
     import typer
@@ -86,7 +86,7 @@ def _run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception as error:
-        from stoker.out_of_memory import as_out_of_memory
+        from stoker.core.out_of_memory import as_out_of_memory
 
         no_memory = as_out_of_memory(error)
         return _end_with_bug(error) if no_memory is None else _end_with(no_memory, arguments)
@@ -109,7 +109,7 @@ def _dispatch(arguments: list[str]) -> int:
         hint = f"stoker {similar} --help" if similar else "stoker --help"
         raise UsageError(f"unknown-{what}", f"{first!r} is not {article} {what} of stoker", hint=hint)
     if first not in WITHOUT_TORCH and "--help" not in arguments:
-        from stoker.out_of_memory import refuse_few_addresses
+        from stoker.core.out_of_memory import refuse_few_addresses
 
         refuse_few_addresses()
     return _run_typer(arguments, [first])
@@ -160,7 +160,7 @@ def _raise_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
 
 
 def _end_with(error: StokerError, arguments: Sequence[str]) -> int:
-    from stoker.console import print_json_error, say, say_error
+    from stoker.core.console import print_json_error, say, say_error
 
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -174,7 +174,7 @@ def _end_with(error: StokerError, arguments: Sequence[str]) -> int:
 
 
 def _end_with_bug(error: Exception) -> int:
-    from stoker.console import say, say_bug
+    from stoker.core.console import say, say_bug
     from stoker.run.environment import write_crash_log
 
     log = write_crash_log(error)
@@ -206,7 +206,7 @@ Example: stoker doctor -- python train.py"""
 
 
 def _print_version(*, json: bool) -> None:
-    from stoker.console import print_json
+    from stoker.core.console import print_json
 
     if json:
         print_json({"version": __version__})
@@ -215,6 +215,6 @@ def _print_version(*, json: bool) -> None:
 
 
 def _print(text: str) -> None:
-    from stoker.console import print_result
+    from stoker.core.console import print_result
 
     print_result(text)

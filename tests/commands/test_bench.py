@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import PROJECT, Run
-from tests.data.test_loader import make_images
+from tests.loader.test_loader import make_images
 
 
 @pytest.fixture(scope="module")

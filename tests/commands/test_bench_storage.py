@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stoker.cli import main
-from stoker.machine.storage_profile import SMALL_READ, Round, StorageProfile, small_targets
+from stoker.io.storage_profile import SMALL_READ, Round, StorageProfile, small_targets
 from stoker.plan.storage_bench import appetites, storage_text
 from tests.support.s3_server import S3Server
 

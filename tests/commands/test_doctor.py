@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.clock.file import FORMAT
-from stoker.clock.observed import LoaderShape, Observed
-from stoker.clock.steps import BATCH_COLUMNS
+from stoker.core.finding import Estimate
 from stoker.doctor.diagnosing import keep_predictions, settle_predictions
-from stoker.doctor.records import Diagnosis, Prediction
+from stoker.doctor.diagnosis import Diagnosis, Prediction
 from stoker.doctor.screen import doctor_text
-from stoker.finding import Estimate
+from stoker.profile.clock_file import FORMAT
+from stoker.profile.observed import LoaderShape, Observed
+from stoker.profile.step_clock import BATCH_COLUMNS
 from tests.conftest import Run
 from tests.doctor.checks.observations import starved
 from tests.support.tiny_training import write_config, write_images

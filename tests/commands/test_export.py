@@ -12,10 +12,10 @@ import safetensors
 import torch
 
 from stoker.cli import main
-from stoker.models.build import build_model
-from stoker.models.weights import load_weights
-from stoker.tasks import exporting as export_formats
+from stoker.tasks.images import exporting as export_formats
+from stoker.tasks.images.models import build_model
 from stoker.train.checkpoint.restore import restore_model
+from stoker.train.checkpoint.weights import load_weights
 from tests.support.trained import SIZE, write_images, write_untrained
 
 CLASSES = ["ant", "bee", "cät"]

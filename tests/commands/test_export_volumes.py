@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stoker.cli import main
-from stoker.models.volumes import build_volume_model
-from stoker.models.weights import load_weights
+from stoker.tasks.volumes.networks import build_volume_model
 from stoker.tasks.volumes.segment import open_trained
+from stoker.train.checkpoint.weights import load_weights
 from tests.support.trained_volumes import PATCH, write_untrained_volumes
 
 

@@ -14,10 +14,10 @@ import pytest
 import tifffile
 
 from stoker.cli import main
-from stoker.data.volumes.cases import open_cases
-from stoker.data.volumes.opening import open_volume
-from stoker.data.volumes.scrolls import write_scrolls
-from stoker.data.volumes.volume import whole
+from stoker.tasks.volumes.cases.cases import open_cases
+from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.volumes.formats.opening import open_volume
+from stoker.tasks.volumes.formats.volume import whole
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import metrics
 from tests.support.tiny_volumes import write_volume_config
@@ -231,7 +231,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
     from collections import namedtuple
 
     usage = namedtuple("usage", ["total", "used", "free"])
-    monkeypatch.setattr("stoker.data.volumes.pack.packing.shutil.disk_usage", lambda _path: usage(0, 0, 100_000))
+    monkeypatch.setattr("stoker.tasks.volumes.pack.packing.shutil.disk_usage", lambda _path: usage(0, 0, 100_000))
     assert packs(source, tmp_path / "packed", "--layout", "raw") == 1
     assert "disk-too-small" in capsys.readouterr().err
     assert not (tmp_path / "packed" / "train").exists()

@@ -20,15 +20,15 @@ import tifffile
 import torch
 
 from stoker.cli import main
-from stoker.data.volumes.opening import VolumeRef, open_volume
-from stoker.data.volumes.scrolls import write_scrolls
-from stoker.data.volumes.volume import ArrayVolume, whole
-from stoker.tasks.volumes import folder as volume_folder
-from stoker.tasks.volumes import output as volume_output
-from stoker.tasks.volumes.postprocess import parse_chain, post_processed
-from stoker.tasks.volumes.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
+from stoker.tasks.volumes.formats.volume import ArrayVolume, whole
+from stoker.tasks.volumes.predict import output as volume_output
+from stoker.tasks.volumes.predict import predict_folder as volume_folder
+from stoker.tasks.volumes.predict.postprocess import parse_chain, post_processed
+from stoker.tasks.volumes.predict.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.windows import SlidingWindow
 from stoker.tasks.volumes.segment import open_trained
-from stoker.tasks.volumes.windows import SlidingWindow
 from tests.support.trained_volumes import write_untrained_volumes
 
 SHAPE = (40, 44, 36)

@@ -14,16 +14,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import stoker.tasks.classify
+import stoker.tasks.images.classify
 from stoker.cli import main
 from stoker.config import load_config
-from stoker.data.images.imagenet import spoken
-from stoker.machine.host import HostConfig, fit_to_machine, read_machine
-from stoker.models.build import build_model
-from stoker.tasks.classify import build_network, colours_of, colours_of_name, open_data
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.contact_sheet import LARGEST_SIDE, drawable, fitting, regular, shown_side
-from stoker.tasks.preview import look, spread_over_classes
-from stoker.tasks.preview_sheet import caption_of, sheet_of
+from stoker.tasks.images.classify import build_network, colours_of, colours_of_name, open_data
+from stoker.tasks.images.layouts.imagenet import spoken
+from stoker.tasks.images.models import build_model
+from stoker.tasks.images.preview import look, spread_over_classes
+from stoker.tasks.images.preview_sheet import caption_of, sheet_of
 from stoker.train.optimization import build_loss
 from tests.support.images import encode, noise
 from tests.support.tiny_training import write_config, write_images
@@ -76,8 +76,8 @@ def tapped(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
 
         return compute
 
-    monkeypatch.setattr(stoker.tasks.classify, "build_network", network)
-    monkeypatch.setattr(stoker.tasks.classify, "build_loss", loss)
+    monkeypatch.setattr(stoker.tasks.images.classify, "build_network", network)
+    monkeypatch.setattr(stoker.tasks.images.classify, "build_loss", loss)
     return seen
 
 
@@ -173,7 +173,7 @@ def test_a_run_keeps_its_preview_once_and_trains_alike_without_it(
     def broken(*arguments: Any, **options: Any) -> None:
         raise ValueError("cannot be drawn")
 
-    monkeypatch.setattr("stoker.tasks.preview_sheet.look", broken)
+    monkeypatch.setattr("stoker.tasks.images.preview_sheet.look", broken)
     assert main(["train", str(config), "epochs=1", "--fresh"]) == 0
     assert not file.exists(), "the earlier one belongs to the earlier run"
     assert all(map(torch.equal, with_preview, tapped["train"]))

@@ -11,16 +11,16 @@ import pytest
 import torch
 from PIL import Image
 
-from stoker.augment.volumes import build_volume_augment
 from stoker.cli import main
 from stoker.config import load_config
-from stoker.data.draws import sample_keys
-from stoker.data.volumes.transforms import TransformRange, draw_transforms
-from stoker.data.volumes.volume import ArrayVolume
-from stoker.machine.host import HostConfig, fit_to_machine, read_machine
+from stoker.loader.rng import sample_keys
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine
+from stoker.tasks.volumes.augment.pipeline import build_volume_augment
 from stoker.tasks.volumes.data import open_data, open_loader, training_plan
+from stoker.tasks.volumes.formats.volume import ArrayVolume
+from stoker.tasks.volumes.patches.transforms import TransformRange, draw_transforms
 from stoker.tasks.volumes.pictures import as_grey, worst_cuts
-from stoker.tasks.volumes.preview import look, placed
+from stoker.tasks.volumes.preview_sheet import look, placed
 from stoker.train.transfers import Uploader
 from tests.support.volumes import write_scroll_config
 

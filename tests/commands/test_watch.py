@@ -152,8 +152,8 @@ def test_the_page_follows_the_run_and_keeps_what_its_reader_chose(tmp_path: Path
 
 
 def test_watching_a_long_run_reads_only_what_is_new(tmp_path: Path) -> None:
-    from stoker.clock.observed import Observed
-    from stoker.doctor.records import Diagnosis
+    from stoker.doctor.diagnosis import Diagnosis
+    from stoker.profile.observed import Observed
     from stoker.report.document import RunReader
 
     def judge(observed: Observed) -> Diagnosis:

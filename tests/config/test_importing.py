@@ -17,7 +17,7 @@ from stoker.config.importing.rules import Kind, Theirs
 from stoker.config.importing.translate import PROGRAMS, Imported, import_config
 from stoker.config.importing.writing import imported_as_yaml, summary
 from stoker.config.schema import FOREIGN_ALIASES, Config
-from stoker.errors import ConfigError, UserError
+from stoker.core.errors import ConfigError, UserError
 from tests.conftest import PROJECT
 
 Write = Callable[..., Path]

@@ -15,7 +15,7 @@ from stoker.config import load_config
 from stoker.config.importing.names import NAMES
 from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, Config, key_names
-from stoker.errors import ConfigError
+from stoker.core.errors import ConfigError
 from tests.conftest import PROJECT
 
 Write = Callable[..., Path]

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.doctor.attach.traced_step import TracedStep
+from stoker.core.errors import UsageError
 from stoker.doctor.diagnosing import diagnosis_of
 from stoker.doctor.pacing import paced, read_script_pace, step_time_s
 from stoker.doctor.screen import doctor_text
-from stoker.errors import UsageError
-from stoker.machine.datasheets import load_datasheet
+from stoker.doctor.script.traced_step import TracedStep
 from stoker.plan.records import TracedOp
 from stoker.plan.roofline import PRODUCT_EFFICIENCY
+from stoker.profile.datasheets import load_datasheet
 from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy
 
 HIDDEN = healthy(

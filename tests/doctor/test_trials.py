@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from stoker.clock.observed import Observed
-from stoker.clock.reading import observed_from
 from stoker.config import Config, load_config
+from stoker.core.errors import UserError
+from stoker.core.finding import Estimate
 from stoker.doctor import trials
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.diagnosing import to_confirm
-from stoker.doctor.records import Prediction
+from stoker.doctor.diagnosis import Prediction
 from stoker.doctor.trials import run_trials
-from stoker.errors import UserError
-from stoker.finding import Estimate
-from stoker.machine.host import fit_to_machine, read_machine
+from stoker.profile.clock_reading import observed_from
+from stoker.profile.host import fit_to_machine, read_machine
+from stoker.profile.observed import Observed
 from stoker.trial.fork_server import Ended
 from stoker.trial.process import ceiling_trial, together_trial
 from tests.support.tiny_training import write_config, write_images
@@ -32,8 +32,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from stoker.config import load_config
-from stoker.machine.host import fit_to_machine
-from stoker.machine.host import read_machine
+from stoker.profile.host import fit_to_machine
+from stoker.profile.host import read_machine
 from stoker.doctor.trials import run_trials
 config, _ = fit_to_machine(load_config(Path(sys.argv[1]), sys.argv[2:]).config, read_machine())
 run_trials(config, 300, pace_s=0.01, progress=lambda what, done, total: print(what, done, flush=True))

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.clock.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime, StorageFacts
-from stoker.doctor.records import Prediction
+from stoker.doctor.diagnosis import Prediction
 from stoker.doctor.what_if import model_of, speed_up, what_if, with_loader
+from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime, StorageFacts
 
 
 def observed(*, cpu: float, blocked: float, step: float = 0.004, workers: int = 2, cpus: int = 8) -> Observed:

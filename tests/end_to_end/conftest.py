@@ -15,10 +15,10 @@ import torch
 
 from stoker.commands import train as command
 from stoker.config import Config
-from stoker.errors import Interrupted, Preempted
-from stoker.machine import host
+from stoker.core.errors import Interrupted, Preempted
+from stoker.profile import host
 from stoker.tasks import training
-from stoker.tasks.dispatch import Task, task_for
+from stoker.tasks.base import Task, task_for
 from stoker.train.loop import Run
 from stoker.train.step import Prepared
 from tests.support.tiny_training import write_images

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from stoker.clock.costs import run_queue_s
-from stoker.clock.reading import read_observed
 from stoker.config import load_config
-from stoker.machine import host
+from stoker.profile import host
+from stoker.profile.batch_costs import run_queue_s
+from stoker.profile.clock_reading import read_observed
 from stoker.tasks import training
 from stoker.train import loader_changes
 from stoker.train.loader_adjuster import LoaderAdjuster

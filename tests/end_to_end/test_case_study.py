@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stoker.config import load_config
-from stoker.data.images.imagenet import real_labels, synsets
+from stoker.tasks.images.layouts.imagenet import real_labels, synsets
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import KEYS, metrics, steps_done, write_config, write_images
 

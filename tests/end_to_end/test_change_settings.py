@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from stoker.config import load_config
 from stoker.config.volume_keys import VolumeKeys
-from stoker.data.images import calibration
-from stoker.data.images.calibration import CalibrationResult
-from stoker.errors import UserError
-from stoker.machine import host
-from stoker.tasks import classify
+from stoker.core.errors import UserError
+from stoker.profile import host
+from stoker.tasks.images import classify
+from stoker.tasks.images.decode import calibration
+from stoker.tasks.images.decode.calibration import CalibrationResult
 from stoker.train.checkpoint.changes import APPLIED, OTHER, SCHEDULE
 from stoker.train.checkpoint.format import write_checkpoint
 from stoker.train.schedule import Horizon, learning_rate

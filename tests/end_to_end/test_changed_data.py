@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from tests.end_to_end.conftest import Ledger
 from tests.support.tiny_training import last_state, metrics, write_config, write_images
 from tests.support.tiny_volumes import write_list, write_volume_config

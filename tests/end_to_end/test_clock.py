@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.clock.reading import read_observed
+from stoker.profile.clock_reading import read_observed
 from tests.conftest import Run
 from tests.support.tiny_training import write_config, write_images
 

@@ -13,7 +13,7 @@ import torch
 import stoker as package
 from stoker import __version__
 from stoker.cli import main
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from stoker.plan.planning import cpu_caveats
 from stoker.plan.records import PACKED_BYTES
 from tests.support.ready_process import ReadyProcess

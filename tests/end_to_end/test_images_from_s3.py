@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_loader import SAMPLES, entries, ledger, loader_for, make_images
+from tests.loader.test_loader import SAMPLES, entries, ledger, loader_for, make_images
 from tests.support.s3_server import BUCKET, S3Server
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.out_of_memory import LEAST_ADDRESS_BYTES, as_out_of_memory
+from stoker.core.out_of_memory import LEAST_ADDRESS_BYTES, as_out_of_memory
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import last_state, write_config, write_images
 from tests.support.waiting import DEADLINE_S

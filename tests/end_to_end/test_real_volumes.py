@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stoker.augment.volumes import VolumeEvalPrepare
-from stoker.data.loader import LoaderOptions
-from stoker.data.volumes.cases import open_cases
-from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.opening import OpenVolumes
-from stoker.data.volumes.patches import training_steps
-from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training
-from stoker.data.volumes.survey import survey
-from stoker.data.volumes.volume import ReadingOptions
-from stoker.scores.competition import foreground, score_surface
+from stoker.loader.loader import LoaderOptions
+from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare
+from stoker.tasks.volumes.cases.cases import open_cases
+from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.formats.opening import OpenVolumes
+from stoker.tasks.volumes.formats.volume import ReadingOptions
+from stoker.tasks.volumes.patches.labels import LabelRules
+from stoker.tasks.volumes.patches.patches import training_steps
+from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
+from stoker.tasks.volumes.scores.competition import foreground, score_surface
 from tests.conftest import Run
 from tests.support.published_scores import published_score
 from tests.support.volumes import needs_matcher

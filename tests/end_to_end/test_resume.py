@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stoker.commands import train as command
-from stoker.errors import Preempted
+from stoker.core.errors import Preempted
 from stoker.tasks import training
 from tests.end_to_end.conftest import Ledger
 from tests.support.ready_process import ReadyProcess

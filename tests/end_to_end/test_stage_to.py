@@ -15,17 +15,17 @@ import pytest
 
 from stoker.cli import main
 from stoker.config import load_config
-from stoker.data.loader import BatchLoader
-from stoker.data.store import cache
-from stoker.data.store.local_copy import LocalCopy
-from stoker.data.volumes.making import PatchBatch
-from stoker.errors import UserError
-from stoker.machine.host import fit_to_machine, read_machine
-from stoker.tasks import classify
-from stoker.tasks.image_data import open_loader
+from stoker.core.errors import UserError
+from stoker.io import cache
+from stoker.io.local_copy import LocalCopy
+from stoker.loader.loader import BatchLoader
+from stoker.profile.host import fit_to_machine, read_machine
+from stoker.tasks.images import classify
+from stoker.tasks.images.data import open_loader
 from stoker.tasks.staging import Staging
 from stoker.tasks.volumes import data as volumes
 from stoker.tasks.volumes import segment
+from stoker.tasks.volumes.patches.patch_collate import PatchBatch
 from stoker.train.ranks import Ranks
 from tests.support.layouts import images_of, write_parquet, write_tars
 from tests.support.proxy import Proxy

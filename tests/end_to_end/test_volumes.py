@@ -15,14 +15,14 @@ import torch
 
 from stoker.cli import main
 from stoker.config import load_config
-from stoker.data.volumes.cases import open_cases
-from stoker.data.volumes.opening import OpenVolumes
-from stoker.data.volumes.scrolls import scroll_volume
-from stoker.data.volumes.split import divide
-from stoker.data.volumes.survey import survey
 from stoker.report.document import RunReader
 from stoker.report.watch_screen import frame_lines
+from stoker.tasks.volumes.cases.cases import open_cases
+from stoker.tasks.volumes.cases.scrolls import scroll_volume
+from stoker.tasks.volumes.cases.split import divide
+from stoker.tasks.volumes.cases.survey import survey
 from stoker.tasks.volumes.data import split_rule
+from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.segment import open_trained
 from tests.end_to_end.conftest import Ledger
 from tests.end_to_end.test_distributed import start_ranks

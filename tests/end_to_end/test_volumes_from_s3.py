@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from tests.data.store.test_cache import kept_files
+from tests.io.test_cache import kept_files
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiny_training import assert_same_end, metrics

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.cgroups import CGROUP_ROOT
+from stoker.core.cgroups import CGROUP_ROOT
 from tests.conftest import PROJECT
 from tests.support.waiting import DEADLINE_S
 
@@ -27,13 +27,13 @@ group, guarded, engine, folder = Path(sys.argv[1]), sys.argv[2] == "guarded", sy
 
 def main():
     (group / "cgroup.procs").write_text(str(os.getpid()))
-    from stoker.data.images.calibration import choose_decoder
-    from stoker.data.images.opening import open_index
-    from stoker.data.images.sample_index import all_samples
-    from stoker.data.loader import ImageLoader, LoaderOptions
-    from stoker.machine.loader_memory import generate_images, plan_over
-    from stoker.machine.loader_speed import repeated
-    from stoker.machine.memory import read_memory
+    from stoker.tasks.images.decode.calibration import choose_decoder
+    from stoker.tasks.images.layouts.opening import open_index
+    from stoker.tasks.images.layouts.sample_index import all_samples
+    from stoker.loader.loader import ImageLoader, LoaderOptions
+    from stoker.loader.loader_memory import generate_images, plan_over
+    from stoker.loader.loader_speed import repeated
+    from stoker.profile.memory import read_memory
     from stoker.train.prefetch_guard import PrefetchGuard
 
     images = generate_images(folder / "images", (48, 64, 3))

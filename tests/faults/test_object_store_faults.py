@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.data.images.sample_index import SampleIndex, pack_names
-from stoker.data.store.cache import CachedStore, cache_place
-from stoker.data.store.object_store import ObjectStore, Patience
-from stoker.data.store.prefetch import open_reader
-from stoker.data.store.stores import ReadFailure, StoreDown
+from stoker.io.cache import CachedStore, cache_place
+from stoker.io.object_store import ObjectStore, Patience
+from stoker.io.prefetch import open_reader
+from stoker.io.stores import ReadFailure, StoreDown
+from stoker.tasks.images.layouts.sample_index import SampleIndex, pack_names
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server, use_environment
 

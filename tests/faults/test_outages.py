@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.store import outage
-from stoker.data.store.object_store import ObjectStore, Patience
-from stoker.data.store.stores import StoreDown
-from tests.data.images.test_packing import pack
-from tests.data.test_loader import SAMPLES, ledger, loader_for, make_images
+from stoker.io import outage
+from stoker.io.object_store import ObjectStore, Patience
+from stoker.io.stores import StoreDown
+from tests.loader.test_loader import SAMPLES, ledger, loader_for, make_images
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server, running_s3_server
 from tests.support.tiny_training import assert_same_end, steps_done, write_config, write_images
 from tests.support.waiting import DEADLINE_S, wait_until
+from tests.tasks.images.test_packing import pack
 
 # The client's own retries are over after some 5 s.
 OUTAGE_S = 7.0
@@ -318,7 +318,7 @@ def test_a_notice_in_an_outage_saves_leaves_and_resumes_to_the_same_bits(
 
 PACKS_AND_LOADS = """
 import pickle, subprocess, sys, time
-from stoker.data.store import outage
+from stoker.io import outage
 
 if len(sys.argv) > 1:
     outage.adopt(pickle.loads(bytes.fromhex(sys.argv[1])))

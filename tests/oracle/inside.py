@@ -15,9 +15,9 @@ import numpy as np
 from timm.models import build_model_with_cfg, register_model
 from timm.models.resnet import BasicBlock, ResNet
 
-from stoker.models import unets
 from stoker.tasks import training
-from stoker.tasks.dispatch import task_for
+from stoker.tasks.base import task_for
+from stoker.tasks.volumes import unets
 
 LEDGER = "STOKER_ORACLE_LEDGER"
 """File that gets a line for each batch."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from stoker.config import Config, load_config
-from stoker.errors import UserError
-from stoker.machine.host import Machine
+from stoker.core.errors import UserError
 from stoker.plan.guard import quick_plan, refuse_what_cannot_fit
+from stoker.profile.host import Machine
 from tests.conftest import Run
 from tests.support.tiny_training import write_config, write_images
 

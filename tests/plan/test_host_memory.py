@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.machine.loader_memory import STATED
+from stoker.loader.loader_memory import STATED
 from stoker.plan.host_memory import (
     CUDA_HOST_BYTES,
     HostShape,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.machine.datasheets import load_datasheet
 from stoker.plan import roofline
 from stoker.plan.records import Phase, TracedOp
 from stoker.plan.roofline import all_reduce_seconds, kind_of, step_seconds
+from stoker.profile.datasheets import load_datasheet
 
 A100 = load_datasheet("a100-80")
 MB = 10**6

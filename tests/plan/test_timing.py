@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.errors import UsageError
+from stoker.core.errors import UsageError
 from stoker.plan.break_even import Room
 from stoker.plan.budget import check_counts
 from stoker.plan.records import Rate, TimeBudget

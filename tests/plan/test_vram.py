@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from stoker.config import Config, load_config
-from stoker.models.build import build_model
 from stoker.plan.vram import CONTEXT, PARTS, bound_without_trace, trace_vram, vram_budget
-from stoker.tasks.classify import traceable_step
+from stoker.tasks.images.classify import traceable_step
+from stoker.tasks.images.models import build_model
 from stoker.train.optimization import build_optimizer, cross_entropy
 from stoker.train.step import TraceableStep, plain_batch
 
@@ -102,7 +102,7 @@ def test_a_bound_grows_with_the_batch() -> None:
 
 
 def test_the_step_of_a_config_can_be_planned_without_leaving_fake_tensors() -> None:
-    from stoker.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, to_float
+    from stoker.tasks.images.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, to_float
 
     step = traceable_step(demo_config(mixup_alpha=0.2, ema_decay=0.99), 10)
     budget = vram_budget(step)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.clock.observed import LoaderShape, Observed, SlowSample
+from stoker.core.finding import Estimate
 from stoker.doctor.checks.verdict import judge
-from stoker.doctor.records import Confirmation, Diagnosis, Prediction
-from stoker.finding import Estimate
+from stoker.doctor.diagnosis import Confirmation, Diagnosis, Prediction
+from stoker.profile.observed import LoaderShape, Observed, SlowSample
 from stoker.report.document import diagnosis_document
 from stoker.report.page import report_document, report_page
 from tests.doctor.checks.observations import healthy, starved

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from stoker.clock.observed import Observed
-from stoker.doctor.records import Diagnosis, Need
-from stoker.finding import Estimate, Finding
+from stoker.core.finding import Estimate, Finding
+from stoker.doctor.diagnosis import Diagnosis, Need
+from stoker.profile.observed import Observed
 from stoker.report.document import Document, RunReader
 from stoker.report.page import embedded_json, report_document, report_page
 from stoker.run.lease import Lease, is_held

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from stoker.report.page import report_document, report_page
 from stoker.report.tune_document import TuneReader
 from stoker.report.watch_web import WatchServer

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.clock.reading import read_observed
 from stoker.config import load_config
-from stoker.errors import UserError
-from stoker.files import parse_json, read_json
+from stoker.core.errors import UserError
+from stoker.core.files import parse_json, read_json
+from stoker.profile.clock_reading import read_observed
 from stoker.report.document import read_document
 from stoker.run.folder import open_run
 from stoker.run.json_lines import JsonLines, KeptRecords, finite, number

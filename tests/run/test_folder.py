@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from stoker.config import load_config
-from stoker.errors import ConfigError
-from stoker.files import atomic_file, write_text
+from stoker.core.errors import ConfigError
+from stoker.core.files import atomic_file, write_text
 from stoker.run.folder import open_run, run_folder_for, run_name_for
 from stoker.run.lease import Lease, LeaseHeld
 
@@ -144,7 +144,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_old_file(tmp_path: Path) -> 
     path = tmp_path / "file"
     write_text(path, "old")
     program = (
-        "import os, signal, sys; from pathlib import Path; from stoker.files import atomic_file\n"
+        "import os, signal, sys; from pathlib import Path; from stoker.core.files import atomic_file\n"
         "with atomic_file(Path(sys.argv[1])) as s:\n"
         "    s.write('x' * 100000); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -163,7 +163,7 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_folder_without_permission_is_refused_and_left_alone(open_folder: Path) -> None:
     program = (
         "import os, sys\nfrom stoker.config import load_config\nfrom stoker.run.folder import open_run\n"
-        "from stoker.errors import ConfigError\n"
+        "from stoker.core.errors import ConfigError\n"
         "if os.getuid() == 0:\n    os.setgid(65534); os.setuid(65534)\n"
         "try:\n    open_run(load_config(None, ['runs_dir=' + sys.argv[1]]).config, None)\n"
         "except ConfigError as error:\n    print(error.seen)\n"

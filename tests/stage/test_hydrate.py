@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.errors import UsageError, UserError
+from stoker.core.errors import UsageError, UserError
 from stoker.stage.concurrency import RateLimit
 from stoker.stage.hydrate import Hydrated, hydrate, list_files, read_through
 from stoker.stage.lustre import in_calls, parse_states

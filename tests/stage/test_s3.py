@@ -12,9 +12,9 @@ import obstore
 import pytest
 
 from stoker.cli import main
-from stoker.data.store import outage
-from stoker.data.store.local_copy import LocalCopy
-from stoker.data.store.object_store import Patience
+from stoker.io import outage
+from stoker.io.local_copy import LocalCopy
+from stoker.io.object_store import Patience
 from stoker.stage.checking import verify_copy
 from stoker.stage.copying import copy_all, find_work
 from stoker.stage.selection import everything

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stoker.clock.reading import read_observed
-from stoker.clock.steps import BATCH_COLUMNS
+from stoker.core.errors import StokerError
 from stoker.doctor import what_if
 from stoker.doctor.diagnosing import diagnosis_of
-from stoker.errors import StokerError
+from stoker.profile.clock_reading import read_observed
+from stoker.profile.step_clock import BATCH_COLUMNS
 from stoker.report.document import compare, read_document
 from stoker.report.watch_screen import frame_lines, status_line
 from stoker.run.lease import Lease, is_held

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-from stoker.child import Parent
+from stoker.core.child import Parent
 
 
 def by_length(job: dict[str, Any], parent: Parent) -> Any:

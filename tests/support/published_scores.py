@@ -9,7 +9,7 @@ import numpy as np
 import surface_distance
 from skimage.metrics import variation_of_information
 
-from stoker.scores.topology import Topology, load_matcher, octants
+from stoker.tasks.volumes.scores.topology import Topology, load_matcher, octants
 
 
 def published_surface_dice(one: Any, two: Any, tolerance: float, spacing: tuple[float, float, float]) -> float:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stoker.files import write_text
+from stoker.core.files import write_text
 
 BATCH = 64
 WAIT_S, COMPUTE_S, OTHER_S = 0.030, 0.065, 0.005

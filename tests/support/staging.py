@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.data.store.local_copy import open_copy
+from stoker.io.local_copy import open_copy
 from stoker.stage.checking import verify_copy
 
 

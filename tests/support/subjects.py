@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import load_config
-from stoker.machine.host import Machine, fit_to_machine
+from stoker.profile.host import Machine, fit_to_machine
 from stoker.verify.checks import Check, Subject
 from stoker.verify.running import all_checks
 

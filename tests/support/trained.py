@@ -12,7 +12,7 @@ from PIL import Image
 
 from stoker.cli import main
 from stoker.config import config_values, load_config
-from stoker.models.build import build_model
+from stoker.tasks.images.models import build_model
 from stoker.train.checkpoint.format import write_checkpoint
 
 COLOURS = {"blue": (40, 60, 200), "green": (50, 190, 60), "red": (210, 50, 40)}

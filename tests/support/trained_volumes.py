@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import config_values, load_config
-from stoker.models.volumes import build_volume_model
+from stoker.tasks.volumes.networks import build_volume_model
 from stoker.train.checkpoint.format import write_checkpoint
 
 PATCH = (16, 16, 16)

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from stoker.config import Config
 from stoker.tasks import training
-from stoker.tasks.dispatch import Task, task_for
+from stoker.tasks.base import Task, task_for
 from stoker.train.step import Prepared
 
 MOST = 4

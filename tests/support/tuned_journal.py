@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stoker.finding import Estimate
+from stoker.core.finding import Estimate
 from stoker.tune.journal import Journal
 from stoker.tune.records import Candidate, Measured, Outcome, Settings, State
 from stoker.tune.search import search

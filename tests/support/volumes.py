@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.data.volumes.scrolls import write_scrolls
-from stoker.errors import UserError
-from stoker.scores.topology import load_matcher
+from stoker.core.errors import UserError
+from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.volumes.scores.topology import load_matcher
 from tests.support.tiny_volumes import write_volume_config
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stoker.config import load_config
-from stoker.errors import UserError
-from stoker.machine.host import Machine, fit_to_machine
+from stoker.core.errors import UserError
+from stoker.profile.host import Machine, fit_to_machine
 from stoker.tasks.training import check_devices, device_index
 from stoker.train.compute import choose_fastest_kernels
 

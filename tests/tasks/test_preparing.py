@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from stoker.config import Config, load_config
-from stoker.data.batch import ImageBatch
-from stoker.machine.host import HostConfig
+from stoker.loader.batch import ImageBatch
+from stoker.profile.host import HostConfig
 from stoker.tasks.building import input_dtype
-from stoker.tasks.classify import build_run, open_data, traceable_step
-from stoker.tasks.prediction import classifier_of
+from stoker.tasks.images.classify import build_run, open_data, traceable_step
+from stoker.tasks.images.prediction import classifier_of
 from stoker.train.checkpoint.restore import Restored
 from stoker.train.loop import Run
 from stoker.train.ranks import Ranks

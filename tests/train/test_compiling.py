@@ -11,8 +11,8 @@ import torch._inductor.config
 from torch import nn
 
 from stoker.config import load_config
-from stoker.machine.host import fit_to_machine, read_machine
-from stoker.tasks.classify import build_run, open_data
+from stoker.profile.host import fit_to_machine, read_machine
+from stoker.tasks.images.classify import build_run, open_data
 from stoker.train.compute import Compiled
 from stoker.train.loop import train
 from stoker.train.ranks import Ranks

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config import load_config
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from stoker.train.ema import WARMUP_GAMMA, WeightAverage
 from tests.conftest import PROJECT
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from stoker.train.launch import launch
 from tests.support.waiting import DEADLINE_S, processes_with, wait_until
 

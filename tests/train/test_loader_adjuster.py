@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from stoker.clock.costs import BatchCost, StageCost
-from stoker.clock.steps import StepClock
-from stoker.data.engines.making import LoaderSetup
-from stoker.data.store.prefetch import HeldBack
-from stoker.machine.memory import MemoryState
+from stoker.io.prefetch import HeldBack
+from stoker.loader.collate import LoaderSetup
+from stoker.profile.batch_costs import BatchCost, StageCost
+from stoker.profile.memory import MemoryState
+from stoker.profile.step_clock import StepClock
 from stoker.train import loader_adjuster
 from stoker.train.loader_adjuster import IDLE_LOOKS, LOOK_STEPS, LOOKS, LoaderAdjuster
 

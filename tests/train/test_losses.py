@@ -6,8 +6,8 @@ import pytest
 import torch
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
-from stoker.augment.mixing import soft_targets
 from stoker.config import Config
+from stoker.tasks.images.augment.mixing import soft_targets
 from stoker.train.optimization import binary_cross_entropy, build_loss, cross_entropy
 
 CLASSES = 11

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
+from stoker.tasks.images.label_alarm import Confusion
 from stoker.train.evaluate import Accumulator
-from stoker.train.label_alarm import Confusion
 
 
 def samples(count: int, classes: int = 11) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stoker.augment import operations, pipeline
-from stoker.augment.packing import kept_on
-from stoker.augment.pipeline import TrainAugment, build_train_augment
 from stoker.config import Config, load_config
-from stoker.data.batch import ImageBatch
-from stoker.models.build import build_model
+from stoker.loader.batch import ImageBatch
 from stoker.tasks.building import optimizer_for
-from stoker.tasks.classify import prepare_batch
+from stoker.tasks.images.augment import operations, pipeline
+from stoker.tasks.images.augment.copies import kept_on
+from stoker.tasks.images.augment.pipeline import TrainAugment, build_train_augment
+from stoker.tasks.images.classify import prepare_batch
+from stoker.tasks.images.models import build_model
 from stoker.train.compute import Precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator

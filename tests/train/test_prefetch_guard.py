@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.images.calibration import choose_decoder
-from stoker.data.images.opening import open_index
-from stoker.data.images.sample_index import all_samples
-from stoker.data.loader import ImageLoader, LoaderOptions
-from stoker.machine.loader_memory import generate_images, plan_over
-from stoker.machine.memory import MemoryState
+from stoker.loader.loader import ImageLoader, LoaderOptions
+from stoker.loader.loader_memory import generate_images, plan_over
+from stoker.profile.memory import MemoryState
+from stoker.tasks.images.decode.calibration import choose_decoder
+from stoker.tasks.images.layouts.opening import open_index
+from stoker.tasks.images.layouts.sample_index import all_samples
 from stoker.train.prefetch_guard import GROW_AFTER_S, SETTLE_S, PrefetchGuard, in_flight_levels
 
 GB = 1_000_000_000

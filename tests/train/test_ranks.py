@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from stoker.train.ranks import Ranks, agree, any_rank, from_first, gather, ranks_from_environment
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from stoker.train.compute import Precision
 from stoker.train.ranks import Ranks
 from stoker.train.step import Pending, Prepared, TrainStep, ready

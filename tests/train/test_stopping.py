@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from stoker.data.store import outage
-from stoker.errors import Interrupted, Preempted
+from stoker.core.errors import Interrupted, Preempted
+from stoker.io import outage
 from stoker.train.launch import LeaveWait, StopRequest
 from tests.support.waiting import DEADLINE_S
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from stoker.config import load_config
-from stoker.machine.host import fit_to_machine, read_machine
-from stoker.tasks.classify import build_run, open_data
+from stoker.profile.host import fit_to_machine, read_machine
+from stoker.tasks.images.classify import build_run, open_data
 from stoker.train import transfers
 from stoker.train.loop import Run, train
 from stoker.train.ranks import Ranks

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stoker.clock.costs import BatchCost
+from stoker.profile.batch_costs import BatchCost
 from stoker.trial import measuring
 from stoker.trial.measuring import Measurement, is_enough
 

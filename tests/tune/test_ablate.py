@@ -9,8 +9,8 @@ import pytest
 
 from stoker.cli import main
 from stoker.config import Config
-from stoker.errors import UserError
-from stoker.machine.host import HostConfig, Machine, fit_to_machine
+from stoker.core.errors import UserError
+from stoker.profile.host import HostConfig, Machine, fit_to_machine
 from stoker.run.json_lines import read_records
 from stoker.tune.ablate import TOGETHER, Ablation, Contribution, ablate, sources_of, speed_of
 from stoker.tune.journal import Journal

@@ -12,7 +12,7 @@ import pytest
 
 from stoker.cli import main
 from stoker.config import load_config
-from stoker.machine.host import fit_to_machine, read_machine
+from stoker.profile.host import fit_to_machine, read_machine
 from stoker.run.json_lines import read_records
 from stoker.tune.records import key_of
 from stoker.tune.space import settings_of

@@ -9,10 +9,10 @@ import pytest
 
 from stoker.cli import main
 from stoker.config import load_config
-from stoker.data.volumes.pack.writing import LAYOUTS
-from stoker.machine.host import HostConfig, fit_to_machine, read_machine
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine
+from stoker.tasks.volumes.pack.writing import LAYOUTS
 from stoker.trial.fork_server import ForkServer
-from stoker.trial.running import trial_server
+from stoker.trial.trial_server import trial_server
 from stoker.tune.journal import Journal
 from stoker.tune.packs import FAR_SLOWER, Packs
 from stoker.tune.space import settings_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.errors import UsageError
+from stoker.core.errors import UsageError
 from stoker.tune.placeholders import read_template
 
 

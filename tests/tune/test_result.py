@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stoker.config import config_values, load_config
-from stoker.errors import UsageError, UserError
-from stoker.machine.host import fit_to_machine, read_machine
+from stoker.core.errors import UsageError, UserError
+from stoker.profile.host import fit_to_machine, read_machine
 from stoker.tune.records import Outcome, Settings, Step
 from stoker.tune.result import check_target, journal_path, write_tuned
 from stoker.tune.space import settings_of

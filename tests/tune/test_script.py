@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from stoker import child as child_process
 from stoker.cli import main
-from stoker.clock.observed import Observed
+from stoker.core import child as child_process
+from stoker.profile.observed import Observed
 from stoker.tune.placeholders import Template, read_template
 from stoker.tune.records import Settings
 from stoker.tune.script import ScriptTrier, windows_of
-from tests.doctor.attach.conftest import SCRIPTS
+from tests.doctor.script.conftest import SCRIPTS
 from tests.support.waiting import is_running, wait_until
 
 START: Settings = {"num_workers": 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stoker.clock.observed import Observed
+from stoker.profile.observed import Observed
 from stoker.tune.placeholders import read_template
 from stoker.tune.records import Measured, Outcome, Settings
 from stoker.tune.script_space import proposals

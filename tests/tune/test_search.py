@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.finding import Estimate
+from stoker.core.finding import Estimate
 from stoker.run.json_lines import read_records
 from stoker.tune import trials
 from stoker.tune.comparing import is_cheaper

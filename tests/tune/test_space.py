@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from stoker.clock.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime
 from stoker.config import Config
 from stoker.doctor.simulation import Setup, ThreadWork, simulate
-from stoker.machine.host import HostConfig, Machine, fit_to_machine
+from stoker.profile.host import HostConfig, Machine, fit_to_machine
+from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime
 from stoker.trial.ledger import HARMLESS
 from stoker.tune.records import Measured, Outcome, Settings, State, Step, key_of
 from stoker.tune.search import search

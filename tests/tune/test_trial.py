@@ -12,10 +12,10 @@ import pytest
 
 from stoker.cli import main
 from stoker.config import load_config
-from stoker.machine.host import HostConfig, fit_to_machine, read_machine
-from stoker.machine.memory import tree_pids
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine
+from stoker.profile.memory import tree_pids
 from stoker.trial.fork_server import ForkServer
-from stoker.trial.running import trial_server
+from stoker.trial.trial_server import trial_server
 from stoker.tune.records import Measured, Settings
 from stoker.tune.space import settings_of
 from stoker.tune.trier import ConfigTrier

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.machine.accelerators import measure_cpu
-from stoker.machine.datasheets import Datasheet
+from stoker.profile.accelerators import measure_cpu
+from stoker.profile.datasheets import Datasheet
 
 
 @pytest.fixture(scope="session")

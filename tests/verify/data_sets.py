@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import load_config
-from stoker.data.images.listing import ClassListing, Seen, index_of_classes
-from stoker.data.images.sample_index import SampleSet, all_samples, encode_name, pack_names
-from stoker.machine.host import Machine, fit_to_machine
+from stoker.profile.host import Machine, fit_to_machine
+from stoker.tasks.images.layouts.listing import ClassListing, Seen, index_of_classes
+from stoker.tasks.images.layouts.sample_index import SampleSet, all_samples, encode_name, pack_names
 from stoker.verify.checks import Subject
 
 HERE = Machine(cpus=1, accelerators=0)

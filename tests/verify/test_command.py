@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stoker.cli import main
-from stoker.errors import Interrupted
+from stoker.core.errors import Interrupted
 from stoker.verify.running import all_checks
 from tests.support.tiny_training import write_config, write_images
 
@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # One thread: two that wait for each other on busy cores are many times slower.
-    monkeypatch.setattr("stoker.machine.host.usable_cpus", lambda: 1)
+    monkeypatch.setattr("stoker.profile.host.usable_cpus", lambda: 1)
     return tmp_path
 
 
@@ -118,7 +118,7 @@ def test_several_devices_start_as_many_ranks(
         return 1
 
     monkeypatch.setattr("stoker.train.launch.launch", launch)
-    monkeypatch.setattr("stoker.machine.host.usable_cpus", lambda: 2)
+    monkeypatch.setattr("stoker.profile.host.usable_cpus", lambda: 2)
     config = write_config(here, images)
     assert verify(capsys, config, "devices=2")[0] == 1, "the exit code of the ranks"
     assert started == [(2, 1)]

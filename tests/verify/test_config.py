@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stoker.finding import Finding
+from stoker.core.finding import Finding
 from stoker.train.schedule import Horizon
 from stoker.verify.checks import Subject
 from stoker.verify.config import (

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from stoker.data.images.imagenet import synsets
-from stoker.data.images.sample_index import SampleSet
-from stoker.data.store.stores import Buffer, LocalStore
-from stoker.machine.storage import Mount
+from stoker.io.storage_speed import Mount
+from stoker.io.stores import Buffer, LocalStore
+from stoker.tasks.images.layouts.imagenet import synsets
+from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.verify import files
 from stoker.verify.data import CHECKS
 from stoker.verify.files import judge_first_reads

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.finding import Finding
+from stoker.core.finding import Finding
 from stoker.verify.checks import Subject
 from stoker.verify.gpus import CHECKS, judge_products, judge_torch, query_gpus, read_xids
 from stoker.verify.running import run_checks

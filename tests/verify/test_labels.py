@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from stoker.data.images.imagenet import DEVKIT_FIRST, real_labels, synsets
-from stoker.data.images.sample_index import SampleSet
-from stoker.finding import Finding
+from stoker.core.finding import Finding
+from stoker.tasks.images.layouts.imagenet import DEVKIT_FIRST, real_labels, synsets
+from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.train.checkpoint.restore import restore_model
 from stoker.verify.labels import CHECKS
 from tests.support.trained import train_on_colours, write_colours
@@ -137,7 +137,10 @@ def test_the_check_of_names_does_not_apply_to_other_data_and_imports_no_timm() -
     train = training(CLASSES[:3])
     assert outcome(CHECKS, "val-labels", subject_with(train, None)) is None
     assert outcome(CHECKS, "val-labels", subject_with(train, train)) is None
-    text = "import sys; from stoker.data.images.imagenet import *; assert real_labels() and 'timm' not in sys.modules"
+    text = (
+        "import sys; from stoker.tasks.images.layouts.imagenet import real_labels\n"
+        "assert real_labels() and 'timm' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", text], check=True)
 
 

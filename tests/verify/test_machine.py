@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker import cgroups
-from stoker.finding import Finding
+from stoker.core import cgroups
+from stoker.core.finding import Finding
 from stoker.verify.checks import Subject
 from stoker.verify.machine import judge_cores, judge_quota
 from stoker.verify.running import run_checks

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.finding import Finding
-from stoker.machine.memory import MemoryState
+from stoker.core.finding import Finding
+from stoker.profile.memory import MemoryState
 from stoker.verify import trial as trials
 from stoker.verify.checks import Subject
 from stoker.verify.model import CHECKS

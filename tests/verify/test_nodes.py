@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from stoker.errors import UserError
-from stoker.machine.host import Machine
+from stoker.core.errors import UserError
+from stoker.profile.host import Machine
 from stoker.verify.nodes import CHECKS, RankFacts, judge_data, judge_speed, judge_sum, judge_versions, why_not_started
 from stoker.verify.running import all_checks, run_checks
 from tests.end_to_end.test_distributed import free_port

@@ -45,7 +45,7 @@ def data(
     json: JsonOption = False,
 ) -> int:
     """Measure the loader's images per second by number of workers and by stage, next to the decoding limit."""
-    from stoker.console import print_json, print_result, say
+    from stoker.core.console import print_json, print_result, say
     from stoker.tasks.data_bench import bench_data, bench_data_text, plot_bench_data
 
     report = bench_data(source, overrides or (), workers or [], seconds, gpu)
@@ -80,11 +80,11 @@ def storage(
 
     Reads some of the files that are there, and writes nothing.
     """
-    from stoker.console import print_json, print_result, progress_bar
-    from stoker.machine.local_disk import find_local_disk
-    from stoker.machine.storage_profile import profile_storage
+    from stoker.core.console import print_json, print_result, progress_bar
+    from stoker.io.storage_profile import profile_storage
     from stoker.plan.break_even import ANY_DISK
     from stoker.plan.storage_bench import appetites, storage_document, storage_text
+    from stoker.profile.local_disk import find_local_disk
 
     wanted = appetites(gpu)  # raises on a typo before anything is measured
     with progress_bar("measuring", None) as advance:

@@ -30,8 +30,8 @@ def show(
     from stoker.config import config_values
     from stoker.config.reading import load_for_command
     from stoker.config.reference import config_with_origins
-    from stoker.console import print_json, print_result, say_notes
-    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.core.console import print_json, print_result, say_notes
+    from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
 
     resolved = load_for_command(config, overrides)
@@ -61,7 +61,7 @@ def keys(
 ) -> int:
     """Print the type, default, unit and meaning of every key."""
     from stoker.config.reference import key_reference, key_references
-    from stoker.console import print_json, print_result
+    from stoker.core.console import print_json, print_result
 
     references = key_references(names)
     if json:
@@ -75,7 +75,7 @@ def keys(
 def schema(json: JsonOption = True) -> int:  # noqa: ARG001 - a schema is always JSON
     """Print a JSON schema for completion and validation of config files in an editor."""
     from stoker.config.reference import editor_schema
-    from stoker.console import print_json
+    from stoker.core.console import print_json
 
     print_json(editor_schema())
     return 0
@@ -125,7 +125,7 @@ def import_(
         summary,
         write_import,
     )
-    from stoker.console import print_json, print_result, say_notes
+    from stoker.core.console import print_json, print_result, say_notes
 
     check_program(program)
     check_output(output, source, force=force)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.commands.options import JsonOption, let_threads_sleep
-from stoker.console import say
-from stoker.errors import EXIT_FINDING, EXIT_OK, UserError
-from stoker.files import cache_folder, write_text
+from stoker.core.console import say
+from stoker.core.errors import EXIT_FINDING, EXIT_OK, UserError
+from stoker.core.files import cache_folder, write_text
 
 if TYPE_CHECKING:
     from stoker.tasks.demo import Demo, DemoResult
@@ -41,7 +41,7 @@ def demo(
     are not. Runs the same code as `stoker train`. Exits with 1 if the network does not learn to read 97 % of the
     digits, or does not reach a Dice of 90 % on a scroll that was held out.
     """
-    from stoker.console import print_json, print_result
+    from stoker.core.console import print_json, print_result
     from stoker.tasks.demo import DIGITS, SCROLLS, demo_text
 
     code, result = run_demo(SCROLLS if volumes else DIGITS, (folder or cache_folder() / "demo").absolute(), fresh)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stoker.commands.options import JsonOption, WithScript
-from stoker.errors import EXIT_FINDING, UsageError
+from stoker.core.errors import EXIT_FINDING, UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +78,7 @@ def doctor(
     _refuse_combinations(target, script, steps, {"--confirm": confirm})
 
     from stoker.commands.options import let_threads_sleep
-    from stoker.console import print_json, print_result, say
+    from stoker.core.console import print_json, print_result, say
     from stoker.doctor.diagnosing import diagnose
     from stoker.doctor.screen import doctor_text
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stoker.commands.options import JsonOption, RawOption, without_settings
-from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError, UserError
+from stoker.core.errors import EXIT_FINDING, EXIT_OK, UsageError, UserError
 
 if TYPE_CHECKING:
     from stoker.config import Config
@@ -125,7 +125,7 @@ def evaluate(
     from stoker.config.reference import write_scalar
     from stoker.config.volume_keys import PredictionKeys
     from stoker.tasks.volumes.evaluation import ScoreOptions
-    from stoker.tasks.volumes.postprocess import parse_chain
+    from stoker.tasks.volumes.predict.postprocess import parse_chain
     from stoker.train.checkpoint.restore import task_of
 
     def scoring_of(config: Config) -> ScoreOptions:
@@ -175,9 +175,9 @@ def _evaluate_images(
     raw: bool,
     json: bool,
 ) -> int:
-    from stoker.console import print_json, print_result, progress_bar, say
-    from stoker.tasks.evaluation import evaluate_checkpoint, open_labelled
-    from stoker.tasks.results import evaluation_text, plot_confusion
+    from stoker.core.console import print_json, print_result, progress_bar, say
+    from stoker.tasks.images.evaluation import evaluate_checkpoint, open_labelled
+    from stoker.tasks.images.results import evaluation_text, plot_confusion
     from stoker.train.checkpoint.sources import open_model
 
     restored = open_model(checkpoint, settings, raw=raw, say=say)
@@ -212,12 +212,12 @@ def _evaluate_volumes(
     raw: bool,
     json: bool,
 ) -> int:
-    from stoker.console import progress_bar, say
+    from stoker.core.console import progress_bar, say
+    from stoker.core.units import count
     from stoker.run.folder import run_of
     from stoker.tasks.volumes.evaluation import choose_cases, evaluate_volumes
+    from stoker.tasks.volumes.predict.windows import SlidingWindow
     from stoker.tasks.volumes.segment import open_trained
-    from stoker.tasks.volumes.windows import SlidingWindow
-    from stoker.units import count
 
     trained = [open_trained(path, say, settings, raw=raw) for path in checkpoints]
     first = trained[0]
@@ -242,7 +242,7 @@ def _score_masks(
 ) -> int:
     from dataclasses import replace
 
-    from stoker.console import progress_bar, say
+    from stoker.core.console import progress_bar, say
     from stoker.tasks.volumes.evaluation import score_masks
 
     scoring = scoring if out is not None else replace(scoring, pictures=0)
@@ -267,15 +267,15 @@ class _Keeper:
                 ) from None
 
     def scores(self, found: VolumeEvaluation, _judged: Any) -> None:
-        from stoker.files import write_text
+        from stoker.core.files import write_text
 
         if self._out is not None:
             write_text(self._out / SCORES_FILE, dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
 
     def finish(self, found: VolumeEvaluation, judged: list[Judged], *, json: bool) -> int:
         """Draws and prints everything; the exit code."""
-        from stoker.console import print_json, print_result, say
-        from stoker.files import write_bytes, write_text
+        from stoker.core.console import print_json, print_result, say
+        from stoker.core.files import write_bytes, write_text
         from stoker.tasks.contact_sheet import draw_sheet
         from stoker.tasks.volumes.results import evaluation_text, sheet_of
 

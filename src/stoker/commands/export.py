@@ -11,7 +11,7 @@ import typer
 from stoker.commands.options import CheckpointArgument, JsonOption, OverridesArgument, RawOption
 
 if TYPE_CHECKING:
-    from stoker.tasks.exporting import Exportable
+    from stoker.tasks.images.exporting import Exportable
 
 
 def register(app: typer.Typer) -> None:
@@ -46,9 +46,9 @@ def export(
     to know: class names, mean, std and img_size, or patch_size and normalize. ONNX needs
     `pip install 'stoker[export]'`.
     """
-    from stoker.console import print_json, print_result
-    from stoker.tasks.exporting import check_can_export, export_model
-    from stoker.tasks.results import export_text
+    from stoker.core.console import print_json, print_result
+    from stoker.tasks.images.exporting import check_can_export, export_model
+    from stoker.tasks.images.results import export_text
 
     check_can_export(to, out, force)
     subject, path, averaged = _subject(checkpoint, overrides or (), image, raw)
@@ -77,7 +77,7 @@ def _subject(
     checkpoint: Path, overrides: Sequence[str], image: Path | None, raw: bool
 ) -> tuple[Exportable, Path, bool]:
     """What is exported, the file that it comes from, and whether its weights are the average."""
-    from stoker.console import say
+    from stoker.core.console import say
     from stoker.train.checkpoint.restore import task_of
 
     if task_of(checkpoint) == "segment3d":
@@ -86,7 +86,7 @@ def _subject(
 
         trained = open_trained(checkpoint, say, overrides, raw=raw)
         return segmenter_to_export(trained, image), trained.path, trained.averaged
-    from stoker.tasks.exporting import classifier_to_export
+    from stoker.tasks.images.exporting import classifier_to_export
     from stoker.train.checkpoint.sources import open_model
 
     restored = open_model(checkpoint, overrides, raw=raw, say=say)

@@ -15,7 +15,7 @@ from stoker.commands.options import (
     OverridesArgument,
     let_threads_sleep,
 )
-from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError
+from stoker.core.errors import EXIT_FINDING, EXIT_OK, UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -51,7 +51,7 @@ def lr_find(
         raise UsageError("usage", f"--plot {plot} is not a .png file in an existing folder", hint="--plot lr.png")
 
     let_threads_sleep()  # inherited by the test's process
-    from stoker.console import print_json, print_result, say
+    from stoker.core.console import print_json, print_result, say
     from stoker.tune.lr_find import find_lr, lr_text, plot_lr
 
     start = None

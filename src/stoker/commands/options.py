@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from stoker.errors import UsageError
+from stoker.core.errors import UsageError
 
 ConfigArgument = Annotated[
     Path,

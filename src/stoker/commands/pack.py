@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.commands.options import JsonOption
-from stoker.errors import UsageError, did_you_mean
+from stoker.core.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from stoker.config import Config
-    from stoker.data.images.pack.packing import PackOptions
-    from stoker.data.volumes.pack.preprocessing import VoxelChanges
+    from stoker.tasks.images.pack.packing import PackOptions
+    from stoker.tasks.volumes.pack.preprocessing import VoxelChanges
 
 IMAGES, VOLUMES = "Images", "Volumes"
 
@@ -172,13 +172,13 @@ def pack(
         "layout": layout if layout != "auto" else None, "verify": verify or None,
     }  # fmt: skip
 
-    from stoker.console import print_json, print_result, say
-    from stoker.machine.host import usable_cpus
+    from stoker.core.console import print_json, print_result, say
+    from stoker.profile.host import usable_cpus
 
     volumes = _has_volumes(source) or "task=segment3d" in (overrides or [])
     config = _config(source, overrides or [], volumes)
     if config.task == "segment3d":
-        from stoker.tasks.volumes.packing import VolumePacking, as_document, run_volume_packing, summary
+        from stoker.tasks.volumes.pack.cases_packing import VolumePacking, as_document, run_volume_packing, summary
 
         _refuse(for_images, "images", source)
         asked = VolumePacking(
@@ -193,7 +193,7 @@ def pack(
     _refuse(for_volumes, "volumes", source)
     options = _options(shard_size or "256MB", longest, shortest, quality)
 
-    from stoker.tasks import image_packing
+    from stoker.tasks.images.pack import splits_packing as image_packing
 
     results = image_packing.pack_splits(config, destination, split, options, workers or usable_cpus(), fresh)
     if json:
@@ -227,12 +227,12 @@ def _lists_cases(path: Path) -> bool:
 
 def _config(source: str, overrides: Sequence[str], volumes: bool) -> Config:
     from stoker.config.reading import load_for_command
-    from stoker.errors import ConfigError
+    from stoker.core.errors import ConfigError
 
     is_config = source.endswith((".yaml", ".yml")) and not _lists_cases(Path(source))
     path = Path(source) if is_config else None
     if volumes and not is_config:
-        from stoker.data.volumes.pack.trial import USUAL_PATCH
+        from stoker.tasks.volumes.pack.layout_trial import USUAL_PATCH
 
         # A config of volumes must have a patch; here only the trial uses it.
         needed = {"task": "segment3d", "patch_size": list(USUAL_PATCH)}
@@ -247,7 +247,7 @@ def _config(source: str, overrides: Sequence[str], volumes: bool) -> Config:
 def _preparation(
     clip: str | None, median: int | None, scale: str | None, spacing: str | None, dtype: str
 ) -> VoxelChanges:
-    from stoker.data.volumes.pack.preprocessing import VoxelChanges, check_preparation, parse_clip
+    from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, check_preparation, parse_clip
 
     if dtype not in ("keep", "uint8"):
         raise _usage(f"--dtype {dtype} is neither keep nor uint8", "--dtype uint8")
@@ -263,7 +263,7 @@ def _preparation(
 
 
 def _layout(name: str) -> str | None:
-    from stoker.data.volumes.pack.writing import LAYOUTS
+    from stoker.tasks.volumes.pack.writing import LAYOUTS
 
     if name != "auto" and name not in LAYOUTS:
         raise _usage(f"--layout {name} is not one of auto, {', '.join(LAYOUTS)}", did_you_mean(name, LAYOUTS) or "auto")
@@ -293,7 +293,7 @@ def _refuse(options: Mapping[str, object], kind: str, source: str) -> None:
 
 def _options(shard_size: str, longest: int | None, shortest: int | None, quality: int | None) -> PackOptions:
     from stoker.config.fields import parse_bytes
-    from stoker.data.images.pack.packing import PackOptions
+    from stoker.tasks.images.pack.packing import PackOptions
 
     try:
         shard_bytes = parse_bytes(shard_size)

@@ -49,7 +49,7 @@ def plan(
     Without options the plan is for this machine. Nothing is trained and no accelerator is needed: the step of the real
     model is traced on tensors without memory. Exits with 1 if something does not fit.
     """
-    from stoker.console import print_json, print_result, say
+    from stoker.core.console import print_json, print_result, say
     from stoker.plan.planning import WantedMachine, plan_config, write_tier_configs
     from stoker.plan.summary import plan_text, plot_plan
 

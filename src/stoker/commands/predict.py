@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, without_settings
-from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError
+from stoker.core.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from stoker.config import Config
-    from stoker.tasks.volumes.manifest import PredictionOptions
+    from stoker.tasks.volumes.predict.manifest import PredictionOptions
 
 VOLUMES = "For volumes: "
 
@@ -88,9 +88,9 @@ def predict(
     if out is None:
         raise UsageError("no-out", "no folder for the predictions given", hint="--out predictions/")
 
-    from stoker.tasks.volumes.manifest import PredictionOptions
-    from stoker.tasks.volumes.postprocess import parse_chain
-    from stoker.tasks.volumes.windows import SlidingWindow
+    from stoker.tasks.volumes.predict.manifest import PredictionOptions
+    from stoker.tasks.volumes.predict.postprocess import parse_chain
+    from stoker.tasks.volumes.predict.windows import SlidingWindow
 
     def options_of(config: Config) -> PredictionOptions:
         return PredictionOptions(
@@ -110,9 +110,9 @@ def _refuse(options: dict[str, Any], seen: str, why: str) -> None:
 def _predict_images(
     checkpoint: Path, images: Sequence[Path], overrides: Sequence[str], top: int, raw: bool, json: bool
 ) -> int:
-    from stoker.console import print_json, print_result, progress_bar, say
-    from stoker.tasks.prediction import predict_images
-    from stoker.tasks.results import predictions_text
+    from stoker.core.console import print_json, print_result, progress_bar, say
+    from stoker.tasks.images.prediction import predict_images
+    from stoker.tasks.images.results import predictions_text
     from stoker.train.checkpoint.sources import open_model
 
     restored = open_model(checkpoint, overrides, raw=raw, say=say)
@@ -149,10 +149,10 @@ def _predict_volumes(
     raw: bool,
     json: bool,
 ) -> int:
-    from stoker.console import print_json, print_result, progress_bar, say
-    from stoker.tasks.results import volumes_text
-    from stoker.tasks.volumes.folder import predict_folder
-    from stoker.tasks.volumes.inputs import cases_to_predict
+    from stoker.core.console import print_json, print_result, progress_bar, say
+    from stoker.tasks.images.results import volumes_text
+    from stoker.tasks.volumes.predict.inputs import cases_to_predict
+    from stoker.tasks.volumes.predict.predict_folder import predict_folder
     from stoker.tasks.volumes.segment import open_trained
 
     cases = cases_to_predict(data, say)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, let_threads_sleep
-from stoker.errors import EXIT_OK, UsageError, UserError
+from stoker.core.errors import EXIT_OK, UsageError, UserError
 
 if TYPE_CHECKING:
-    from stoker.machine.host import HostConfig
+    from stoker.profile.host import HostConfig
     from stoker.tasks.contact_sheet import Drawn
 
 DEFAULT_FILE = Path("preview.png")
@@ -43,9 +43,9 @@ def preview(
 
     let_threads_sleep()
     from stoker.config.reading import load_for_command
-    from stoker.console import print_json, print_result
-    from stoker.files import write_bytes
-    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.core.console import print_json, print_result
+    from stoker.core.files import write_bytes
+    from stoker.profile.host import fit_to_machine, read_machine
     from stoker.report.page import show_in_browser
     from stoker.run.folder import run_name_for
 
@@ -72,11 +72,11 @@ def preview(
 
 
 def _draw_images(config: HostConfig, name: str, count: int, epoch: int) -> tuple[Drawn, dict[str, Any]]:
-    from stoker.console import progress_bar, say
-    from stoker.tasks.classify import open_data
+    from stoker.core.console import progress_bar, say
     from stoker.tasks.contact_sheet import LARGEST_SIDE, draw_sheet
-    from stoker.tasks.preview import look
-    from stoker.tasks.preview_sheet import describe, sheet_of
+    from stoker.tasks.images.classify import open_data
+    from stoker.tasks.images.preview import look
+    from stoker.tasks.images.preview_sheet import describe, sheet_of
 
     with progress_bar("listing", None) as advance:
         data = open_data(config, say, advance)
@@ -86,10 +86,10 @@ def _draw_images(config: HostConfig, name: str, count: int, epoch: int) -> tuple
 
 
 def _draw_patches(config: HostConfig, name: str, count: int, epoch: int) -> tuple[Drawn, dict[str, Any]]:
-    from stoker.console import progress_bar, say
+    from stoker.core.console import progress_bar, say
     from stoker.tasks.contact_sheet import draw_sheet
     from stoker.tasks.volumes.data import open_data
-    from stoker.tasks.volumes.preview import describe, look, sheet_of
+    from stoker.tasks.volumes.preview_sheet import describe, look, sheet_of
 
     with progress_bar("reading labels", None) as advance:
         data = open_data(config, say, advance)

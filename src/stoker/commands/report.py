@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stoker.commands.options import JsonOption
-from stoker.errors import UsageError
+from stoker.core.errors import UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +45,7 @@ def report(
 
     --json prints the data of the page instead; the page is then only written with --out.
     """
-    from stoker.console import print_json, print_result, say
+    from stoker.core.console import print_json, print_result, say
     from stoker.report.document import read_document
     from stoker.report.page import page_path_for, report_document, show_in_browser, write_page
     from stoker.report.tune_document import is_tune

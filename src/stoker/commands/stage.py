@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.commands.options import JsonOption, config_and_overrides, without_settings
-from stoker.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError, UserError
+from stoker.core.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError, UserError
 
 if TYPE_CHECKING:
     from stoker.config import Config
@@ -110,7 +110,7 @@ def stage(
     """Copy a data set, or the part of it that a config needs, to a local disk.
 
     Running it again copies only what is missing or has changed at the source."""
-    from stoker.console import print_json, print_result
+    from stoker.core.console import print_json, print_result
 
     if hydrate:
         if to is not None or verify or classes is not None or class_list is not None or len(words) != 1:
@@ -211,7 +211,7 @@ def _names_in(path: Path) -> tuple[str, ...]:
 
 
 def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, Selection]:
-    from stoker.console import progress_bar, say
+    from stoker.core.console import progress_bar, say
     from stoker.stage.selection import everything
 
     if isinstance(source, str):
@@ -225,13 +225,13 @@ def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, S
 def _stage(
     root: str, target: Path, selection: Selection, options: StageOptions, *, measure: bool
 ) -> tuple[Summary, Payback | None]:
-    from stoker.console import progress_bar, say, transfer_bar
-    from stoker.data.store.local_copy import LocalCopy
-    from stoker.data.store.stores import is_url
-    from stoker.data.store.subset_file import keep_subset
+    from stoker.core.console import progress_bar, say, transfer_bar
+    from stoker.core.units import count, size_text
+    from stoker.io.local_copy import LocalCopy
+    from stoker.io.stores import is_url
+    from stoker.io.subset_file import keep_subset
     from stoker.stage.copying import check_apart, check_room, copy_all, find_work
     from stoker.stage.sources import open_source
-    from stoker.units import count, size_text
 
     source = open_source(root)
     if not is_url(source.url):
@@ -266,7 +266,7 @@ def _stage(
 
 def _payback(source: Source, work: Work, folder: str) -> Payback | None:
     # Imported here: it needs numpy, which copying does without.
-    from stoker.console import say
+    from stoker.core.console import say
     from stoker.stage.payback import measure_payback, payback_text
 
     payback = measure_payback(source, work.files, folder)
@@ -276,7 +276,7 @@ def _payback(source: Source, work: Work, folder: str) -> Payback | None:
 
 
 def _hydrate(path: str, options: StageOptions, *, json: bool) -> int:
-    from stoker.console import print_json, print_result, progress_bar, say, transfer_bar
+    from stoker.core.console import print_json, print_result, progress_bar, say, transfer_bar
     from stoker.stage.hydrate import READERS, hydrate, list_files
     from stoker.stage.text import hydrated_text
 
@@ -304,8 +304,8 @@ def _hydrate(path: str, options: StageOptions, *, json: bool) -> int:
 
 
 def _verify(folder: Path) -> Verification:
-    from stoker.console import progress_bar
-    from stoker.data.store.local_copy import open_copy
+    from stoker.core.console import progress_bar
+    from stoker.io.local_copy import open_copy
     from stoker.stage.checking import verify_copy
 
     with closing(open_copy(folder)) as copy, progress_bar("verifying", unit="files") as advance:

@@ -20,8 +20,8 @@ from stoker.commands.options import (
     config_and_overrides,
     let_threads_sleep,
 )
-from stoker.console import say, say_notes
-from stoker.errors import EXIT_OK, UsageError
+from stoker.core.console import say, say_notes
+from stoker.core.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from stoker.train.checkpoint.branching import Start
@@ -66,7 +66,7 @@ def train(
 ) -> int:
     """Train a model. The same command resumes a run that was stopped; a finished run is left alone."""
     let_threads_sleep()
-    from stoker.console import print_json
+    from stoker.core.console import print_json
 
     path, settings = config_and_overrides(config, overrides)
     if not (resume or from_ or fresh or replan) and (done := _finished(path, settings)) is not None:
@@ -99,9 +99,9 @@ def train_from_config(
     let_threads_sleep()
     from stoker.config import config_values
     from stoker.config.reading import load_for_command
-    from stoker.data.store import outage
-    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.io import outage
     from stoker.plan.guard import refuse_what_cannot_fit
+    from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.folder import open_run, run_folder_for
     from stoker.run.metric import metric_of
     from stoker.tasks.building import no_data
@@ -168,7 +168,7 @@ def _finished(path: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
     """The summary of a run that is finished with this config; None if it is not, or if other processes belong to it.
     Answered before torch is imported."""
     from stoker.config.reading import load_for_command
-    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.finished import finished_lines, finished_progress, finished_summary
     from stoker.run.folder import run_folder_for
     from stoker.train.ranks import ranks_from_environment

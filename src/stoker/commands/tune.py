@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.commands.options import JsonOption, OverridesArgument, WithScript, config_and_overrides
-from stoker.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from stoker.core.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from stoker.tune.records import Outcome
@@ -151,7 +151,7 @@ def tune(
 
 
 def _tune_config(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
-    from stoker.console import print_json, print_result
+    from stoker.core.console import print_json, print_result
     from stoker.tune.running import tune_config
     from stoker.tune.text import outcome_text
 
@@ -165,7 +165,7 @@ def _tune_config(path: Path, words: list[str], options: TuneOptions, *, json: bo
 
 
 def _tune_script(script: list[str], options: TuneOptions, *, json: bool) -> int:
-    from stoker.console import print_json, print_result
+    from stoker.core.console import print_json, print_result
     from stoker.tune.script_running import script_text, tune_script
 
     tuned = tune_script(script, options)
@@ -178,7 +178,7 @@ def _tune_script(script: list[str], options: TuneOptions, *, json: bool) -> int:
 
 
 def _ablate(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
-    from stoker.console import print_json, print_result
+    from stoker.core.console import print_json, print_result
     from stoker.tune.ablate import ablate_config, ablation_text
 
     ablation, unit, journal = ablate_config(path, words, options)

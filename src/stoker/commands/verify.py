@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.commands.options import JsonOption, OverridesArgument, let_threads_sleep
-from stoker.errors import EXIT_FINDING, EXIT_OK, UsageError
+from stoker.core.errors import EXIT_FINDING, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from stoker.machine.host import HostConfig, Machine
+    from stoker.profile.host import HostConfig, Machine
     from stoker.verify.checks import Check, Subject
     from stoker.verify.running import Report
 
@@ -52,7 +52,7 @@ def verify(
     minutes, trains nothing and leaves no run folder behind. With several devices or nodes, the ranks are started as
     `stoker train` starts them. Exits with 1 if a check fails.
     """
-    from stoker.console import print_result
+    from stoker.core.console import print_result
     from stoker.verify.running import all_checks, choose_checks, list_text
 
     if list_:
@@ -80,8 +80,8 @@ def _verify(
     from dataclasses import asdict, replace
 
     from stoker.config.reading import load_for_command
-    from stoker.console import print_json, print_result, say_notes
-    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.core.console import print_json, print_result, say_notes
+    from stoker.profile.host import fit_to_machine, read_machine
     from stoker.train.launch import launch
     from stoker.train.ranks import ranks_from_environment
     from stoker.verify.checks import Subject
@@ -123,7 +123,7 @@ def _run(checks: Sequence[Check], subject: Subject) -> Report:
     """Runs the checks with a line that shows which one is under way."""
     from contextlib import ExitStack
 
-    from stoker.console import progress_bar, say
+    from stoker.core.console import progress_bar, say
     from stoker.verify.running import run_checks
 
     topics: set[str] = set()

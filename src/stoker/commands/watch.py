@@ -33,7 +33,7 @@ def watch(
 
     Stops when the run ends. Ctrl-C stops watching (exit 0), not the run. --json prints the current state once.
     """
-    from stoker.console import print_json
+    from stoker.core.console import print_json
     from stoker.report.document import open_reader
     from stoker.report.page import report_document
     from stoker.report.watch_screen import print_frame, watch_in_terminal

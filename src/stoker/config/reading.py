@@ -21,10 +21,10 @@ from stoker.config.importing.rules import Kind, Theirs
 from stoker.config.pairs import RULES
 from stoker.config.schema import ALIASES, SECTION_NAMES, Config, describe_type, key_names
 from stoker.config.yaml_file import YamlFile, parse_value, read_yaml_file
-from stoker.console import say_notes, say_warnings
-from stoker.errors import ConfigError, UserError, config_problem, did_you_mean
-from stoker.finding import Finding
-from stoker.units import count
+from stoker.core.console import say_notes, say_warnings
+from stoker.core.errors import ConfigError, UserError, config_problem, did_you_mean
+from stoker.core.finding import Finding
+from stoker.core.units import count
 
 
 def say_validation_error(error: ValidationError) -> dict[str, str]:

@@ -14,7 +14,7 @@ from stoker.config.importing.names import NAMES
 from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, GROUPS, SECTION_NAMES, Config, describe_type
 from stoker.config.yaml_file import parse_value
-from stoker.errors import UsageError, nearest
+from stoker.core.errors import UsageError, nearest
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:+=-]*")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from stoker.errors import ConfigError, config_problem, nearest
-from stoker.finding import Finding
-from stoker.units import size_text
+from stoker.core.errors import ConfigError, config_problem, nearest
+from stoker.core.finding import Finding
+from stoker.core.units import size_text
 
 # Shipped configs have at most 2 KB; a file of more than a megabyte is not a config.
 MAX_FILE_BYTES = 1_000_000

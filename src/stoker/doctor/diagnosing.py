@@ -16,19 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.clock.observed import LoaderShape, Observed
-from stoker.console import say, say_notes
+from stoker.core.console import say, say_notes
+from stoker.core.errors import UsageError
+from stoker.core.finding import Estimate
 from stoker.doctor.checks.facts import Facts
 from stoker.doctor.checks.verdict import judge
-from stoker.doctor.records import Confirmation, Diagnosis, Prediction
+from stoker.doctor.diagnosis import Confirmation, Diagnosis, Prediction
 from stoker.doctor.what_if import WORTH_SAYING, what_if
-from stoker.errors import UsageError
-from stoker.finding import Estimate
+from stoker.profile.observed import LoaderShape, Observed
 
 if TYPE_CHECKING:
-    from stoker.doctor.attach.traced_step import TracedStep
     from stoker.doctor.pacing import ScriptPace
-    from stoker.machine.host import HostConfig
+    from stoker.doctor.script.traced_step import TracedStep
+    from stoker.profile.host import HostConfig
 
 CONFIG_ENDINGS = (".yaml", ".yml")
 
@@ -66,7 +66,7 @@ def diagnosis_of(observed: Observed) -> Diagnosis:
 
 def diagnosis_of_watched(folder: Path) -> Diagnosis:
     """The diagnosis of what `stoker.watch()` has recorded in a folder."""
-    from stoker.doctor.attach.reading import read_attached
+    from stoker.doctor.script.reading import read_attached
 
     return diagnosis_of(read_attached(folder))
 
@@ -74,8 +74,8 @@ def diagnosis_of_watched(folder: Path) -> Diagnosis:
 def _of_script(
     script: list[str], steps: int | None, seconds: float | None, pace: str | None, *, stdout_is_ours: bool
 ) -> tuple[Diagnosis, int]:
-    from stoker.doctor.attach.running import run_attached
     from stoker.doctor.pacing import read_script_pace
+    from stoker.doctor.script.run_script import run_attached
 
     consumer = None if pace is None else read_script_pace(pace)
     with _stdout_to_stderr() if stdout_is_ours else contextlib.nullcontext():
@@ -109,7 +109,7 @@ def _with_consumer(observed: Observed, consumer: ScriptPace, traced: TracedStep 
 
 def _with_local_disk(observed: Observed) -> Observed:
     """Adds this host's own disk, its speed and its free space, where the samples came from elsewhere."""
-    from stoker.machine.storage import measure_local_disk
+    from stoker.io.storage_speed import measure_local_disk
 
     observed = _with_room(observed)
     storage = observed.storage
@@ -122,7 +122,7 @@ def _with_local_disk(observed: Observed) -> Observed:
 
 def _with_room(observed: Observed) -> Observed:
     """Adds where a copy could go, where the samples came from elsewhere."""
-    from stoker.machine.local_disk import find_local_disk
+    from stoker.profile.local_disk import find_local_disk
 
     storage = observed.storage
     if storage is None or not storage.remote or (disk := find_local_disk()) is None:
@@ -144,8 +144,8 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def _of_folder(path: Path) -> Diagnosis:
-    from stoker.clock.reading import read_observed
-    from stoker.doctor.attach.reading import has_records
+    from stoker.doctor.script.reading import has_records
+    from stoker.profile.clock_reading import read_observed
     from stoker.run.folder import RunFolder, find_run
 
     if has_records(path):
@@ -164,7 +164,7 @@ def _of_config(
     from stoker.config.reading import load_for_command
     from stoker.doctor.pacing import seconds_of_a_step
     from stoker.doctor.trials import DEFAULT_SECONDS, trial_seconds
-    from stoker.machine.host import fit_to_machine, read_machine
+    from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
 
     config = load_for_command(path, overrides).config
@@ -219,7 +219,7 @@ def _tried(
     *,
     within_s: float | None = None,
 ) -> Observed:
-    from stoker.console import progress_bar
+    from stoker.core.console import progress_bar
     from stoker.doctor.trials import SHARES, run_trials
 
     trials = tuple(SHARES) if only is None else only
@@ -313,7 +313,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
-    from stoker.files import open_to_append
+    from stoker.core.files import open_to_append
     from stoker.run.folder import RunFolder
 
     if not lines:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stoker.clock.observed import Observed
-from stoker.errors import UsageError, did_you_mean
+from stoker.core.errors import UsageError, did_you_mean
+from stoker.profile.observed import Observed
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

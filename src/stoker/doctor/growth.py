@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stoker.clock.observed import Held, MemoryGrowth, Observed
 from stoker.doctor.preparing import USABLE
+from stoker.profile.observed import Held, MemoryGrowth, Observed
 
 HORIZON_S = 24 * 3600.0
 """Memory that lasts another day does not end a run: an epoch, a restart or the end of training comes first."""

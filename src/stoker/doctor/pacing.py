@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from stoker.clock.observed import BatchTime, Observed, StageTime
-from stoker.console import say
-from stoker.doctor.attach.traced_step import TracedStep
+from stoker.core.console import say
+from stoker.core.errors import UsageError
+from stoker.core.units import duration_text
+from stoker.doctor.script.traced_step import TracedStep
 from stoker.doctor.simulation import ThreadWork
 from stoker.doctor.what_if import model_of, rate_of
-from stoker.errors import UsageError
-from stoker.machine.datasheets import Datasheet, load_datasheet
-from stoker.units import duration_text
+from stoker.profile.datasheets import Datasheet, load_datasheet
+from stoker.profile.observed import BatchTime, Observed, StageTime
 
 Timed = TypeVar("Timed", BatchTime, StageTime)
 _STEP = re.compile(r"\s*([0-9.]+)\s*(ms|s)\s*")

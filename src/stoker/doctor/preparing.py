@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stoker.clock.observed import CacheFacts, FilterWork, HotSpot, Observed
+from stoker.profile.observed import CacheFacts, FilterWork, HotSpot, Observed
 
 WORTH_NAMING = 0.25
 """Share of the time of preparing batches from which a line is worth naming: without it a worker is a third faster."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stoker.clock.observed import Observed
+from stoker.core.units import count, duration_text, rate_text, size_text, speedup_text
+from stoker.doctor.diagnosis import Confirmation, Diagnosis, Need
 from stoker.doctor.preparing import WORTH_NAMING
-from stoker.doctor.records import Confirmation, Diagnosis, Need
-from stoker.units import count, duration_text, rate_text, size_text, speedup_text
+from stoker.profile.observed import Observed
 
 BAR = 48
 PARTS = (("wait_s", "waiting for data", "░"), ("transfer_s", "transfer", "▒"), ("compute_s", "computing", "█"),

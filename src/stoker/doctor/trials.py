@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from stoker.clock.observed import AcceleratorFacts, Observed, StorageFacts
-from stoker.clock.reading import NEWEST
-from stoker.clock.values import known_facts
-from stoker.machine.host import HostConfig, read_machine
+from stoker.profile.clock_reading import NEWEST
+from stoker.profile.host import HostConfig, read_machine
+from stoker.profile.observed import AcceleratorFacts, Observed, StorageFacts
+from stoker.profile.values import known_facts
 from stoker.trial.fork_server import Ended
 from stoker.trial.limits import patience_after
-from stoker.trial.running import observed_in, open_once, run_trial, trial_server
+from stoker.trial.trial_server import observed_in, open_once, run_trial, trial_server
 
 DEFAULT_SECONDS = 60.0
 # Shares of the time; starting processes and building models come on top.

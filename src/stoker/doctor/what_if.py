@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.clock.observed import BatchTime, LoaderShape, Observed
+from stoker.core.finding import Estimate
+from stoker.doctor.diagnosis import Prediction
 from stoker.doctor.growth import filling
 from stoker.doctor.preparing import oversized_work, workers_that_fit
-from stoker.doctor.records import Prediction
 from stoker.doctor.simulation import Setup, ThreadWork, simulate
-from stoker.finding import Estimate
 from stoker.plan.records import PACKED_BYTES
+from stoker.profile.observed import BatchTime, LoaderShape, Observed
 
 DRAWN = 160
 """Batches of one simulation, plus a few for each worker: 3 ms, and steady from the fiftieth on."""
@@ -213,7 +213,7 @@ def _packing(model: LoaderModel, observed: Observed) -> Prediction | None:
     whole = sum(stage.wall_s for stage in observed.stages.values())
     if whole <= 0:
         return None
-    from stoker.data.images.pack.packing import PACKING_SPEEDUP  # a script does not need our decoders
+    from stoker.tasks.images.pack.packing import PACKING_SPEEDUP  # a script does not need our decoders
 
     if storage.bytes_per_sample is not None and storage.bytes_per_sample < PACKED_BYTES:
         return None

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from stoker.config import Config
-from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
-from stoker.errors import UsageError
-from stoker.finding import Finding
-from stoker.machine.datasheets import Datasheet
-from stoker.machine.host import workers_for
-from stoker.machine.loader_memory import STATED, LoaderMemory
+from stoker.core.errors import UsageError
+from stoker.core.finding import Finding
+from stoker.loader.loader import DEFAULT_PREFETCH, choose_engine
+from stoker.loader.loader_memory import STATED, LoaderMemory
 from stoker.plan.break_even import Room
 from stoker.plan.findings import LOCAL_COPY, batch_finding, budget_findings, ram_findings, vram_findings
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
@@ -19,7 +17,9 @@ from stoker.plan.roofline import step_seconds
 from stoker.plan.timing import StorageKind, loader_rate, time_budget, time_findings, torch_loader_rate
 from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
-from stoker.tasks.image_data import DataFacts, updates_per_epoch
+from stoker.profile.datasheets import Datasheet
+from stoker.profile.host import workers_for
+from stoker.tasks.images.data import DataFacts, updates_per_epoch
 from stoker.tasks.volumes.data import updates_per_epoch as volume_updates
 from stoker.tasks.volumes.planning import VolumeFacts, row_bytes
 from stoker.train.schedule import lr_warning, scaled_lr

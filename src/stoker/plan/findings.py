@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stoker.finding import Finding
+from stoker.core.finding import Finding
+from stoker.core.units import size_text
 from stoker.plan.records import Budget, RamBudget, VramBudget
-from stoker.units import size_text
 
 # Above this share of a limit, the error of the plan itself decides whether it fits.
 TIGHT = 0.9

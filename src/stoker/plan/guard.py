@@ -6,16 +6,16 @@ import math
 from pathlib import Path
 
 from stoker.config import Config
-from stoker.console import say
-from stoker.errors import UserError
-from stoker.machine.host import Machine
-from stoker.machine.loader_memory import STATED
-from stoker.machine.memory import used_by_others_bytes
+from stoker.core.console import say
+from stoker.core.errors import UserError
+from stoker.loader.loader_memory import STATED
 from stoker.plan.budget import MeasuredHere, PlannedRun, StepNeeds, make_plan, trace_needs
 from stoker.plan.planning import WantedMachine, hardware_for, step_of
 from stoker.plan.records import Plan, VramBudget
 from stoker.plan.tracing import build_without_memory
-from stoker.tasks.image_data import DataFacts
+from stoker.profile.host import Machine
+from stoker.profile.memory import used_by_others_bytes
+from stoker.tasks.images.data import DataFacts
 from stoker.tasks.volumes.planning import volume_facts
 from stoker.train.step import TraceableStep
 

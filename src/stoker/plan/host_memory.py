@@ -9,8 +9,8 @@ import resource
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stoker.data.engines.making import batches_held
-from stoker.machine.loader_memory import STATED, LoaderMemory
+from stoker.loader.collate import batches_held
+from stoker.loader.loader_memory import STATED, LoaderMemory
 from stoker.plan.records import Budget, RamBudget
 
 CHANNELS = 3
@@ -21,7 +21,7 @@ CUDA_HOST_BYTES = 1_300_000_000
 # 'OS + base ~3 GB' in users' own budgets for 62 GB; small hosts have less running.
 OS_BYTES = 3_000_000_000
 OS_SHARE = 0.1
-# Threads that read from a local folder (stoker.data.store.prefetch), and connections to an object store.
+# Threads that read from a local folder (stoker.io.prefetch), and connections to an object store.
 READ_AT_ONCE, CONNECTIONS = 16, 64
 # Pipes and sentinel of a worker process, the descriptor of a slot: counted in /proc/self/fd (results/loader_memory).
 FILES_PER_WORKER, FILES_PER_SLOT = 4, 1

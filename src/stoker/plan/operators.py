@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
-from stoker.machine.flops import CORRECTED_FORMULAS
 from stoker.plan.records import Phase, TracedOp
+from stoker.profile.flops import CORRECTED_FORMULAS
 
 # CUDA's autocast rules on CPU tensors: which operators use half precision, and which float32.
 #

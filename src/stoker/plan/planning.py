@@ -14,16 +14,11 @@ from stoker.config import Config, config_values, load_config
 from stoker.config.fields import parse_bytes
 from stoker.config.reading import load_for_command
 from stoker.config.reference import write_scalar
-from stoker.console import Advance, progress_bar, say_notes
-from stoker.data.store.cache import copied_bytes
-from stoker.errors import StokerError, UsageError
-from stoker.files import write_text
-from stoker.machine.accelerators import measure_cpu
-from stoker.machine.datasheets import Datasheet, datasheet_for_device, load_datasheet
-from stoker.machine.host import Machine, fit_to_machine, physical_cores, read_machine, usable_cpus
-from stoker.machine.loader_memory import STATED, measure_loader_memory
-from stoker.machine.local_disk import find_local_disk
-from stoker.machine.memory import used_by_others_bytes
+from stoker.core.console import Advance, progress_bar, say_notes
+from stoker.core.errors import StokerError, UsageError
+from stoker.core.files import write_text
+from stoker.io.cache import copied_bytes
+from stoker.loader.loader_memory import STATED, measure_loader_memory
 from stoker.plan.break_even import ANY_DISK, Room
 from stoker.plan.budget import Hardware, MeasuredHere, PlannedRun, StepNeeds, check_counts, make_plan, trace_needs
 from stoker.plan.records import Plan
@@ -31,9 +26,14 @@ from stoker.plan.tiers import TierSetting, choose_tiers
 from stoker.plan.timing import CLOUD_THREADS_PER_CORE, SECOND_THREAD_GAIN, cores_worth, read_storage
 from stoker.plan.volumes import with_volumes
 from stoker.plan.vram import VramSearch
+from stoker.profile.accelerators import measure_cpu
+from stoker.profile.datasheets import Datasheet, datasheet_for_device, load_datasheet
+from stoker.profile.host import Machine, fit_to_machine, physical_cores, read_machine, usable_cpus
+from stoker.profile.local_disk import find_local_disk
+from stoker.profile.memory import used_by_others_bytes
 from stoker.run.folder import run_folder_for
-from stoker.tasks import classify
-from stoker.tasks.image_data import DataFacts, choose_decoding, data_facts, measure_speed, open_samples
+from stoker.tasks.images import classify
+from stoker.tasks.images.data import DataFacts, choose_decoding, data_facts, measure_speed, open_samples
 from stoker.tasks.training import trial_run
 from stoker.tasks.volumes import data as volume_data
 from stoker.tasks.volumes import planning as segment_plan

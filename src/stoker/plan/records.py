@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from stoker.finding import Finding, as_json
+from stoker.core.finding import Finding, as_json
 
 PACKED_BYTES = 54_000
 """The mean of 400 of ImageNet's images, packed at 500 px and quality 90; their files have 113,000 on average. Smaller

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stoker.machine.datasheets import Datasheet
 from stoker.plan.records import TracedOp
+from stoker.profile.datasheets import Datasheet
 
 Kind = Literal["convolution", "matrix product", "normalisation", "pointwise", "layout", "update"]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stoker.console import format_table
-from stoker.machine.datasheets import load_datasheet, published_rate
-from stoker.machine.storage_profile import LARGE_READ, SMALL_READ, Round, StorageProfile
+from stoker.core.console import format_table
+from stoker.io.storage_profile import LARGE_READ, SMALL_READ, Round, StorageProfile
 from stoker.plan.break_even import ANY_DISK, copy_name, size_text
+from stoker.profile.datasheets import load_datasheet, published_rate
 
 BAR = 24
 MLPERF = "MLPerf Storage"

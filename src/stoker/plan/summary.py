@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.console import finding_lines, format_table
+from stoker.core.console import finding_lines, format_table
+from stoker.core.units import duration_text, number_text, size_text
 from stoker.plan.records import Plan, Rate, ScalingRow, TimeBudget, VolumePlan, VramBudget
 from stoker.plan.timing import FED
-from stoker.units import duration_text, number_text, size_text
 
 BAR = 32
 

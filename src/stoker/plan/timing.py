@@ -10,14 +10,14 @@ from typing import Any
 import yaml
 
 from stoker.config.fields import parse_bytes
-from stoker.data.images.pack.packing import PACKING_SPEEDUP
-from stoker.errors import UsageError, did_you_mean
-from stoker.finding import Estimate, Finding
+from stoker.core.errors import UsageError, did_you_mean
+from stoker.core.finding import Estimate, Finding
+from stoker.core.units import size_text
 from stoker.plan.break_even import Room, break_even, break_even_text, staging_fix
 from stoker.plan.records import PACKED_BYTES, Rate, TimeBudget
-from stoker.units import size_text
+from stoker.tasks.images.pack.packing import PACKING_SPEEDUP
 
-# Requests that our reader keeps in flight per rank (data/store/prefetch.py).
+# Requests that our reader keeps in flight per rank (io/prefetch.py).
 REQUESTS_IN_FLIGHT = 64
 _BYTES_PER_SECOND = re.compile(r"(.+?)\s*(?:/\s*s|ps)", re.IGNORECASE)
 

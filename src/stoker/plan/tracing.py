@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stoker.errors import StokerError, UserError
+from stoker.core.errors import StokerError, UserError
 from stoker.plan.operators import convolution_workspace, cuda_autocast_rules, traced_op
 from stoker.plan.records import Phase, TracedOp
 from stoker.train.compute import Precision

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import torch
 
-from stoker.data.volumes.volume import Shape
-from stoker.finding import Finding
-from stoker.machine.datasheets import Datasheet
-from stoker.models.volumes import divisor_of, fitting_patches
+from stoker.core.finding import Finding
 from stoker.plan.allocator import replay
 from stoker.plan.budget import PlannedRun, StepNeeds, host_shape, step_s_of
 from stoker.plan.records import PatchRow, Plan, PredictionBudget, VolumePlan
 from stoker.plan.roofline import step_seconds
 from stoker.plan.tracing import CannotTrace, Trace, trace_forward, trace_step
 from stoker.plan.vram import outside_bytes, parts_at_peak, usage_under
+from stoker.profile.datasheets import Datasheet
+from stoker.tasks.volumes.formats.volume import Shape
+from stoker.tasks.volumes.networks import divisor_of, fitting_patches
 from stoker.tasks.volumes.planning import VolumeFacts, mean_read_bytes, patch_of, row_bytes, traceable_step
-from stoker.tasks.volumes.windows import SlidingWindow, prediction_size
+from stoker.tasks.volumes.predict.windows import SlidingWindow, prediction_size
 
 BATCHES = (1, 2, 4)
 """Shown beside the config's own."""

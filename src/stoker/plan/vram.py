@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from stoker.plan.allocator import OutOfMemory, Usage, replay
 from stoker.plan.records import VramBudget
 from stoker.plan.tracing import CannotTrace, Trace, trace_step

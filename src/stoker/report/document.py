@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stoker.clock.observed import Observed, SlowSample
-from stoker.clock.reading import PARTS, ClockSums, StepTimes
-from stoker.doctor.attach.reading import has_records
+from stoker.core.errors import StokerError
+from stoker.core.finding import Finding, as_json
 from stoker.doctor.diagnosing import diagnosis_of, diagnosis_of_watched
-from stoker.doctor.records import Diagnosis
-from stoker.errors import StokerError
-from stoker.finding import Finding, as_json
+from stoker.doctor.diagnosis import Diagnosis
+from stoker.doctor.script.reading import has_records
+from stoker.profile.clock_reading import PARTS, ClockSums, StepTimes
+from stoker.profile.observed import Observed, SlowSample
 from stoker.report.figures import (
     epoch_columns,
     figures,

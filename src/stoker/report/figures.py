@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from stoker.clock.costs import STAGES
-from stoker.clock.observed import StageTime
-from stoker.clock.reading import PARTS, StepTimes
+from stoker.profile.batch_costs import STAGES
+from stoker.profile.clock_reading import PARTS, StepTimes
+from stoker.profile.observed import StageTime
 from stoker.run.json_lines import Record, number
 from stoker.run.metric import metric_of
 

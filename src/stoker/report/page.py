@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from stoker import __version__
-from stoker.console import say
-from stoker.errors import UserError
-from stoker.files import write_text
+from stoker.core.console import say
+from stoker.core.errors import UserError
+from stoker.core.files import write_text
 from stoker.report.document import Document, compare
 from stoker.report.run_files import picture_url
 from stoker.report.tune_document import is_tune

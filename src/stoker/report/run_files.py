@@ -12,13 +12,13 @@ from typing import Any
 from stoker.config import Config, config_values
 from stoker.config.schema import SECTION_NAMES, key_names
 from stoker.config.yaml_file import read_yaml_file
-from stoker.errors import ConfigError
-from stoker.files import open_regular, read_json, read_regular
-from stoker.redact import redact_text
+from stoker.core.errors import ConfigError
+from stoker.core.files import open_regular, read_json, read_regular
+from stoker.core.redact import redact_text
+from stoker.core.units import size_text
 from stoker.report.figures import rounded
 from stoker.run.json_lines import Record, finite, number
 from stoker.run.metric import read_checkpoint_name
-from stoker.units import size_text
 
 LONGEST_TEXT = 400
 """Characters of a name or a message: a path may have 4,096, and a page full of those is unreadable."""

@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
+from stoker.core.units import count
 from stoker.report.figures import rounded
 from stoker.report.run_files import clip, mapping
 from stoker.run.json_lines import JsonLines, KeptRecords, Record, finite, number, read_records
 from stoker.run.lease import is_locked
-from stoker.units import count
 
 JOURNAL = "tune.jsonl"
 ABLATION = "ablate.jsonl"

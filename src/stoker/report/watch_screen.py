@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stoker.console import print_result, say
+from stoker.core.console import print_result, say
+from stoker.core.units import clock, count, number_text, rate_text, size_text
 from stoker.report.document import Document
 from stoker.report.tune_document import is_tune
-from stoker.units import clock, count, number_text, rate_text, size_text
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 10.0

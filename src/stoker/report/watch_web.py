@@ -12,8 +12,8 @@ import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from stoker.console import print_result, say
-from stoker.errors import UserError
+from stoker.core.console import print_result, say
+from stoker.core.errors import UserError
 from stoker.report.document import Document
 from stoker.report.page import report_document, report_page
 from stoker.report.watch_screen import PAUSE_FACTOR, ReadDocument

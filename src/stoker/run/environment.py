@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker import __version__
-from stoker.redact import redact, redact_text
+from stoker.core.redact import redact, redact_text
 
 # Variables that change how torch, its workers or its network behave; all others stay private.
 _RECORDED_VARIABLES = (

@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from stoker.config import Config, config_values
-from stoker.files import open_regular, parse_json
+from stoker.core.files import open_regular, parse_json
 from stoker.run.folder import RunFolder, config_text
 from stoker.run.metric import Metric, metric_of, read_checkpoint_name
 from stoker.run.metrics import read_metrics

@@ -34,10 +34,10 @@ from pathlib import Path
 from types import TracebackType
 
 from stoker.config import Config, config_as_yaml
-from stoker.errors import ConfigError, StokerError, UserError
-from stoker.files import write_text
-from stoker.notices import Notice
-from stoker.redact import redact_text
+from stoker.core.errors import ConfigError, StokerError, UserError
+from stoker.core.files import write_text
+from stoker.core.redact import redact_text
+from stoker.core.signals import Notice
 from stoker.run.environment import describe_environment
 from stoker.run.lease import Lease
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
-from stoker.files import open_regular, parse_json
+from stoker.core.files import open_regular, parse_json
 
 Record = dict[str, Any]
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from stoker.run.json_lines import number, parse_line
 
 HEARTBEAT_S = 15.0

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from stoker.console import Say
-from stoker.console import say as say_on_stderr
-from stoker.files import atomic_file, open_regular, open_to_append
+from stoker.core.console import Say
+from stoker.core.console import say as say_on_stderr
+from stoker.core.files import atomic_file, open_regular, open_to_append
 from stoker.run.json_lines import Record, finite, parse_line, read_records, whole_lines
 
 ABOUT = ("kind", "time", "step", "epoch", "event")

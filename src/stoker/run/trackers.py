@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from stoker.config import Config
-from stoker.console import Say
-from stoker.console import say as say_on_stderr
-from stoker.files import atomic_file
+from stoker.core.console import Say
+from stoker.core.console import say as say_on_stderr
+from stoker.core.files import atomic_file
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import metrics_of, read_metrics
 from stoker.run.wandb_tracker import WandbTracker

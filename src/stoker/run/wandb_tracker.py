@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stoker.child import Child, ChildDied, ChildFailed, Parent
 from stoker.config import Config, config_values
-from stoker.errors import StokerError, UserError
-from stoker.files import read_regular, write_text
-from stoker.redact import redact
+from stoker.core.child import Child, ChildDied, ChildFailed, Parent
+from stoker.core.errors import StokerError, UserError
+from stoker.core.files import read_regular, write_text
+from stoker.core.redact import redact
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import metrics_of
 

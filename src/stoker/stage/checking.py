@@ -11,9 +11,9 @@ from typing import Any
 
 import xxhash
 
-from stoker.console import Advance
-from stoker.data.store.copy_manifest import CopiedFile
-from stoker.data.store.local_copy import SUBSET, LocalCopy
+from stoker.core.console import Advance
+from stoker.io.copy_manifest import CopiedFile
+from stoker.io.local_copy import SUBSET, LocalCopy
 
 _THREADS = 8
 _PIECE = 4 << 20

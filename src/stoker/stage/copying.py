@@ -8,14 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stoker.console import Advance, some
-from stoker.data.store.copy_names import remove_abandoned, temporary_name
-from stoker.data.store.local_copy import LocalCopy
-from stoker.errors import UserError
+from stoker.core.console import Advance, some
+from stoker.core.errors import UserError
+from stoker.core.units import count, size_text
+from stoker.io.copy_names import remove_abandoned, temporary_name
+from stoker.io.local_copy import LocalCopy
 from stoker.stage.selection import MARKERS, Selection
 from stoker.stage.sources import Source, SourceFile
 from stoker.stage.transfer import StageOptions, Summary, Transfer, room_margin, writing
-from stoker.units import count, size_text
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from stoker.console import Advance, Say
-from stoker.data.store.stores import is_url
-from stoker.errors import UsageError, UserError
-from stoker.machine.storage import mount_of
+from stoker.core.console import Advance, Say
+from stoker.core.errors import UsageError, UserError
+from stoker.core.units import count
+from stoker.io.storage_speed import mount_of
+from stoker.io.stores import is_url
 from stoker.stage.concurrency import RateLimit
 from stoker.stage.lustre import CALL_S, Lfs, LfsFailed
-from stoker.units import count
 
 BATCH = 2000
 """Restores under way at once; between 1,000 and 5,000 the metadata server keeps up."""

@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 
 from stoker.config import Config
-from stoker.console import Advance, Say, some
-from stoker.data.images.imagenet_labels import DEVKITS
-from stoker.data.images.listing import split_place
-from stoker.data.images.sample_index import SampleIndex, SampleSet, all_samples
-from stoker.data.images.splits import find_split
-from stoker.data.images.subset import choose_subset
-from stoker.data.store.stores import is_url
-from stoker.data.volumes.cases import open_cases
-from stoker.data.volumes.opening import local_path
-from stoker.errors import ConfigError, UserError, did_you_mean
-from stoker.files import write_text
-from stoker.redact import redact_text
+from stoker.core.console import Advance, Say, some
+from stoker.core.errors import ConfigError, UserError, did_you_mean
+from stoker.core.files import write_text
+from stoker.core.redact import redact_text
+from stoker.core.units import count
+from stoker.io.stores import is_url
 from stoker.stage.selection import Selection, VolumeSelection
-from stoker.tasks.image_data import chosen_record, open_split
-from stoker.units import count
+from stoker.tasks.images.data import chosen_record, open_split
+from stoker.tasks.images.layouts.imagenet_labels import DEVKITS
+from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples
+from stoker.tasks.images.layouts.splits import find_split
+from stoker.tasks.images.layouts.subset import choose_subset
+from stoker.tasks.volumes.cases.cases import open_cases
+from stoker.tasks.volumes.formats.opening import local_path
 
 _NOT_TRAINED_ON = ("test_images/", "imagesTs/")
 

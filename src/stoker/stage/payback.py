@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data.store.stores import ReadFailure, is_url
-from stoker.machine.storage import drop_from_cache, measure_local_disk
+from stoker.io.storage_speed import drop_from_cache, measure_local_disk
+from stoker.io.stores import ReadFailure, is_url
 from stoker.plan.break_even import BreakEven, break_even, duration_text
 from stoker.plan.storage_bench import Appetite, appetites, rate_text
 from stoker.stage.sources import Source, SourceFile

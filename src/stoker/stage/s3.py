@@ -24,11 +24,11 @@ from xml.etree import ElementTree
 from awscrt import auth, checksums, http, io, s3
 from awscrt.exceptions import AwsCrtError
 
-from stoker.console import Advance
-from stoker.data.store import outage
-from stoker.data.store.aws_profile import profile_settings
-from stoker.data.store.object_store import ObjectStore, Patience
-from stoker.data.store.stores import Buffer, ReadFailure, StoreDown
+from stoker.core.console import Advance
+from stoker.io import outage
+from stoker.io.aws_profile import profile_settings
+from stoker.io.object_store import ObjectStore, Patience
+from stoker.io.stores import Buffer, ReadFailure, StoreDown
 from stoker.stage.sources import LISTING_THREADS, Content, Retried, Source, SourceFile, jitter, say_nothing
 
 SLOWEST = 100_000

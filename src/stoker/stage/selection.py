@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.console import Advance, some
-from stoker.errors import UserError
-from stoker.redact import redact_text
+from stoker.core.console import Advance, some
+from stoker.core.errors import UserError
+from stoker.core.redact import redact_text
+from stoker.core.units import count
 from stoker.stage.sources import Source, SourceFile
-from stoker.units import count
 
 MARKERS = ("index.json", "volumes.json")
 """The file that a pack writes last, and so does a copy of it: once it is there, the pack is complete."""

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from stoker.console import Advance, shown
-from stoker.data.store.copy_names import source_name
-from stoker.data.store.object_store import ObjectStore, Patience
-from stoker.data.store.stores import REMOTE_SCHEMES, Buffer, ReadFailure, is_url
-from stoker.errors import UserError, did_you_mean
-from stoker.redact import redact_text
+from stoker.core.console import Advance, shown
+from stoker.core.errors import UserError, did_you_mean
+from stoker.core.redact import redact_text
+from stoker.io.copy_names import source_name
+from stoker.io.object_store import ObjectStore, Patience
+from stoker.io.stores import REMOTE_SCHEMES, Buffer, ReadFailure, is_url
 
 LISTING_THREADS = 16
 _TEMPORARY_FAULTS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO)

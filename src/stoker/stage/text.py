@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.console import shown
+from stoker.core.console import shown
+from stoker.core.units import count, size_text
 from stoker.stage.checking import Verification
 from stoker.stage.transfer import Summary
-from stoker.units import count, size_text
 
 if TYPE_CHECKING:
     from stoker.stage.hydrate import Hydrated  # which needs numpy; copying does without

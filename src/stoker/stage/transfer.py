@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from stoker.data.store.copy_manifest import CopiedFile
-from stoker.data.store.local_copy import LocalCopy, PartialFile
-from stoker.data.store.stores import ReadFailure
-from stoker.errors import UserError
+from stoker.core.errors import UserError
+from stoker.core.units import size_text
+from stoker.io.copy_manifest import CopiedFile
+from stoker.io.local_copy import LocalCopy, PartialFile
+from stoker.io.stores import ReadFailure
 from stoker.stage.concurrency import Concurrency, RateLimit
 from stoker.stage.sources import Source, SourceFile
-from stoker.units import size_text
 
 PART_BYTES = 8 << 20
 MOST_BYTES = 1 << 30

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.config import Config
-from stoker.console import Say
-from stoker.data.loader import LoaderOptions
-from stoker.data.store.cache import CopyPlace, cache_place
-from stoker.errors import ConfigError
+from stoker.core.console import Say
+from stoker.core.errors import ConfigError
+from stoker.core.units import count
+from stoker.io.cache import CopyPlace, cache_place
+from stoker.loader.loader import LoaderOptions
 from stoker.run.metric import Metric
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
@@ -23,7 +24,6 @@ from stoker.train.optimization import build_optimizer
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import EarlyStopping, Horizon, scaled_lr
 from stoker.train.step import TrainStep
-from stoker.units import count
 
 
 def no_data(config: Config) -> ConfigError:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from stoker.clock.costs import STAGES
-from stoker.clock.reading import read_observed
-from stoker.data.volumes.scrolls import write_scrolls
-from stoker.errors import UserError
+from stoker.core.errors import UserError
+from stoker.core.units import rate_text
+from stoker.profile.batch_costs import STAGES
+from stoker.profile.clock_reading import read_observed
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import read_metrics
-from stoker.units import rate_text
+from stoker.tasks.volumes.cases.scrolls import write_scrolls
 
 SIDE = 32
 QUALITY = 95

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.config import Config
-from stoker.console import Say, shown
-from stoker.data.engines.making import BatchPlan
-from stoker.data.fill_order import Files, ImageFiles, Share, VolumeFiles
-from stoker.data.images.listing import split_place
-from stoker.data.images.parquet_files import LAYOUT as PARQUET
-from stoker.data.images.sample_index import SampleIndex
-from stoker.data.images.splits import list_entries
-from stoker.data.loader import DEFAULT_PREFETCH
-from stoker.data.store.cache import CopyPlace, FileVersion, OpenCopy
-from stoker.data.store.filling import Filler, WantedFile
-from stoker.data.store.prefetch import FIRST_ESTIMATE_BYTES
-from stoker.data.store.stores import ReadFailure, SourceStore, is_url, open_store
-from stoker.data.store.subset_file import keep_subset
-from stoker.data.volumes.making import PatchPlan
-from stoker.data.volumes.opening import VolumeRef, suffix_of
-from stoker.errors import UserError
-from stoker.machine.host import HostConfig
-from stoker.redact import redact_text
-from stoker.tasks.image_data import chosen_record
+from stoker.core.console import Say, shown
+from stoker.core.errors import UserError
+from stoker.core.redact import redact_text
+from stoker.core.units import count
+from stoker.io.cache import CopyPlace, FileVersion, OpenCopy
+from stoker.io.filling import Filler, WantedFile
+from stoker.io.prefetch import FIRST_ESTIMATE_BYTES
+from stoker.io.stores import ReadFailure, SourceStore, is_url, open_store
+from stoker.io.subset_file import keep_subset
+from stoker.loader.collate import BatchPlan
+from stoker.loader.fill_order import Files, ImageFiles, Share, VolumeFiles
+from stoker.loader.loader import DEFAULT_PREFETCH
+from stoker.profile.host import HostConfig
+from stoker.tasks.images.data import chosen_record
+from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
+from stoker.tasks.images.layouts.sample_index import SampleIndex
+from stoker.tasks.images.layouts.splits import list_entries
+from stoker.tasks.volumes.formats.opening import VolumeRef, suffix_of
+from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 from stoker.train.ranks import Ranks
-from stoker.units import count
 
 # Files with the labels, classes or cases of the files beside them, and the arrays of a pack's index.
 BESIDE = (".csv", ".json", ".jsonl", ".npy", ".txt", ".yaml", ".yml")

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from stoker.clock.file import ClockFile
 from stoker.config import Config, config_values
-from stoker.console import Say, progress_bar
-from stoker.errors import Interrupted, Preempted, StokerError, UserError
-from stoker.machine.host import HostConfig, HostWatch, Machine, usable_cpus
-from stoker.machine.numa import bind_rank
+from stoker.core.console import Say, progress_bar
+from stoker.core.errors import Interrupted, Preempted, StokerError, UserError
+from stoker.profile.clock_file import ClockFile
+from stoker.profile.host import HostConfig, HostWatch, Machine, usable_cpus
+from stoker.profile.numa import bind_rank
 from stoker.run.finished import best_checkpoint, next_lines
 from stoker.run.folder import RunFolder, record_config
 from stoker.run.metric import metric_of
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
-from stoker.tasks.dispatch import RunData, task_for
+from stoker.tasks.base import RunData, task_for
 from stoker.train.checkpoint.branching import Start, begin, own_checkpoint
 from stoker.train.checkpoint.changes import changes_since
 from stoker.train.checkpoint.data_changes import (

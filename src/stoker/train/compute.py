@@ -12,9 +12,9 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from stoker.config import Config
-from stoker.console import Say
-from stoker.machine.datasheets import Datasheet, datasheet_for_device, load_datasheet
-from stoker.machine.flops import training_flops_per_image
+from stoker.core.console import Say
+from stoker.profile.datasheets import Datasheet, datasheet_for_device, load_datasheet
+from stoker.profile.flops import training_flops_per_image
 from stoker.train.schedule import all_sizes, default_resize_epochs, image_size
 
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}

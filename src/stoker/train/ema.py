@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 
 # timm's decay warmup (ModelEmaV3, use_warmup) with gamma 10 and power 1: until `decay` is reached (0.999 after 10,000
 # updates), the average spans about a tenth of the run so far. With timm's default power of 2/3, a decay of 0.9999 would

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
+from stoker.tasks.images.label_alarm import LabelWatch
 from stoker.train.compute import Compiled
-from stoker.train.label_alarm import LabelWatch
 from stoker.train.launch import LeaveValidation
 from stoker.train.observer import Observer
 from stoker.train.ranks import Ranks, any_rank

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from stoker.data.store import outage
-from stoker.data.store.stores import StoreDown
-from stoker.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, Interrupted, Preempted, StokerError, UserError
-from stoker.notices import PREEMPTING, blocked_until_heard, handling, heard
+from stoker.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, Interrupted, Preempted, StokerError, UserError
+from stoker.core.signals import PREEMPTING, blocked_until_heard, handling, heard
+from stoker.io import outage
+from stoker.io.stores import StoreDown
 
 SIGNALS = (*PREEMPTING, signal.SIGINT)
 GRACE_S = 120.0

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stoker.clock.costs import run_queue_s
-from stoker.clock.steps import StepClock
-from stoker.data.engines.making import LoaderSetup
-from stoker.data.store.prefetch import HeldBack
-from stoker.machine.loader_memory import STATED
-from stoker.machine.memory import MemoryState, read_memory
+from stoker.io.prefetch import HeldBack
+from stoker.loader.collate import LoaderSetup
+from stoker.loader.loader_memory import STATED
+from stoker.profile.batch_costs import run_queue_s
+from stoker.profile.memory import MemoryState, read_memory
+from stoker.profile.step_clock import StepClock
 from stoker.train.loader_changes import (
     Knob,
     LoaderChange,
@@ -49,7 +49,7 @@ Event = dict[str, Any]
 
 
 class Adjustable(Protocol):
-    """A loader whose set-up may change while it runs (stoker.data.loader.BatchLoader)."""
+    """A loader whose set-up may change while it runs (stoker.loader.loader.BatchLoader)."""
 
     @property
     def setup(self) -> LoaderSetup | None: ...

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from stoker.data.engines.making import LoaderSetup
-from stoker.data.store.prefetch import HeldBack
-from stoker.units import count, number_text, rate_text, size_text
+from stoker.core.units import count, number_text, rate_text, size_text
+from stoker.io.prefetch import HeldBack
+from stoker.loader.collate import LoaderSetup
 
 Knob = Literal["workers", "prefetch", "lookahead_bytes", "requests"]
 

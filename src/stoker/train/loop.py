@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from stoker.clock.costs import BatchCost
-from stoker.clock.steps import StepClock
-from stoker.errors import UserError
+from stoker.core.errors import UserError
+from stoker.profile.batch_costs import BatchCost
+from stoker.profile.step_clock import StepClock
 from stoker.run.metric import Metric
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.ema import WeightAverage

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import Advance
+from stoker.core.console import Advance
 
 if TYPE_CHECKING:
-    from stoker.data.batch import ImageBatch
+    from stoker.loader.batch import ImageBatch
     from stoker.train.loop import Run
 
 Curve = NDArray[np.float64]

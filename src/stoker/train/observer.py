@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from stoker.clock.file import ClockFile, clock_header
-from stoker.clock.observed import AcceleratorFacts, LoaderShape, StorageFacts
 from stoker.config import Config
-from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
-from stoker.data.store.stores import is_url
-from stoker.machine.host import HostConfig
+from stoker.io.stores import is_url
+from stoker.loader.loader import DEFAULT_PREFETCH, choose_engine
+from stoker.profile.clock_file import ClockFile, clock_header
+from stoker.profile.host import HostConfig
+from stoker.profile.observed import AcceleratorFacts, LoaderShape, StorageFacts
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import Trackers
-from stoker.train.label_alarm import alarm_text
+from stoker.tasks.images.label_alarm import alarm_text
 from stoker.train.loader_changes import outcome_text
 from stoker.train.progress_line import TrainProgress
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.augment.mixing import soft_targets
 from stoker.config import Config
+from stoker.tasks.images.augment.mixing import soft_targets
 from stoker.train.lamb import Lamb
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from stoker.console import Say
-from stoker.machine.memory import MemoryState, read_memory
-from stoker.units import size_text
+from stoker.core.console import Say
+from stoker.core.units import size_text
+from stoker.profile.memory import MemoryState, read_memory
 
 CHECK_EVERY_S = 1.0
 # Acts before earlyoom, which kills processes at 10 % free memory; but a large host with 8 GB left is not short of it.
@@ -31,7 +31,7 @@ GROW_AFTER_S = 600.0
 
 
 class Shrinkable(Protocol):
-    """A loader whose batches in flight can be limited (stoker.data.loader.ImageLoader)."""
+    """A loader whose batches in flight can be limited (stoker.loader.loader.ImageLoader)."""
 
     @property
     def workers(self) -> int: ...

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat, TextIO
 
-from stoker.console import bar_line
-from stoker.redact import redact_text
+from stoker.core.console import bar_line
+from stoker.core.redact import redact_text
+from stoker.core.units import metric_text
 from stoker.run.metric import ACC1
-from stoker.units import metric_text
 
 SHOW_EVERY_S = 0.1
 LINE_EVERY_S = 10.0

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from stoker.errors import StokerError, UserError
+from stoker.core.errors import StokerError, UserError
 
 T = TypeVar("T")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.console import Say
-from stoker.data.draws import mix_numbers
-from stoker.errors import UserError
+from stoker.core.console import Say
+from stoker.core.errors import UserError
+from stoker.loader.rng import mix_numbers
 from stoker.train.checkpoint.flat_state import is_dense
 from stoker.train.compute import Precision
 from stoker.train.ranks import Ranks, any_rank

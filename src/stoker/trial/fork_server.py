@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
-from stoker.child import Child, ChildFailed, Parent, end_with, error_as_dict, error_from_dict, kill_all
-from stoker.errors import ConfigError, StokerError
-from stoker.out_of_memory import as_out_of_memory
+from stoker.core.child import Child, ChildFailed, Parent, end_with, error_as_dict, error_from_dict, kill_all
+from stoker.core.errors import ConfigError, StokerError
+from stoker.core.out_of_memory import as_out_of_memory
 from stoker.trial.limits import MemoryWatch, be_killed_first, memory_left
 
 START_S = 300.0

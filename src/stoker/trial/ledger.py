@@ -10,7 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.config import config_values
-from stoker.machine.host import HostConfig
+from stoker.profile.host import HostConfig
 
 LOADER_KEYS = ("num_workers", "prefetch_factor", "loader", "persistent_workers", "pin_memory", "lookahead")
 STEP_KEYS = ("compile_model", "compile_mode", "channels_last", "batch_size", "gradient_accumulation")

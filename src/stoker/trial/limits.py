@@ -7,9 +7,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from stoker.cgroups import PROC
-from stoker.child import kill_all
-from stoker.machine.memory import read_counters, read_memory, tree_memory, tree_pids
+from stoker.core.cgroups import PROC
+from stoker.core.child import kill_all
+from stoker.profile.memory import read_counters, read_memory, tree_memory, tree_pids
 
 LEAST_PATIENCE_S = 300.0
 """For the first trial: a step of a large model on a CPU takes a minute, a start from a slow disk another."""

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stoker.clock.steps import Interval, StepClock
-from stoker.machine.host import HostWatch
-from stoker.machine.loader_speed import LinkBalance
+from stoker.loader.loader_speed import LinkBalance
+from stoker.profile.host import HostWatch
+from stoker.profile.step_clock import Interval, StepClock
 
 WARM_UP_STEPS = 3
 """The first steps include allocation, the choice of kernels and an empty pipeline."""

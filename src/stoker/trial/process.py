@@ -1,4 +1,4 @@
-"""What a trial does in its own process (`stoker.trial.running` starts it): the loader with the real step or a paced
+"""What a trial does in its own process (`trial_server` starts it): the loader with the real step or a paced
 consumer, the step alone, the loader alone, or reading the storage."""
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from stoker.clock.file import HEADER, clock_header, interval_record
-from stoker.clock.steps import StepClock
-from stoker.console import Say
-from stoker.data.images.parquet_files import open_sample_store
-from stoker.data.store.stores import is_url
-from stoker.machine.accelerators import device_busy_share, measure_transfer
-from stoker.machine.host import HostConfig, allowed_cores
-from stoker.machine.local_disk import find_local_disk
-from stoker.machine.storage import measure_local_disk, measure_storage
-from stoker.tasks.dispatch import task_for
-from stoker.tasks.image_data import open_samples
+from stoker.core.console import Say
+from stoker.io.storage_speed import measure_local_disk, measure_storage
+from stoker.io.stores import is_url
+from stoker.profile.accelerators import device_busy_share, measure_transfer
+from stoker.profile.clock_file import HEADER, clock_header, interval_record
+from stoker.profile.host import HostConfig, allowed_cores
+from stoker.profile.local_disk import find_local_disk
+from stoker.profile.step_clock import StepClock
+from stoker.tasks.base import task_for
+from stoker.tasks.images.data import open_samples
+from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.train.loop import Run, pending, train
 from stoker.train.observer import Silence, loader_shape, run_header
 from stoker.train.ranks import Ranks

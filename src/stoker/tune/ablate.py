@@ -14,17 +14,17 @@ from typing import Any
 
 from stoker.config import config_values
 from stoker.config.reading import load_for_command
-from stoker.console import format_table, say
-from stoker.data.loader import choose_engine
-from stoker.data.store.stores import is_url
-from stoker.errors import UsageError, UserError
-from stoker.machine.host import HostConfig
+from stoker.core.console import format_table, say
+from stoker.core.errors import UsageError, UserError
+from stoker.core.units import count
+from stoker.io.stores import is_url
+from stoker.loader.loader import choose_engine
+from stoker.profile.host import HostConfig
 from stoker.tune.comparing import FLOOR
 from stoker.tune.records import Measured, Settings, Value
 from stoker.tune.running import TuneOptions, begin_journal, open_config
 from stoker.tune.text import rate_text, settings_text
 from stoker.tune.trials import Trials
-from stoker.units import count
 
 NAME = "ablate.jsonl"
 ROUNDS = 2

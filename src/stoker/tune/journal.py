@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from stoker.errors import UserError
-from stoker.files import open_to_append, write_text
-from stoker.redact import redact
+from stoker.core.errors import UserError
+from stoker.core.files import open_to_append, write_text
+from stoker.core.redact import redact
 from stoker.run.json_lines import Record, read_records
 from stoker.run.lease import is_locked
 from stoker.tune.records import Key, Measured, Outcome, Settings, Step, key_of

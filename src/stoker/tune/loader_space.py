@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from stoker.core.finding import Estimate
 from stoker.doctor.what_if import (
     MOST_WORKERS,
     WORKERS_PER_CORE,
@@ -13,7 +14,6 @@ from stoker.doctor.what_if import (
     speed_up,
     with_loader,
 )
-from stoker.finding import Estimate
 from stoker.tune.records import EXPECTED, Candidate, Settings
 
 WORKER_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

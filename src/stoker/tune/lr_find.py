@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.config import config_values
 from stoker.config.reading import load_for_command
-from stoker.console import progress_bar, say, say_notes
-from stoker.errors import UserError
-from stoker.machine.host import HostConfig, fit_to_machine, read_machine
+from stoker.core.console import progress_bar, say, say_notes
+from stoker.core.errors import UserError
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.train.lr_range import INTERVAL, LrCurve, LrReading, LrSuggestion, growing_rates, measure_range, read_curve
-from stoker.trial.running import ALONE, trial_server
+from stoker.trial.trial_server import ALONE, trial_server
 
 if TYPE_CHECKING:
     from stoker.train.checkpoint.branching import Start

@@ -13,27 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.console import say
-from stoker.data.images.opening import RECORDS
-from stoker.data.images.pack.folder import (
+from stoker.core.console import say
+from stoker.core.errors import StokerError, UserError
+from stoker.core.units import count
+from stoker.profile.host import HostConfig, usable_cpus
+from stoker.tasks.images.layouts.opening import RECORDS
+from stoker.tasks.images.pack.pack_folder import (
     PackFolder,
     check_destination,
     claim_destination,
     remove_source_index,
     remove_temporaries,
 )
-from stoker.data.images.pack.folder import remove_pack as remove_shards
-from stoker.data.images.pack.packing import PackOptions
-from stoker.data.volumes.pack.packing import remove_pack as remove_volumes
-from stoker.data.volumes.pack.preprocessing import VoxelChanges
-from stoker.data.volumes.pack.trial import USUAL_PATCH, TrialResult
-from stoker.errors import StokerError, UserError
-from stoker.machine.host import HostConfig, usable_cpus
-from stoker.tasks.image_packing import pack_splits
-from stoker.tasks.volumes.packing import VolumeSource, open_source
+from stoker.tasks.images.pack.pack_folder import remove_pack as remove_shards
+from stoker.tasks.images.pack.packing import PackOptions
+from stoker.tasks.images.pack.splits_packing import pack_splits
+from stoker.tasks.volumes.pack.cases_packing import VolumeSource, open_source
+from stoker.tasks.volumes.pack.layout_trial import USUAL_PATCH, TrialResult
+from stoker.tasks.volumes.pack.packing import remove_pack as remove_volumes
+from stoker.tasks.volumes.pack.preprocessing import VoxelChanges
 from stoker.tune.journal import Journal
 from stoker.tune.records import Settings
-from stoker.units import count
 
 SHARDS = "shards"
 FAR_SLOWER = 1.5

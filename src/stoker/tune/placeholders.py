@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stoker.errors import UsageError, nearest
+from stoker.core.errors import UsageError, nearest
 from stoker.tune.records import Settings, Value
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_-]*"

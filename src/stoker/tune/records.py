@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from stoker.clock.observed import Observed
-from stoker.finding import Estimate
+from stoker.core.finding import Estimate
+from stoker.profile.observed import Observed
 
 AT_CEILING = 0.95
 """Share of the ceiling from which a search ends: the rest would not be worth the trials."""

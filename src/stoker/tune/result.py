@@ -16,10 +16,10 @@ from stoker.config.reading import Resolved
 from stoker.config.reference import write_scalar
 from stoker.config.schema import ALIASES, SECTION_NAMES
 from stoker.config.yaml_file import read_yaml_file
-from stoker.errors import ConfigError, UsageError, UserError
-from stoker.files import write_text
-from stoker.machine.host import Machine, fit_to_machine
-from stoker.redact import redact_text
+from stoker.core.errors import ConfigError, UsageError, UserError
+from stoker.core.files import write_text
+from stoker.core.redact import redact_text
+from stoker.profile.host import Machine, fit_to_machine
 from stoker.tune.records import Outcome, Settings, Step
 from stoker.tune.space import config_with, settings_of
 

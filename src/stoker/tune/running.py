@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.config import config_values
 from stoker.config.reading import Resolved, load_for_command
-from stoker.console import Advance, progress_bar, say, say_notes
-from stoker.data.images.pack.folder import check_destination
-from stoker.data.store.stores import is_url
+from stoker.core.console import Advance, progress_bar, say, say_notes
+from stoker.core.errors import StokerError, UserError
+from stoker.core.units import count
 from stoker.doctor.pacing import seconds_of_a_step
-from stoker.errors import StokerError, UserError
-from stoker.machine.host import HostConfig, Machine, fit_to_machine, read_machine
-from stoker.machine.memory import read_memory, used_by_others_bytes
-from stoker.trial.running import open_once
+from stoker.io.stores import is_url
+from stoker.profile.host import HostConfig, Machine, fit_to_machine, read_machine
+from stoker.profile.memory import read_memory, used_by_others_bytes
+from stoker.tasks.images.pack.pack_folder import check_destination
+from stoker.trial.trial_server import open_once
 from stoker.tune.journal import Journal
 from stoker.tune.objective import Goal, Objective
 from stoker.tune.records import Fits, Measured, Nobody, Outcome, Settings, Step
@@ -29,7 +30,6 @@ from stoker.tune.search import search
 from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
 from stoker.tune.text import running_text, step_text
 from stoker.tune.trier import ConfigTrier
-from stoker.units import count
 
 if TYPE_CHECKING:
     from stoker.tune.packs import Packs
@@ -283,7 +283,7 @@ def has_batch_norm(config: HostConfig) -> bool:
 
     from stoker.plan.guard import UNKNOWN_CLASSES
     from stoker.plan.tracing import build_without_memory
-    from stoker.tasks import classify
+    from stoker.tasks.images import classify
     from stoker.tasks.volumes import planning
 
     if config.task == "classify":

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from stoker.clock.observed import Observed
-from stoker.doctor.attach.running import kill_all, refuse_what_cannot_work, run_attached
-from stoker.errors import UserError
+from stoker.core.errors import UserError
+from stoker.doctor.script.run_script import kill_all, refuse_what_cannot_work, run_attached
+from stoker.profile.observed import Observed
 from stoker.trial.fork_server import ForkServer
 from stoker.trial.limits import patience_after
 from stoker.tune.journal import from_record

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.console import say_notes
-from stoker.errors import UsageError
-from stoker.machine.host import read_machine
+from stoker.core.console import say_notes
+from stoker.core.errors import UsageError
+from stoker.profile.host import read_machine
 from stoker.tune.objective import Objective
 from stoker.tune.placeholders import CHANGES_TRAINING, read_template
 from stoker.tune.records import Measured, Outcome

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stoker.clock.observed import Observed
 from stoker.doctor.checks.facts import Facts
 from stoker.doctor.preparing import workers_that_fit
 from stoker.doctor.what_if import LoaderModel, model_of
+from stoker.profile.observed import Observed
 from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
 from stoker.tune.placeholders import Placeholder, Template
 from stoker.tune.records import Candidate, Propose, State, Value, key_of

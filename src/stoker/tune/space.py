@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stoker.clock.observed import Observed
-from stoker.data.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.doctor.what_if import LoaderModel, model_of
-from stoker.machine.host import HostConfig
+from stoker.loader.loader import DEFAULT_PREFETCH, choose_engine
+from stoker.profile.host import HostConfig
+from stoker.profile.observed import Observed
 from stoker.trial.ledger import LOADER_KEYS, STEP_KEYS
 from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
 from stoker.tune.objective import Goal

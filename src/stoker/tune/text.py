@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config.reference import write_scalar
-from stoker.console import format_table
+from stoker.core.console import format_table
+from stoker.core.units import clock, count, size_text
 from stoker.tune.records import Measured, Outcome, Settings, Step
-from stoker.units import clock, count, size_text
 
 SIZES = ("lookahead", "volume_cache")
 WORTH_SAYING = 0.05

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stoker.data.store.stores import is_url
-from stoker.errors import StokerError
-from stoker.machine.host import HostConfig
+from stoker.core.errors import StokerError
+from stoker.io.stores import is_url
+from stoker.profile.host import HostConfig
 from stoker.trial.fork_server import Ended, ForkServer
 from stoker.trial.limits import patience_after
-from stoker.trial.running import observed_in, run_trial, trial_server
+from stoker.trial.trial_server import observed_in, run_trial, trial_server
 from stoker.tune.records import Measured, Settings
 from stoker.tune.space import config_with
 

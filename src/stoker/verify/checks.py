@@ -9,15 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from stoker.console import Say
-from stoker.errors import StokerError
-from stoker.finding import Finding
+from stoker.core.console import Say
+from stoker.core.errors import StokerError
+from stoker.core.finding import Finding
 
 if TYPE_CHECKING:
-    from stoker.data.images.sample_index import SampleSet
-    from stoker.machine.host import HostConfig, Machine
     from stoker.plan.records import Plan
-    from stoker.tasks.classify import TrainingData
+    from stoker.profile.host import HostConfig, Machine
+    from stoker.tasks.images.classify import TrainingData
+    from stoker.tasks.images.layouts.sample_index import SampleSet
     from stoker.tasks.volumes.data import VolumeData
     from stoker.verify.nodes import RankFacts
     from stoker.verify.trial import Trial
@@ -107,7 +107,7 @@ class Subject:
         """The same with their decoder, as a run gets them."""
         if self.config.task == "segment3d":
             raise AssertionError("a check of images about volumes")
-        from stoker.tasks.classify import open_data
+        from stoker.tasks.images.classify import open_data
 
         return self._once("data", lambda: open_data(self.config, self.say))
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.console import format_table
-from stoker.errors import StokerError
-from stoker.files import cache_folder
-from stoker.finding import Finding
+from stoker.core.console import format_table
+from stoker.core.errors import StokerError
+from stoker.core.files import cache_folder
+from stoker.core.finding import Finding
+from stoker.core.units import count
 from stoker.run.folder import run_name_for
-from stoker.units import count
 from stoker.verify.checks import Check, Subject, failed, passed, unknown
 from stoker.verify.recipes import claimed_recipes, nearest_recipe
 
 if TYPE_CHECKING:
-    from stoker.machine.host import HostConfig
+    from stoker.profile.host import HostConfig
     from stoker.train.schedule import Horizon
 
 MOST_NAMED = 6
@@ -217,7 +217,7 @@ def peak_lr(config: HostConfig) -> float:
 
 def steps_of(config: HostConfig, train: int, val: int | None) -> tuple[int, int | None]:
     """Updates and validation steps of an epoch, by the same arithmetic as the loaders'."""
-    from stoker.tasks.image_data import updates_per_epoch, validation_samples
+    from stoker.tasks.images.data import updates_per_epoch, validation_samples
 
     ranks = config.devices * config.num_nodes
     updates = updates_per_epoch(config, train, ranks)

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import shown, some
-from stoker.data.images import imagenet
-from stoker.data.images.listing import class_names, split_place
-from stoker.data.images.sample_index import SampleIndex
-from stoker.data.store.stores import is_url
-from stoker.errors import UserError
-from stoker.finding import Finding
-from stoker.units import count
+from stoker.core.console import shown, some
+from stoker.core.errors import UserError
+from stoker.core.finding import Finding
+from stoker.core.units import count
+from stoker.io.stores import is_url
+from stoker.tasks.images.layouts import imagenet
+from stoker.tasks.images.layouts.listing import class_names, split_place
+from stoker.tasks.images.layouts.sample_index import SampleIndex
 from stoker.verify.checks import Check, Subject, failed, passed, unknown
 from stoker.verify.files import FILE_CHECKS
 

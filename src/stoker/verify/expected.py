@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stoker.errors import StokerError
-from stoker.machine.host import HostConfig
-from stoker.units import duration_text, size_text
+from stoker.core.errors import StokerError
+from stoker.core.units import duration_text, size_text
+from stoker.profile.host import HostConfig
 from stoker.verify.checks import Subject
 from stoker.verify.recipes import nearest_recipe
 

@@ -16,13 +16,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoker.console import shown
-from stoker.data.images.headers import BadImage
-from stoker.data.images.sample_index import SampleIndex, SampleSet
-from stoker.data.store.stores import ReadFailure, Store, is_url, open_store
-from stoker.finding import Finding
-from stoker.machine.storage import LOCAL_READERS, mount_of
-from stoker.units import count
+from stoker.core.console import shown
+from stoker.core.finding import Finding
+from stoker.core.units import count
+from stoker.io.storage_speed import LOCAL_READERS, mount_of
+from stoker.io.stores import ReadFailure, Store, is_url, open_store
+from stoker.tasks.images.decode.headers import BadImage
+from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def in_turns(samples: SampleSet, per_class: int) -> NDArray[np.int64]:
 
 def check_decoding(subject: Subject) -> Finding:
     """A few images of every class can be read and decoded."""
-    from stoker.tasks.image_data import decoding_with, validation_view
+    from stoker.tasks.images.data import decoding_with, validation_view
 
     config = subject.config
     view = validation_view(config, decoding_with(config))

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.finding import Finding
+from stoker.core.finding import Finding
 from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:

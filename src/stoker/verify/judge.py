@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.data.images.imagenet import synsets
-from stoker.data.images.sample_index import SampleSet
-from stoker.errors import UserError
-from stoker.machine.host import HostConfig
-from stoker.models.build import build_model
-from stoker.models.weights import load_weights
-from stoker.tasks.classify import colours_of, eval_prepare
-from stoker.tasks.image_data import choose_decoding, open_loader, validation_plan
-from stoker.tasks.prediction import Classifier, classifier_of
+from stoker.core.errors import UserError
+from stoker.profile.host import HostConfig
+from stoker.tasks.images.classify import colours_of, eval_prepare
+from stoker.tasks.images.data import choose_decoding, open_loader, validation_plan
+from stoker.tasks.images.layouts.imagenet import synsets
+from stoker.tasks.images.layouts.sample_index import SampleSet
+from stoker.tasks.images.models import build_model
+from stoker.tasks.images.prediction import Classifier, classifier_of
 from stoker.train.checkpoint.restore import restore_model
+from stoker.train.checkpoint.weights import load_weights
 from stoker.train.compute import Precision
 from stoker.verify.checks import Subject
 from stoker.verify.files import in_turns

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import shown, some
-from stoker.data.images.imagenet import (
+from stoker.core.console import shown, some
+from stoker.core.finding import Finding
+from stoker.core.units import count
+from stoker.tasks.images.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
+from stoker.tasks.images.layouts.imagenet import (
     DEVKIT_FIRST,
     is_synset,
     real_labels,
@@ -21,10 +24,7 @@ from stoker.data.images.imagenet import (
     synsets_in_names,
     validation_numbers,
 )
-from stoker.data.images.sample_index import SampleIndex, SampleSet
-from stoker.finding import Finding
-from stoker.train.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
-from stoker.units import count
+from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 # ReaL labels agree with the official labels of 42,164 of the 46,837 validation images that have any: 90.0 %. By class
@@ -182,7 +182,7 @@ def _imagenet_classes(train: SampleSet, val: SampleSet) -> list[int] | None:
         # Names of another kind: those of the training files say what they mean.
         numbers = {folder: numbers[synset] for folder, synset in _synset_of_folders(train.index).items()}
     if not any(name in numbers for name in folders):
-        from stoker.tasks.evaluation import are_class_numbers
+        from stoker.tasks.images.evaluation import are_class_numbers
 
         if not are_class_numbers(folders):
             return None

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.finding import Finding
-from stoker.machine.host import allowed_cores
-from stoker.units import count, size_text
+from stoker.core.finding import Finding
+from stoker.core.units import count, size_text
+from stoker.profile.host import allowed_cores
 from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ FAR_MORE = 4
 
 def plan_run(subject: Subject) -> Plan:
     """The plan of the run on this machine, as `stoker plan` makes it without options."""
-    from stoker.machine.loader_memory import STATED
-    from stoker.machine.memory import used_by_others_bytes
+    from stoker.loader.loader_memory import STATED
     from stoker.plan.budget import MeasuredHere, PlannedRun, make_plan, trace_needs
     from stoker.plan.planning import WantedMachine, facts_of, hardware_for, step_of
+    from stoker.profile.memory import used_by_others_bytes
 
     config = subject.config
     wanted = WantedMachine(price=subject.price_per_hour)
@@ -104,7 +104,7 @@ def judge_cores(allowed: int, present: int, ranks: int) -> Finding:
 
 def check_cpu_quota(subject: Subject) -> Finding | None:
     """A container's CPU quota is not smaller than the number of workers: each of them would be stopped in turn."""
-    from stoker.cgroups import cpu_quota
+    from stoker.core.cgroups import cpu_quota
 
     quota = cpu_quota()
     ranks = subject.machine.ranks or subject.config.devices

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from stoker.errors import UserError
-from stoker.finding import Finding
-from stoker.units import size_text
+from stoker.core.errors import UserError
+from stoker.core.finding import Finding
+from stoker.core.units import size_text
 from stoker.verify.checks import Check, Subject, failed, passed
 
 if TYPE_CHECKING:

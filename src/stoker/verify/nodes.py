@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from stoker import __version__
-from stoker.errors import StokerError, UserError
-from stoker.finding import Finding
-from stoker.units import size_text
+from stoker.core.errors import StokerError, UserError
+from stoker.core.finding import Finding
+from stoker.core.units import size_text
 from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:
-    from stoker.machine.host import HostConfig, Machine
+    from stoker.profile.host import HostConfig, Machine
     from stoker.train.ranks import Ranks
 
 # Paths and counts that may differ from node to node without changing the result.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.machine.host import HostConfig
+from stoker.profile.host import HostConfig
 from stoker.train.schedule import scaled_lr
 
 IMAGENET_CLASSES = 1000

@@ -10,15 +10,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.console import finding_lines, format_table
-from stoker.errors import Interrupted, Preempted, StokerError, UsageError, did_you_mean
-from stoker.finding import Finding, Status, as_json
+from stoker.core.console import finding_lines, format_table
+from stoker.core.errors import Interrupted, Preempted, StokerError, UsageError, did_you_mean
+from stoker.core.finding import Finding, Status, as_json
 from stoker.verify.checks import TOPICS, Check, Subject, unknown
 from stoker.verify.expected import Forecast, forecast_lines
 
 if TYPE_CHECKING:
-    from stoker.machine.host import HostConfig, Machine
-    from stoker.tasks.classify import TrainingData
+    from stoker.profile.host import HostConfig, Machine
+    from stoker.tasks.images.classify import TrainingData
     from stoker.tasks.volumes.data import VolumeData
 
 MODULES = (

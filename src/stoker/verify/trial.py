@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from stoker.errors import StokerError, UserError
-from stoker.machine.host import HostConfig
-from stoker.machine.memory import read_memory
+from stoker.core.errors import StokerError, UserError
+from stoker.core.units import size_text
 from stoker.plan.guard import MOST_ACTIVATIONS_PER_INPUT, MOST_ACTIVATIONS_PER_VOXEL_INPUT
 from stoker.plan.tracing import build_without_memory
-from stoker.tasks.classify import TrainingData, open_data, traceable_step
-from stoker.tasks.dispatch import task_for
+from stoker.profile.host import HostConfig
+from stoker.profile.memory import read_memory
+from stoker.tasks.base import task_for
+from stoker.tasks.images.classify import TrainingData, open_data, traceable_step
 from stoker.tasks.volumes.data import VolumeData
 from stoker.tasks.volumes.segment import build_network
 from stoker.train.checkpoint.folder import Checkpoints
@@ -35,8 +36,7 @@ from stoker.train.optimization import set_lr
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import learning_rate
 from stoker.train.step import StepResult
-from stoker.trial.running import ALONE
-from stoker.units import size_text
+from stoker.trial.trial_server import ALONE
 from stoker.verify.config import peak_lr
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from stoker.data.volumes.patches import RandomPatches
-from stoker.errors import UserError
-from stoker.finding import Finding
-from stoker.units import count
+from stoker.core.errors import UserError
+from stoker.core.finding import Finding
+from stoker.core.units import count
+from stoker.tasks.volumes.patches.patches import RandomPatches
 from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 # Patches around foreground cannot make up for less: a rarer class is hardly ever complete in one.

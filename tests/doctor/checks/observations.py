@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stoker.clock.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime
+from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime
 
 STEPS = 100
 BATCH = 8

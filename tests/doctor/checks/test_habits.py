@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stoker.clock.observed import DeviceRead, LoopHabits, Observed, Preparation
 from stoker.doctor.checks.verdict import judge
+from stoker.profile.observed import DeviceRead, LoopHabits, Observed, Preparation
 from tests.doctor.checks.observations import healthy
 
 READ = DeviceRead(".item()", "train.py:41", 1.0, on_device=False)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from stoker.clock.growth import Point, growth_rate, thinned
-from stoker.clock.observed import Held, HostFacts, LoaderShape, MemoryGrowth, Observed
 from stoker.doctor.diagnosing import diagnosis_of
 from stoker.doctor.screen import doctor_text
+from stoker.profile.growth import Point, growth_rate, thinned
+from stoker.profile.observed import Held, HostFacts, LoaderShape, MemoryGrowth, Observed
 from tests.doctor.checks.observations import BATCH, starved
 
 MB = 1_000_000

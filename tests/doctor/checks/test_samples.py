@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from stoker.clock.observed import (
+from stoker.doctor.checks.verdict import judge
+from stoker.doctor.diagnosing import diagnosis_of
+from stoker.doctor.screen import doctor_text
+from stoker.profile.observed import (
     CacheFacts,
     FilterWork,
     HostFacts,
@@ -16,9 +19,6 @@ from stoker.clock.observed import (
     Preparation,
     StorageFacts,
 )
-from stoker.doctor.checks.verdict import judge
-from stoker.doctor.diagnosing import diagnosis_of
-from stoker.doctor.screen import doctor_text
 from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy, starved
 
 VOXELS = 72 * 136 * 136

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stoker.clock.observed import HostFacts, LoopThreads, Observed
 from stoker.doctor.checks.verdict import judge
+from stoker.profile.observed import HostFacts, LoopThreads, Observed
 from tests.doctor.checks.observations import STEPS, batches, healthy, starved
 
 

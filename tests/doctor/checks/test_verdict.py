@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.clock.observed import (
+from stoker.core.finding import Estimate
+from stoker.doctor.checks.facts import Facts, waiting_for_data
+from stoker.doctor.checks.verdict import CHECKS, judge
+from stoker.doctor.diagnosis import Prediction
+from stoker.profile.observed import (
     AcceleratorFacts,
     BatchTime,
     HostFacts,
@@ -16,10 +20,6 @@ from stoker.clock.observed import (
     SlowSample,
     StorageFacts,
 )
-from stoker.doctor.checks.facts import Facts, waiting_for_data
-from stoker.doctor.checks.verdict import CHECKS, judge
-from stoker.doctor.records import Prediction
-from stoker.finding import Estimate
 from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy, stages, starved
 
 FULL = HostFacts(cpus=2, cpu_busy_share=1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stoker.cli import main
-from stoker.models.build import build_model
+from stoker.tasks.images.models import build_model
 from stoker.train.checkpoint.format import read_checkpoint
 from tests.support.tiny_training import last_state, metrics
 from tests.support.trained import train_on_colours, write_colours

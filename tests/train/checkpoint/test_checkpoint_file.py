@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 from stoker.train.checkpoint.flat_state import flatten, rebuild
 from stoker.train.checkpoint.format import read_checkpoint, write_checkpoint
 from stoker.train.checkpoint.restore import CheckpointOther, differences

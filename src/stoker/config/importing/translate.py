@@ -19,7 +19,7 @@ from stoker.config.reading import say_validation_error
 from stoker.config.reference import config_values
 from stoker.config.schema import ALIASES, FOREIGN_ALIASES, Config
 from stoker.config.yaml_file import Entry, read_yaml_file
-from stoker.errors import UserError
+from stoker.core.errors import UserError
 
 BASE_NAME = "_base_"
 UNREADABLE = "(not plain data)"

@@ -12,9 +12,9 @@ from stoker.config.importing.rules import Kind
 from stoker.config.importing.translate import PROGRAMS, Imported, Translated
 from stoker.config.reference import config_values, write_scalar
 from stoker.config.schema import Config
-from stoker.errors import UsageError, UserError, nearest
-from stoker.files import write_text
-from stoker.redact import redact
+from stoker.core.errors import UsageError, UserError, nearest
+from stoker.core.files import write_text
+from stoker.core.redact import redact
 
 COMMENT_COLUMN = 34
 MAX_LINE = 110

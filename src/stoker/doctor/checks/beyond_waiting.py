@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 
+from stoker.core.finding import Estimate, Finding
+from stoker.core.units import duration_text, size_text
 from stoker.doctor.checks.facts import PACK, STARVED, Facts, check, speedup_without
 from stoker.doctor.checks.habits import MAKE_ONCE
 from stoker.doctor.checks.samples import COSTLY_S
 from stoker.doctor.preparing import sample_cpu_s
-from stoker.finding import Estimate, Finding
-from stoker.units import duration_text, size_text
 
 TRANSFER = 0.15
 """Share of a step: a pinned batch is copied while the previous step computes, so whatever shows is avoidable."""

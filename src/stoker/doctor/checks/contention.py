@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 
+from stoker.core.finding import Estimate, Finding
 from stoker.doctor.checks.facts import Facts, check, speedup_without, waiting_for_data
-from stoker.finding import Estimate, Finding
 
 THROTTLED = 0.10
 """Share of the time: the same threshold as for waiting."""

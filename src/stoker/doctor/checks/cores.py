@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from stoker.core.finding import Finding
+from stoker.core.units import duration_text
 from stoker.doctor.checks.contention import cores_of_others
 from stoker.doctor.checks.facts import BLOCKED, PACK, Facts, check, waiting_for_data
 from stoker.doctor.preparing import named, workers_that_fit
-from stoker.finding import Finding
-from stoker.units import duration_text
 
 FREE = 0.75
 """Share of a core that must be free before one more worker can use it: half a core goes to the system anyway."""

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from stoker.clock.observed import Observed
+from stoker.core.finding import Estimate, Finding
+from stoker.doctor.diagnosis import Prediction
 from stoker.doctor.growth import Filling, filling
-from stoker.doctor.records import Prediction
-from stoker.finding import Estimate, Finding
 from stoker.plan.records import PACKED_BYTES
+from stoker.profile.observed import Observed
 
 STARVED = 0.10
 """Share of the time from which waiting is worth a fix: below it no change of the data path could give more than

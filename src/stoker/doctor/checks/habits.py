@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-from stoker.clock.observed import Preparation
+from stoker.core.finding import Finding
+from stoker.core.units import count, duration_text
 from stoker.doctor.checks.facts import Facts, check, speedup_without
 from stoker.doctor.preparing import FEWEST_SAMPLES
-from stoker.finding import Finding
-from stoker.units import count, duration_text
+from stoker.profile.observed import Preparation
 
 IMAGES = 3
 """Dimensions of a sample with channels, from which changing shapes count: batches of text have different lengths."""

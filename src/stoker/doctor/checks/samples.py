@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from stoker.core.finding import Finding
+from stoker.core.units import count, duration_text, size_text
 from stoker.doctor.checks.facts import BLOCKED, Facts, check
 from stoker.doctor.preparing import (
     VOLUMETRIC,
@@ -11,8 +13,6 @@ from stoker.doctor.preparing import (
     sample_cpu_s,
     workers_that_fit,
 )
-from stoker.finding import Finding
-from stoker.units import count, duration_text, size_text
 
 MOST = 0.5
 """Share of the workers' time from which a line is what limits them: more than everything else together."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from stoker.core.finding import Estimate, Finding
+from stoker.core.units import size_text
 from stoker.doctor.checks.facts import Facts, check, waiting_for_data
 from stoker.doctor.preparing import WORTH_NAMING, named
-from stoker.finding import Estimate, Finding
 from stoker.plan.break_even import ANY_CONFIG, BreakEven, Room, StagingFix, break_even_text, staging_fix
-from stoker.units import size_text
 
 BANDWIDTH_USED = 0.7
 """Share of what many readers reached together; above it, more requests at once do not help."""

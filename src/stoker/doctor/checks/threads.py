@@ -6,9 +6,9 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from stoker.core.finding import Estimate, Finding
+from stoker.core.units import duration_text
 from stoker.doctor.checks.facts import QUEUEING, Facts, check
-from stoker.finding import Estimate, Finding
-from stoker.units import duration_text
 
 WORTH = 1.2
 """A speed-up of the step from which threads are blamed: below it, the estimate may be wrong by as much."""

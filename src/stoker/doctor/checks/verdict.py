@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from stoker.clock.observed import Observed
+from stoker.core.units import count, duration_text, size_text
 from stoker.doctor.checks import beyond_waiting, contention, cores, habits, memory, samples, storage, threads
 from stoker.doctor.checks.facts import DoctorCheck, Facts
-from stoker.doctor.records import Diagnosis, Need, Prediction
-from stoker.units import count, duration_text, size_text
+from stoker.doctor.diagnosis import Diagnosis, Need, Prediction
+from stoker.profile.observed import Observed
 
 MODULES = (samples, contention, storage, cores, beyond_waiting, threads, memory, habits)
 """In order: why the loop waits for data (needless work, then what stops the workers, what blocks them, and what they

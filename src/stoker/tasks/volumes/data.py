@@ -12,31 +12,31 @@ from urllib.parse import urlsplit
 import numpy as np
 import xxhash
 
-from stoker.augment.volumes import transform_range
-from stoker.clock.observed import StorageFacts
 from stoker.config import Config
-from stoker.console import Advance, Say, some
-from stoker.data.loader import Follow
-from stoker.data.store.stores import is_url
-from stoker.data.volumes.cases import Case, CaseList, open_cases
-from stoker.data.volumes.label_index import build_label_index
-from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.making import PatchPlan
-from stoker.data.volumes.opening import OpenVolumes
-from stoker.data.volumes.patches import RandomPatches, SomeOf, training_steps
-from stoker.data.volumes.plans import PatchLoader, PatchRule, plan_training, plan_validation
-from stoker.data.volumes.split import SplitRule, divide
-from stoker.data.volumes.statistics import Normalization, Statistics, statistics_of
-from stoker.data.volumes.survey import Survey, survey
-from stoker.data.volumes.volume import ReadingOptions
-from stoker.errors import ConfigError, UserError
-from stoker.machine.loader_speed import LoaderSpeed, measure_loader
-from stoker.machine.storage import mount_of
+from stoker.core.console import Advance, Say, some
+from stoker.core.errors import ConfigError, UserError
+from stoker.core.units import count
+from stoker.io.storage_speed import mount_of
+from stoker.io.stores import is_url
+from stoker.loader.loader import Follow
+from stoker.loader.loader_speed import LoaderSpeed, measure_loader
+from stoker.profile.observed import StorageFacts
 from stoker.tasks.building import loader_options, no_data
-from stoker.tasks.volumes.reading import reading_options
+from stoker.tasks.volumes.augment.pipeline import transform_range
+from stoker.tasks.volumes.cases.cases import Case, CaseList, open_cases
+from stoker.tasks.volumes.cases.split import SplitRule, divide
+from stoker.tasks.volumes.cases.statistics import Normalization, Statistics, statistics_of
+from stoker.tasks.volumes.cases.survey import Survey, survey
+from stoker.tasks.volumes.formats.opening import OpenVolumes
+from stoker.tasks.volumes.formats.volume import ReadingOptions
+from stoker.tasks.volumes.patches.label_index import build_label_index
+from stoker.tasks.volumes.patches.labels import LabelRules
+from stoker.tasks.volumes.patches.patch_collate import PatchPlan
+from stoker.tasks.volumes.patches.patches import RandomPatches, SomeOf, training_steps
+from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training, plan_validation
+from stoker.tasks.volumes.reading_options import reading_options
 from stoker.train.checkpoint.data_changes import Listing, listing_of
 from stoker.train.ranks import Ranks
-from stoker.units import count
 
 DEFAULT_STEPS_PER_EPOCH = 250
 """Updates of an epoch if the config does not say: nnU-Net's number. Random patches have no 'pass over the data'."""

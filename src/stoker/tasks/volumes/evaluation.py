@@ -12,31 +12,31 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.console import Advance, Say, some
-from stoker.data.store.stores import ReadFailure
-from stoker.data.volumes.cases import Case, open_cases, volumes_in
-from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.opening import OpenVolumes, VolumeRef
-from stoker.data.volumes.pack.index import INDEX as PACK_INDEX
-from stoker.data.volumes.places import place_at, ref_to
-from stoker.data.volumes.split import divide
-from stoker.data.volumes.statistics import statistics_of
-from stoker.data.volumes.volume import ArrayVolume, Volume, whole
-from stoker.errors import UserError
-from stoker.machine.host import HostConfig, usable_cpus
-from stoker.machine.memory import read_memory
-from stoker.scores.surface_dice import ISOTROPIC, Spacing
-from stoker.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
-from stoker.scores.whole import ScoreName, score_volume
+from stoker.core.console import Advance, Say, some
+from stoker.core.errors import UserError
+from stoker.core.units import count, size_text
+from stoker.io.stores import ReadFailure
+from stoker.profile.host import HostConfig, usable_cpus
+from stoker.profile.memory import read_memory
+from stoker.tasks.volumes.cases.cases import Case, open_cases, volumes_in
+from stoker.tasks.volumes.cases.places import place_at, ref_to
+from stoker.tasks.volumes.cases.split import divide
+from stoker.tasks.volumes.cases.statistics import statistics_of
 from stoker.tasks.volumes.data import label_rules, list_cases, split_rule, survey_cases
+from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
+from stoker.tasks.volumes.formats.volume import ArrayVolume, Volume, whole
+from stoker.tasks.volumes.pack.index import INDEX as PACK_INDEX
+from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.pictures import worst_cuts
-from stoker.tasks.volumes.postprocess import PostStep, check_chain, post_processed
-from stoker.tasks.volumes.prediction import predicted_mask, segmenter_of
-from stoker.tasks.volumes.reading import reading_options
+from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain, post_processed
+from stoker.tasks.volumes.predict.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.windows import SlidingWindow
+from stoker.tasks.volumes.reading_options import reading_options
 from stoker.tasks.volumes.results import Judged, VolumeEvaluation
+from stoker.tasks.volumes.scores.surface_dice import ISOTROPIC, Spacing
+from stoker.tasks.volumes.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
+from stoker.tasks.volumes.scores.whole import ScoreName, score_volume
 from stoker.tasks.volumes.segment import TrainedVolumeModel
-from stoker.tasks.volumes.windows import SlidingWindow
-from stoker.units import count, size_text
 
 COMPETITION_IGNORE = 2
 MEMORY_SHARE = 0.8
@@ -44,7 +44,7 @@ MEMORY_SHARE = 0.8
 
 
 class Bar(Protocol):
-    """`stoker.console.progress_bar`."""
+    """`stoker.core.console.progress_bar`."""
 
     def __call__(self, what: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]: ...
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from stoker import __version__
-from stoker.data.store.stores import ReadFailure
-from stoker.data.volumes.cases import open_cases
-from stoker.data.volumes.opening import VolumeRef, open_volume
-from stoker.data.volumes.volume import Shape, Volume, box_at, read_padded
-from stoker.errors import UserError
-from stoker.tasks.exporting import CPU, Exportable
-from stoker.tasks.volumes.prediction import Segmenter, measured, segmenter_of
+from stoker.core.errors import UserError
+from stoker.io.stores import ReadFailure
+from stoker.tasks.images.exporting import CPU, Exportable
+from stoker.tasks.volumes.cases.cases import open_cases
+from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
+from stoker.tasks.volumes.formats.volume import Shape, Volume, box_at, read_padded
+from stoker.tasks.volumes.predict.prediction import Segmenter, measured, segmenter_of
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.volumes.volume import Region, Shape, Volume
+from stoker.tasks.volumes.formats.volume import Region, Shape, Volume
 
 Pixels = NDArray[np.uint8]
 Plane = NDArray[Any]

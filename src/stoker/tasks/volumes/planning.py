@@ -8,26 +8,26 @@ from functools import partial
 import numpy as np
 from torch import nn
 
-from stoker.augment.volumes import memory_format_of, transform_range
 from stoker.config import Config
-from stoker.console import Advance
-from stoker.data.draws import sample_keys
-from stoker.data.volumes.cases import Case
-from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.making import RowLayout
-from stoker.data.volumes.opening import OpenVolumes
-from stoker.data.volumes.survey import image_dtype
-from stoker.data.volumes.transforms import draw_transforms
-from stoker.data.volumes.volume import Shape
-from stoker.errors import StokerError
-from stoker.models.volumes import build_volume_model
+from stoker.core.console import Advance
+from stoker.core.errors import StokerError
+from stoker.core.units import count
+from stoker.loader.rng import sample_keys
 from stoker.tasks.building import optimizer_for
+from stoker.tasks.volumes.augment.pipeline import memory_format_of, transform_range
+from stoker.tasks.volumes.cases.cases import Case
+from stoker.tasks.volumes.cases.survey import image_dtype
 from stoker.tasks.volumes.data import label_rules, list_cases, survey_cases
-from stoker.tasks.volumes.reading import reading_options
+from stoker.tasks.volumes.formats.opening import OpenVolumes
+from stoker.tasks.volumes.formats.volume import Shape
+from stoker.tasks.volumes.losses import build_volume_loss
+from stoker.tasks.volumes.networks import build_volume_model
+from stoker.tasks.volumes.patches.labels import LabelRules
+from stoker.tasks.volumes.patches.patch_collate import RowLayout
+from stoker.tasks.volumes.patches.transforms import draw_transforms
+from stoker.tasks.volumes.reading_options import reading_options
 from stoker.train.compute import compute_dtype
 from stoker.train.step import TraceableStep, plain_batch
-from stoker.train.volume_losses import build_volume_loss
-from stoker.units import count
 
 ASSUMED_CLASSES = 2
 ASSUMED_VOLUME: Shape = (320, 320, 320)

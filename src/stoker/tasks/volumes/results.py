@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.console import format_table, shown
-from stoker.scores.surface_dice import ISOTROPIC, Spacing
-from stoker.scores.whole import ScoreName, VolumeScores, mean_of
+from stoker.core.console import format_table, shown
+from stoker.core.units import count
 from stoker.tasks.contact_sheet import Picture, Sheet, SheetRow, SheetSection
 from stoker.tasks.volumes.pictures import ERROR_LEGEND, Cut, plain, with_classes, with_errors
-from stoker.units import count
+from stoker.tasks.volumes.scores.surface_dice import ISOTROPIC, Spacing
+from stoker.tasks.volumes.scores.whole import ScoreName, VolumeScores, mean_of
 
 MOST_LISTED = 20
 """Volumes in the text; `--json` and `--out` have all."""

@@ -13,22 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stoker.augment.packing import Copy
-from stoker.augment.volumes import VolumeEvalPrepare, build_volume_augment, build_volume_eval
-from stoker.clock.steps import StepClock
 from stoker.config import Config, config_values
-from stoker.console import Say
-from stoker.data.loader import Follow
-from stoker.data.volumes.labels import LabelRules
-from stoker.data.volumes.making import PatchBatch, PatchPlan
-from stoker.data.volumes.plans import PatchLoader
-from stoker.errors import UserError
-from stoker.machine.host import HostConfig
-from stoker.models.build import count_parameters, with_sync_batchnorm
-from stoker.models.volumes import build_volume_model
-from stoker.models.weights import load_weights
+from stoker.core.console import Say
+from stoker.core.errors import UserError
+from stoker.core.units import count
+from stoker.loader.loader import Follow
+from stoker.profile.host import HostConfig
+from stoker.profile.step_clock import StepClock
 from stoker.run.metric import metric_of
-from stoker.scores.counts import VolumeCounts
 from stoker.tasks.building import (
     average_of,
     describe_schedule,
@@ -40,10 +32,20 @@ from stoker.tasks.building import (
     total_batch_of,
     train_step,
 )
+from stoker.tasks.images.augment.copies import Copy
+from stoker.tasks.images.models import count_parameters, with_sync_batchnorm
 from stoker.tasks.staging import Staging, stage_volumes
+from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare, build_volume_augment, build_volume_eval
 from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan, validation_plan
+from stoker.tasks.volumes.losses import build_volume_loss
+from stoker.tasks.volumes.networks import build_volume_model
+from stoker.tasks.volumes.patches.labels import LabelRules
+from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
+from stoker.tasks.volumes.patches.plans import PatchLoader
+from stoker.tasks.volumes.scores.counts import VolumeCounts
 from stoker.train.checkpoint.restore import open_state
 from stoker.train.checkpoint.sources import open_source
+from stoker.train.checkpoint.weights import load_weights
 from stoker.train.evaluate import Accumulator
 from stoker.train.launch import StopRequest
 from stoker.train.loop import Run
@@ -52,8 +54,6 @@ from stoker.train.ranks import Ranks
 from stoker.train.schedule import Progress
 from stoker.train.step import Prepared
 from stoker.train.transfers import Uploader, batches_in_hand, queue_of
-from stoker.train.volume_losses import build_volume_loss
-from stoker.units import count
 
 
 def build_run(
@@ -231,7 +231,7 @@ class TrainedVolumeModel:
     """On the CPU, in evaluation mode, float32."""
     config: HostConfig
     """As it was trained, with the overrides of this command, resolved for this machine. `normalize` says how voxels
-    become inputs: stoker.data.volumes.statistics has what it needs."""
+    become inputs: stoker.tasks.volumes.cases.statistics has what it needs."""
     rules: LabelRules
     channels: int
     """Images of a case that the network takes together."""

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.console import Say
-from stoker.errors import UsageError, UserError
-from stoker.models.weights import WeightsReport, Which, load_weights
-from stoker.models.weights_file import WeightsFile, file_hash, listed
+from stoker.core.console import Say
+from stoker.core.errors import UsageError, UserError
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.format import peek
 from stoker.train.checkpoint.restore import differences
 from stoker.train.checkpoint.sources import open_source
+from stoker.train.checkpoint.weights import WeightsReport, Which, load_weights
+from stoker.train.checkpoint.weights_file import WeightsFile, file_hash, listed
 from stoker.train.ranks import from_first
 
 if TYPE_CHECKING:

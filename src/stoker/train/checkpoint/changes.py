@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.config import Config, config_values
-from stoker.errors import UserError
+from stoker.core.errors import UserError
+from stoker.core.units import count
 from stoker.train.schedule import Progress, default_resize_epochs, image_size
-from stoker.units import count
 
 Kind = Literal["free", "applied", "schedule", "other"]
 

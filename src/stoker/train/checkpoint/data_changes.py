@@ -18,11 +18,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoker.console import some
-from stoker.errors import UserError
-from stoker.files import atomic_file
+from stoker.core.console import some
+from stoker.core.errors import UserError
+from stoker.core.files import atomic_file
+from stoker.core.units import count
 from stoker.train.checkpoint.changes import from_hint
-from stoker.units import count
 
 PARTS = ("train", "val")
 LOOKED_AT = 64

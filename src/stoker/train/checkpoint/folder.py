@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.errors import UserError
-from stoker.files import sync_folder
+from stoker.core.errors import UserError
+from stoker.core.files import sync_folder
 from stoker.run.metric import ACC1, Metric, checkpoint_name, read_checkpoint_name
 from stoker.train.checkpoint.flat_state import FlatState
 from stoker.train.checkpoint.format import CheckpointCorrupt, Stop, no_stop, read_checkpoint, write_checkpoint

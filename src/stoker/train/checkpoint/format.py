@@ -26,8 +26,8 @@ import numpy as np
 import torch
 import xxhash
 
-from stoker.errors import UserError
-from stoker.files import atomic_file, open_regular
+from stoker.core.errors import UserError
+from stoker.core.files import atomic_file, open_regular
 from stoker.train.checkpoint.flat_state import FlatState, decode, flatten, rebuild
 
 DTYPES = {

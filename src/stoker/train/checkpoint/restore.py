@@ -15,10 +15,10 @@ from stoker.config import load_config
 from stoker.config.reading import check_task, remember_config
 from stoker.config.reference import write_scalar
 from stoker.config.schema import ALIASES, Config, key_names
-from stoker.console import Say
-from stoker.errors import UserError
-from stoker.machine.host import HostConfig, fit_to_machine, read_machine
-from stoker.models.build import build_model
+from stoker.core.console import Say
+from stoker.core.errors import UserError
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine
+from stoker.tasks.images.models import build_model
 from stoker.train.checkpoint.changes import (
     ScheduleChanged,
     SettingChange,

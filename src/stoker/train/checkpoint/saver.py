@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from stoker.console import Say
+from stoker.core.console import Say
 from stoker.train.checkpoint.flat_state import FlatState, contiguous_strides, flatten, is_dense
 from stoker.train.checkpoint.folder import Checkpoints, Outcome, SaveFailed, State
 from stoker.train.observer import Observer, Silence

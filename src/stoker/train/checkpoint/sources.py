@@ -11,21 +11,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import timm
-
 from stoker.config import Config, load_config
 from stoker.config.reading import check_task, remember_config
 from stoker.config.reference import write_scalar
 from stoker.config.schema import ALIASES
-from stoker.console import Say
-from stoker.data.images.opening import open_index
-from stoker.errors import UserError
-from stoker.machine.host import fit_to_machine, read_machine
-from stoker.models.build import build_model
-from stoker.models.weights import choose_network, classifier_names, load_weights
-from stoker.models.weights_file import Table, WeightsFile, open_weights
+from stoker.core.console import Say
+from stoker.core.errors import UserError
+from stoker.profile.host import fit_to_machine, read_machine
+from stoker.tasks.images.layouts.opening import open_index
+from stoker.tasks.images.models import build_model
 from stoker.train.checkpoint.format import is_ours, read_checkpoint
 from stoker.train.checkpoint.restore import Restored, checkpoint_in, restore_model
+from stoker.train.checkpoint.weights import choose_network, classifier_names, load_weights
+from stoker.train.checkpoint.weights_file import Table, WeightsFile, open_weights
+from stoker.train.light_timm import timm
 
 
 def open_source(path: Path, say: Say = lambda _text: None) -> tuple[WeightsFile, dict[str, Any] | None]:

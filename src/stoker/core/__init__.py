@@ -1,0 +1,1 @@
+"""What every part stands on: errors, the console, files, child processes, signals, limits of containers."""

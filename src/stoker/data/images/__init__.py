@@ -1,1 +1,0 @@
-"""Images: index, subset, headers, decoders, crops, packing."""

@@ -1,1 +1,0 @@
-"""`stoker pack`: class folders into tar shards with their index."""

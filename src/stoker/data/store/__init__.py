@@ -1,1 +1,0 @@
-"""Where samples' bytes come from: folders, object stores, a local cache, reading ahead."""

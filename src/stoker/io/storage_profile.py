@@ -1,0 +1,351 @@
+"""How fast any storage is, folder or object store: latency, small reads by how many at once, and large reads.
+
+Reads files that exist and writes nothing. A cold read is one whose file was dropped from this host's page cache before;
+what a server has cached cannot be dropped from here.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from stoker.core.console import Advance
+from stoker.core.errors import UserError
+from stoker.io.storage_speed import IN_MEMORY, drop_from_cache, mount_of
+from stoker.io.stores import ReadFailure, StoreDown, is_url, open_store
+
+SMALL_READ = 114_660
+"""Bytes: an image of MLPerf Storage's ResNet-50, which is ImageNet's mean."""
+LARGE_READ = 8 << 20
+LEAST_LARGE = 1 << 20
+"""Bytes of a file from which it is read in parts: a shard, or a volume."""
+AT_ONCE = (1, 4, 16, 64)
+AT_ONCE_REMOTE = (1, 4, 16, 64, 256)
+LARGE_AT_ONCE = 16
+MOST_LISTED = 20_000
+LISTING_S = 5.0
+MOST_TARGETS = 20_000
+LEAST_READS = 4
+"""Fewer reads say nothing about a percentile, let alone a rate."""
+DROPPING_SHARE = 0.5
+"""Share of a round's time, before it: if the page cache drops nothing, each attempt takes some pauses."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Bytes that can be read once."""
+
+    path: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """Reads by a number of threads for some time."""
+
+    at_once: int
+    reads: int
+    bytes: int
+    seconds: float
+    p50_s: float
+    p99_s: float
+
+    @property
+    def reads_per_second(self) -> float:
+        return self.reads / self.seconds
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes / self.seconds
+
+
+@dataclass(frozen=True)
+class StorageProfile:
+    """What was measured; None where it could not be."""
+
+    source: str
+    kind: str | None
+    remote: bool | None
+    files: int
+    """Files that were found in the time for listing; there may be more."""
+    mean_bytes: float
+    small_bytes: float
+    """Mean size of a small read."""
+    cold: tuple[Round, ...] = ()
+    """Small reads, each of bytes that are not in this host's memory."""
+    warm: Round | None = None
+    """The same by one reader, from the page cache."""
+    large: Round | None = None
+    """Cold."""
+    missing: tuple[str, ...] = ()
+    """What was not measured, and why."""
+
+    @property
+    def best(self) -> Round | None:
+        """The fastest round of small, cold reads."""
+        return max(self.cold, key=lambda one: one.bytes_per_second, default=None)
+
+
+def profile_storage(source: str, seconds: float, advance: Advance = lambda _done, _total: None) -> StorageProfile:
+    """Measures for about `seconds`, after listing some files; raises UserError if there is nothing to read."""
+    files = _objects(source) if is_url(source) and urlsplit(source).scheme != "file" else _files(source)
+    readable = [one for one in files.sizes if one[1] > 0]
+    if not readable:
+        raise UserError(
+            "nothing-to-read", f"{source} holds no file with content", why="storage is measured by reading files",
+            hint="give a folder, file or URL that holds data",
+        )  # fmt: skip
+    np.random.default_rng(0).shuffle(readable)
+    counts = AT_ONCE_REMOTE if files.remote else AT_ONCE
+    steps = len(counts) + 2
+    each_s = seconds / steps
+    small = _Supply(files, small_targets(readable))
+    large = _Supply(files, _large_targets(readable))
+    profile = StorageProfile(
+        source, files.kind, files.remote, len(files.sizes), sum(size for _, size in readable) / len(readable),
+        sum(target.size for target in small.targets) / len(small.targets),
+    )  # fmt: skip
+    missing: list[str] = []
+    cold: list[Round] = []
+    if files.kind in IN_MEMORY:
+        missing.append(f"cold reads: {source} is in memory ({files.kind})")
+    else:
+        for done, at_once in enumerate(counts):
+            advance(done, steps)
+            if done and not cold:
+                break  # if one reader finds nothing cold, more do not
+            if (
+                one := _round(files, small.cold(each_s, at_once), at_once, each_s, max(LEAST_READS, at_once))
+            ) is not None:
+                cold.append(one)
+        if not cold:
+            missing.append(
+                "cold reads: these files cannot be dropped from the page cache (in memory, or being written), "
+                "or there are too few of them"
+            )
+        elif len(cold) < len(counts):
+            missing.append(f"more than {cold[-1].at_once} cold reads at once: too few files, or too little time")
+    advance(len(counts), steps)
+    warm = None if files.remote_store else _warm(files, small.targets, each_s)
+    advance(len(counts) + 1, steps)
+    bulk = None
+    if files.kind not in IN_MEMORY and large.targets:
+        bulk = _round(files, large.cold(each_s, LARGE_AT_ONCE), LARGE_AT_ONCE, each_s, 1)
+    if not large.targets:
+        missing.append("large reads: no file has a megabyte")
+    elif bulk is None and cold:
+        missing.append("large reads: too few files, or too little time")
+    advance(steps, steps)
+    return replace(profile, cold=tuple(cold), warm=warm, large=bulk, missing=tuple(missing))
+
+
+def small_targets(files: Sequence[tuple[str, int]]) -> list[Target]:
+    """Whole files below a megabyte, as a loader of images reads them, and SMALL_READ bytes from many places of larger
+    ones: a place in each file in turn, so that a few shards are read all over, and none of many files twice."""
+    rng, found = np.random.default_rng(0), list[Target]()
+    places = {path: min(size // (4 * SMALL_READ), MOST_TARGETS) if size >= LEAST_LARGE else 1 for path, size in files}
+    for turn in range(max(places.values())):
+        some = [(path, size) for path, size in files if places[path] > turn]
+        rng.shuffle(some)
+        for path, size in some:
+            width = size if size < LEAST_LARGE else SMALL_READ
+            begin = size * turn // places[path]
+            offset = begin + int(rng.integers(max(1, size // places[path] - width)))
+            found.append(Target(path, min(offset, size - width) if turn or size > width else 0, width))
+        if len(found) >= MOST_TARGETS:
+            break
+    return found
+
+
+def _large_targets(files: Sequence[tuple[str, int]]) -> list[Target]:
+    return [
+        Target(path, offset, min(LARGE_READ, size - offset))
+        for path, size in files
+        if size >= LEAST_LARGE
+        for offset in range(0, min(size, 64 * LARGE_READ), LARGE_READ)
+        if size - offset >= LEAST_LARGE
+    ]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What can be read, and how."""
+
+    kind: str | None
+    remote: bool | None
+    remote_store: bool
+    """An object store: this host caches nothing of it."""
+    sizes: list[tuple[str, int]]
+    read: Callable[[Target], int]
+
+
+class _Supply:
+    """Targets in turn: the first are given out again only when all were, and have left the page cache again."""
+
+    def __init__(self, files: _Files, targets: list[Target]) -> None:
+        self.targets = targets
+        self._files = files
+        self._next = cycle(targets)
+
+    def cold(self, seconds: float, at_once: int) -> list[Target]:
+        """Some that a round can read, dropped from the page cache in a part of its time."""
+        found: list[Target] = []
+        began = time.perf_counter()
+        if self._files.remote_store:
+            return list(islice(self._next, len(self.targets)))
+        for target in islice(self._next, len(self.targets)):
+            if drop_from_cache(target.path, target.offset, target.size):
+                found.append(target)
+            took = time.perf_counter() - began
+            if took > seconds or (took > DROPPING_SHARE * seconds and len(found) >= LEAST_READS * at_once):
+                break
+        return found
+
+
+def _round(files: _Files, targets: Sequence[Target], at_once: int, seconds: float, least: int) -> Round | None:
+    """Reads the targets with this many threads until the time is over; None if fewer than `least` can be read."""
+    if len(targets) < least:
+        return None
+    queue = iter(targets)
+    lock = threading.Lock()
+    took: list[float] = []
+    sizes: list[int] = []
+    ends: list[float] = []
+    faults: list[StoreDown] = []
+    began = time.perf_counter()
+
+    def work() -> None:
+        while time.perf_counter() - began < seconds and not faults:
+            with lock:
+                target = next(queue, None)
+            if target is None:
+                return
+            start = time.perf_counter()
+            try:
+                size = files.read(target)
+            except StoreDown as error:
+                faults.append(error)
+                return
+            except (OSError, ReadFailure):
+                continue  # one file that cannot be read says nothing about the storage
+            end = time.perf_counter()
+            with lock:
+                took.append(end - start)
+                sizes.append(size)
+                ends.append(end)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(at_once, len(targets)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise faults[0]
+    if len(took) < least:
+        return None
+    took.sort()
+    return Round(
+        len(threads), len(took), sum(sizes), max(ends) - began, took[len(took) // 2], took[int(0.99 * len(took))]
+    )
+
+
+def _warm(files: _Files, targets: Sequence[Target], seconds: float) -> Round | None:
+    """The same few targets again and again, after a first time that is not counted."""
+    few = targets[:64]
+    _round(files, few, 4, seconds / 2, 1)
+    repeated = [target for _ in range(200) for target in few]
+    return _round(files, repeated, 1, seconds / 2, LEAST_READS)
+
+
+# What there is to read.
+
+
+def _files(source: str) -> _Files:
+    path = Path(urlsplit(source).path) if is_url(source) else Path(source)
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise UserError(
+            "no-such-path", f"{source} cannot be opened: {error.strerror}", hint=f"ls {path.parent}"
+        ) from None
+    sizes = [(str(path.absolute()), about.st_size)] if stat.S_ISREG(about.st_mode) else list(_walk(path.absolute()))
+    mount = mount_of(path)
+    kind, remote = (None, None) if mount is None else (mount.kind, mount.remote)
+    return _Files(kind, remote, False, sizes, _read_file)
+
+
+def _walk(top: Path) -> Iterator[tuple[str, int]]:
+    """Some files from all over the tree: the folders in random order, for a limited time."""
+    rng, end, found = np.random.default_rng(0), time.monotonic() + LISTING_S, 0
+    folders = [str(top)]
+    while folders:
+        at = int(rng.integers(len(folders)))
+        folders[at], folders[-1] = folders[-1], folders[at]
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif entry.is_file():
+                        yield entry.path, entry.stat().st_size
+                        found += 1
+                    if found >= MOST_LISTED or (found and time.monotonic() > end):
+                        return
+        except OSError:
+            continue  # a folder without read permission; others may have it
+
+
+def _read_file(target: Target) -> int:
+    descriptor = os.open(target.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if target.offset:
+            # Otherwise the kernel would read ahead, which does not help a random read.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        got = 0
+        while got < target.size and (part := os.pread(descriptor, target.size - got, target.offset + got)):
+            got += len(part)
+        return got
+    finally:
+        os.close(descriptor)
+
+
+def _objects(source: str) -> _Files:
+    from stoker.io.object_store import ObjectStore  # slow to import, and folders do not need it
+
+    store = open_store(source)
+    assert isinstance(store, ObjectStore)
+    sizes, end = list[tuple[str, int]](), time.monotonic() + LISTING_S
+    for path, size in store.list():
+        sizes.append((path, size))
+        if len(sizes) >= MOST_LISTED or time.monotonic() > end:
+            break
+    if not sizes:
+        # A single object.
+        parent, _, name = source.rstrip("/").rpartition("/")
+        if not urlsplit(parent).netloc:
+            raise _nothing_below(source)
+        store = open_store(parent)
+        try:
+            sizes = [(name, store.size_of(name))]
+        except ReadFailure:
+            raise _nothing_below(source) from None
+    reader = store
+    scheme = urlsplit(source).scheme
+    return _Files(scheme, True, True, sizes, lambda target: len(reader.read(target.path, target.offset, target.size)))
+
+
+def _nothing_below(source: str) -> UserError:
+    return UserError(
+        "nothing-to-read", f"there is no object at or below {source}", why="storage is measured by reading objects",
+        hint="check the bucket and the folder in the URL",
+    )  # fmt: skip

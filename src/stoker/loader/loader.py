@@ -1,0 +1,187 @@
+"""Loaders of batches: each chooses the engine and opens the store. Images here, patches in volumes/plans.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, Literal
+
+from stoker.core.console import Say
+from stoker.io.cache import CopyPlace
+from stoker.io.prefetch import HeldBack, open_reader
+from stoker.loader.batch import ImageBatch, Quarantine
+from stoker.loader.buffers import PageLock
+from stoker.loader.collate import BatchMaker, BatchPlan, EnginePlan, LoaderSetup, Made, Maker
+from stoker.loader.processes import ProcessEngine
+from stoker.loader.threads import ThreadEngine
+from stoker.tasks.images.layouts.parquet_files import open_sample_store
+
+Engine = Literal["auto", "process", "thread"]
+Follow = Callable[[int, int, bool | None, bool], None]
+"""Called with each batch: the epoch, the position after it, whether the consumer had to wait for it (None if that is
+not known), and whether it is the last of its epoch."""
+DEFAULT_PREFETCH = 2
+# A thread holds the GIL for a tenth of an image's time (results/interpreter_lock), more if the rest is fast: from
+# about seven threads on they would wait for it. With two workers neither engine was ahead of the other by more than the
+# rounds differ (results/loaders), and threads need neither /dev/shm nor a second to start.
+MOST_THREADS = 6
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How batches are made, apart from their content."""
+
+    engine: Engine = "auto"
+    workers: int = 0
+    prefetch: int | None = None
+    held: int = 1
+    """Batches that the consumer holds when it asks for the next: with gradient accumulation, those of an update."""
+    pin_memory: bool = False
+    persistent_workers: bool = True
+    worker_start: str = "auto"
+    lookahead: int = 256_000_000
+    copy: CopyPlace | None = None
+    """The local copy that keeps what is read: a cache, or one that training fills."""
+    max_image_bytes: int = 256_000_000
+    max_bad_fraction: float = 0.01
+    quarantine_file: Path | None = None
+
+
+class BatchLoader(Generic[Made]):
+    """Yields the batches of any epoch, from any position."""
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        open_maker: Callable[[], Maker[Made]],
+        quarantine: Quarantine,
+        options: LoaderOptions,
+        say: Say = lambda _line: None,
+        follow: Follow | None = None,
+    ) -> None:
+        self._follow = follow
+        self.engine = choose_engine(options.engine, options.workers)
+        self.quarantine = quarantine
+        self._steps = plan.steps
+        prefetch = options.prefetch or DEFAULT_PREFETCH
+        self._processes = options.workers
+        self._engine: ThreadEngine[Made] | ProcessEngine[Made]
+        if self.engine == "thread":
+            self._engine = ThreadEngine(
+                open_maker(),
+                workers=options.workers,
+                prefetch=prefetch,
+                pin_memory=options.pin_memory,
+                lookahead=options.lookahead,
+                held=options.held,
+                say=say,
+            )
+        else:
+            self._engine = ProcessEngine(
+                plan,
+                open_maker,
+                workers=options.workers,
+                prefetch=prefetch,
+                persistent=options.persistent_workers,
+                # The threads of obstore and tensorstore do not survive a fork.
+                start_method="forkserver" if options.worker_start == "auto" else options.worker_start,
+                lookahead=options.lookahead,
+                held=options.held,
+                page_lock=PageLock(say) if options.pin_memory else None,
+            )
+
+    def steps(self, start: int = 0) -> int:
+        """Batches of an epoch, starting at a position."""
+        return self._steps.count(start)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Made]:
+        """The batches of an epoch in order, starting at a position; raises TooManyBad if too many samples are bad."""
+        last, total = self.steps(start) - 1, self._steps.total_batch
+        for number, batch in enumerate(self._engine.batches(epoch, start)):
+            self.quarantine.admit(batch.bad, len(batch))
+            if self._follow is not None:
+                waited = self.ready() == 0 if self.workers else None
+                self._follow(epoch, start + (number + 1) * total, waited, number == last)
+            yield batch
+
+    @property
+    def workers(self) -> int:
+        """Workers that make batches now; 0 if the consumer's own thread does."""
+        return self._processes if self.setup is None else self.setup.workers
+
+    @property
+    def setup(self) -> LoaderSetup | None:
+        """The loader's current limits, for `adjust`; None for worker processes, whose number is fixed."""
+        return self._engine.setup if isinstance(self._engine, ThreadEngine) else None
+
+    def adjust(self, setup: LoaderSetup) -> None:
+        """Changes how many threads make batches, and how far ahead they read, from the next batch on. The order and
+        content of batches stay the same. Call it from the thread that takes the batches."""
+        assert isinstance(self._engine, ThreadEngine), "worker processes are started with their share of the steps"
+        self._engine.adjust(setup)
+
+    def held_back_by(self) -> HeldBack | None:
+        """What keeps the reader from requesting more from its store at this moment; None if nothing does."""
+        return self._engine.held_back_by() if isinstance(self._engine, ThreadEngine) else None
+
+    @property
+    def most_in_flight(self) -> int:
+        """Batches in flight without a limit: workers x prefetch_factor."""
+        return self._engine.most_in_flight
+
+    @property
+    def in_flight(self) -> int:
+        """Batches in flight under the current limit."""
+        return self._engine.in_flight
+
+    def limit_prefetch(self, batches: int) -> None:
+        """Limits the batches in flight from now on (at least one), and returns the memory of the others to the system
+        as they are taken. The order and content of batches stay the same."""
+        self._engine.limit(batches)
+
+    def ready(self) -> int:
+        """Batches that are made and wait for the consumer."""
+        return self._engine.ready()
+
+    def close(self) -> None:
+        """Ends workers and reads; the loader cannot be used afterwards."""
+        self._engine.close()
+
+
+class ImageLoader(BatchLoader[ImageBatch]):
+    """The loader of a split of images."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        options: LoaderOptions,
+        say: Say = lambda _line: None,
+        follow: Follow | None = None,
+    ) -> None:
+        self.plan = plan
+        quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
+        super().__init__(plan, partial(_open_maker, plan, options), quarantine, options, say, follow)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Memory of one batch's images."""
+        return self.plan.steps.batch_size * self.plan.view.size**2 * 3
+
+
+def choose_engine(wanted: Engine, workers: int, *, volumes: bool = False) -> Literal["process", "thread"]:
+    """The wanted engine; for 'auto', threads as long as the GIL lets them run in parallel, else processes.
+
+    For volumes always threads: copying voxels and decoding chunks happens without the GIL, and threads share one
+    cache of chunks."""
+    if wanted != "auto":
+        return wanted
+    return "thread" if volumes or workers <= MOST_THREADS else "process"
+
+
+def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:
+    index = plan.samples.index
+    store = open_sample_store(index, copy=options.copy, max_object_bytes=options.max_image_bytes)
+    workers = max(1, options.workers) if choose_engine(options.engine, options.workers) == "process" else 1
+    return BatchMaker(plan, open_reader(store, index, lookahead_bytes=options.lookahead // workers))

@@ -1,0 +1,276 @@
+"""Batches made by worker processes, through torch's DataLoader, so that its options mean what users expect.
+
+The batch sampler yields one request per batch, and the dataset's `__getitems__` makes the whole batch of that step in a
+slot of shared memory: no sample is pickled, collated or copied.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+from stoker.core.errors import StokerError
+from stoker.core.priority import step_back
+from stoker.io import outage
+from stoker.loader.buffers import PageLock, SharedSlots, no_shared_memory, shared_array
+from stoker.loader.collate import Announcer, EnginePlan, Made, Maker, batches_held, beyond_flight
+from stoker.loader.deaths import Casualties
+
+Request = tuple[int, int, int, int | None]
+"""Epoch, step, start, and the slot to fill; None if none was free."""
+
+
+@dataclass
+class InFlight:
+    """How many batches may be in flight; changes while an epoch runs."""
+
+    limit: int
+
+
+class LimitedLoader(DataLoader[Any]):
+    """torch's DataLoader, with a limit on its batches in flight."""
+
+    def __init__(self, *arguments: Any, in_flight: InFlight, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.in_flight = in_flight
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        return LimitedIterator(self)
+
+
+class LimitedIterator(_MultiProcessingDataLoaderIter):
+    """torch's iterator sends one request for each batch that is taken; this one sends as many as the limit allows.
+
+    Requests still go to the workers in order and in turn, so neither the batches nor who makes them change.
+    """
+
+    def __init__(self, loader: LimitedLoader) -> None:
+        self._in_flight = loader.in_flight
+        super().__init__(loader)
+
+    def _try_put_index(self) -> None:
+        while self._send_idx - self._rcvd_idx < self._in_flight.limit:
+            sent = self._send_idx
+            super()._try_put_index()
+            if self._send_idx == sent:
+                return  # the epoch has no more steps
+
+    def ready(self) -> int:
+        """Batches that are made and wait for the consumer; `_task_info` holds those that arrived out of turn."""
+        return self._worker_result_queue.qsize() + sum(len(task) > 1 for task in self._task_info.values())
+
+
+@dataclass
+class _Steps:
+    """The batch sampler: the requests of the next epoch."""
+
+    plan: EnginePlan
+    slots: SharedSlots | None
+    epoch: int = 0
+    start: int = 0
+
+    def __len__(self) -> int:
+        return self.plan.steps.count(self.start)
+
+    def __iter__(self) -> Iterator[Request]:
+        for step in range(len(self)):
+            # Runs in this process, when the request is sent to a worker.
+            yield self.epoch, step, self.start, None if self.slots is None else self.slots.take()
+
+
+class _Batches(Dataset[Made]):
+    """The dataset: makes the batch of a request. Each worker process opens its own maker, and with it its reader."""
+
+    def __init__(self, open_maker: Callable[[], Maker[Made]], lookahead: int, slots: list[torch.Tensor]) -> None:
+        self._slots = slots
+        self._open_maker = open_maker
+        self._lookahead = lookahead
+        self._maker: Maker[Made] | None = None
+        self._announcer: Announcer | None = None
+        self._announced_for: tuple[int, int] | None = None
+
+    def __getitems__(self, request: Request) -> Made | StokerError:
+        # Returned, not raised: torch would turn an error with more than one argument into a RuntimeError.
+        try:
+            return self._make(*request)
+        except StokerError as error:
+            return error
+
+    def _make(self, epoch: int, step: int, start: int, slot: int | None) -> Made:
+        if self._maker is None:
+            self._maker = self._open_maker()
+        self._announce(self._maker, epoch, step, start)
+        if slot is None:
+            batch = self._maker.make(epoch, step, start, shared_array)
+            batch.images = torch.from_numpy(batch.images)
+            return batch
+        memory = self._slots[slot].numpy()
+        batch = self._maker.make(epoch, step, start, lambda shape: memory[: shape[0]])
+        batch.images = slot
+        return batch
+
+    def _announce(self, maker: Maker[Made], epoch: int, step: int, start: int) -> None:
+        worker = get_worker_info()
+        stride = worker.num_workers if worker is not None else 1
+        if self._announced_for != (epoch, start) or self._announcer is None:
+            maker.reader.forget()
+            count = maker.plan.steps.count(start)
+            budget = self._lookahead // stride
+            self._announcer = Announcer(maker, epoch, start, count, budget, stride=stride, first=step)
+            self._announced_for = (epoch, start)
+        self._announcer.before(step)
+
+
+class ProcessEngine(Generic[Made]):
+    """Yields an epoch's batches in order, made by worker processes."""
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        open_maker: Callable[[], Maker[Made]],
+        *,
+        workers: int,
+        prefetch: int,
+        persistent: bool,
+        start_method: str,
+        lookahead: int,
+        held: int = 1,
+        page_lock: PageLock | None = None,
+    ) -> None:
+        self.most_in_flight = max(1, workers * prefetch)
+        self._in_flight = InFlight(self.most_in_flight)
+        self._beyond_flight = beyond_flight(held)
+        self._batch_bytes = math.prod(plan.batch_shape)
+        self._slots = None
+        if workers:
+            count = batches_held("process", workers, prefetch, held)
+            self._slots = SharedSlots(count, plan.batch_shape, page_lock=page_lock)
+        self._steps = _Steps(plan, self._slots)
+        self._iterator: LimitedIterator | None = None
+        self._casualties = Casualties()
+        if start_method == "forkserver" and workers:
+            _preload_forkserver()
+        self._loader = LimitedLoader(
+            _Batches(open_maker, lookahead, self._slots.tensors if self._slots is not None else []),
+            batch_sampler=self._steps,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            pin_memory=False,  # the slots are pinned themselves
+            persistent_workers=persistent and workers > 0,
+            multiprocessing_context=start_method if workers else None,
+            collate_fn=_unchanged,
+            # A fork server keeps the environment it was started with; credentials may have been set later.
+            worker_init_fn=partial(_prepare_worker, dict(os.environ), outage.shared() if workers else None),
+            in_flight=self._in_flight,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight.limit
+
+    def limit(self, batches: int) -> None:
+        """Limits the batches in flight from now on; those already made are still yielded."""
+        self._in_flight.limit = max(1, min(batches, self.most_in_flight))
+        if self._slots is not None:
+            self._slots.keep(self._in_flight.limit + self._beyond_flight)
+
+    def ready(self) -> int:
+        """Batches that are made and wait for the consumer."""
+        iterator = self._iterator
+        return 0 if iterator is None else iterator.ready()
+
+    def batches(self, epoch: int, start: int) -> Iterator[Made]:
+        """The batches of an epoch, starting at a position."""
+        self._steps.epoch, self._steps.start = epoch, start
+        if self._slots is not None:
+            self._slots.give_back_all()
+        try:
+            iterator = iter(self._loader)
+            self._iterator = iterator if isinstance(iterator, LimitedIterator) else None
+            for batch in iterator:
+                if isinstance(batch, StokerError):
+                    raise batch
+                if isinstance(batch.images, int):
+                    assert self._slots is not None
+                    batch.images = self._slots.look_at(batch.images, len(batch))
+                yield batch
+        except StokerError:
+            raise
+        except (RuntimeError, EOFError, OSError) as error:
+            if "shared memory" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+                raise no_shared_memory(self.most_in_flight * self._batch_bytes, error) from error
+            # torch names a dead worker only if it has been collected by the time the pipe breaks.
+            raise self._casualties.explain(error, self._workers()) from error
+
+    def _workers(self) -> list[BaseProcess]:
+        iterator = self._iterator or getattr(self._loader, "_iterator", None)
+        return list(getattr(iterator, "_workers", ()))
+
+    def close(self) -> None:
+        """Ends the workers, and frees the slots: memory that the consumer still holds stays until it is done."""
+        if outage.is_left():
+            # torch would wait five seconds for each in turn, and they wait for their store.
+            for worker in self._workers():
+                worker.terminate()
+        self._iterator = None
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+        if self._slots is not None:
+            self._slots.close()
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _prepare_worker(environment: dict[str, str], outages: Any, _worker: int) -> None:
+    """Sets up a worker for one core: more threads would only delay the other workers."""
+    import cv2
+
+    os.environ.clear()
+    os.environ.update(environment)
+    outage.adopt(outages)
+    step_back()
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    # Ctrl-C is handled by the parent, which shuts its workers down.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """Ends this worker when the training process ends, however that happens.
+
+    Neither torch's watchdog nor PR_SET_PDEATHSIG can do this: both watch the process that forked this one, the fork
+    server, which lives as long as any worker.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _preload_forkserver() -> None:
+    """Makes the fork server import what every worker needs, so that a worker starts in milliseconds."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["stoker.loader.processes", "stoker.tasks.images.decode.decoding"]
+    )

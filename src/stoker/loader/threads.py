@@ -1,0 +1,133 @@
+"""Batches made by threads of this process: nothing is pickled, copied or forked.
+
+Decoders release Python's lock, so threads run in parallel while most of the work is decoding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Generic
+
+import torch
+
+from stoker.core.console import Say
+from stoker.io import outage
+from stoker.io.prefetch import HeldBack
+from stoker.loader.buffers import BufferPool
+from stoker.loader.collate import Announcer, LoaderSetup, Made, Maker, beyond_flight
+from stoker.loader.worker_pool import Crew
+
+
+class ThreadEngine(Generic[Made]):
+    """Yields an epoch's batches in order, with `workers x prefetch` of them in flight."""
+
+    def __init__(
+        self,
+        maker: Maker[Made],
+        *,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        lookahead: int,
+        held: int = 1,
+        say: Say = lambda _line: None,
+    ) -> None:
+        self._maker = maker
+        self.setup = LoaderSetup(workers, prefetch, lookahead, maker.reader.requests)
+        self._beyond_flight = beyond_flight(held)
+        self._limit: int | None = None
+        self._most_so_far = self.most_in_flight
+        self._buffers = BufferPool(pinned=pin_memory, say=say)
+        self._crew: Crew[Made] | None = None
+        self._announcer: Announcer | None = None
+        self._pending: deque[Future[Made]] = deque()
+
+    @property
+    def most_in_flight(self) -> int:
+        return max(1, self.setup.workers * self.setup.prefetch)
+
+    @property
+    def in_flight(self) -> int:
+        return self.most_in_flight if self._limit is None else min(self._limit, self.most_in_flight)
+
+    def limit(self, batches: int) -> None:
+        """Limits the batches in flight from now on; those already made are still yielded."""
+        # A limit at the maximum is none: with more workers there may be more.
+        self._limit = None if batches >= self.most_in_flight else max(1, batches)
+        self._buffers.keep(self.in_flight + self._beyond_flight)
+
+    def adjust(self, setup: LoaderSetup) -> None:
+        """Applies this setup from now on; a limit on the batches in flight stays."""
+        assert (setup.workers == 0) == (self.setup.workers == 0), "batches are made by threads, or in the consumer's"
+        self.setup = setup
+        self._most_so_far = max(self._most_so_far, self.most_in_flight)
+        if self._crew is not None:
+            self._crew.resize(setup.workers)
+        if self._announcer is not None:
+            self._announcer.budget = setup.lookahead_bytes
+        self._maker.reader.allow(setup.lookahead_bytes, setup.requests)
+
+    def held_back_by(self) -> HeldBack | None:
+        """What keeps the reader from requesting more."""
+        return self._maker.reader.held_back_by()
+
+    def ready(self) -> int:
+        """Batches that are made and wait for the consumer."""
+        return sum(future.done() for future in self._pending)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Made]:
+        """The batches of an epoch, starting at a position."""
+        count = self._maker.plan.steps.count(start)
+        budget = self.setup.lookahead_bytes
+        announcer = self._announcer = Announcer(self._maker, epoch, start, count, budget, stride=1, first=0)
+        if self.setup.workers == 0:
+            try:
+                for step in range(count):
+                    announcer.before(step)
+                    yield self._make(epoch, step, start)
+            finally:
+                self._maker.reader.forget()
+            return
+        if self._crew is None:
+            self._crew = Crew(self.setup.workers)
+        stopped = threading.Event()
+        pending = self._pending = deque()
+        step = 0
+        try:
+            while step < count or pending:
+                while step < count and len(pending) < self.in_flight:
+                    announcer.before(step)
+                    pending.append(self._crew.submit(partial(self._make_unless, stopped, epoch, step, start)))
+                    step += 1
+                yield pending.popleft().result()
+                if self.in_flight < self._most_so_far:
+                    self._buffers.keep(self.in_flight + self._beyond_flight)
+        finally:
+            # The consumer left early, or a batch failed: batches that have not begun must not be made.
+            stopped.set()
+            for future in pending:
+                future.cancel()
+            self._maker.reader.forget()
+
+    def close(self) -> None:
+        """Ends the threads after their current batches; does not wait for a store that does not respond."""
+        outage.leave()
+        # First: a batch may be waiting for it.
+        self._maker.reader.close()
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+
+    def _make_unless(self, stopped: threading.Event, epoch: int, step: int, start: int) -> Made:
+        if stopped.is_set():
+            raise RuntimeError("the consumer left this epoch")  # never seen: its future was dropped
+        return self._make(epoch, step, start)
+
+    def _make(self, epoch: int, step: int, start: int) -> Made:
+        batch = self._maker.make(epoch, step, start, self._buffers.get)
+        batch.images = torch.from_numpy(batch.images)
+        return batch

@@ -1,1 +1,0 @@
-"""Measures this host; has no opinions."""

@@ -1,0 +1,1 @@
+"""Everything of images: layouts, decoding, augmentation, models, packing, evaluation."""

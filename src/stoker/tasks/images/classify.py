@@ -1,0 +1,405 @@
+"""Image classification: from a config to a run that the loop can train, and to a step that a plan can trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from stoker.config import Config, config_values
+from stoker.core.console import Advance, Say
+from stoker.core.errors import UserError
+from stoker.io.storage_speed import describe_storage
+from stoker.loader.batch import ImageBatch
+from stoker.loader.collate import BatchPlan
+from stoker.loader.loader import Follow, ImageLoader
+from stoker.profile.host import HostConfig
+from stoker.profile.observed import StorageFacts
+from stoker.profile.step_clock import StepClock
+from stoker.run.metric import metric_of
+from stoker.tasks.building import (
+    average_of,
+    describe_schedule,
+    early_stopping,
+    horizon_for,
+    input_dtype,
+    optimizer_for,
+    peak_lr_of,
+    ready_device,
+    total_batch_of,
+    train_step,
+)
+from stoker.tasks.images.augment.copies import Copy
+from stoker.tasks.images.augment.pipeline import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Colour,
+    EvalPrepare,
+    TrainAugment,
+    build_train_augment,
+    memory_format_of,
+)
+from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
+from stoker.tasks.images.decode.decoders import available_decoders
+from stoker.tasks.images.decode.decoding import Decoding
+from stoker.tasks.images.label_alarm import LabelWatch
+from stoker.tasks.images.layouts.opening import check_same_classes
+from stoker.tasks.images.layouts.sample_index import SampleSet
+from stoker.tasks.images.models import build_model, count_parameters, facts_about, with_sync_batchnorm
+from stoker.tasks.staging import Staging, stage_images
+from stoker.train.checkpoint.folder import FoundCheckpoint
+from stoker.train.checkpoint.sources import open_source
+from stoker.train.checkpoint.weights import load_weights
+from stoker.train.compute import (
+    compute_dtype,
+)
+from stoker.train.evaluate import Accumulator, ImageScoring
+from stoker.train.launch import StopRequest
+from stoker.train.loop import Run
+from stoker.train.optimization import build_loss, cross_entropy
+from stoker.train.prefetch_guard import PrefetchGuard
+from stoker.train.ranks import Ranks
+from stoker.train.schedule import Progress, default_resize_epochs, image_size
+from stoker.train.step import Prepared, TraceableStep
+from stoker.train.transfers import Uploader, batches_in_hand, queue_of
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The samples of a run, and their decoder."""
+
+    train: SampleSet
+    val: SampleSet | None
+    decoding: Decoding
+
+    @property
+    def samples(self) -> int:
+        """Images to train on."""
+        return len(self.train)
+
+    def storage(self) -> StorageFacts:
+        """What is known about the source without reading from it."""
+        return describe_storage(self.train)
+
+    def names(self, samples: Sequence[int]) -> list[str]:
+        """The files of training samples, from their indices in the data set."""
+        return [self.train.index.name(sample) for sample in samples]
+
+
+def open_data(config: Config, say: Say, progress: Advance | None = None) -> TrainingData:
+    """Training and validation samples; data without a validation split has none."""
+    train = open_samples(config, "train", progress=progress, say=say)
+    if len(train.classes) < 2:
+        raise UserError(
+            "one-class",
+            f"{config.data_root}/train has only one class, {train.classes[0]}",
+            why="classification needs at least two",
+        )
+    try:
+        val = open_samples(config, "val", classes=train.classes, progress=progress, say=say)
+        check_same_classes(train.index, val.index)
+    except UserError as error:
+        if error.name != "split-not-found":
+            raise
+        if config.early_stopping is not None:
+            raise UserError(
+                "early-stopping-without-validation",
+                f"early_stopping is {config.early_stopping}, but {error.seen}",
+                why=f"it watches {metric_of(config_values(config)).key}, which would never be measured",
+                hint="early_stopping=null, or add validation images",
+            ) from None
+        say(f"no validation: {error.seen}")
+        val = None
+    if config.num_classes is not None and config.num_classes < len(train.classes):
+        raise UserError(
+            "num-classes", f"num_classes is {config.num_classes}, but the data has {len(train.classes)} classes"
+        )
+    decoding, _ = choose_decoding(config, train.index)
+    return TrainingData(train, val, decoding)
+
+
+def build_run(
+    config: HostConfig,
+    data: TrainingData,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    quarantine_file: Path | None = None,
+    staging: Staging | None = None,
+    say: Say = lambda _text: None,
+) -> Run:
+    """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
+    rank. `resume` moves it to where a checkpoint was saved. `staging` is the local copy that it fills."""
+    ready_device(config, device)
+    num_classes = config.num_classes or len(data.train.classes)
+    model = build_network(config, num_classes, device, ranks, say)
+    metric = metric_of(config_values(config))
+    step = train_step(config, model, build_loss(config), ranks, device, say)
+    uploader = Uploader(queue_of(device))
+    loaders = _Loaders(config, data, ranks, quarantine_file, staging, say, on_gpu=uploader.queue is not None)
+    horizon = horizon_for(config, loaders.of_epoch(0).steps())
+    val_loader = loaders.validation()
+    colours = colours_of(model)
+    augment = train_augment(config, num_classes, colours, device)
+    labels = LabelWatch(
+        data.train.classes, device, outputs=None if val_loader is None else num_classes,
+        measures_cross_entropy=config.loss == "cross_entropy",
+    )  # fmt: skip
+    return Run(
+        model=model, ema=average_of(config, model, horizon), step=step, total_batch=total_batch_of(config, ranks),
+        uploader=uploader,
+        prepare=partial(prepare_batch, augment, uploader.copy, ranks.rank * config.gradient_accumulation),
+        prepare_val=partial(prepare_val_batch, eval_prepare(config, colours, device), uploader.copy),
+        train_loader=loaders.of_epoch, val_loader=val_loader, val_loss=cross_entropy,
+        scoring=ImageScoring(device, labels), metric=metric, horizon=horizon, peak_lr=peak_lr_of(config, ranks),
+        stopping=early_stopping(config, metric),
+        accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
+        progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
+        close=loaders.close, config=config_values(config), classes=data.train.classes,
+        decoder=data.decoding.decoder,
+        name_samples=data.names,
+        guard_memory=PrefetchGuard(say).check,
+    )  # fmt: skip
+
+
+def open_staging(config: HostConfig, data: TrainingData, ranks: Ranks, say: Say) -> Staging | None:
+    """The local copy that training fills, if the config names one."""
+    if config.stage_to is None:
+        return None
+    val = None
+    if data.val is not None and config.limit_val_batches != 0:
+        val = validation_plan(config, data.val, data.decoding, ranks)
+    return stage_images(config, checked_training_plan(config, data, ranks), val, ranks, say)
+
+
+def describe_run(config: Config, run: Run, data: TrainingData) -> str:
+    """What is about to be trained, in a few lines that people check before they go home."""
+    val = "no validation" if data.val is None else f"{len(data.val):,} validation images"
+    return "\n".join(
+        [
+            f"{config.model}: {count_parameters(run.model):,} parameters, {len(data.train.classes)} classes",
+            f"{len(data.train):,} training images, {val}, decoded by {data.decoding.decoder}",
+            *describe_schedule(config, run.ranks, run.device, run.horizon),
+        ]
+    )
+
+
+def with_decoder_of(found: FoundCheckpoint, config: HostConfig, data: TrainingData, say: Say) -> TrainingData:
+    """The data with the decoder that the run began with: `auto` chooses it once, not again on another machine."""
+    began, here = found.state.get("decoder"), data.decoding.decoder
+    if config.decoder != "auto" or began in (None, here):
+        return data
+    if began in available_decoders():
+        return replace(data, decoding=replace(data.decoding, decoder=began))
+    if config.decode_mode == "draft":
+        raise UserError(
+            "decoder-missing",
+            f"the images of this run were decoded by {began}, which is not installed here, or does not work",
+            why="with decode_mode: draft, other decoders give other pixels",
+            hint=f"install it, or decoder={here} to go on with other pixels",
+        )
+    say(f"note: {began}, which decoded the images of this run, is not available here; {here} gives the same pixels")
+    return data
+
+
+class _Loaders:
+    """The loaders of a run; progressive resizing opens a new one when the image size changes."""
+
+    def __init__(
+        self,
+        config: HostConfig,
+        data: TrainingData,
+        ranks: Ranks,
+        quarantine_file: Path | None,
+        staging: Staging | None,
+        say: Say,
+        *,
+        on_gpu: bool,
+    ) -> None:
+        self._staging = staging
+        self._on_gpu = on_gpu
+        self._config = config
+        self._data = data
+        self._ranks = ranks
+        self._quarantine_file = quarantine_file
+        self._say = say
+        self._said: set[str] = set()
+        self._open: ImageLoader | None = None
+        self._size: int | None = None
+        self._val: ImageLoader | None = None
+
+    def of_epoch(self, epoch: int) -> ImageLoader:
+        config = self._config
+        sized = config.model_copy(update={"img_size": image_size_of(config, epoch)})
+        if self._open is None or sized.img_size != self._size:
+            if self._open is not None:
+                self._open.close()
+            plan = checked_training_plan(sized, self._data, self._ranks)
+            follow = None if self._staging is None else self._staging.follow
+            self._open = self._loader(sized, plan, config.gradient_accumulation, follow)
+            self._size = sized.img_size
+        return self._open
+
+    def validation(self) -> ImageLoader | None:
+        if self._data.val is None or self._config.limit_val_batches == 0:
+            return None
+        config = self._config
+        plan = validation_plan(config, self._data.val, self._data.decoding, self._ranks)
+        self._val = self._loader(config, plan, 1, None if self._staging is None else self._staging.make_way)
+        return self._val
+
+    def close(self) -> None:
+        for loader in (self._open, self._val):
+            if loader is not None:
+                loader.close()
+
+    def _loader(self, config: HostConfig, plan: BatchPlan, accumulation: int, follow: Follow | None) -> ImageLoader:
+        held = batches_in_hand(accumulation, on_gpu=self._on_gpu)
+        return open_loader(
+            config, plan, workers=config.num_workers, held=held, quarantine_file=self._quarantine_file,
+            copy=None if self._staging is None else self._staging.place, follow=follow, say=self._once,
+        )  # fmt: skip
+
+    def _once(self, line: str) -> None:
+        """Progressive resizing opens many loaders: a message that applies to all of them is printed once."""
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
+
+
+def image_size_of(config: Config, epoch: int) -> int:
+    """The size of an epoch's training images: progressive resizing changes it."""
+    until = config.resize_epochs or default_resize_epochs(config.epochs)
+    return image_size(epoch, config.start_img_size, config.img_size, until)
+
+
+def checked_training_plan(config: Config, data: TrainingData, ranks: Ranks) -> BatchPlan:
+    """What the training batches of this rank hold; raises UserError if they do not fill an epoch."""
+    plan = training_plan(config, data.train, data.decoding, ranks)
+    _check_length(config, len(data.train), plan.steps.total_batch * config.gradient_accumulation)
+    return plan
+
+
+def _check_length(config: Config, samples: int, total: int) -> None:
+    """Refuses epochs without a single update of `total` samples, and epochs longer than the data."""
+    if samples < total:
+        raise UserError(
+            "batch-larger-than-data",
+            f"{samples} training images are fewer than one batch of {total}",
+            why="the last, partial batch of an epoch is dropped, so every epoch would be empty",
+            hint=f"batch_size={max(1, samples // max(1, total // config.batch_size))} or less",
+        )
+    if config.steps_per_epoch is not None and config.steps_per_epoch > samples // total:
+        raise UserError(
+            "epoch-longer-than-data",
+            f"steps_per_epoch is {config.steps_per_epoch:,}, but {samples:,} training images are {samples // total:,} "
+            f"updates of {total}",
+            why="an epoch is at most one pass over the images, so every epoch would be shorter than the config says",
+            hint=f"steps_per_epoch={samples // total}, or leave it out and set epochs",
+        )
+
+
+def build_network(config: Config, num_classes: int, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
+    """The network that the config describes, on its device."""
+    sizes = [size for size in (config.val_img_size, config.start_img_size) if size is not None]
+    model = build_model(
+        config.model, num_classes, img_size=config.img_size, other_sizes=sizes, drop_path=config.drop_path,
+        dropout=config.dropout, gradient_checkpointing=config.gradient_checkpointing,
+        channels_last=config.channels_last, seed=config.seed,
+    )  # fmt: skip
+    if config.weights is not None:
+        file, _ = open_source(Path(config.weights), say)
+        say(load_weights(model, file).describe())
+    if config.sync_batchnorm and ranks.world > 1 and device.type == "cuda":
+        model = with_sync_batchnorm(model)
+    return model.to(device)
+
+
+def colours_of(model: nn.Module) -> tuple[Colour, Colour]:
+    """Mean and deviation of the colours that the network's published weights were trained with, else ImageNet's."""
+    return _colours(getattr(model, "pretrained_cfg", None) or {})
+
+
+def colours_of_name(name: str) -> tuple[Colour, Colour]:
+    """The same for the network of a config, which is not built."""
+    return _colours(facts_about(name))
+
+
+def _colours(known: Mapping[str, Any]) -> tuple[Colour, Colour]:
+    mean, std = known.get("mean"), known.get("std")
+    if mean is None or std is None or len(mean) != 3 or len(std) != 3:
+        return IMAGENET_MEAN, IMAGENET_STD
+    return tuple(mean), tuple(std)
+
+
+def train_augment(
+    config: Config, num_classes: int, colours: tuple[Colour, Colour], device: torch.device
+) -> TrainAugment:
+    """How bytes become the inputs of a training step; `colours` are the model's."""
+    mean, std = colours
+    return build_train_augment(config, num_classes, mean=mean, std=std, dtype=input_dtype(config, device))
+
+
+def eval_prepare(config: Config, colours: tuple[Colour, Colour], device: torch.device) -> EvalPrepare:
+    """How bytes become a model's inputs outside training; `colours` are the model's."""
+    return EvalPrepare(*colours, input_dtype(config, device), memory_format_of(config))
+
+
+def prepare_batch(
+    augment: TrainAugment, copy: Copy, first_part: int, batch: ImageBatch, epoch: int, step: int, number: int
+) -> Prepared:
+    """A training batch on the device, augmented. `number` is its place among the batches of an update on this rank,
+    `first_part` that of the rank's first one among those of all ranks."""
+    images = copy(batch.images)
+    return Prepared(*augment(images, batch.labels, batch.flips, batch.keys, epoch, step, first_part + number, copy))
+
+
+def prepare_val_batch(prepare: EvalPrepare, copy: Copy, batch: ImageBatch) -> Prepared:
+    """A validation batch on the device."""
+    labels = copy(torch.from_numpy(batch.labels))
+    return Prepared(prepare(copy(batch.images)), labels, labels, mixed=False)
+
+
+def traceable_step(config: Config, num_classes: int) -> TraceableStep:
+    """The step that `build_run` would train with, for a plan to trace; does not open the data.
+
+    It takes the heaviest batch: with mixup, a mixed one. Policies and erasing are left out: they work on bytes, or on
+    a few samples, and are done before the model's activations begin.
+    """
+    fresh = config.model_copy(update={"weights": None})  # their values do not change their size
+
+    def build() -> nn.Module:
+        # While a step is traced, the default device is meta: nothing is allocated.
+        return build_network(fresh, num_classes, torch.get_default_device(), Ranks(), lambda _text: None)
+
+    always = {"mix_probability": 1.0, "mix_switch_probability": 0.0 if config.mixup_alpha > 0 else 1.0}
+    plain = {"auto_augment": "none", "random_erasing": 0.0}
+    # A plan is for a GPU, wherever it is made.
+    dtype = compute_dtype(config.precision)
+    augment = build_train_augment(config.model_copy(update=always | plain), num_classes, dtype=dtype)
+
+    def make_batch(batch: int) -> Prepared:
+        images = torch.empty(batch, config.img_size, config.img_size, 3, dtype=torch.uint8)
+        # Labels, flips and keys of a batch whose content does not matter.
+        nothing = np.zeros(batch, np.int64), np.zeros(batch, np.bool_), np.zeros(batch, np.uint64)
+        return Prepared(*augment(images, *nothing, 0, 0))
+
+    checkpointing = config.model_copy(update={"gradient_checkpointing": True})
+    return TraceableStep(
+        build_model=build,
+        build_optimizer=partial(optimizer_for, config, lr=config.lr),
+        loss=build_loss(config),
+        make_batch=make_batch,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        ema_decay=config.ema_decay,
+        accumulation=config.gradient_accumulation,
+        clip_grad_norm=config.clip_grad_norm,
+        checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, num_classes),
+    )

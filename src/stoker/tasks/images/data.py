@@ -1,0 +1,394 @@
+"""The images of a classification: from a config to the samples of a split, a loader over them, and facts for a plan."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from stoker.config import Config
+from stoker.core.console import Advance, Say
+from stoker.core.errors import StokerError, UserError
+from stoker.core.redact import redact_text
+from stoker.io.cache import CopyPlace, cache_place
+from stoker.io.stores import ReadFailure, StoreDown, is_url
+from stoker.loader.collate import BatchPlan
+from stoker.loader.loader import Follow, ImageLoader
+from stoker.loader.loader_speed import LoaderSpeed, measure_loader, repeated
+from stoker.loader.sampler import Order, Steps
+from stoker.tasks.building import loader_options, no_data
+from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
+from stoker.tasks.images.decode.crops import CentreCrop, CropRange, RandomCrop, View
+from stoker.tasks.images.decode.decoding import Decoding
+from stoker.tasks.images.decode.resizing import Interpolation
+from stoker.tasks.images.layouts.layouts import open_list
+from stoker.tasks.images.layouts.opening import open_index
+from stoker.tasks.images.layouts.parquet_files import open_sample_store
+from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples
+from stoker.tasks.images.layouts.splits import find_split
+from stoker.tasks.images.layouts.subset import Subset, choose_subset, split_samples, subset_record
+from stoker.train.checkpoint.data_changes import Listing, looked_at
+from stoker.train.ranks import Ranks
+
+Split = Literal["train", "val"]
+CALIBRATION_FILES = 48
+IMAGENET_SAMPLES = 1_281_167
+IMAGENET_CLASSES = 1000
+# MLPerf Storage's figure for an ImageNet file.
+IMAGENET_SAMPLE_BYTES = 114_660.0
+MOST_FILES_SIZED = 200
+# More than any host decodes in a second with one worker.
+MOST_IMAGES_PER_WORKER_SECOND = 20_000
+ALONE = Ranks()
+# Requests at once for the few samples whose contents are compared.
+READERS = 16
+
+
+def open_samples(
+    config: Config,
+    split: Split | Literal[""],
+    *,
+    classes: tuple[str, ...] | None = None,
+    progress: Advance | None = None,
+    say: Say | None = None,
+) -> SampleSet:
+    """The samples of a split that the config selects; for validation, pass the classes of training."""
+    index, among = open_split(config, split, progress=progress, say=say)
+    per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
+    if config.subset_classes is None and per_class is None and classes is None and among is None:
+        return all_samples(index)
+    subset = choose_subset(
+        index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes, among=among
+    )
+    return SampleSet(index, subset.classes, subset.indices, subset.labels)
+
+
+def open_split(
+    config: Config,
+    split: str,
+    *,
+    index_dir: Path | None = None,
+    progress: Advance | None = None,
+    say: Say | None = None,
+) -> tuple[SampleIndex, NDArray[np.int64] | None]:
+    """The index that holds a split, and which of its samples belong to it; None for all. `split=""` is the root itself.
+
+    `index_dir` takes precedence over the config's."""
+    root = config.data_root
+    if root is None:
+        raise no_data(config)
+    options: Any = {"index_dir": index_dir or (Path(config.index_dir) if config.index_dir else None), "say": say}
+    fraction = None if split == "" else config.val_fraction
+    csv = config.train_csv if fraction else {"train": config.train_csv, "val": config.val_csv}.get(split)
+    if csv is not None:
+        index = open_list(csv, root, "", **options)
+    elif config.samples_csv is not None:
+        index = open_list(config.samples_csv, root, "" if fraction else split, **options)
+        if fraction and index.facts["has_splits"]:
+            raise _two_validation_sets(fraction, config.samples_csv)
+        if split == "val" and not fraction and not index.facts["has_splits"]:
+            raise _no_validation(config.samples_csv)
+    elif fraction is None:
+        index = open_index(root, split, progress=progress, **options)
+    else:
+        own = find_split(root, "val")
+        if own is not None and own.name != "test":  # which is for later, where val_fraction is set
+            raise _two_validation_sets(fraction, root)
+        index = open_index(root, "train" if find_split(root, "train") else "", progress=progress, **options)
+    _check_nothing_writes_into(config, index)
+    if fraction is None:
+        return index, None
+    train, val = split_samples(index, fraction, config.subset_seed)
+    if split == "val" and say is not None:
+        say(f"validation: {len(val):,} of {len(index):,} images, {fraction:.0%} of each class (val_fraction)")
+    return index, val if split == "val" else train
+
+
+def _two_validation_sets(fraction: float, place: str) -> UserError:
+    return UserError(
+        "two-validation-sets",
+        f"val_fraction is {fraction}, but {redact_text(place)} has a validation split of its own",
+        why="a result would not say on which of them it was measured",
+        hint="leave out val_fraction, or set data_root to the folder of training images",
+    )
+
+
+def _no_validation(csv: str) -> UserError:
+    return UserError(
+        "split-not-found",
+        f"{csv} has no column `split`, and val_fraction is not set",
+        hint="val_fraction=0.1 sets a tenth of each class aside",
+    )
+
+
+def _check_nothing_writes_into(config: Config, index: SampleIndex) -> None:
+    """Refuses our own folders among the images: the next listing, and other tools, would take them for classes."""
+    if is_url(index.root) or index.shards or "layout" in index.facts:
+        return
+    place = Path(index.root).resolve()
+    for key in ("index_dir", "cache_dir", "stage_to", "runs_dir"):
+        folder = getattr(config, key)
+        if folder is None or is_url(folder):
+            continue
+        inside = Path(folder).expanduser().resolve()
+        if inside == place or place in inside.parents:
+            raise UserError(
+                "folder-inside-data",
+                f"{key} is {inside}, which is inside the images of {place}",
+                why="a folder there is a class to every program that reads class folders",
+                hint=f"{key}=FOLDER, outside of the data",
+            )
+
+
+def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> dict[str, Any] | None:
+    """Which classes and how many images a subset holds, for `subset.json`; None if the config selects no subset."""
+    keys = (config.subset_classes, config.subset_train_per_class, config.subset_val_per_class)
+    if all(key is None for key in keys):
+        return None
+    return subset_record(
+        _as_subset(train, config.subset_seed), None if val is None else _as_subset(val, config.subset_seed)
+    )
+
+
+def listing_of_samples(samples: SampleSet) -> Listing:
+    """Names and classes of the samples, in the order of their members."""
+    index = samples.index
+    if samples.chosen is None:
+        return Listing(index.name_bytes, index.name_ends, index.labels.astype(np.int64))
+    members = np.arange(len(samples), dtype=np.int64)
+    lengths, kept = np.diff(index.name_ends, prepend=0), np.zeros(len(index), bool)
+    kept[samples.chosen] = True  # ascending, as in the index
+    name_bytes = np.asarray(index.name_bytes)[np.repeat(kept, lengths)]
+    return Listing(name_bytes, np.cumsum(lengths[kept]), samples.labels(members))
+
+
+def contents_of_samples(config: Config, samples: SampleSet) -> dict[str, Any] | None:
+    """The contents of the samples that a resumed run compares (`Contents`); None if the store does not respond."""
+    store = open_sample_store(samples.index, copy=cache_place(config.cache_dir, config.cache_size))
+    members = samples.indices(np.array(looked_at(len(samples)), np.int64))
+
+    def read(index: int) -> str:
+        place = samples.index.location(index)
+        whole = samples.index.shard_of is None
+        try:
+            return xxhash.xxh3_64_hexdigest(store.read(place.path, place.offset, place.size, whole=whole))
+        except ReadFailure:
+            return ""
+
+    try:
+        with ThreadPoolExecutor(READERS) as pool:
+            hashes = list(pool.map(read, members.tolist()))
+    except StoreDown:
+        return None  # a cache may have all that training needs
+    return {"packed": samples.index.shard_of is not None, "hashes": hashes}
+
+
+def _as_subset(samples: SampleSet, seed: int) -> Subset:
+    members = np.arange(len(samples), dtype=np.int64)
+    return Subset(samples.indices(members), samples.labels(members).astype(np.int32), samples.classes, seed)
+
+
+def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:
+    """The decoder named in the config, or the fastest one on the data's own files, with its measurements."""
+    decoding, measured = choose_decoder(
+        config.decoder,
+        lambda: files_for_measuring(config, index),
+        config.img_size,
+        max_pixels=config.max_image_pixels,
+        mode=config.decode_mode,
+    )
+    return decoding_with(config, decoding.decoder), measured
+
+
+def decoding_with(config: Config, decoder: str = "pillow") -> Decoding:
+    """How a config's images are decoded by this decoder; at full size every one gives Pillow's pixels."""
+    return Decoding(
+        decoder, config.max_image_pixels, config.max_decoded_bytes, upright=config.decode_mode != "faithful"
+    )
+
+
+def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
+    """What the training batches of this rank hold; a shorter epoch leaves out the end of its order."""
+    view = RandomCrop(
+        size=config.img_size,
+        bounds=CropRange(config.crop_scale, config.crop_aspect),
+        decoding=decoding,
+        mode=config.decode_mode,
+        interpolation=training_interpolation(config),
+    )
+    order = Order(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
+    used = len(samples)
+    if config.steps_per_epoch is not None or config.limit_train_batches is not None:
+        update = config.batch_size * ranks.world * config.gradient_accumulation
+        used = min(used, updates_per_epoch(config, used, ranks.world) * update)
+    steps = Steps(used, config.batch_size, ranks.world, ranks.rank, drop_last=True)
+    return BatchPlan(samples, order, steps, view, config.seed, config.horizontal_flip)
+
+
+def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
+    """What the validation batches of this rank hold: every sample once, in order, nothing random.
+
+    With `limit_val_batches`, a part of them: spread over all classes, which follow one another, and the same part in
+    every epoch, because validation is always that of epoch 0.
+    """
+    view: View = validation_view(config, decoding)
+    batch = config.val_batch_size or config.batch_size
+    order = Order(len(samples), config.subset_seed, shuffle=config.limit_val_batches is not None)
+    used = validation_samples(config, len(samples), ranks.world)
+    steps = Steps(used, batch, ranks.world, ranks.rank, drop_last=False)
+    return BatchPlan(samples, order, steps, view, config.seed, horizontal_flip=0.0)
+
+
+def updates_per_epoch(config: Config, samples: int, world: int) -> int:
+    """Updates in an epoch of this many samples: all whole ones, or as many as the config says."""
+    batches = samples // (config.batch_size * world)
+    updates = batches // config.gradient_accumulation
+    if config.limit_train_batches is not None:
+        wanted = max(1, _limited(batches, config.limit_train_batches) // config.gradient_accumulation)
+    else:
+        wanted = config.steps_per_epoch or updates
+    return min(updates, wanted)
+
+
+def validation_samples(config: Config, samples: int, world: int) -> int:
+    """How many of the validation samples are used: all, or those of `limit_val_batches`."""
+    if config.limit_val_batches is None:
+        return samples
+    together = (config.val_batch_size or config.batch_size) * world
+    return min(samples, _limited(-(-samples // together), config.limit_val_batches) * together)
+
+
+def _limited(batches: int, limit: float) -> int:
+    """This many batches, or that share of all, as Lightning counts them: rounded down; here at least one."""
+    return min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
+
+
+def validation_view(config: Config, decoding: Decoding) -> CentreCrop:
+    """How a validation image is resized and cropped."""
+    size = config.val_img_size or config.img_size
+    interpolation = validation_interpolation(config)
+    # As torchvision and timm compute it: the crop keeps `crop_ratio` of the resized shorter side.
+    return CentreCrop(size, int(np.floor(size / config.crop_ratio)), decoding, interpolation)
+
+
+def training_interpolation(config: Config) -> Interpolation:
+    """How training crops are interpolated: bilinear unless the config says otherwise, as in torchvision."""
+    return config.interpolation or "bilinear"
+
+
+def validation_interpolation(config: Config) -> Interpolation:
+    """How validation images are interpolated: bicubic unless the config says otherwise, as in timm."""
+    return config.interpolation or "bicubic"
+
+
+def open_loader(
+    config: Config,
+    plan: BatchPlan,
+    *,
+    workers: int,
+    held: int = 1,
+    quarantine_file: Path | None = None,
+    copy: CopyPlace | None = None,
+    follow: Follow | None = None,
+    say: Say = lambda _line: None,
+) -> ImageLoader:
+    """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
+    batches when it asks for the next."""
+    return ImageLoader(plan, loader_options(config, workers, held, quarantine_file, copy), say, follow)
+
+
+def measure_speed(
+    config: Config, samples: SampleSet, decoding: Decoding, *, workers: int, seconds: float
+) -> LoaderSpeed:
+    """How fast the loader makes training batches of these samples for a consumer that takes no time."""
+    # Long enough that no epoch ends within the measurement, however fast the host.
+    least = config.batch_size * (workers + 4) * 3
+    wanted = max(least, int(seconds * MOST_IMAGES_PER_WORKER_SECOND * max(1, workers)))
+    endless = config.model_copy(update={"steps_per_epoch": None, "limit_train_batches": None})
+    plan = training_plan(endless, repeated(samples, wanted), decoding)
+    return measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
+
+
+def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
+    """The contents of files spread over the index, to measure on the user's own data."""
+    store = open_sample_store(index, max_object_bytes=config.max_image_bytes)
+    files = []
+    for sample in np.linspace(0, len(index) - 1, min(CALIBRATION_FILES, len(index))).astype(int):
+        location = index.location(int(sample))
+        try:
+            whole = index.shard_of is None
+            files.append(bytes(store.read(location.path, location.offset, location.size, whole=whole)))
+        except ReadFailure:
+            continue  # reported when training reads it
+    return files
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a plan needs to know about the data."""
+
+    num_classes: int
+    samples: int | None = None
+    sample_bytes: float | None = None
+    """Mean size of a stored image."""
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def dataset_bytes(self) -> float | None:
+        return None if self.samples is None or self.sample_bytes is None else self.samples * self.sample_bytes
+
+
+def data_facts(config: Config, samples: int | None, progress: Advance | None = None) -> DataFacts:
+    """Counts the config's data if it can be reached from here; `samples` overrides the count.
+
+    A plan is often made far from the data: data out of reach is assumed to be ImageNet, and the plan says so.
+    """
+    try:
+        found = None if config.data_root is None else open_samples(config, "train", progress=progress)
+        reason = "no data_root"
+    except StokerError as error:
+        found, reason = None, error.seen
+    if found is not None:
+        stored = _mean_bytes(found)
+        assumed = () if stored is not None else ("114,660 bytes per image (MLPerf Storage); the real size is unknown",)
+        classes = config.num_classes or len(found.classes)
+        return DataFacts(classes, samples or len(found), stored or IMAGENET_SAMPLE_BYTES, assumed)
+    return _assumed(config, samples, reason)
+
+
+def _assumed(config: Config, samples: int | None, reason: str) -> DataFacts:
+    classes = config.num_classes or config.subset_classes or IMAGENET_CLASSES
+    count = samples
+    if count is None:
+        count = IMAGENET_SAMPLES
+        if config.subset_classes is not None:
+            count = IMAGENET_SAMPLES * config.subset_classes // IMAGENET_CLASSES
+        if config.subset_train_per_class is not None:
+            count = min(count, classes * config.subset_train_per_class)
+    assumed = f"data: {count:,} images of 114,660 bytes in {classes} classes, as in ImageNet ({reason})"
+    return DataFacts(classes, count, IMAGENET_SAMPLE_BYTES, (assumed,))
+
+
+def _mean_bytes(samples: SampleSet) -> float | None:
+    """Over all images if the index knows their sizes, else over some files spread over it."""
+    index, members = samples.index, np.arange(len(samples), dtype=np.int64)
+    if index.sizes is not None:
+        return float(index.sizes[samples.indices(members)].mean()) if len(members) else None
+    if "mean_bytes" in index.facts:
+        return float(index.facts["mean_bytes"])
+    if "://" in index.root:
+        return None
+    chosen = members[:: max(1, len(members) // MOST_FILES_SIZED)]
+    sizes = []
+    for number in samples.indices(chosen):
+        try:
+            sizes.append((Path(index.root) / index.location(int(number)).path).stat().st_size)
+        except OSError:
+            continue  # reported when training reads it
+    return float(np.mean(sizes)) if sizes else None

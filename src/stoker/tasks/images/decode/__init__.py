@@ -1,0 +1,1 @@
+"""From an image's bytes to a crop of its pixels, by whichever decoder is fastest here."""

@@ -1,0 +1,172 @@
+"""Lists of images and their labels: a CSV or JSON Lines file with a row for each image."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import posixpath
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from stoker.core.console import shown, some
+from stoker.core.units import count
+from stoker.tasks.images.layouts.imagenet_labels import LabelFileWrong, read_text
+from stoker.tasks.images.layouts.sample_index import SampleIndex, encode_name, pack_names
+from stoker.tasks.images.layouts.splits import SPLIT_NAMES
+
+PATH_COLUMNS = ("path", "image", "filename", "file_name", "file", "image_path", "filepath")
+LABEL_COLUMNS = ("label", "class", "class_name", "category", "target")
+SPLIT_COLUMNS = ("split", "set", "subset", "partition")
+SPLITS = {"train": ("train", "training"), "val": (*SPLIT_NAMES["val"], "dev")}
+
+
+class ListedSample(NamedTuple):
+    """One image of a list."""
+
+    path: str
+    """Relative to the root."""
+    label: str
+    split: str | None
+    line: int
+
+
+@dataclass(frozen=True)
+class SampleList:
+    """A list that was read."""
+
+    rows: list[ListedSample]
+    has_splits: bool
+
+
+def read_list(path: str, root: str) -> SampleList:
+    """The rows of a CSV, TSV or JSON Lines file; raises LabelFileWrong, with the line, for anything doubtful."""
+    text = read_text(path)
+    records = _json_records(path, text) if path.endswith(".jsonl") else _csv_records(path, text)
+    rows: list[ListedSample] = []
+    first_line: dict[str, int] = {}
+    columns: tuple[str, str, str | None] | None = None
+    for line, record in records:
+        if columns is None:
+            columns = _columns(path, line, list(record))
+        image, label, split = (record.get(name) if name else None for name in columns)
+        if image is None or label is None or not image.strip() or not label.strip():
+            lacking = columns[0] if image is None or not image.strip() else columns[1]
+            raise LabelFileWrong(path, line, f"no {lacking}", "every row needs an image and its label")
+        if columns[2] and not (split or "").strip():
+            raise LabelFileWrong(path, line, f"no {columns[2]}", "every row needs a split, or none of them")
+        name = _below(path, line, root, image.strip())
+        if name in first_line:
+            seen = f"{shown(name)} is already in line {first_line[name]:,}"
+            raise LabelFileWrong(path, line, seen, "list it once")
+        first_line[name] = line
+        rows.append(ListedSample(name, label.strip(), split.strip().lower() if split else None, line))
+    if not rows:
+        raise LabelFileWrong(path, None, "it has no rows", "the first line names the columns: path,label")
+    return SampleList(rows, columns is not None and columns[2] is not None)
+
+
+def has_labels(path: str) -> bool:
+    """Whether a list labels images, by its columns: the metadata of captions or boxes does not."""
+    text = read_text(path)
+    first = next(_json_records(path, text) if path.endswith(".jsonl") else _csv_records(path, text), None)
+    words = {name.lower() for name in first[1]} if first else set()
+    return not words.isdisjoint(PATH_COLUMNS) and not words.isdisjoint(LABEL_COLUMNS)
+
+
+def rows_of_split(path: str, samples: SampleList, split: str) -> tuple[list[ListedSample], list[str]]:
+    """The rows of a split, and notes; all of them if the list has no column of splits."""
+    if not samples.has_splits or not split:
+        return samples.rows, []
+    present = {row.split for row in samples.rows}
+    name = next((name for name in SPLITS[split] if name in present), None)
+    if name is None:
+        return [], []
+    notes = []
+    known = {name for names in SPLITS.values() for name in names}
+    if strange := sorted(str(one) for one in present if one not in known):
+        line = next(row.line for row in samples.rows if row.split == strange[0])
+        wanted = "train, val, valid, validation, dev or test"
+        raise LabelFileWrong(path, line, f"the split {shown(strange[0])} is unknown", f"use {wanted}")
+    if split == "val" and name != "val":
+        notes.append(f"{shown(path)} has no rows of split val: using {name} for validation")
+    return [row for row in samples.rows if row.split == name], notes
+
+
+def class_order(labels: Sequence[str]) -> tuple[str, ...]:
+    """The classes of these labels: sorted as class folders are, or by number if all are numbers."""
+    classes = set(labels)
+    if all(label.isascii() and label.isdigit() for label in classes):
+        return tuple(sorted(classes, key=lambda label: (int(label), label)))
+    return tuple(sorted(classes, key=encode_name))
+
+
+def index_of_labels(
+    root: str, names: Sequence[str], labels: Sequence[str], classes: tuple[str, ...], facts: dict[str, object]
+) -> SampleIndex:
+    """An index of files with these labels; sorted by class and name, as class folders are."""
+    number_of = {name: number for number, name in enumerate(classes)}
+    numbers = np.array([number_of[label] for label in labels], np.int32)
+    encoded = [encode_name(name) for name in names]
+    order = sorted(range(len(encoded)), key=lambda at: (numbers[at], encoded[at]))
+    packed = pack_names([encoded[at] for at in order])
+    return SampleIndex(root, classes, numbers[order], *packed, facts=dict(facts))
+
+
+def _csv_records(path: str, text: str) -> Iterator[tuple[int, dict[str, str | None]]]:
+    first = text.partition("\n")[0]
+    delimiter = max(",\t;", key=first.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        header = [cell.strip() for cell in next(reader, [])]
+        if len(set(header)) != len(header):
+            raise LabelFileWrong(path, 1, f"a column appears twice: {some(header)}", "give each column its own name")
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                seen = f"{count(len(cells), 'value')} for {count(len(header), 'column')}"
+                raise LabelFileWrong(path, reader.line_num, seen, 'put a name with a comma in quotes: "a,b.jpg",cat')
+            yield reader.line_num, dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        raise LabelFileWrong(path, reader.line_num, f"not a CSV: {error}", "check its quotes") from None
+
+
+def _json_records(path: str, text: str) -> Iterator[tuple[int, dict[str, str | None]]]:
+    for line, content in enumerate(text.splitlines(), 1):
+        if not content.strip():
+            continue
+        try:
+            record = json.loads(content)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise LabelFileWrong(path, line, "not a JSON object", '{"file_name": "1.jpg", "label": "cat"}')
+        yield line, {name: None if value is None else str(value) for name, value in record.items()}
+
+
+def _columns(path: str, line: int, header: list[str]) -> tuple[str, str, str | None]:
+    found = []
+    for what, known in (("images", PATH_COLUMNS), ("labels", LABEL_COLUMNS), ("splits", SPLIT_COLUMNS)):
+        by_name = {name.lower(): name for name in reversed(header)}
+        name = next((by_name[word] for word in known if word in by_name), None)
+        if name is None and what != "splits":
+            seen = f"no column of {what} among {some(header)}"
+            raise LabelFileWrong(path, min(line, 1), seen, f"name the column {' or '.join(known[:3])}")
+        found.append(name)
+    image, label, split = found
+    assert image is not None
+    assert label is not None
+    return image, label, split
+
+
+def _below(path: str, line: int, root: str, image: str) -> str:
+    """The image's path below the root, however it is written; refuses one that is elsewhere."""
+    prefix = root.rstrip("/") + "/"
+    name = posixpath.normpath(image.removeprefix(prefix))
+    if name.startswith(("/", "../")) or name == ".." or "://" in image.removeprefix(prefix):
+        raise LabelFileWrong(path, line, f"{shown(image)} is outside {shown(root)}", "paths are relative to data_root")
+    return name

@@ -1,0 +1,132 @@
+"""Finds the splits of a data root, however it is laid out: folders or files named after them, at the usual places."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from stoker.core.console import shown
+from stoker.core.errors import UserError
+from stoker.core.redact import redact_text
+from stoker.io.stores import StoreDown, is_url
+from stoker.tasks.images.layouts.listing import not_readable, split_place
+from stoker.tasks.images.layouts.sample_index import decode_name, encode_name
+
+SPLIT_NAMES = {"train": ("train",), "val": ("val", "valid", "validation", "test")}
+"""Names of a split, the preferred one first."""
+BASES = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "data")
+"""Places of the splits below the root: the root itself, as Kaggle unpacks ImageNet, and `data` of a Hugging Face
+repository."""
+FILE_KINDS = (".tar", ".parquet")
+LABELLED = (*FILE_KINDS, ".csv", ".jsonl", "index.json")
+"""Files that hold labels, by the end of their names; a pack has an index.json."""
+
+
+class Entries(NamedTuple):
+    """What a folder or URL contains directly, without hidden names; sorted."""
+
+    folders: tuple[str, ...]
+    files: tuple[str, ...]
+    versions: dict[str, Sequence[Any]]
+    """For a URL's files, what shows that one has been replaced. A folder's are looked up when needed."""
+
+
+@dataclass(frozen=True)
+class FoundSplit:
+    """Where a split is."""
+
+    folder: str
+    """Relative to the root; "" for the root itself."""
+    files: tuple[str, ...] = ()
+    """Names in that folder, if the split is some of its files."""
+    name: str = ""
+    """Its name there, such as `valid`."""
+    note: str | None = None
+    """What the user should know about the choice."""
+
+
+def list_entries(place: str) -> Entries | None:
+    """What a place contains; None if it does not exist."""
+    if is_url(place):
+        from stoker.io.object_store import open_object_store
+
+        folders, objects = open_object_store(place).entries()
+        if not folders and not objects:
+            return None  # an object store has no empty folders
+        return Entries(tuple(folders), tuple(objects), objects)
+    folder_names: list[bytes] = []
+    file_names: list[bytes] = []
+    try:
+        with os.scandir(encode_name(place)) as found:
+            for entry in found:
+                if not entry.name.startswith(b"."):
+                    (folder_names if entry.is_dir() else file_names).append(entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise not_readable(place, error) from None
+    return Entries(tuple(map(decode_name, sorted(folder_names))), tuple(map(decode_name, sorted(file_names))), {})
+
+
+def find_split(root: str, split: str) -> FoundSplit | None:
+    """Where a split is below the root; None if there is none."""
+    names = SPLIT_NAMES.get(split)
+    if names is None or split_place(root, "").startswith(("http://", "https://")):  # a web server does not list
+        return FoundSplit(split)
+    try:
+        return _search(root, names)
+    except StoreDown as error:
+        # Keys that may read but not list are common, and packed shards need no more.
+        if error.name == "credentials-refused":
+            return FoundSplit(split)
+        raise
+
+
+def _search(root: str, names: tuple[str, ...]) -> FoundSplit | None:
+    first: FoundSplit | None = None
+    for base in BASES:
+        entries = list_entries(split_place(root, base))
+        if entries is None:
+            continue
+        found = _named(root, entries, base, names)
+        if _named(root, entries, base, SPLIT_NAMES["train"]) is not None:
+            return found  # the splits of a data set are side by side
+        first = first or found
+    return first
+
+
+def no_split(root: str, split: str) -> UserError:
+    """The error for a URL without this split; `check_folder` raises the one for a folder."""
+    place = redact_text(split_place(root, ""))
+    return UserError(
+        "split-not-found",
+        f"{place} has no {split}/",
+        why=f"nothing there is called {' or '.join(SPLIT_NAMES.get(split, (split,)))}",
+        hint=f"data_root must contain {split}/CLASS/IMAGE.jpg, or see docs/bring-your-data.md",
+    )
+
+
+def _named(root: str, entries: Entries, base: str, names: tuple[str, ...]) -> FoundSplit | None:
+    for name in names:
+        below = f"{base}/{name}" if base else name
+        note = None if name == names[0] else f"there is no {names[0]}/: using {shown(name)} for validation"
+        if name in entries.folders and (note is None or _has_labels(split_place(root, below))):
+            return FoundSplit(below, name=name, note=note)
+        for kind in FILE_KINDS:
+            if files := tuple(file for file in entries.files if _is_part(file, name, kind)):
+                return FoundSplit(base, files, name, note)
+    return None
+
+
+def _has_labels(place: str) -> bool:
+    """Whether a folder has classes or any file that may name them: `test/` is often a competition's, without labels."""
+    entries = list_entries(place)
+    return entries is not None and bool(entries.folders or any(file.endswith(LABELLED) for file in entries.files))
+
+
+def _is_part(file: str, split: str, kind: str) -> bool:
+    """Whether a file is a part of a split by its name, such as `imagenet-train-000012.tar`."""
+    return file.endswith(kind) and split in re.split(r"[^a-z]+", file.removesuffix(kind).lower())

@@ -1,0 +1,1 @@
+"""`stoker pack`: images in any layout into tar shards with their index."""

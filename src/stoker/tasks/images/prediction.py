@@ -1,0 +1,142 @@
+"""A checkpoint's model at work, and `stoker predict`: images from anywhere, without index or split."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from stoker.config import Config
+from stoker.core.console import Advance, shown
+from stoker.tasks.images.augment.pipeline import EvalPrepare
+from stoker.tasks.images.classify import colours_of, eval_prepare
+from stoker.tasks.images.data import decoding_with, validation_view
+from stoker.tasks.images.decode.headers import BadImage
+from stoker.tasks.images.layouts.listing import IMAGE_SUFFIXES
+from stoker.tasks.images.results import Guess, ImagePrediction
+from stoker.train.checkpoint.restore import Restored
+from stoker.train.compute import Precision, set_matmul_precision
+
+LARGEST_BATCH = 32
+_SUFFIXES = tuple(os.fsdecode(suffix) for suffix in IMAGE_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A model on its device, classifying images exactly as validation does."""
+
+    model: nn.Module
+    device: torch.device
+    prepare: EvalPrepare
+    precision: Precision
+
+    @torch.inference_mode()
+    def logits(self, images_nhwc: Tensor) -> Tensor:
+        """The scores (images, outputs) in float32, on the device, for bytes (images, height, width, 3)."""
+        inputs = self.prepare(images_nhwc.to(self.device, non_blocking=True))
+        with self.precision.autocast():
+            logits: Tensor = self.model(inputs)
+        return logits.float()
+
+
+def classifier_of(restored: Restored, device: torch.device | None = None) -> Classifier:
+    """The restored model on the GPU if there is one, in the config's precision."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    set_matmul_precision(restored.config.matmul_precision)
+    prepare = eval_prepare(restored.config, colours_of(restored.model), device)
+    return Classifier(restored.model.to(device), device, prepare, Precision(restored.config.precision, device))
+
+
+@dataclass(frozen=True)
+class ImagePredictions:
+    """The predictions for all readable images, and the unreadable ones."""
+
+    images: tuple[ImagePrediction, ...]
+    bad: tuple[tuple[str, str], ...]
+    """Path and reason of each image that could not be read."""
+
+
+def predict_images(
+    restored: Restored, paths: Sequence[Path], *, top: int, progress: Advance | None = None
+) -> ImagePredictions:
+    """The most probable classes of each image, in the order of the paths; a folder stands for all images below it."""
+    bad: list[tuple[str, str]] = []
+    files = list(_files_of(paths, bad))
+    classifier = classifier_of(restored)
+    names = tuple(map(shown, restored.classes))
+    count = min(top, len(names))
+    found: list[ImagePrediction] = []
+    with ThreadPoolExecutor(max(1, restored.config.num_workers)) as pool:
+        for start in range(0, len(files), LARGEST_BATCH):
+            part = files[start : start + LARGEST_BATCH]
+            good: list[tuple[Path, NDArray[np.uint8]]] = []
+            for path, image in zip(part, pool.map(lambda path: _try_image(path, restored.config), part), strict=True):
+                if isinstance(image, str):
+                    bad.append((shown(str(path)), image))
+                else:
+                    good.append((path, image))
+            if good:
+                logits = classifier.logits(torch.from_numpy(np.stack([image for _, image in good])))
+                # A network trained with `bce` scores each class on its own: the scores need not add up to one.
+                scores = logits.sigmoid() if restored.config.loss == "bce" else logits.softmax(dim=1)
+                values, classes = (part.tolist() for part in scores.topk(count, dim=1))
+                for (path, _), row, numbers in zip(good, values, classes, strict=True):
+                    guesses = tuple(Guess(names[number], value) for number, value in zip(numbers, row, strict=True))
+                    found.append(ImagePrediction(shown(str(path)), guesses))
+            if progress is not None:
+                progress(start + len(part), len(files))
+    return ImagePredictions(tuple(found), tuple(bad))
+
+
+def load_image(path: Path, config: Config) -> NDArray[np.uint8]:
+    """The image as validation sees it (height, width, 3); raises BadImage."""
+    try:
+        if not path.is_file():
+            raise BadImage("no such file" if not path.exists() else "neither a file nor a folder")
+        size = path.stat().st_size
+        if size > config.max_image_bytes:
+            raise BadImage(f"{size:,} bytes; max_image_bytes allows {config.max_image_bytes:,}")
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from None
+    # At full scale every decoder gives Pillow's pixels, and Pillow reads every format.
+    view = validation_view(config, decoding_with(config))
+    out = np.empty((view.size, view.size, 3), np.uint8)
+    view.decode(data, None, 0, out)
+    return out
+
+
+def images_below(folder: Path) -> Iterator[Path]:
+    """Every file below a folder that is named like an image, sorted within each folder, without hidden ones."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if name.lower().endswith(_SUFFIXES) and not name.startswith("."):
+                yield Path(where, name)
+
+
+def _files_of(paths: Sequence[Path], bad: list[tuple[str, str]]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        empty = True
+        for file in images_below(path):
+            empty = False
+            yield file
+        if empty:
+            bad.append((shown(str(path)), "a folder without images"))
+
+
+def _try_image(path: Path, config: Config) -> NDArray[np.uint8] | str:
+    try:
+        return load_image(path, config)
+    except BadImage as error:
+        return error.reason

@@ -1,0 +1,1 @@
+"""What happens to patches on the device: turned and resampled, darkened, blurred."""

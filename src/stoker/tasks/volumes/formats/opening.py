@@ -1,0 +1,157 @@
+"""Opens a volume by its name: TIFF stacks, .npy, NIfTI, Zarr; and keeps the opened ones of a process."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from stoker.core.errors import UserError
+from stoker.io.stores import ReadFailure, is_url
+from stoker.tasks.volumes.formats.arrays import open_npy
+from stoker.tasks.volumes.formats.byte_source import open_source, staged_file
+from stoker.tasks.volumes.formats.packed import PackedFacts, open_packed
+from stoker.tasks.volumes.formats.volume import CroppedVolume, ReadingOptions, Region, Volume
+
+TIFF_SUFFIXES = (".tif", ".tiff")
+NIFTI_SUFFIXES = (".nii", ".nii.gz")
+SUFFIXES = (*TIFF_SUFFIXES, ".npy", *NIFTI_SUFFIXES, ".zarr")
+# A mapping needs no descriptor, but the kernel allows a process 65,530 of them (vm.max_map_count).
+MOST_OPEN = 8192
+
+
+@dataclass(frozen=True)
+class VolumeRef:
+    """Where a volume is: a file, a Zarr folder or its URL."""
+
+    location: str
+    level: int = 0
+    """Level of an OME-Zarr pyramid; 0 is the full resolution."""
+    version: str = ""
+    """An object's size and ETag from a listing. Saves a request for each volume."""
+    packed: PackedFacts | None = None
+    """The index entry of a volume in a pack; None for any other."""
+
+
+def open_volume(ref: VolumeRef, options: ReadingOptions | None = None) -> Volume:
+    """The volume at a location; raises ReadFailure if it cannot be read, StoreDown if its store cannot."""
+    options = options or ReadingOptions()
+    location = local_path(ref.location)
+    if ref.packed is not None and not is_url(location):
+        facts, file = ref.packed, staged_file(location, options) or location
+        return _with_libraries(lambda: open_packed(file, facts, options))
+    suffix = suffix_of(location)
+    if suffix in ("", ".zarr") and (is_url(location) or suffix or Path(location).is_dir()):
+        from stoker.tasks.volumes.formats.zarr_volume import open_zarr
+
+        return _with_libraries(lambda: open_zarr(location, ref.level, options))
+    if not suffix:
+        raise ReadFailure(location, "unknown format", f"volumes are recognised by their suffix: {', '.join(SUFFIXES)}")
+    if not is_url(location) and Path(location).is_dir():
+        raise ReadFailure(location, "is a directory")
+    source = open_source(location, ref.version, options)
+    if suffix in TIFF_SUFFIXES:
+        from stoker.tasks.volumes.formats.tiff import open_tiff
+
+        return _with_libraries(lambda: open_tiff(source, options))
+    if suffix in NIFTI_SUFFIXES:
+        from stoker.tasks.volumes.formats.nifti import open_nifti
+
+        return _with_libraries(lambda: open_nifti(source, options))
+    return open_npy(source, options)
+
+
+def local_path(location: str) -> str:
+    """The path of a `file://` URL; any other location as it is."""
+    return unquote(urlsplit(location).path) if location.startswith("file://") else location
+
+
+def suffix_of(location: str) -> str:
+    """The suffix that determines a volume's format, `.nii.gz` included; empty if we do not support it."""
+    name = location.rstrip("/").lower()
+    return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
+
+
+class OpenVolumes:
+    """The volumes that a process has opened, for all its threads; the least recently used are closed."""
+
+    def __init__(self, options: ReadingOptions | None = None, most: int = MOST_OPEN) -> None:
+        self.options = options or ReadingOptions()
+        self._most = most
+        self._open: OrderedDict[VolumeRef, Volume] = OrderedDict()
+        self._opening: dict[VolumeRef, threading.Lock] = {}
+        self._not_staged: set[VolumeRef] = set()
+        """Volumes opened at the source while the local copy did not have them."""
+        self._lock = threading.Lock()
+
+    def get(self, ref: VolumeRef, box: Region | None = None) -> Volume:
+        """The volume, or only this box of it; raises as `open_volume` does."""
+        with self._lock:
+            volume = None if self._is_staged_now(ref) else self._open.get(ref)
+            if volume is not None:
+                self._open.move_to_end(ref)
+            opening = self._opening.setdefault(ref, threading.Lock()) if volume is None else None
+        if opening is not None:
+            # One at a time: the second thread would fetch the same file again.
+            with opening:
+                volume = self.opened(ref) or self._opened_now(ref)
+        assert volume is not None
+        if box is None:
+            return volume
+        if box.within(volume.shape) != box:
+            raise ReadFailure(volume.name, "changed", f"its shape is {volume.shape}; the split has a part {tuple(box)}")
+        return CroppedVolume(volume, box)
+
+    def opened(self, ref: VolumeRef) -> Volume | None:
+        """The volume, if it is open."""
+        with self._lock:
+            return self._open.get(ref)
+
+    def _is_staged_now(self, ref: VolumeRef) -> bool:
+        """Whether the local copy got a volume since it was opened at the source; then it is opened again."""
+        if ref not in self._not_staged or staged_file(ref.location, self.options) is None:
+            return False
+        self._not_staged.discard(ref)
+        self._open.pop(ref, None)
+        return True
+
+    def _opened_now(self, ref: VolumeRef) -> Volume:
+        try:
+            copy = self.options.copy
+            is_staged = copy is None or copy.is_cache or staged_file(ref.location, self.options) is not None
+            volume = open_volume(ref, self.options)
+            with self._lock:
+                if not is_staged:
+                    self._not_staged.add(ref)
+                self._open[ref] = volume
+                while len(self._open) > self._most:
+                    self._open.popitem(last=False)
+            return volume
+        finally:
+            with self._lock:
+                self._opening.pop(ref, None)
+
+    def __reduce__(self) -> Any:
+        # Mappings and network threads stay in their process.
+        return OpenVolumes, (self.options, self._most)
+
+
+def _with_libraries(open_it: Callable[[], Volume]) -> Volume:
+    try:
+        return open_it()
+    except ModuleNotFoundError as error:
+        raise library_missing(error) from None
+
+
+def library_missing(error: ModuleNotFoundError) -> UserError:
+    """The error if a library of the optional extra is missing."""
+    return UserError(
+        "library-missing",
+        f"{error.name} is not installed",
+        why="volumes of this format need it",
+        hint="pip install 'stoker[volumes]'",
+    )

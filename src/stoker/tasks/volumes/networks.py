@@ -1,0 +1,415 @@
+"""Builds networks for volumes by name, for the patch they will get: MONAI's, nnU-Net's residual encoders, our own.
+
+How often a network halves the patch is fixed, or follows from the patch's size by nnU-Net's rule. A patch that does
+not fit is refused with the nearest sizes that fit, or padded with zeros at its far end; then the output is cropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from operator import le
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from stoker.core.console import silent_libraries
+from stoker.core.errors import UserError, did_you_mean
+from stoker.tasks.volumes import unets
+from stoker.tasks.volumes.formats.volume import Shape
+
+_USUAL: Shape = (32, 32, 32)
+SMALLEST_EDGE = 4
+"""Voxels that nnU-Net leaves along an axis at the lowest level."""
+RESENC_PATCHES: dict[str, Shape] = {
+    "resenc_m": (128, 128, 128),
+    "resenc_l": (192, 192, 192),
+    "resenc_xl": (224, 224, 256),
+}
+"""nnU-Net's presets are one architecture; they differ in the patch that fits their memory target of 8, 24 and 40 GB at
+batch 2. These are the planner's patches for large volumes of cubic voxels."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a network is built for."""
+
+    channels: int
+    classes: int
+    patch: Shape
+    deep_supervision: bool
+    dropout: float
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A network that can be built by name."""
+
+    build: Callable[[Wanted], nn.Module]
+    strides: Callable[[Shape], list[Shape]]
+    """The factors by which each level but the first reduces the patch."""
+    fewest_levels: int = 2
+    supervised: bool = True
+    """Whether it has outputs at lower resolutions."""
+    dropout: bool = True
+    blocks: Callable[[], tuple[type[nn.Module], ...]] = lambda: unets.BLOCKS
+    """The blocks that gradient checkpointing recomputes, one at a time."""
+
+
+class VolumeModel(nn.Module):
+    """A network that takes patches of any size, or of multiples of `divisor`.
+
+    Returns logits (N, classes, Z, Y, X); in training mode with deep supervision a list of them, full resolution first.
+    """
+
+    def __init__(self, network: nn.Module, divisor: Shape, *, pads: bool) -> None:
+        super().__init__()
+        self.network = network
+        self.divisor = divisor
+        self.pads = pads
+
+    def forward(self, inputs: Tensor) -> Tensor | list[Tensor]:
+        size = inputs.shape[2:]
+        lacking = [-edge % divisor for edge, divisor in zip(size, self.divisor, strict=True)]
+        if not any(lacking):
+            outputs: Tensor | list[Tensor] = self.network(inputs)
+            return outputs
+        if not self.pads:
+            raise UserError(
+                "patch-does-not-fit",
+                f"a patch of {_by(size)} voxels cannot be divided by {_by(self.divisor)}",
+                why="the network halves each axis that often",
+                hint="indivisible_patch=pad",
+            )
+        # At the far end only: the voxels of every lower resolution are then where they would be without padding.
+        outputs = self.network(functional.pad(inputs, [n for far in reversed(lacking) for n in (0, far)]))
+        if isinstance(outputs, Tensor):
+            return outputs[..., : size[0], : size[1], : size[2]]
+        return _cropped(outputs, size)
+
+
+def _cropped(outputs: list[Tensor], size: Sequence[int]) -> list[Tensor]:
+    """The outputs without the padding; those whose voxels do not end where the patch ends are left out."""
+    full = outputs[0].shape[2:]
+    kept = []
+    for output in outputs:
+        steps = [whole // edge for whole, edge in zip(full, output.shape[2:], strict=True)]
+        if any(edge % step for edge, step in zip(size, steps, strict=True)):
+            break
+        z, y, x = (edge // step for edge, step in zip(size, steps, strict=True))
+        kept.append(output[..., :z, :y, :x])
+    return kept
+
+
+def build_volume_model(
+    name: str,
+    *,
+    channels: int,
+    classes: int,
+    patch: Shape,
+    deep_supervision: bool = False,
+    gradient_checkpointing: bool = False,
+    indivisible: Literal["refuse", "pad"] = "refuse",
+    channels_last: bool = True,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> VolumeModel:
+    """The network with random weights that follow from the seed alone, on torch's default device."""
+    architecture = _architecture(name)
+    patch = (patch[0], patch[1], patch[2])
+    if deep_supervision and not architecture.supervised:
+        others = [other for other, known in ARCHITECTURES.items() if known.supervised]
+        raise _not_supported(name, "deep_supervision: true", f"model: {', '.join(others)}")
+    if dropout > 0 and not architecture.dropout:
+        raise _not_supported(name, f"dropout: {dropout}", "dropout=0")
+    strides = architecture.strides(patch)
+    divisor = _product(strides)
+    if len(strides) + 1 < architecture.fewest_levels or all(map(le, patch, divisor)):
+        raise UserError(
+            "patch-too-small",
+            f"patch_size: {list(patch)} is too small for model: {name}",
+            why="nothing, or a single voxel, would be left of it at the lowest level",
+            hint=f"patch_size={[2 * max(edge, SMALLEST_EDGE) for edge in _product(architecture.strides(_USUAL))]}",
+        )
+    if indivisible == "refuse" and any(edge % step for edge, step in zip(patch, divisor, strict=True)):
+        raise _does_not_fit(name, patch, divisor, architecture.strides)
+    wanted = Wanted(channels, classes, patch, deep_supervision, dropout)
+    # No device in the list: the weights are drawn on the CPU, or nowhere (fake tensors).
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = architecture.build(wanted)
+    if gradient_checkpointing:
+        _compute_again(network, architecture.blocks(), keep_draws=dropout > 0)
+    model = VolumeModel(network, divisor, pads=indivisible == "pad")
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last_3d)
+    return model
+
+
+def volume_model_names() -> list[str]:
+    """The names that `model` takes for volumes."""
+    return sorted(ARCHITECTURES)
+
+
+def divisor_of(name: str, patch: Shape) -> Shape:
+    """What each axis of a patch must be a multiple of, without building the network."""
+    return _product(_architecture(name).strides(patch))
+
+
+def fitting_patches(name: str, patch: Shape) -> tuple[Shape | None, Shape]:
+    """The nearest sizes below and above that the network divides; None if there is no smaller one."""
+    strides = _architecture(name).strides
+    return _nearest(patch, strides, -1), _nearest(patch, strides, 1) or patch
+
+
+def monai(module: str) -> Any:
+    """A module of MONAI, as `networks.nets`, without its complaints; the first call takes seconds."""
+    try:
+        with silent_libraries():
+            return import_module(f"monai.{module}")
+    except ImportError as error:
+        raise UserError(
+            "monai-missing",
+            f"MONAI could not be imported: {error}",
+            why="it comes with the extra for volumes",
+            hint="pip install 'stoker[volumes]'",
+        ) from error
+
+
+# Sizes.
+
+
+def nnunet_strides(patch: Shape) -> list[Shape]:
+    """nnU-Net's rule for cubic voxels: an axis is halved while four voxels would be left of it; a single axis only
+    while six would."""
+    sizes = list(patch)
+    strides: list[Shape] = []
+    while True:
+        halved = [size >= 2 * SMALLEST_EDGE for size in sizes]
+        if not any(halved):
+            return strides
+        # An axis that was halved less often than another is as fine as that one once was: it is halved alone.
+        voxels = [_halvings(strides, axis) for axis in range(3)]
+        finest = min(voxels[axis] for axis in range(3) if halved[axis])
+        halved = [halved[axis] and voxels[axis] == finest for axis in range(3)]
+        if sum(halved) == 1 and sizes[halved.index(True)] < 3 * SMALLEST_EDGE:
+            return strides
+        z, y, x = (2 if half else 1 for half in halved)
+        strides.append((z, y, x))
+        sizes = [-(-size // stride) for size, stride in zip(sizes, (z, y, x), strict=True)]
+
+
+def _halvings(strides: list[Shape], axis: int) -> int:
+    return sum(stride[axis] == 2 for stride in strides)
+
+
+def _halved(times: int) -> Callable[[Shape], list[Shape]]:
+    return lambda patch: [(2, 2, 2)] * times  # noqa: ARG005
+
+
+def _product(strides: Sequence[Shape]) -> Shape:
+    z, y, x = (math.prod(stride[axis] for stride in strides) for axis in range(3))
+    return z, y, x
+
+
+def _nearest(patch: Shape, strides: Callable[[Shape], list[Shape]], step: int) -> Shape | None:
+    """The patch with each axis made smaller or larger until it fits; how often it is halved depends on its size."""
+    sizes = list(patch)
+    for axis in [0, 1, 2] * 2:  # twice: another rule applies to an axis that is halved alone
+        while True:
+            if sizes[axis] < 1:
+                return None
+            if sizes[axis] % _product(strides((sizes[0], sizes[1], sizes[2])))[axis] == 0:
+                break
+            sizes[axis] += step
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _does_not_fit(name: str, patch: Shape, divisor: Shape, strides: Callable[[Shape], list[Shape]]) -> UserError:
+    near = [size for step in (-1, 1) if (size := _nearest(patch, strides, step)) is not None]
+    padded = [-(-edge // step) * step for edge, step in zip(patch, divisor, strict=True)]
+    more = math.prod(padded) / math.prod(patch)
+    return UserError(
+        "patch-does-not-fit",
+        f"patch_size: {list(patch)} cannot be divided by {_by(divisor)}, as model: {name} needs",
+        why=f"it halves each axis that often; padded to {_by(padded)}, a step computes {more:.2f} times the voxels",
+        hint=" or ".join(f"patch_size={list(size)}" for size in near) + ", or indivisible_patch=pad",
+    )
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+# Networks.
+
+
+def _supervised_levels(levels: int) -> int:
+    """Outputs with deep supervision: all of the decoder's levels but the coarsest, as in nnU-Net, and at least two."""
+    return max(levels - 2, min(2, levels - 1))
+
+
+def _residual_unet(wanted: Wanted) -> nn.Module:
+    levels = _supervised_levels(5 + 1) if wanted.deep_supervision else 1
+    return unets.residual_unet(wanted.channels, wanted.classes, supervised=levels, dropout=wanted.dropout)
+
+
+def _small_unet(wanted: Wanted) -> nn.Module:
+    levels = 2 if wanted.deep_supervision else 1
+    return unets.residual_unet(
+        wanted.channels, wanted.classes, base=8, multipliers=(1, 2, 4), blocks=1, bottleneck=1, supervised=levels,
+        dropout=wanted.dropout,
+    )  # fmt: skip
+
+
+def _resenc(wanted: Wanted) -> nn.Module:
+    strides = nnunet_strides(wanted.patch)
+    levels = _supervised_levels(len(strides) + 1) if wanted.deep_supervision else 1
+    return unets.resenc_unet(wanted.channels, wanted.classes, strides, supervised=levels, dropout=wanted.dropout)
+
+
+class DynUNet(nn.Module):
+    """MONAI's blocks without its recursion, which keeps a second name for every weight and the last outputs."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__()
+        strides = nnunet_strides(wanted.patch)
+        heads = _supervised_levels(len(strides) + 1) - 1
+        net = monai("networks.nets").DynUNet(
+            3, wanted.channels, wanted.classes,
+            kernel_size=[3] * (len(strides) + 1), strides=[(1, 1, 1), *strides], upsample_kernel_size=strides,
+            dropout=wanted.dropout or None, deep_supervision=wanted.deep_supervision, deep_supr_num=heads,
+        )  # fmt: skip
+        self.input_block, self.downsamples, self.bottleneck = net.input_block, net.downsamples, net.bottleneck
+        self.upsamples, self.output_block = net.upsamples, net.output_block
+        self.deep_supervision_heads = net.deep_supervision_heads if wanted.deep_supervision else nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor | list[Tensor]:
+        x = self.input_block(x)
+        skips = [x]
+        for down in self.downsamples:
+            x = down(x)
+            skips.append(x)
+        x = self.bottleneck(x)
+        outputs: list[Tensor] = []
+        for up in self.upsamples:
+            x = up(x, skips.pop())
+            if self.training and 0 < len(skips) <= len(self.deep_supervision_heads):
+                outputs.insert(0, self.deep_supervision_heads[len(skips) - 1](x))
+        result: Tensor = self.output_block(x)
+        return [result, *outputs] if outputs else result
+
+
+def _unet(wanted: Wanted) -> nn.Module:
+    strides = nnunet_strides(wanted.patch)
+    net: nn.Module = monai("networks.nets").UNet(
+        3, wanted.channels, wanted.classes,
+        channels=[min(32 * 2**level, 320) for level in range(len(strides) + 1)], strides=strides, num_res_units=2,
+        norm=("INSTANCE", {"affine": True}), dropout=wanted.dropout,
+    )  # fmt: skip
+    return net
+
+
+def _segresnet(wanted: Wanted) -> nn.Module:
+    net: nn.Module = monai("networks.nets").SegResNet(
+        3, 32, wanted.channels, wanted.classes, dropout_prob=wanted.dropout or None
+    )
+    return net
+
+
+def _segresnet_ds(wanted: Wanted) -> nn.Module:
+    # As in MONAI's Auto3DSeg.
+    net: nn.Module = monai("networks.nets").SegResNetDS(
+        3, 32, wanted.channels, wanted.classes, norm="INSTANCE", blocks_down=(1, 2, 2, 4, 4),
+        dsdepth=4 if wanted.deep_supervision else 1,
+    )  # fmt: skip
+    return net
+
+
+class _NumbersOfSwin(TorchFunctionMode):
+    """Lets MONAI read the rates of stochastic depth from torch where tensors have no values to read."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return np.linspace(*args) if function is torch.linspace else function(*args, **(kwargs or {}))
+
+
+def _swinunetr(wanted: Wanted) -> nn.Module:
+    nets = monai("networks.nets")
+    with _NumbersOfSwin():
+        net: nn.Module = nets.SwinUNETR(
+            wanted.channels, wanted.classes, feature_size=48, spatial_dims=3, drop_rate=wanted.dropout
+        )
+    return net
+
+
+def _monai_blocks(*names: tuple[str, str]) -> Callable[[], tuple[type[nn.Module], ...]]:
+    return lambda: tuple(getattr(monai(module), name) for module, name in names)
+
+
+_DYNUNET = "networks.blocks.dynunet_block"
+ARCHITECTURES: dict[str, Architecture] = {
+    "dynunet": Architecture(
+        DynUNet, nnunet_strides, fewest_levels=3,
+        blocks=_monai_blocks((_DYNUNET, "UnetBasicBlock"), (_DYNUNET, "UnetUpBlock")),
+    ),
+    "residual_unet": Architecture(_residual_unet, _halved(4)),
+    **{name: Architecture(_resenc, nnunet_strides) for name in RESENC_PATCHES},
+    "segresnet": Architecture(
+        _segresnet, _halved(3), supervised=False, blocks=_monai_blocks(("networks.blocks.segresnet_block", "ResBlock"))
+    ),
+    "segresnet_ds": Architecture(
+        _segresnet_ds, _halved(4), dropout=False,
+        blocks=_monai_blocks(("networks.nets.segresnet_ds", "SegResBlock")),
+    ),
+    "small_unet": Architecture(_small_unet, _halved(2)),
+    "swinunetr": Architecture(
+        _swinunetr, _halved(5), supervised=False,
+        blocks=_monai_blocks(("networks.nets.swin_unetr", "SwinTransformerBlock"), (_DYNUNET, "UnetResBlock")),
+    ),
+    "unet": Architecture(
+        _unet, nnunet_strides, supervised=False, blocks=_monai_blocks(("networks.blocks", "ResidualUnit"))
+    ),
+}  # fmt: skip
+"""`small_unet` (0.1 M parameters) is for trials and demonstrations, and needs no MONAI."""
+
+
+def _compute_again(network: nn.Module, blocks: tuple[type[nn.Module], ...], *, keep_draws: bool) -> None:
+    """Makes blocks keep only their inputs, and recompute what they need during the backward pass."""
+
+    def wrap(part: nn.Module) -> None:
+        for child in part.children():
+            if isinstance(child, blocks):
+                # An attribute of the instance, so names of weights stay as they are.
+                child.forward = partial(checkpoint, child.forward, use_reentrant=False, preserve_rng_state=keep_draws)
+            else:
+                wrap(child)
+
+    wrap(network)
+
+
+def _architecture(name: str) -> Architecture:
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    raise UserError(
+        "model-unknown",
+        f"model: {name} is not a network for volumes",
+        why=f"known are {', '.join(volume_model_names())}",
+        hint=did_you_mean(name, ARCHITECTURES) or "model=dynunet",
+    )
+
+
+def _not_supported(name: str, setting: str, hint: str) -> UserError:
+    return UserError(
+        "model-lacks-feature",
+        f"{setting} is not possible with model: {name}",
+        why="this architecture does not support it; the setting would have no effect",
+        hint=hint,
+    )

@@ -1,0 +1,222 @@
+"""Which layout is read fastest, by a short trial on the user's own volumes: written in every layout, read in patches.
+
+What counts depends on the machine. Where the whole pack fits into memory, every epoch but the first reads from there;
+where it does not, most patches come from the disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.core.console import Advance
+from stoker.core.errors import UserError
+from stoker.io.stores import ReadFailure
+from stoker.loader.rng import uniforms
+from stoker.tasks.volumes.cases.cases import Case, Part
+from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
+from stoker.tasks.volumes.formats.packed import PackedFacts
+from stoker.tasks.volumes.formats.volume import CroppedVolume, ReadingOptions, Region, Shape, Volume, box_at
+from stoker.tasks.volumes.pack.packing import Looked
+from stoker.tasks.volumes.pack.preprocessing import PreparedVolume, VoxelChanges, prepare_image, prepare_label
+from stoker.tasks.volumes.pack.writing import LAYOUTS, Layout, remove, write_volume
+from stoker.tasks.volumes.patches.labels import LabelRules
+
+# A patch larger than a volume is cut to it.
+USUAL_PATCH = (128, 128, 128)
+# Voxels of a volume in the trial: enough rows and planes for the real distances between them.
+TRIAL_VOXELS = 1 << 27
+ROUNDS, PATCHES = 5, 12
+# Between two layouts this close, the smaller one wins: rounds differ by as much.
+ALIKE = 1.15
+MOST_CACHED = 0.5
+"""Share of the memory that the page cache can be expected to keep for a pack."""
+_TRIAL = 103
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What the trial measured for one layout."""
+
+    layout: Layout
+    warm_s: float
+    """Time for a patch with its label, from memory."""
+    cold_s: float | None
+    """The same from the disk; None if the page cache could not be emptied."""
+    bytes: int
+    """Expected size of the whole pack."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """All layouts, and the one to use."""
+
+    tried: tuple[Tried, ...]
+    chosen: Layout
+    patch: Shape
+    fits_in_memory: bool
+
+
+def try_layouts(
+    cases: Sequence[tuple[Part, Case]],
+    looked: Sequence[Looked],
+    rules: LabelRules | None,
+    preparation: VoxelChanges,
+    reading: ReadingOptions,
+    folder: Path,
+    *,
+    patch: Shape,
+    memory_bytes: int | None,
+    drop: Callable[[str], bool],
+    progress: Advance | None = None,
+) -> TrialResult:
+    """Writes a typical volume in every layout below `folder`, which is removed afterwards, and reads patches of it.
+
+    `drop` removes a file from the page cache."""
+    number = _typical(looked)
+    _, case = cases[number]
+    try:
+        prepared = _prepared(case, rules, preparation, reading)
+        patch = _within(patch, prepared[0][0].shape)
+        written: dict[str, tuple[list[VolumeRef], float]] = {}
+        for done, layout in enumerate(LAYOUTS.values()):
+            refs = []
+            for place, (volume, is_label) in enumerate(prepared):
+                path = folder / layout.name / f"{place}{layout.suffix}"
+                refs.append(VolumeRef(str(path), packed=write_volume(path, volume, layout, is_label=is_label)))
+            written[layout.name] = refs, _share(refs)
+            if progress is not None:
+                progress(done + 1, len(LAYOUTS) + ROUNDS + 1)
+        # A data set is larger than the cache of decoded chunks, which would hold all of this volume.
+        uncached = replace(reading, cache_bytes=0)
+        cold = {name: _cold(refs, patch, uncached, drop) for name, (refs, _) in written.items()}
+        warm: dict[str, list[float]] = {name: [] for name in written}
+        volumes = {name: [open_volume(ref, uncached) for ref in refs] for name, (refs, _) in written.items()}
+        for round_ in range(ROUNDS):
+            for name in written:
+                warm[name].append(_read(volumes[name], patch, round_, PATCHES))
+            if progress is not None:
+                progress(len(LAYOUTS) + round_ + 1, len(LAYOUTS) + ROUNDS)
+    except ReadFailure as failure:
+        raise UserError(
+            "trial-failed",
+            f"{case.id} cannot be read: {failure}",
+            why="the layout of a pack is chosen by a trial with a typical volume",
+            hint="repair this file, or choose without a trial: --layout raw",
+        ) from None
+    finally:
+        remove(folder)
+    tried = tuple(
+        Tried(layout, min(warm[layout.name]), cold[layout.name],
+              round(sum(one.packed_bytes(layout) for one in looked) * written[layout.name][1]))
+        for layout in LAYOUTS.values()
+    )  # fmt: skip
+    fits = memory_bytes is not None and min(one.bytes for one in tried) <= MOST_CACHED * memory_bytes
+    return TrialResult(tried, choose(tried, fits_in_memory=fits), patch, fits)
+
+
+def choose(tried: Sequence[Tried], *, fits_in_memory: bool) -> Layout:
+    """The fastest layout where the pack will be read from; among those that are about as fast, the smallest."""
+
+    def seconds(one: Tried) -> float:
+        return one.warm_s if fits_in_memory or one.cold_s is None else one.cold_s
+
+    best = min(map(seconds, tried))
+    close = [one for one in tried if seconds(one) <= ALIKE * best]
+    return min(close, key=lambda one: (one.bytes, seconds(one))).layout
+
+
+def as_rows(result: TrialResult) -> tuple[list[str], list[list[str]]]:
+    """The table of a trial."""
+    header = ["layout", "from memory", "from disk", "size", ""]
+    rows = [
+        [
+            one.layout.name,
+            f"{one.warm_s * 1e3:.2f} ms",
+            "–" if one.cold_s is None else f"{one.cold_s * 1e3:.1f} ms",
+            f"{one.bytes / 1e9:,.2f} GB",
+            "chosen" if one.layout == result.chosen else "",
+        ]
+        for one in result.tried
+    ]
+    return header, rows
+
+
+def _typical(looked: Sequence[Looked]) -> int:
+    """The case in the middle by size, of those that can be read."""
+    numbers = sorted((number for number, one in enumerate(looked) if one.voxels), key=lambda n: (looked[n].voxels, n))
+    if not numbers:
+        raise UserError(
+            "bad-volumes",
+            f"none of {len(looked)} volumes can be packed; the first: {looked[0].reason}",
+            hint="repair these files, or change the options",
+        )
+    return numbers[len(numbers) // 2]
+
+
+def _prepared(
+    case: Case, rules: LabelRules | None, preparation: VoxelChanges, reading: ReadingOptions
+) -> list[tuple[PreparedVolume, bool]]:
+    """The case's volumes as they will be packed; for a large one, a slab of whole planes."""
+    volumes = OpenVolumes(reading)
+    found = []
+    for ref in (*case.images, *([case.label] if case.label is not None else [])):
+        volume = volumes.get(ref)
+        depth = max(1, TRIAL_VOXELS // (volume.shape[1] * volume.shape[2]))
+        if depth < volume.shape[0]:
+            volume = CroppedVolume(volume, Region((0, 0, 0), (depth, volume.shape[1], volume.shape[2])))
+        is_label = ref is case.label
+        if is_label:
+            found.append((prepare_label(volume, preparation, volume.dtype if rules is None else rules.dtype), True))
+        else:
+            found.append((prepare_image(volume, preparation), False))
+    return found
+
+
+def _within(patch: Shape, shape: Shape) -> Shape:
+    z, y, x = (min(a, b) for a, b in zip(patch, shape, strict=True))
+    return z, y, x
+
+
+def _share(refs: Sequence[VolumeRef]) -> float:
+    """Bytes of the files in relation to their voxels."""
+    facts = [ref.packed for ref in refs if ref.packed is not None]
+    return sum(one.bytes for one in facts) / max(1, sum(_plain_bytes(one) for one in facts))
+
+
+def _plain_bytes(facts: PackedFacts) -> int:
+    padded = [-(-size // facts.block) * facts.block for size in facts.shape] if facts.kind == "blocks" else facts.shape
+    return int(np.prod(padded, dtype=object)) * np.dtype(facts.dtype).itemsize
+
+
+def _cold(
+    refs: Sequence[VolumeRef], patch: Shape, reading: ReadingOptions, drop: Callable[[str], bool]
+) -> float | None:
+    """Seconds for a patch of files that are not in memory."""
+    for ref in refs:
+        path = Path(ref.location)
+        files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+        if not all(drop(str(one)) for one in files):
+            return None
+    # Few patches: they are spread over the volume, and must not read pages that an earlier one has cached.
+    return _read([open_volume(ref, reading) for ref in refs], patch, ROUNDS, 3)
+
+
+def _read(volumes: Sequence[Volume], patch: Shape, round_: int, patches: int) -> float:
+    """Seconds for a patch at a random place, with its label."""
+    shares = uniforms(np.arange(patches, dtype=np.uint64) + np.uint64(round_ * PATCHES), _TRIAL, 3)
+    shape: Any = volumes[0].shape
+    outs = [np.empty(patch, volume.dtype) for volume in volumes]
+    for out in outs:
+        out[...] = 0  # memory that was never touched costs page faults
+    began = time.perf_counter()
+    for share in shares.tolist():
+        z, y, x = (int(one * (size - length + 1)) for one, size, length in zip(share, shape, patch, strict=True))
+        for volume, out in zip(volumes, outs, strict=True):
+            volume.read(box_at((z, y, x), patch), out)
+    return (time.perf_counter() - began) / patches

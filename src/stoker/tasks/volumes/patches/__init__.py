@@ -1,0 +1,1 @@
+"""Which patches a run reads, and how a batch of them is made."""

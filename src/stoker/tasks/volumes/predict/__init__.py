@@ -1,0 +1,1 @@
+"""`stoker predict` for volumes: sliding windows, masks, postprocessing."""

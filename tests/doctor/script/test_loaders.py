@@ -1,0 +1,93 @@
+"""Streams, loaders without workers, several loaders; and that sleeping is distinguished from computing."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+import pytest
+
+from stoker.attach.fetching import FetchTotals, collections
+from stoker.attach.ring import FETCH_STRUCT, HEADER_BYTES, FetchRecord
+from stoker.doctor.script.run_script import AttachResult
+from tests.doctor.script.conftest import Attached
+
+
+def test_a_stream_has_samples_but_no_length(attached: Attached) -> None:
+    seen = attached("plain.py", "--stream").observed
+    assert seen is not None
+    assert seen.loader is not None
+    assert seen.loader.samples is None
+    assert seen.samples == 14 * 4
+    assert len(seen.batches) == 16
+    assert {batch.worker for batch in seen.batches[:2]} == {0, 1}  # in the order they were handed out
+
+
+def test_without_workers_batches_are_made_in_the_loop_and_validation_is_not_included(attached: Attached) -> None:
+    seen = attached("plain.py", "--workers", "0", "--sleep-ms", "8", "--validate").observed
+    assert seen is not None
+    assert seen.loader is not None
+    assert (seen.loader.workers, seen.loader.engine, seen.loader.prefetch) == (0, "main", None)
+    assert (seen.steps, seen.other_loaders, len(seen.batches)) == (14, 1, 16)
+    assert seen.validation_s is not None
+    assert seen.validation_s > 2 * 12 * 0.009
+    made = sum(batch.wall_s for batch in seen.batches)
+    # The loop waits while a batch is made, and hardly longer: far less than validation would add.
+    assert 0 <= seen.wait_s + sum(seen.epoch_starts_s) - made < 0.5 * seen.validation_s
+
+
+@pytest.fixture(scope="module")
+def sleeping_and_spinning() -> AttachResult:
+    from tests.doctor.script.conftest import attach
+
+    return attach(
+        "plain.py", "--workers", "3", "--sleep-ms", "16", "--spin-ms", "8", "--samples", "60", "--epochs", "1",
+        "--slow", "17",
+    )  # fmt: skip
+
+
+@pytest.mark.real_time
+def test_sleeping_and_computing_are_distinguished_on_a_busy_machine(sleeping_and_spinning: AttachResult) -> None:
+    # Three spinning workers, perhaps on two cores that others use too: much of the time they are runnable.
+    seen = sleeping_and_spinning.observed
+    assert seen is not None
+    stage = seen.stages["other"]
+    assert stage.blocked_s is not None
+    assert stage.cpu_s is not None
+    # A sleep may take longer than asked for, but not less.
+    assert stage.blocked_s >= 0.95 * (60 * 0.016 + 0.25)
+    assert 0.95 * 60 * 0.008 <= stage.cpu_s <= 1.5 * 60 * 0.008
+    # What is computed is not counted as sleep as well: not in all batches together, nor in one whose sleeps ended in
+    # time. Late wake-ups only ever add.
+    assert stage.blocked_s + stage.cpu_s <= 1.01 * sum(batch.wall_s for batch in seen.batches)
+    assert any(4 * 0.015 <= (batch.blocked_s or 0.0) < 4 * (0.016 + 0.008) for batch in seen.batches)
+
+
+@pytest.mark.real_time
+def test_a_full_garbage_collection_is_not_the_samples_fault(tmp_path: Path) -> None:
+    totals = FetchTotals(str(tmp_path / "fetch.ring"), 0, 1)
+    collections.watch()
+    try:
+        totals.batch_begins()
+        for number in range(2):  # the first sample is not judged
+            began = totals.sample_begins()
+            before = time.perf_counter()
+            for _ in range(5):
+                gc.collect()
+            collecting_ns = (time.perf_counter() - before) * 1e9
+            totals.sample_ends(began, number)
+        totals.batch_ends()
+        totals.batch_made(0, 2, None, None)
+    finally:
+        gc.callbacks.remove(collections._count)
+    records = FETCH_STRUCT.unpack_from(totals._ring.memory, HEADER_BYTES)
+    assert max((took for took, _ in totals._slow), default=0) < 0.2 * collecting_ns
+    assert FetchRecord(*records).collect_us * 1e3 > collecting_ns
+
+
+def test_a_slow_sample_is_named(sleeping_and_spinning: AttachResult) -> None:
+    seen = sleeping_and_spinning.observed
+    assert seen is not None
+    assert seen.slow_samples[0].name == "sample 17"
+    assert seen.slow_samples[0].seconds > 0.25

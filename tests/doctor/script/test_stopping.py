@@ -1,0 +1,65 @@
+"""A script is stopped after the requested steps or seconds, or by a signal, which it may handle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.doctor.script.conftest import SCRIPTS, Attached
+from tests.support.waiting import DEADLINE_S, wait_until
+
+
+def test_after_the_requested_steps_the_script_and_its_workers_are_ended(attached: Attached) -> None:
+    result = attached("plain.py", "--workers", "1", "--samples", "4000", "--epochs", "100", steps=12)
+    assert result.stopped
+    assert result.exit_code == 0
+    assert result.observed is not None
+    assert result.observed.steps == 11  # the first of the epoch is not included
+    assert any("stopped" in note for note in result.notes)
+
+
+def test_after_the_requested_seconds_too(attached: Attached) -> None:
+    result = attached("plain.py", "--workers", "0", "--samples", "4000", "--epochs", "100", seconds=0.5)
+    assert result.stopped
+    assert result.observed is not None
+    assert 0 < result.observed.steps < 100 * 1000
+
+
+def test_a_signal_to_the_doctor_reaches_the_script_which_ends_in_its_own_way(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    program = (
+        "import sys; from stoker.doctor.script.run_script import run_attached; r = run_attached(sys.argv[1:]);"
+        "print('doctor saw', r.exit_code, r.observed.steps >= 3)"
+    )
+    command = [sys.executable, str(SCRIPTS / "endings.py"), "--catch", "--ready-file", str(ready)]
+    doctor = subprocess.Popen(
+        [sys.executable, "-c", program, *command], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_until(ready.exists)
+    os.kill(doctor.pid, signal.SIGTERM)
+    out, _ = doctor.communicate(timeout=DEADLINE_S)
+    assert out.splitlines() == ["ended by SIGTERM after a checkpoint", "doctor saw 5 True"]
+    assert doctor.returncode == 0
+
+
+IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_script_once_and_the_report_follows(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    script = [sys.executable, str(SCRIPTS / "endings.py"), "--catch-interrupt", "--ready-file", str(ready)]
+    terminal = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, sys.executable, "-m", "stoker", "doctor", "--", *script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    wait_until(ready.exists)
+    out, _ = terminal.communicate(b"\x03", timeout=DEADLINE_S)
+    text = out.decode()
+    assert text.count("interrupted") == 1
+    # It got the time that it needs, and was not interrupted a second time.
+    assert "saved after the interrupt" in text
+    assert text.index("saved after the interrupt") < text.index("verdict: ")
+    assert terminal.returncode == 6

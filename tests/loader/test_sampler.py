@@ -1,0 +1,231 @@
+"""The order: every sample once, unpredictable positions, and the same for every caller and every starting point."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.loader.sampler import SORTED_UP_TO, Order, Steps, permute
+
+TINY = (2, 3, 4, 5, 10, 16, 100)
+# A fair shuffle exceeds this in one of a million tests; four rounds of a Feistel network gave 20 and more for sets
+# of ten.
+LARGEST_Z = 5.0
+
+
+def permutations(size: int, count: int) -> np.ndarray:
+    return np.stack([permute(np.arange(size), size, 7919 * key + 13) for key in range(count)])
+
+
+def chi_square_z(counts: np.ndarray, expected: float, freedom: int) -> float:
+    """Distance of a chi-square statistic from its mean, in standard deviations."""
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+@given(size=st.integers(1, 5000), key=st.integers(0, 2**64 - 1))
+@settings(max_examples=150, deadline=None)
+def test_every_sample_has_one_position(size: int, key: int) -> None:
+    assert np.array_equal(np.sort(permute(np.arange(size), size, key)), np.arange(size))
+
+
+@pytest.mark.parametrize("size", [SORTED_UP_TO - 1, SORTED_UP_TO, SORTED_UP_TO + 1, 4096, 4097, 65_537])
+def test_every_sample_has_one_position_in_edge_cases(size: int) -> None:
+    assert np.array_equal(np.sort(permute(np.arange(size), size, 3)), np.arange(size))
+
+
+@given(size=st.integers(5000, 2**40), key=st.integers(0, 2**64 - 1), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_no_two_samples_share_a_position_in_large_sets(size: int, key: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, size - 2000))
+    places = permute(np.arange(first, first + 2000), size, key)
+    assert len(np.unique(places)) == 2000
+    assert places.min() >= 0
+    assert places.max() < size
+
+
+def test_epochs_and_seeds_differ() -> None:
+    positions = np.arange(1000)
+    orders = [Order(1000, seed=seed).at(epoch, positions)[0] for seed in (0, 1, 2**40) for epoch in range(4)]
+    for number, one in enumerate(orders):
+        for other in orders[:number]:
+            # Two shuffles agree on one position on average.
+            assert (one == other).sum() < 10
+
+
+@pytest.mark.parametrize("size", TINY)
+def test_every_position_is_equally_likely(size: int) -> None:
+    shuffles = permutations(size, 3000)
+    counts = np.stack([(shuffles == sample).sum(axis=0) for sample in range(size)])
+    assert abs(chi_square_z(counts, 3000 / size, (size - 1) ** 2)) < LARGEST_Z
+
+
+@pytest.mark.parametrize("size", TINY)
+def test_every_neighbour_is_equally_likely(size: int) -> None:
+    shuffles = permutations(size, 3000)
+    pairs = np.zeros((size, size))
+    np.add.at(pairs, (shuffles[:, :-1].ravel(), shuffles[:, 1:].ravel()), 1)
+    apart = pairs[~np.eye(size, dtype=bool)]
+    assert abs(chi_square_z(apart, 3000 / size, size * (size - 1) - 1)) < LARGEST_Z
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_order_of_a_few_is_equally_likely(size: int) -> None:
+    seen = Counter(map(tuple, permutations(size, 6000).tolist()))
+    orders = math.factorial(size)
+    counts = np.array([*seen.values()] + [0] * (orders - len(seen)))
+    assert abs(chi_square_z(counts, 6000 / orders, orders - 1)) < LARGEST_Z
+
+
+@pytest.mark.parametrize("size", [SORTED_UP_TO + 1, 4096, 5000, 1_281_167])
+def test_neighbours_are_independent_where_the_network_shuffles(size: int) -> None:
+    """Position of one sample, distance to the next, and position of the one after that, each in 16 equal bins."""
+    places = np.concatenate([permute(np.arange(512), size, key) for key in range(60)]).reshape(60, 512)
+    parts = 16 * places // size
+    # Bins differ by at most one sample, which is negligible at this accuracy.
+    assert abs(chi_square_z(np.bincount(parts.ravel(), minlength=16), parts.size / 16, 15)) < LARGEST_Z
+    for lag in (1, 2, 32):
+        pairs = np.bincount((16 * parts[:, lag:] + parts[:, :-lag]).ravel(), minlength=256)
+        assert abs(chi_square_z(pairs, pairs.sum() / 256, 255)) < LARGEST_Z
+        distances = 16 * ((places[:, lag:] - places[:, :-lag]) % size) // size
+        assert abs(chi_square_z(np.bincount(distances.ravel(), minlength=16), distances.size / 16, 15)) < LARGEST_Z
+
+
+def test_the_same_position_in_two_epochs_is_independent() -> None:
+    order = Order(50_000, seed=5)
+    epochs = np.stack([16 * order.at(epoch, np.arange(512))[0] // 50_000 for epoch in range(61)])
+    pairs = np.bincount((16 * epochs[1:] + epochs[:-1]).ravel(), minlength=256)
+    assert abs(chi_square_z(pairs, pairs.sum() / 256, 255)) < LARGEST_Z
+
+
+def test_a_billion_samples_take_no_memory() -> None:
+    order = Order(10**9, seed=1)
+    order.at(0, np.arange(8))
+    tracemalloc.start()
+    samples, _ = order.at(3, np.arange(10**9 - 256, 10**9))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(np.unique(samples)) == 256
+    assert peak < 100_000
+
+
+@pytest.mark.parametrize("size", [7, 1000, 100_003])
+def test_any_position_is_known_at_once(size: int) -> None:
+    order = Order(size, seed=9)
+    whole = order.at(2, np.arange(size))[0]
+    asked = np.random.default_rng(0).integers(0, size, 50)
+    assert np.array_equal(order.at(2, asked)[0], whole[asked])
+    assert [int(order.at(2, np.array([one]))[0][0]) for one in asked[:5]] == whole[asked[:5]].tolist()
+
+
+def test_without_shuffling_the_order_is_that_of_the_listing() -> None:
+    samples, repeats = Order(10, shuffle=False).at(4, np.arange(10))
+    assert samples.tolist() == list(range(10))
+    assert not repeats.any()
+
+
+def drawn(order: Order, steps: list[Steps], epoch: int = 0, start: int = 0) -> list[list[tuple[int, int]]]:
+    """The samples of every step, over all ranks."""
+    found = []
+    for step in range(steps[0].count(start)):
+        content: list[tuple[int, int]] = []
+        for rank in steps:
+            samples, repeats = order.at(epoch, rank.positions(step, start))
+            content += zip(samples.tolist(), repeats.tolist(), strict=True)
+        found.append(content)
+    return found
+
+
+def ranks(samples: int, batch_size: int, world: int, drop_last: bool) -> list[Steps]:
+    return [Steps(samples, batch_size, world, rank, drop_last) for rank in range(world)]
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 200])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_nothing_is_lost_or_repeated(world: int, batch_size: int, drop_last: bool) -> None:
+    samples = 211
+    order, steps = Order(samples, seed=4), ranks(samples, batch_size, world, drop_last)
+    in_order = order.at(1, np.arange(samples))[0].tolist()
+    for start in (0, 1, 7, 100, samples - 1, samples):
+        contents = drawn(order, steps, epoch=1, start=start)
+        seen = [sample for content in contents for sample, _ in content]
+        left = samples - start
+        expected = left - left % (world * batch_size) if drop_last else left
+        assert sorted(seen) == sorted(in_order[start : start + expected])
+        assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_step_holds_the_same_samples_for_any_world_of_the_same_total_batch(drop_last: bool) -> None:
+    order = Order(1000, seed=2)
+    alone = [sorted(content) for content in drawn(order, ranks(1000, 24, 1, drop_last), start=37)]
+    for world in (2, 3, 4):
+        shared = [sorted(one) for one in drawn(order, ranks(1000, 24 // world, world, drop_last), start=37)]
+        assert shared == alone
+
+
+def test_a_different_world_size_resumes_where_one_stopped() -> None:
+    """Two ranks for ten steps, then a resume on four, then on one, with different batch sizes."""
+    order, position, seen = Order(5003, seed=8), 0, []
+    for world, batch_size, stop_after in ((2, 16, 10), (4, 7, 20), (1, 50, None)):
+        steps = ranks(5003, batch_size, world, drop_last=False)
+        for content in drawn(order, steps, start=position)[:stop_after]:
+            seen += [sample for sample, _ in content]
+            position += len(content)
+    assert sorted(seen) == list(range(5003))
+
+
+@pytest.mark.parametrize("samples", [2, 7, 211, 5003])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_validation_counts_each_sample_once(samples: int, world: int) -> None:
+    """Prime sizes, which no batch size or world size divides: ranks may have fewer samples, or none, at the end."""
+    contents = drawn(Order(samples, shuffle=False), ranks(samples, 16, world, drop_last=False))
+    assert sorted(sample for content in contents for sample, _ in content) == list(range(samples))
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 4])
+def test_repeats_are_adjacent_and_keep_the_length_of_the_epoch(repeats: int) -> None:
+    samples = 240
+    drawn_samples, numbers = Order(samples, seed=3, repeats=repeats).at(0, np.arange(samples))
+    groups = drawn_samples.reshape(-1, repeats)
+    assert (groups == groups[:, :1]).all()
+    assert len(set(groups[:, 0].tolist())) == samples // repeats
+    assert (numbers.reshape(-1, repeats) == np.arange(repeats)).all()
+    for world in (1, 2, 4):
+        content = drawn(Order(samples, seed=3, repeats=repeats), ranks(samples, 12, world, drop_last=True))
+        assert sum(map(len, content)) == samples
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 4])
+def test_repeats_of_an_image_land_on_different_ranks_where_there_are_enough(repeats: int) -> None:
+    samples = 480
+    order = Order(samples, seed=3, repeats=repeats)
+    for world in range(repeats, 6):
+        where: dict[int, list[int]] = {}
+        for rank in ranks(samples, 10, world, drop_last=False):
+            for step in range(rank.count()):
+                for sample in order.at(0, rank.positions(step))[0].tolist():
+                    where.setdefault(sample, []).append(rank.rank)
+        assert all(len(places) == len(set(places)) == repeats for places in where.values())
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "drop_last", "steps"),
+    [
+        (1_281_167, 256, True, 5_004),
+        (1_281_167, 384, True, 3_336),
+        (50_000, 256, False, 196),
+        (50_000, 256, True, 195),
+        (255, 256, True, 0),
+        (0, 256, False, 0),
+    ],
+)
+def test_the_number_of_steps_in_an_epoch(samples: int, batch_size: int, drop_last: bool, steps: int) -> None:
+    assert Steps(samples, batch_size, drop_last=drop_last).count() == steps
+    assert Steps(samples, batch_size // 2, world=2, rank=1, drop_last=drop_last).count() == steps

@@ -1,0 +1,135 @@
+"""A batch from bytes to inputs and targets: the order, the shapes, and the same bits for the same keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.config import Config
+from stoker.loader import rng as draws
+from stoker.tasks.images.augment import mixing, policies
+from stoker.tasks.images.augment import pipeline as erasing
+from stoker.tasks.images.augment.layers import apply_policy
+from stoker.tasks.images.augment.mixing import Mixer, mix_images
+from stoker.tasks.images.augment.pipeline import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    EvalPrepare,
+    TrainAugment,
+    build_policy,
+    build_train_augment,
+    draw_erasures,
+    erase,
+    flip,
+    to_float,
+)
+from stoker.tasks.images.augment.policies import RandAugment, TrivialAugmentWide
+from tests.tasks.augment.images import some_batch, some_keys
+
+FLIPS = np.array([True, False, False, True, True, False, True, False])
+LABELS = np.arange(8)
+KEYS = some_keys(8)
+
+
+def everything(mixing_on: bool = True) -> TrainAugment:
+    mixer = Mixer(0.2, 1.0, 1.0, 0.5, 0.1, 10, seed=1) if mixing_on else Mixer(label_smoothing=0.1, num_classes=10)
+    return TrainAugment(mixer, RandAugment(magnitude=9, probability=1), erasing=0.5)
+
+
+def by_hand() -> torch.Tensor:
+    """The inputs of the batch without mixing, one step after the other."""
+    images = some_batch(8)
+    flip(images, torch.from_numpy(np.flatnonzero(FLIPS)))
+    inputs = to_float(apply_policy(RandAugment(magnitude=9, probability=1), images, KEYS), IMAGENET_MEAN, IMAGENET_STD)
+    erasures = draw_erasures(KEYS, 0.5, 48, 40)
+    erase(inputs, *map(torch.from_numpy, (erasures.samples, *erasures.masks(48, 40))))
+    return inputs
+
+
+def test_the_parts_run_in_the_order_of_timm_and_torchvision() -> None:
+    inputs, targets, labels, mixed = everything(mixing_on=False)(some_batch(8), LABELS, FLIPS, KEYS, 0, 0)
+    assert torch.equal(inputs, by_hand())
+    assert torch.equal(targets.argmax(1), torch.from_numpy(LABELS))
+    assert torch.equal(labels, torch.from_numpy(LABELS))
+    assert not mixed
+    for part in range(4):
+        recipe = everything().mixer.draw(3, 4, part, 48, 40)
+        assert recipe is not None
+        mixed_inputs, mixed_targets, _, is_mixed = everything()(some_batch(8), LABELS, FLIPS, KEYS, 3, 4, part)
+        assert torch.equal(mixed_inputs, mix_images(by_hand(), recipe, torch.float32))
+        torch.testing.assert_close(mixed_targets, targets * recipe.kept + targets.flip(0) * (1 - recipe.kept))
+        assert is_mixed
+
+
+def test_a_sample_has_the_same_bits_alone_in_a_batch_and_in_any_order() -> None:
+    augment = everything(mixing_on=False)
+    together = augment(some_batch(8), LABELS, FLIPS, KEYS, 0, 0).images
+    for sample in range(8):
+        one = slice(sample, sample + 1)
+        alone = augment(some_batch(8)[one], LABELS[one], FLIPS[one], KEYS[one], 0, 0).images
+        assert torch.equal(alone[0], together[sample])
+    order = np.array([5, 2, 7, 0, 1, 6, 3, 4])
+    shuffled = augment(some_batch(8)[torch.from_numpy(order)], LABELS[order], FLIPS[order], KEYS[order], 0, 9).images
+    assert torch.equal(shuffled, together[torch.from_numpy(order)])
+
+
+def test_the_same_call_gives_the_same_bits_whatever_torchs_generator_has_done() -> None:
+    first = everything()(some_batch(8), LABELS, FLIPS, KEYS, 3, 4)
+    torch.rand(17)
+    second = everything()(some_batch(8), LABELS, FLIPS, KEYS, 3, 4)
+    assert torch.equal(first.images, second.images)
+    assert torch.equal(first.targets, second.targets)
+
+
+def test_tensors_work_like_arrays_and_the_loaders_bytes_are_unchanged() -> None:
+    images = some_batch(8)
+    arrays = everything()(images, LABELS, FLIPS, KEYS, 0, 0)
+    tensors = everything()(images, torch.from_numpy(LABELS), torch.from_numpy(FLIPS), KEYS, 0, 0)
+    assert torch.equal(arrays.images, tensors.images)
+    assert torch.equal(images, some_batch(8))
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_inputs_have_the_layout_and_precision_asked_for(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    mixer = Mixer(0.2, 1.0, num_classes=10)
+    exact = TrainAugment(mixer, TrivialAugmentWide(), 0.5)
+    augment = TrainAugment(mixer, TrivialAugmentWide(), 0.5, dtype=dtype, memory_format=layout)
+    for step in range(4):
+        inputs, targets, _, _ = augment(some_batch(8), LABELS, FLIPS, KEYS, 0, step)
+        assert inputs.dtype == dtype
+        assert inputs.is_contiguous(memory_format=layout)
+        assert targets.dtype == torch.float32
+        assert torch.equal(inputs, exact(some_batch(8), LABELS, FLIPS, KEYS, 0, step).images.to(dtype))
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_evaluation_only_normalises(layout: torch.memory_format) -> None:
+    inputs = EvalPrepare(memory_format=layout)(some_batch())
+    assert torch.equal(inputs, to_float(some_batch(), IMAGENET_MEAN, IMAGENET_STD))
+    assert inputs.is_contiguous(memory_format=layout)
+
+
+def test_a_config_builds_the_pipeline_it_describes() -> None:
+    config = Config(
+        auto_augment="randaugment", randaugment_magnitude=6, randaugment_ops=3, mixup_alpha=0.1, cutmix_alpha=1.0,
+        random_erasing=0.25, label_smoothing=0.1, mix_probability=0.9, mix_switch_probability=0.3, seed=5,
+    )  # fmt: skip
+    augment = build_train_augment(config, 100, dtype=torch.bfloat16)
+    # timm fills uncovered areas with the mean colour.
+    assert augment.policy == RandAugment(6, 0.5, 3, (124, 116, 104))
+    assert augment.mixer == Mixer(0.1, 1.0, 0.9, 0.3, 0.1, 100, 5)
+    assert augment.erasing == 0.25
+    assert augment.dtype == torch.bfloat16
+    assert augment.memory_format == torch.channels_last
+    assert build_train_augment(Config(channels_last=False), 10).memory_format == torch.contiguous_format
+    assert build_policy(Config(auto_augment="trivialaugment"), IMAGENET_MEAN) == TrivialAugmentWide((0, 0, 0))
+    assert build_policy(Config(), IMAGENET_MEAN) is None
+
+
+def test_no_two_kinds_of_choice_share_their_draws() -> None:
+    ours = [policies.POLICY, erasing.ERASING, mixing.MIXING]
+    datas = [value for name, value in vars(draws).items() if name.isupper() and isinstance(value, int)]
+    assert len(datas) >= 3
+    assert len({*ours, *datas}) == len(ours) + len(datas)

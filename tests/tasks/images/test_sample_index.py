@@ -1,0 +1,171 @@
+"""The index as arrays: saved ones are memory-mapped when loaded, and damaged or foreign ones are refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoker.tasks.images.layouts.sample_index import (
+    IndexUnreadable,
+    Location,
+    SampleIndex,
+    load_index,
+    pack_names,
+    save_index,
+)
+
+NAMES = [b"cat/1.jpg", b"cat/two words.JPEG", "dog/ü\n.png".encode(), b"dog/\xff\xfe.jpg"]
+
+
+def folder_index() -> SampleIndex:
+    return SampleIndex("/data/train", ("cat", "dog"), np.array([0, 0, 1, 1], np.int32), *pack_names(NAMES))
+
+
+def packed_index() -> SampleIndex:
+    return replace(
+        folder_index(),
+        shards=("a.tar", "b.tar"),
+        shard_of=np.array([0, 1, 1, 0], np.int32),
+        offsets=np.array([512, 512, 4096, 9216], np.int64),
+        sizes=np.array([10, 20, 30, 40], np.int64),
+        facts={"longest": 500},
+    )
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    save_index(packed_index(), tmp_path)
+    loaded = load_index(tmp_path)
+    assert [loaded.name(n).encode("utf-8", "surrogateescape") for n in range(4)] == NAMES
+    assert loaded.labels.tolist() == [0, 0, 1, 1]
+    assert loaded.location(2) == Location("b.tar", 4096, 30)
+    assert (loaded.classes, loaded.facts, loaded.root) == (("cat", "dog"), {"longest": 500}, "/data/train")
+
+
+def test_a_file_of_its_own_is_read_whole(tmp_path: Path) -> None:
+    assert save_index(folder_index(), tmp_path).location(1) == Location("cat/two words.JPEG", 0, None)
+
+
+def test_a_class_name_that_is_not_utf8_survives(tmp_path: Path) -> None:
+    name = b"caf\xe9".decode("utf-8", "surrogateescape")
+    assert save_index(replace(folder_index(), classes=(name, "dog")), tmp_path).classes == (name, "dog")
+
+
+def test_it_is_mapped_and_not_read(tmp_path: Path) -> None:
+    loaded = save_index(folder_index(), tmp_path)
+    assert all(isinstance(part, np.memmap) for part in (loaded.labels, loaded.name_bytes, loaded.name_ends))
+
+
+def test_an_entry_takes_less_than_a_hundred_bytes(tmp_path: Path) -> None:
+    names = [b"n%08d/n%08d_%05d.JPEG" % (n // 1300, n // 1300, n) for n in range(20_000)]
+    labels = np.arange(20_000, dtype=np.int32) // 1300
+    index = SampleIndex("/data", tuple(f"n{n:08d}" for n in range(16)), labels, *pack_names(names))
+    save_index(replace(index, sizes=np.zeros(20_000, np.int64)), tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 100 * 20_000
+
+
+def test_a_worker_receives_the_folder_and_not_the_arrays(tmp_path: Path) -> None:
+    names = [b"cat/%06d.jpg" % n for n in range(10_000)]
+    index = SampleIndex("/was/here", ("cat",), np.zeros(10_000, np.int32), *pack_names(names))
+    moved = replace(save_index(index, tmp_path), root="/is/now/there")
+    sent = pickle.dumps(moved)
+    assert len(sent) < 1000
+    received = pickle.loads(sent)
+    assert received.root == "/is/now/there"
+    assert received.name(9_999) == "cat/009999.jpg"
+
+
+def test_an_unsaved_index_is_sent_whole() -> None:
+    assert pickle.loads(pickle.dumps(folder_index())).name(1) == "cat/two words.JPEG"
+
+
+def test_a_worker_refuses_an_index_that_has_been_replaced(tmp_path: Path) -> None:
+    sent = pickle.dumps(save_index(folder_index(), tmp_path))
+    save_index(replace(folder_index(), labels=np.array([0, 1, 1, 1], np.int32)), tmp_path)
+    with pytest.raises(IndexUnreadable, match="replaced"):
+        pickle.loads(sent)
+
+
+def test_the_digest_covers_the_meaning_of_the_indices_and_not_the_location(tmp_path: Path) -> None:
+    def digest(index: SampleIndex) -> str:
+        return save_index(index, tmp_path).digest
+
+    index = packed_index()
+    assert digest(index) == digest(replace(index, root="/elsewhere", facts={}))
+    changed = [
+        replace(index, labels=np.array([0, 1, 1, 1], np.int32)),
+        replace(index, classes=("cat", "cow")),
+        replace(index, shards=("a.tar", "c.tar")),
+        replace(index, offsets=index.offsets + 512),
+        folder_index(),
+    ]
+    assert len({digest(index), *map(digest, changed)}) == 6
+
+
+def cut_off(folder: Path) -> None:
+    data = (folder / "name_bytes.npy").read_bytes()
+    (folder / "name_bytes.npy").write_bytes(data[:-3])
+
+
+def other_length(folder: Path) -> None:
+    np.save(folder / "labels.npy", np.zeros(3, np.int32))
+
+
+def other_names(folder: Path) -> None:
+    np.save(folder / "name_bytes.npy", np.zeros(5, np.uint8))
+
+
+def other_type(folder: Path) -> None:
+    np.save(folder / "labels.npy", np.zeros(4, np.float64))
+
+
+def label_outside(folder: Path) -> None:
+    np.save(folder / "labels.npy", np.array([0, 0, 1, 2], np.int32))
+
+
+def negative_shard(folder: Path) -> None:
+    np.save(folder / "shard_of.npy", np.array([0, 0, 1, -1], np.int32))
+
+
+def objects_inside(folder: Path) -> None:
+    np.save(folder / "labels.npy", np.array([{}] * 4, object), allow_pickle=True)
+
+
+def no_meta(folder: Path) -> None:
+    (folder / "index.json").unlink()
+
+
+def half_meta(folder: Path) -> None:
+    (folder / "index.json").write_text((folder / "index.json").read_text()[:50])
+
+
+def foreign_meta(folder: Path) -> None:
+    (folder / "index.json").write_text("[1, 2]")
+
+
+def next_format(folder: Path) -> None:
+    meta = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(meta | {"format": 2}))
+
+
+def shard_elsewhere(folder: Path) -> None:
+    meta = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(meta | {"shards": ["a.tar", "x/../../../etc/passwd"]}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_off, other_length, other_names, other_type, label_outside, negative_shard, objects_inside, no_meta,
+        half_meta, foreign_meta, next_format, shard_elsewhere,
+    ],
+)  # fmt: skip
+def test_a_damaged_index_is_refused(tmp_path: Path, damage) -> None:
+    save_index(packed_index(), tmp_path)
+    damage(tmp_path)
+    with pytest.raises(IndexUnreadable, match="cannot be used"):
+        load_index(tmp_path)

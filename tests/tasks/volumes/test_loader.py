@@ -1,0 +1,288 @@
+"""The stream of patches is the same with any engine, any number of workers and ranks, and after any resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from stoker.core.errors import UserError
+from stoker.loader.batch import TooManyBad
+from stoker.loader.loader import LoaderOptions
+from stoker.loader.sampler import Steps
+from stoker.tasks.volumes.cases.cases import Case, open_cases
+from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.volumes.cases.split import SplitRule, divide
+from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
+from stoker.tasks.volumes.formats.volume import ReadingOptions, Region, whole
+from stoker.tasks.volumes.patches.labels import LabelRules
+from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
+from stoker.tasks.volumes.patches.patches import GridPatches, training_steps
+from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_patches, plan_training, plan_validation
+from stoker.tasks.volumes.patches.transforms import TransformRange
+from tests.tasks.volumes.writing import FORMATS
+
+PATCH = (10, 12, 14)
+PLAIN = TransformRange()
+EVERYTHING = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.4, scaling=0.4)
+READING = ReadingOptions()
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, ...]:
+    root = tmp_path_factory.mktemp("scrolls")
+    write_scrolls(root, volumes=5, shape=(20, 28, 30), scrolls=2, seed=1)
+    return open_cases(root).cases
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def training(
+    cases: tuple[Case, ...], steps: Steps, transforms: TransformRange, rules: LabelRules | None = None
+) -> PatchPlan:
+    rules, volumes = rules or LabelRules(2, ignore=2), OpenVolumes()
+    rule = PatchRule(PATCH, small="pad", transforms=transforms)
+    return plan_training(cases, survey(cases, volumes), volumes, rules, rule, steps, seed=7)
+
+
+def digest(batch: PatchBatch) -> str:
+    """Of everything that a batch trains on; rows are longer than what was read into them."""
+    found = hashlib.blake2b()
+    for slot in range(len(batch)):
+        for part in batch.region(slot):
+            found.update(np.ascontiguousarray(part.numpy()).tobytes())
+    for array in (batch.matrices, batch.offsets, batch.flips, batch.orders, batch.cases, batch.keys):
+        found.update(array.tobytes())
+    return f"{batch.next_position} {found.hexdigest()}"
+
+
+def stream(plan: PatchPlan, epoch: int = 2, start: int = 0, **options: Any) -> list[str]:
+    loader = PatchLoader(plan, READING, LoaderOptions(**options))
+    try:
+        return [digest(batch) for batch in loader.epoch(epoch, start)]
+    finally:
+        loader.close()
+
+
+def test_the_stream_is_the_same_for_any_engine_and_after_any_resume(cases: tuple[Case, ...]) -> None:
+    plan = training(cases, training_steps(6, 3), EVERYTHING)
+    expected = stream(plan)
+    assert len(set(expected)) == 6
+    assert stream(plan, engine="thread", workers=3) == expected
+    assert stream(plan, engine="process", workers=2) == expected
+    assert stream(plan, epoch=3) != expected
+    for step in range(6):
+        assert [one.split()[1] for one in stream(plan, start=3 * step)] == [one.split()[1] for one in expected[step:]]
+
+
+def test_ranks_share_the_stream_of_one(cases: tuple[Case, ...]) -> None:
+    alone = PatchLoader(training(cases, training_steps(4, 4), EVERYTHING), READING, LoaderOptions())
+    shared = [
+        PatchLoader(training(cases, training_steps(4, 2, world=2, rank=rank), EVERYTHING), READING, LoaderOptions())
+        for rank in range(2)
+    ]
+    for one, *parts in zip(alone.epoch(0), *(loader.epoch(0) for loader in shared), strict=True):
+        for slot in range(4):
+            image, label = one.region(slot)
+            other_image, other_label = parts[slot % 2].region(slot // 2)
+            assert torch.equal(image, other_image)
+            assert torch.equal(label, other_label)
+
+
+@pytest.mark.parametrize("name", ["tiff", "tiff lzw", "npy", "nii", "nii.gz", "zarr v2", "zarr v3 sharded"])
+@pytest.mark.parametrize("kind", ["uint8", "float32"])
+def test_patches_are_slices_of_the_array_in_every_format(name: str, kind: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    image = (random.random((26, 27, 29)) * 200).astype(kind)
+    label = random.integers(0, 3, image.shape, dtype=np.uint8)
+    refs = []
+    for part, content in (("image", image), ("label", label)):
+        (tmp_path / part).mkdir()
+        refs.append(FORMATS[name](tmp_path / part, content))
+    case = Case("c", "c", (refs[0], refs[0]), refs[1])
+    flips = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5)
+    for batch in PatchLoader(training((case,), training_steps(4, 4), flips), READING, LoaderOptions()).epoch(0):
+        for slot in range(4):
+            region = Region(tuple(batch.starts[slot]), tuple(batch.starts[slot] + batch.shapes[slot]))
+            axes = [axis for axis in range(3) if batch.flips[slot][axis]]
+            for found, source in zip(batch.patch_of(slot), (image, label), strict=True):
+                expected = np.flip(source[region.slices].transpose(batch.orders[slot]), axes)
+                assert found is not None
+                assert found.shape[-3:] == PATCH
+                assert found.numpy().dtype == source.dtype
+                assert np.array_equal(found.numpy()[0] if found.ndim == 4 else found.numpy(), expected)
+
+
+def test_a_grid_puts_every_volume_together_again(cases: tuple[Case, ...]) -> None:
+    surveyed = survey(cases, OpenVolumes())
+    shapes = tuple(surveyed.shapes[case.id] for case in cases)
+    plan = plan_validation(cases, surveyed, LabelRules(2, 2), PatchRule(PATCH, overlap=0.25), 4)
+    made = [(np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)) for shape in shapes]
+    for batch in PatchLoader(plan, READING, LoaderOptions(workers=2)).epoch(0):
+        assert batch.valid.all()
+        for slot in range(len(batch)):
+            place = Region(tuple(batch.starts[slot]), tuple(batch.starts[slot] + PATCH)).slices
+            image, label = batch.patch_of(slot)
+            made[batch.cases[slot]][0][place] = image[0]
+            made[batch.cases[slot]][1][place] = label
+    for case, shape, (image, label) in zip(cases, shapes, made, strict=True):
+        assert case.label is not None
+        assert np.array_equal(image, open_volume(case.images[0]).read(whole(shape)))
+        assert np.array_equal(label, open_volume(case.label).read(whole(shape)))
+
+
+def test_what_lies_outside_a_volume_is_never_trained_on(tmp_path: Path) -> None:
+    for dtype, rules in (
+        (np.uint8, LabelRules(2, ignore=2)),
+        (np.int32, LabelRules(2, ignore=-1)),
+        (np.uint8, LabelRules(2)),
+    ):
+        np.save(tmp_path / "image.npy", np.full((6, 40, 40), 9, np.uint8))
+        np.save(tmp_path / "label.npy", np.ones((6, 40, 40), dtype))
+        case = Case("c", "c", (VolumeRef(str(tmp_path / "image.npy")),), VolumeRef(str(tmp_path / "label.npy")))
+        plan = training((case,), training_steps(3, 4), PLAIN, rules)
+        for batch in PatchLoader(plan, READING, LoaderOptions()).epoch(0):
+            for slot in range(4):
+                image, label = batch.patch_of(slot)
+                assert label is not None
+                assert (image[0, 2:8] == 9).all()
+                assert (label[2:8] == 1).all()
+                assert rules.outside not in (0, 1)
+                assert (label[:2] == rules.outside).all()
+                assert (label[8:] == rules.outside).all()
+                assert not image[0, :2].any()
+
+
+def damaged(how: str, folder: Path) -> VolumeRef:
+    voxels = np.random.default_rng(0).random((20, 28, 30)).astype(np.float32)
+    if how == "NaN":
+        voxels[:] = np.nan
+        np.save(folder / "bad.npy", voxels)
+        return VolumeRef(str(folder / "bad.npy"))
+    made = zarr.create_array(folder / "bad.zarr", shape=voxels.shape, chunks=(4, 4, 4), dtype="f4")
+    made[:2] = voxels[:2]
+    return VolumeRef(str(folder / "bad.zarr"))
+
+
+@pytest.mark.parametrize("how", ["NaN", "missing chunk"])
+def test_a_bad_volume_is_quarantined_and_replaced(how: str, cases: tuple[Case, ...], tmp_path: Path) -> None:
+    bad = Case("broken", "x", (damaged(how, tmp_path),), cases[0].label)
+    several = (*cases, bad)
+    plan = training(several, training_steps(6, 2), PLAIN)
+    loader = PatchLoader(plan, READING, LoaderOptions(quarantine_file=tmp_path / "quarantine.jsonl"))
+    batches = list(loader.epoch(0))
+    assert 5 not in np.concatenate([batch.cases for batch in batches])
+    assert all(torch.isfinite(batch.region(slot)[0].float()).all() for batch in batches for slot in range(2))
+    (line,) = map(json.loads, (tmp_path / "quarantine.jsonl").read_text().splitlines())
+    assert (line["sample"], line["name"]) == (5, "broken")
+    assert bad.images[0].location in line["reason"]
+    assert stream(plan, engine="thread", workers=2) == stream(plan)
+    worse = (*cases[:2], bad, Case("worse", "x", bad.images, cases[0].label))
+    with pytest.raises((TooManyBad, UserError)) as caught:
+        list(PatchLoader(training(worse, training_steps(9, 2), PLAIN), READING, LoaderOptions()).epoch(0))
+    assert caught.value.name == "too-many-bad-samples"
+
+
+def test_a_bad_volume_of_a_grid_is_marked_and_not_replaced(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    mixed = (cases[0], Case("broken", "x", (damaged("missing chunk", tmp_path),), cases[0].label))
+    grid = GridPatches(PATCH, ((20, 28, 30),) * 2)
+    plan = plan_patches(mixed, grid, Steps(len(grid), 2, drop_last=False), np.dtype("float32"), LabelRules(2, 2))
+    for batch in PatchLoader(plan, READING, LoaderOptions()).epoch(0):
+        assert (batch.valid == (batch.cases == 0)).all()
+        assert not batch.images[torch.from_numpy(~batch.valid)].any()
+
+
+def test_without_labels_a_batch_has_images_only(cases: tuple[Case, ...]) -> None:
+    blind = tuple(Case(case.id, case.group, case.images, None) for case in cases)
+    grid = GridPatches(PATCH, ((20, 28, 30),) * 5)
+    plan = plan_patches(blind, grid, Steps(len(grid), 2, drop_last=False), np.dtype("uint8"), None)
+    (first, *_) = PatchLoader(plan, READING, LoaderOptions()).epoch(0)
+    image, label = first.patch_of(0)
+    assert image.shape == (1, *PATCH)
+    assert label is None
+    assert first.images.nbytes == 2 * 1680
+
+
+def test_a_run_divided_by_region_never_reads_the_validation_slab(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    # Every voxel tells its own z: what a batch of training holds can be looked up.
+    depth = np.broadcast_to(np.arange(60, dtype=np.uint8)[:, None, None], (60, 30, 30))
+    np.save(tmp_path / "image.npy", depth)
+    np.save(tmp_path / "label.npy", np.ones(depth.shape, np.uint8))
+    case = Case("c", "c", (VolumeRef(str(tmp_path / "image.npy")),), VolumeRef(str(tmp_path / "label.npy")))
+    volumes = OpenVolumes()
+    surveyed = survey([case], volumes)
+    parts = divide(surveyed.cases, surveyed.shapes, SplitRule(by="region", folds=3, fold=1, margin=3))
+    plan = plan_training(
+        parts.train, surveyed, volumes, LabelRules(2), PatchRule(PATCH, transforms=EVERYTHING), training_steps(40, 4),
+        seed=0,
+    )  # fmt: skip
+    seen: set[int] = set()
+    for batch in PatchLoader(plan, READING, LoaderOptions()).epoch(0):
+        for slot in range(4):
+            seen |= set(np.unique(batch.region(slot)[0].numpy()).tolist())
+    # Zero is also what lies outside the parts.
+    assert seen == set(range(17)) | set(range(43, 60))
+
+
+def test_cases_that_cannot_be_trained_on_are_left_out_or_refused(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    np.save(tmp_path / "blank.npy", np.full((20, 28, 30), 2, np.uint8))
+    blank = Case("blank", "x", cases[0].images, VolumeRef(str(tmp_path / "blank.npy")))
+    several, volumes, said = (*cases, blank), OpenVolumes(), list[str]()
+    surveyed = survey(several, volumes)
+    plan = plan_training(
+        several, surveyed, volumes, LabelRules(2, 2), PatchRule(PATCH), training_steps(1, 1), seed=0, say=said.append
+    )
+    assert plan.cases == cases
+    assert said == ["1 volume without a labelled voxel left out: blank"]
+    blind = Case(cases[0].id, "x", cases[0].images, None)
+    for wrong, rule, name in (
+        ((blind,), PatchRule(PATCH), "labels-missing"),
+        (cases, PatchRule((64, 8, 8)), "patch-larger-than-volume"),
+    ):
+        with pytest.raises(UserError, match=cases[0].id) as caught:
+            plan_training(wrong, surveyed, volumes, LabelRules(2, 2), rule, training_steps(1, 1), seed=0)
+        assert caught.value.name == name
+
+
+def test_cases_with_different_channels_are_refused(cases: tuple[Case, ...]) -> None:
+    odd = Case("odd", "x", cases[0].images * 2, cases[0].label)
+    with pytest.raises(UserError, match="odd") as caught:
+        plan_patches((*cases, odd), GridPatches(PATCH, ()), Steps(1, 1), np.dtype("uint8"), None)
+    assert caught.value.name == "channels-differ"
+
+
+def test_the_batch_carries_what_it_cost(cases: tuple[Case, ...]) -> None:
+    (batch,) = PatchLoader(training(cases, training_steps(1, 4), PLAIN), READING, LoaderOptions()).epoch(0)
+    assert batch.cost.samples == 4
+    assert batch.cost.bytes_read == 4 * 2 * 10 * 12 * 14
+    assert batch.cost.batch_bytes == batch.images.nbytes
+    assert batch.cost.fetch_s > 0
+
+
+def test_threads_share_one_reader(cases: tuple[Case, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[int, VolumeRef]] = []
+    real: Callable[..., Any] = open_volume
+
+    def counted(ref: VolumeRef, options: ReadingOptions) -> Any:
+        opened.append((threading.get_ident(), ref))
+        return real(ref, options)
+
+    plan = training(cases, training_steps(20, 2), PLAIN)
+    monkeypatch.setattr("stoker.tasks.volumes.formats.opening.open_volume", counted)
+    loader = PatchLoader(plan, READING, LoaderOptions(engine="thread", workers=2))
+    list(loader.epoch(0))
+    loader.close()
+    # Two threads may open the same file at the same moment, but not for every patch.
+    assert len(opened) <= 2 * 2 * len(cases)

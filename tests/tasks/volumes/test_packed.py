@@ -1,0 +1,234 @@
+"""A pack gives the voxels and patches of its source in every layout, and notices when a file is not what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoker.core.errors import UserError
+from stoker.io.stores import ReadFailure
+from stoker.loader.loader import LoaderOptions
+from stoker.tasks.volumes.cases.cases import Case, open_cases
+from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.volumes.cases.statistics import statistics_of
+from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
+from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, Region, box_at, whole
+from stoker.tasks.volumes.pack import layout_trial as trial
+from stoker.tasks.volumes.pack.blocks import VolumePack
+from stoker.tasks.volumes.pack.index import file_names, read_index
+from stoker.tasks.volumes.pack.layout_trial import Tried, choose, try_layouts
+from stoker.tasks.volumes.pack.packing import gather, look, pack_volumes
+from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, prepare_image
+from stoker.tasks.volumes.pack.writing import LAYOUTS, checksum, write_volume
+from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules
+from stoker.tasks.volumes.patches.patches import training_steps
+from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
+from stoker.tasks.volumes.patches.transforms import TransformRange
+from tests.support.s3_server import S3Server
+from tests.tasks.volumes.test_loader import digest
+
+READING = ReadingOptions()
+EVERYTHING = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.4, scaling=0.4)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("scrolls")
+    write_scrolls(root, volumes=3, shape=(20, 34, 70), scrolls=2, seed=1)
+    retired = (root / "train.csv").read_text() + "777,10000\n"
+    (root / "train.csv").write_text(retired)
+    (root / "deprecated_train_images").mkdir()
+    (root / "deprecated_train_images" / "777.tif").write_bytes(b"retired")
+    return root
+
+
+def packed(source: Path, root: Path, layout: str = "raw", preparation: VoxelChanges | None = None) -> Path:
+    (root / ".pack").mkdir(parents=True, exist_ok=True)
+    listed, preparation = open_cases(source), preparation or VoxelChanges()
+    cases = gather({"train": listed, "test": open_cases(source, "test")})
+    pack = VolumePack(root, cases, listed.rules, preparation, LAYOUTS[layout], READING)
+    looked = look(cases, listed.rules, preparation, READING)
+    pack_volumes(pack, looked, workers=1, max_bad_fraction=0, notes=listed.notes)
+    return root
+
+
+def patches(root: Path | str) -> list[str]:
+    listed, volumes = open_cases(root), OpenVolumes(READING)
+    assert listed.rules is not None
+    rule = PatchRule((10, 12, 14), small="pad", transforms=EVERYTHING)
+    surveyed = survey(listed.cases, volumes)
+    plan = plan_training(listed.cases, surveyed, volumes, listed.rules, rule, training_steps(4, 3), seed=5)
+    return [digest(batch) for batch in PatchLoader(plan, READING, LoaderOptions()).epoch(1)]
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_pack_gives_the_cases_and_the_patches_of_its_source(layout: str, source: Path, tmp_path: Path) -> None:
+    root = packed(source, tmp_path / "packed", layout)
+    before, after = open_cases(source), open_cases(root)
+    assert [(case.id, case.group) for case in after.cases] == [(case.id, case.group) for case in before.cases]
+    assert after.rules == before.rules
+    assert any("777" in note for note in after.notes)
+    tests = [[case.id for case in open_cases(place, "test").cases] for place in (source, root)]
+    assert tests[0] == tests[1] != []
+    assert patches(root) == patches(source)
+    # The whole volume's, without reading it again.
+    means, deviations = statistics_of(after.cases, OpenVolumes(READING), "volume")
+    for number, case in enumerate(before.cases):
+        volume = open_volume(case.images[0])
+        voxels = volume.read(whole(volume.shape)).astype(np.float64)
+        assert (means[number, 0], deviations[number, 0]) == pytest.approx((voxels.mean(), voxels.std()), rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("kind", ["uint8", "int16", "float32"])
+def test_any_region_of_any_kind_of_voxels_is_a_slice(layout: str, kind: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    voxels = (random.random((70, 40, 65)) * 250).astype(kind)
+    path = tmp_path / f"a{LAYOUTS[layout].suffix}"
+    facts = write_volume(path, prepare_image(ArrayVolume("a", voxels), VoxelChanges()), LAYOUTS[layout], is_label=False)
+    volume = open_volume(VolumeRef(str(path), packed=facts))
+    assert (volume.shape, volume.dtype) == (voxels.shape, voxels.dtype)
+    for _ in range(12):
+        low = [int(random.integers(0, size)) for size in voxels.shape]
+        high = [int(random.integers(at + 1, size + 1)) for at, size in zip(low, voxels.shape, strict=True)]
+        region = Region((low[0], low[1], low[2]), (high[0], high[1], high[2]))
+        np.testing.assert_array_equal(volume.read(region), voxels[region.slices])
+        wide = np.zeros((*region.shape[:2], region.shape[2] + 3), np.float64)
+        volume.read(region, wide[:, :, 1:-2])  # another kind, with gaps between its rows
+        np.testing.assert_array_equal(wide[:, :, 1:-2], voxels[region.slices])
+    if layout == "raw":
+        np.testing.assert_array_equal(np.load(path), voxels)
+
+
+def test_a_file_that_is_not_in_memory_is_read_right(tmp_path: Path) -> None:
+    voxels = np.random.default_rng(0).integers(0, 255, (64, 200, 200), dtype=np.uint8)
+    for layout in ("raw", "blocks32"):
+        path = tmp_path / f"a{LAYOUTS[layout].suffix}"
+        prepared = prepare_image(ArrayVolume("a", voxels), VoxelChanges())
+        facts = write_volume(path, prepared, LAYOUTS[layout], is_label=False)
+        with path.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        region = box_at((3, 50, 61), (50, 70, 100))
+        volume = open_volume(VolumeRef(str(path), packed=facts))
+        np.testing.assert_array_equal(volume.read(region), voxels[region.slices])
+
+
+def test_damage_is_found_when_a_volume_is_opened_or_verified(source: Path, tmp_path: Path) -> None:
+    root = packed(source, tmp_path / "packed")
+    first, second, third = open_cases(root).cases
+    file = Path(first.images[0].location)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ReadFailure, match="the pack's index says"):
+        open_volume(first.images[0])
+    # One bad volume is set aside; the survey of the whole pack must not be remembered for it.
+    assert [one.id for one in survey(open_cases(root).cases, OpenVolumes(READING)).bad] == [first.id]
+    other = Path(second.images[0].location)
+    other.write_bytes(b"\x93NUMPY\x02" + other.read_bytes()[7:])
+    with pytest.raises(ReadFailure, match="header"):
+        open_volume(second.images[0])
+    changed = bytearray(Path(third.images[0].location).read_bytes())
+    changed[5000] ^= 1
+    Path(third.images[0].location).write_bytes(changed)
+    assert third.images[0].packed is not None
+    assert checksum(Path(third.images[0].location), third.images[0].packed) != third.images[0].packed.xxh3
+
+
+def test_an_index_that_was_changed_is_refused(source: Path, tmp_path: Path) -> None:
+    root = packed(source, tmp_path / "packed")
+    text = (root / "volumes.json").read_text()
+    for wrong in (text.replace('"group": "10000"', '"group": "10001"', 1), text[:-10], "[]", "{}"):
+        (root / "volumes.json").write_text(wrong)
+        with pytest.raises(UserError, match="cannot be used") as caught:
+            open_cases(root)
+        assert caught.value.name == "pack-damaged"
+    (root / "volumes.json").write_text(text)
+    document = json.loads(text)
+    document["cases"][0]["images"][0]["path"] = "../../secret.npy"
+    (root / "volumes.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match="cannot be used"):
+        read_index(root)
+
+
+def test_labels_that_packing_has_seen_are_checked_against_other_rules(source: Path, tmp_path: Path) -> None:
+    case = open_cases(packed(source, tmp_path / "packed")).cases[0]
+    assert case.label is not None
+    assert case.label.packed is not None
+    assert case.label.packed.labels == (0, 1, 2)
+    assert case.label.packed.has_only(2, 2)
+    assert case.label.packed.has_only(3, None)
+    assert not case.label.packed.has_only(2, None)
+    volumes = OpenVolumes(READING)
+    with pytest.raises(BadLabels, match="has the labels 2"):
+        plan = plan_training((case,), survey((case,), volumes), volumes, LabelRules(2), PatchRule((8, 8, 8)),
+                             training_steps(2, 2), seed=0)  # fmt: skip
+        list(PatchLoader(plan, READING, LoaderOptions()).epoch(0))
+
+
+def test_file_names_never_collide_and_never_leave_their_folder() -> None:
+    ids = ["a", "A", "a/b", "a_b", "../a", ".a", "ä", "x" * 300, "x" * 301]
+    names = file_names(ids)
+    assert len({name.lower() for name in names.values()}) == len(ids)
+    assert all("/" not in name and not name.startswith(".") for name in names.values())
+    assert names["a"] == "a"
+
+
+def tried(name: str, warm_s: float, cold_s: float | None, size: int) -> Tried:
+    return Tried(LAYOUTS[name], warm_s, cold_s, size)
+
+
+def test_the_layout_is_chosen_by_where_the_pack_will_be_read_from() -> None:
+    measured = (tried("raw", 0.5, 9.0, 100), tried("blocks64", 0.8, 4.0, 110), tried("zarr", 3.0, 4.2, 60))
+    assert choose(measured, fits_in_memory=True).name == "raw"
+    # About as fast from the disk: then the smaller one.
+    assert choose(measured, fits_in_memory=False).name == "zarr"
+    assert choose((*measured[:2], tried("zarr", 3.0, 8.0, 60)), fits_in_memory=False).name == "blocks64"
+    assert choose((tried("raw", 0.5, None, 100), tried("zarr", 3.0, None, 60)), fits_in_memory=False).name == "raw"
+
+
+def test_the_trial_measures_every_layout_and_leaves_nothing_behind(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "TRIAL_VOXELS", 20_000)  # a slab of the volume
+    listed = open_cases(source)
+    cases = gather({"train": listed})
+    dropped: list[str] = []
+
+    def drop(path: str) -> bool:
+        dropped.append(path)
+        return True
+
+    looked = look(cases, listed.rules, VoxelChanges(), READING)
+    found = try_layouts(
+        cases, looked, listed.rules, VoxelChanges(), READING, tmp_path / "trial", patch=(64, 16, 16),
+        memory_bytes=1 << 30, drop=drop,
+    )  # fmt: skip
+    assert [one.layout.name for one in found.tried] == list(LAYOUTS)
+    assert found.patch == (8, 16, 16)
+    assert found.fits_in_memory
+    assert all(one.warm_s > 0 and one.cold_s is not None and one.cold_s > 0 for one in found.tried)
+    by_name = {one.layout.name: one for one in found.tried}
+    assert by_name["raw"].bytes >= 3 * 2 * 20 * 34 * 70
+    assert by_name["zarr"].bytes < by_name["blocks64"].bytes
+    assert len(dropped) >= 2 * len(LAYOUTS)
+    assert not (tmp_path / "trial").exists()
+    assert isinstance(cases[0][1], Case)
+
+
+def test_a_pack_in_s3_gives_the_same_patches(source: Path, tmp_path: Path, s3: S3Server) -> None:
+    for layout in ("raw", "zarr", "blocks32"):
+        url = s3.put_folder(packed(source, tmp_path / layout, layout), f"packs/{layout}")
+        if layout == "blocks32":
+            with pytest.raises(UserError, match="read from a local disk"):
+                open_cases(url)
+        else:
+            assert patches(url) == patches(source)

@@ -1,0 +1,320 @@
+"""Sliding windows give what the network gives on the whole volume, whatever the slabs, in bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stoker.core.errors import UserError
+from stoker.io.stores import ReadFailure
+from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare
+from stoker.tasks.volumes.cases.cases import Case
+from stoker.tasks.volumes.cases.statistics import statistics_of
+from stoker.tasks.volumes.cases.survey import CaseFacts, Survey
+from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
+from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape
+from stoker.tasks.volumes.patches.patch_collate import PatchMaker, PatchReader
+from stoker.tasks.volumes.patches.plans import PatchRule, plan_validation
+from stoker.tasks.volumes.predict.prediction import (
+    CarriedInMemory,
+    Segmenter,
+    decided,
+    predict_volume,
+    predicted_mask,
+    scaled,
+)
+from stoker.tasks.volumes.predict.windows import SlidingWindow, WindowGrid, prediction_size
+from stoker.train.compute import Precision
+
+CPU = torch.device("cpu")
+PATCH = (12, 16, 8)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Pointwise(nn.Module):
+    """Looks at no neighbours: windows cannot matter."""
+
+    def __init__(self, channels: int = 1, classes: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(classes)
+        self.layers = nn.Sequential(nn.Conv3d(channels, 4, 1), nn.Tanh(), nn.Conv3d(4, classes, 1, bias=False))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.layers(inputs)
+        return found
+
+
+def convolution(seed: int = 0, classes: int = 2) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv3d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv3d(3, classes, 3, padding=1))
+
+
+def segmenter(*models: nn.Module, **changes: Any) -> Segmenter:
+    facts = {
+        "device": CPU, "precision": Precision("32", CPU), "patch": PATCH, "channels": 1, "classes": 2,
+        "normalize": "range", "batch": 3,
+    }  # fmt: skip
+    return Segmenter(models=tuple(model.eval() for model in models), **(facts | changes))
+
+
+def volume(shape: Shape, seed: int = 0, dtype: Any = np.uint8) -> ArrayVolume:
+    values = np.random.default_rng(seed).integers(0, 256, shape)
+    return ArrayVolume(f"volume {seed}", values.astype(dtype), identity=f"{seed} {shape}")
+
+
+def probabilities_of(found: Segmenter, images: Sequence[Any], **options: Any) -> np.ndarray:
+    """The whole result; fails if a voxel is given twice or not at all."""
+    result = np.full((found.classes - 1, *images[0].shape), np.nan, np.float32)
+
+    def take(region: Region, probabilities: Tensor) -> None:
+        place = result[:, *region.slices]
+        assert np.isnan(place).all(), "a voxel that was given already"
+        place[...] = probabilities.numpy()
+
+    predict_volume(found, images, take, **options)
+    assert not np.isnan(result).any()
+    return result
+
+
+@torch.inference_mode()
+def whole(model: nn.Module, array: np.ndarray, divisor: float = 255.0) -> np.ndarray:
+    return model(torch.from_numpy(array).float()[None, None] / divisor).softmax(1)[0, 1:].numpy()
+
+
+@pytest.mark.parametrize("shape", [(30, 41, 23), (12, 16, 8), (5, 40, 3), (13, 9, 50)])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.8])
+def test_a_pointwise_network_gives_the_same_in_windows_as_on_the_whole(shape: Shape, overlap: float) -> None:
+    model, image = Pointwise(), volume(shape)
+    found = probabilities_of(segmenter(model), [image], sliding=SlidingWindow(overlap))
+    # A sum of up to a thousand windows rounds a thousand times.
+    assert np.abs(found - whole(model, image.array)).max() < 3e-6
+
+
+@pytest.mark.parametrize("shape", [(30, 41, 23), (5, 40, 3), (1, 1, 1)])
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5, 0.8])
+def test_the_weights_of_all_windows_sum_to_one_at_every_voxel(shape: Shape, overlap: float) -> None:
+    grid = WindowGrid(shape, PATCH, overlap)
+    total = np.zeros(shape)
+    for layer in range(grid.layers):
+        for window in grid.layer(layer):
+            z, y, x = (axis.weights[number] for axis, number in zip(grid.axes, window, strict=True))
+            weight = z[:, None, None] * y[None, :, None] * x[None, None, :]
+            region = grid.region(window)
+            inside = region.within(shape)
+            start = region.start
+            total[inside.slices] += weight[inside.moved((-start[0], -start[1], -start[2])).slices]
+    assert np.abs(total - 1).max() < 1e-6
+
+
+def test_a_window_counts_most_in_its_middle() -> None:
+    z = WindowGrid((64, 16, 8), (16, 16, 8), 0.5).axes[0]
+    middle = z.weights[3]
+    assert middle[7] == pytest.approx(middle[8])
+    assert middle[7] > 0.8
+    assert middle[0] < 0.01
+    assert (np.diff(middle[:8]) > 0).all()
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_a_network_with_neighbours_agrees_where_no_window_cuts_its_field_of_view(overlap: float) -> None:
+    model, image = convolution(), volume((40, 50, 30))
+    grid = WindowGrid(image.shape, PATCH, overlap)
+    found = probabilities_of(segmenter(model), [image], sliding=SlidingWindow(overlap))
+    error = np.abs(found - whole(model, image.array))[0]
+    # Two convolutions look two voxels far; the borders of the volume are the same for both.
+    seen_whole = np.ones(image.shape, bool)
+    for number, axis in enumerate(grid.axes):
+        borders = {*axis.starts, *(start + axis.length for start in axis.starts)} - {0, axis.size}
+        for border in borders:
+            np.moveaxis(seen_whole, number, 0)[border - 2 : border + 2] = False
+    assert seen_whole.sum() > 500
+    assert error[seen_whole].max() < 1e-6
+    assert error[~seen_whole].max() > 1e-3
+
+
+def blended_by_hand(model: nn.Module, array: np.ndarray, sliding: SlidingWindow) -> np.ndarray:
+    """The same sums over accumulators of the whole volume, window by window."""
+    grid = WindowGrid(array.shape, PATCH, sliding.overlap)
+    sums = torch.zeros(1, *array.shape)
+    for layer in range(grid.layers):
+        for window in grid.layer(layer):
+            region = grid.region(window)
+            z, y, x = (torch.from_numpy(axis.weights[n]) for axis, n in zip(grid.axes, window, strict=True))
+            inputs = torch.from_numpy(array[region.slices]).float()[None, None] * (1 / 255)
+            with torch.inference_mode():
+                probabilities = model(inputs).softmax(1)[0, 1:]
+            weights = z[:, None, None] * (y[:, None] * x[None, :])
+            sums[:, *region.slices].addcmul_(probabilities, weights)
+    return sums.numpy()
+
+
+def test_row_by_row_is_the_same_to_the_bit_as_with_sums_of_the_whole_volume() -> None:
+    model, image = convolution(), volume((40, 50, 30))
+    for overlap in (0.0, 0.4, 0.7):
+        sliding = SlidingWindow(overlap, batch=1)
+        found = probabilities_of(segmenter(model), [image], sliding=sliding)
+        assert np.array_equal(found, blended_by_hand(model, image.array, sliding))
+
+
+def test_flips_and_checkpoints_are_averaged() -> None:
+    models, image = (convolution(1), convolution(2)), volume(PATCH)
+    found = probabilities_of(segmenter(*models), [image], sliding=SlidingWindow(flips="zx"))
+    by_hand = []
+    for model, (z, x) in itertools.product(models, itertools.product((1, -1), (1, -1))):
+        by_hand.append(whole(model, image.array[::z, :, ::x].copy())[:, ::z, :, ::x])
+    assert np.abs(found - np.mean(by_hand, axis=0)).max() < 1e-6
+    assert np.abs(found - by_hand[0]).max() > 1e-3
+    assert len(SlidingWindow(flips="zyx").mirrored) == 8
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_prediction_that_resumes_at_any_layer_has_the_same_bits() -> None:
+    model, image, sliding = convolution(), volume((50, 40, 20)), SlidingWindow(0.6, batch=4)
+    wanted = probabilities_of(segmenter(model), [image], sliding=sliding)
+    grid = WindowGrid(image.shape, PATCH, sliding.overlap)
+    assert grid.layers > 4
+    for layer in range(1, grid.layers):
+        result = np.full(wanted.shape, np.nan, np.float32)
+
+        def take(region: Region, probabilities: Tensor, result: np.ndarray = result) -> None:
+            result[:, *region.slices] = probabilities.numpy()
+
+        carried = CarriedInMemory(grid, 2)
+        forget, at = carried.layer_done, layer
+
+        def layer_done(number: int, forget: Any = forget, at: int = at) -> None:
+            forget(number)
+            if number == at - 1:
+                raise Stop
+
+        carried.layer_done = layer_done
+        with pytest.raises(Stop):
+            predict_volume(segmenter(model), [image], take, sliding=sliding, carried=carried)
+        carried.first_layer, carried.layer_done = layer, forget
+        predict_volume(segmenter(model), [image], take, sliding=sliding, carried=carried)
+        assert np.array_equal(result, wanted)
+
+
+@pytest.mark.parametrize("normalize", ["volume", "patch", "range"])
+@pytest.mark.parametrize("shape", [(20, 20, 20), (9, 20, 20)])
+def test_the_network_sees_what_it_sees_in_validation(normalize: str, shape: Shape) -> None:
+    seen: list[Tensor] = []
+
+    class Recording(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            seen.extend(inputs.clone())
+            return torch.zeros(len(inputs), 2, *inputs.shape[2:])
+
+    image = volume(shape, dtype=np.uint16)
+    predicted_mask(segmenter(Recording(), normalize=normalize, patch=(12, 12, 12)), [image])
+    case = Case("a", "a", (VolumeRef("a"),), None)
+    survey = Survey((case,), {"a": CaseFacts(shape, "uint16", None)}, ())
+    plan = plan_validation([case], survey, None, PatchRule((12, 12, 12), small="pad", overlap=0.5), 27)
+    volumes = OpenVolumes()
+    volumes._open[case.images[0]] = image
+    maker = PatchMaker(plan, PatchReader(volumes, plan.layout.row_bytes))
+    means, stds = statistics_of([case], volumes, normalize)
+    prepare = VolumeEvalPrepare(normalize, means, stds)
+    batch = maker.make(0, 0, 0, lambda size: np.zeros(size, np.uint8))
+    batch.images = torch.from_numpy(batch.images)
+    inputs, _ = prepare.prepare(batch, lambda row: row)
+    assert len(inputs) == len(seen) == (27 if shape[0] == 20 else 9)
+    assert torch.equal(inputs, torch.stack(seen))
+
+
+def test_several_classes_and_channels() -> None:
+    model = Pointwise(channels=2, classes=4)
+    images = [volume((20, 20, 20), 1), volume((20, 20, 20), 2, np.float64)]
+    found = segmenter(model, channels=2, classes=4)
+    statistics = np.float32([100, 130]), np.float32([50, 90])
+    channels = [
+        (torch.from_numpy(one.array.astype(np.float32)) - mean) / std
+        for one, mean, std in zip(images, *statistics, strict=True)
+    ]
+    inputs = torch.stack(channels)[None]
+    with torch.inference_mode():
+        wanted = model(inputs).softmax(1)[0]
+    given = probabilities_of(found, images, statistics=statistics)
+    assert np.abs(given - wanted[1:].numpy()).max() < 1e-6
+    mask = predicted_mask(found, images, statistics=statistics)
+    assert mask.dtype == np.uint8
+    assert len(np.unique(mask)) > 2
+    # Near a tie the last bit decides.
+    best = wanted.topk(2, dim=0).values
+    clear = (best[0] - best[1] > 1e-5).numpy()
+    assert np.array_equal(mask[clear], wanted.argmax(0).numpy()[clear])
+
+
+def test_a_threshold_decides_between_two_classes() -> None:
+    probabilities = torch.tensor([0.2, 0.26, 0.27, 0.5, 0.51]).view(1, 1, 1, 5)
+    assert decided(probabilities, 0.26).flatten().tolist() == [0, 0, 1, 1, 1]
+    assert decided(probabilities, None).flatten().tolist() == [0, 0, 0, 0, 1]
+    assert scaled(probabilities, "uint8").flatten().tolist() == [51, 66, 69, 128, 130]
+    assert scaled(probabilities, "float16").dtype == torch.float16
+
+
+def test_a_batch_that_does_not_fit_is_halved_until_it_does() -> None:
+    inner, lines = Pointwise(), []
+
+    class Greedy(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if len(inputs) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return inner(inputs)
+
+    image = volume((30, 41, 23))
+    found = probabilities_of(segmenter(Greedy(), batch=7), [image], say=lines.append)
+    assert np.abs(found - whole(inner, image.array)).max() < 1e-6
+    assert [line.rsplit(":")[-1] for line in lines] == [" now 4 window(s) at once", " now 2 window(s) at once"]
+
+    class Full(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError, match="one window"):
+        probabilities_of(segmenter(Full()), [image])
+
+
+def test_bad_volumes_and_outputs_are_refused() -> None:
+    with pytest.raises(UserError, match="takes 1"):
+        probabilities_of(segmenter(Pointwise()), [volume(PATCH), volume(PATCH)])
+    broken = volume((30, 20, 20), dtype=np.float32)
+    broken.array[20, 3, 3] = np.nan
+    with pytest.raises(ReadFailure, match="not finite"):
+        probabilities_of(segmenter(Pointwise(), normalize="volume"), [broken])
+
+    class Overflow(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.full((len(inputs), 2, *inputs.shape[2:]), float("nan"))
+
+    with pytest.raises(UserError) as error:
+        probabilities_of(segmenter(Overflow()), [volume(PATCH)])
+    assert error.value.name == "prediction-not-finite"
+    for options in ({"overlap": 1.0}, {"overlap": -0.1}, {"flips": "zz"}, {"flips": "a"}):
+        with pytest.raises(UserError):
+            SlidingWindow(**options)
+
+
+def test_memory_depends_on_one_axis_only() -> None:
+    sliding = SlidingWindow(0.5, flips="x")
+    small = prediction_size((256, 256, 256), (128, 128, 128), sliding, classes=2)
+    large = prediction_size((1024, 1024, 256), (128, 128, 128), sliding, classes=2)
+    assert small.sums_bytes == large.sums_bytes == 128 * 128 * 256 * 4
+    assert (small.windows, small.layers, small.passes) == (27, 3, 54)
+    assert large.windows == 15 * 15 * 3
+    assert large.carried_bytes == 2 * 64 * 1024 * 256 * 4
+    assert large.result_bytes == 1024 * 1024 * 256
+    assert large.disk_bytes == large.carried_bytes + 2 * large.result_bytes

@@ -54,8 +54,11 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
         return replace(run, prepare=watched)
 
     def watched_task(config: Config) -> Task:
-        task = task_for(config)
-        return replace(task, build_run=lambda *arguments, **keys: watch(task.build_run(*arguments, **keys)))
+        class Watched(type(task_for(config))):  # type: ignore[misc]
+            def build_run(self, *arguments: Any, **keys: Any) -> Run:
+                return watch(super().build_run(*arguments, **keys))
+
+        return Watched()
 
     monkeypatch.setattr(training, "task_for", watched_task)
 

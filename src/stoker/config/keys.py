@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from stoker.config.fields import Bytes, KeyGroup, Seconds, key
+from stoker.config.task_names import TaskName
 
 
 class DataKeys(KeyGroup):
     """Data: where the samples are, and which of them to use."""
 
-    task: Literal["classify", "segment3d"] = key("classify")
+    task: TaskName = key("classify")
     """What to train: `classify` images in class folders, or `segment3d` patches of volumes."""
 
     data_root: str | None = key(None, min_length=1)

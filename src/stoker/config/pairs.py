@@ -142,18 +142,23 @@ def _changed(c: Config, names: Iterable[str]) -> list[str]:
 
 @pair_rule("task", *_FOR_VOLUMES, *_FOR_IMAGES)
 def _keys_of_the_task(c: Config) -> str | None:
-    others = _FOR_VOLUMES if c.task == "classify" else _FOR_IMAGES
+    task, others = {"classify": ("segment3d", _FOR_VOLUMES), "segment3d": ("classify", _FOR_IMAGES)}.get(
+        c.task, ("", ())
+    )
     if not (found := _changed(c, others)):
         return None
-    task = "segment3d" if c.task == "classify" else "classify"
     return f"{', '.join(found)}: only task: {task} uses {'it' if len(found) == 1 else 'them'}, and this is {c.task}"
+
+
+_MEASURED = {
+    "classify": ("auto", "acc1", "acc5", "loss"),
+    "segment3d": ("auto", "dice", "iou", "surface_dice", "loss"),
+}
 
 
 @pair_rule("task", "best_by")
 def _metric_of_the_task(c: Config) -> str | None:
-    known = (
-        ("auto", "acc1", "acc5", "loss") if c.task == "classify" else ("auto", "dice", "iou", "surface_dice", "loss")
-    )
+    known = _MEASURED.get(c.task, (c.best_by,))
     if c.best_by not in known:
         return f"best_by: {c.best_by} is not measured by task: {c.task}, but {', '.join(known[1:])}"
     return None

@@ -49,7 +49,10 @@ def _say(key: str, details: list[Any]) -> str:
     if bound:
         return f"{key}: {_show(given)} must be {bound[1]} {context[bound[0]]}"
     if detail["type"] == "value_error":
-        return f"{key}: {context['error']}"
+        error, meant = str(context["error"]), None
+        if key == "task" and isinstance(given, str):
+            meant = did_you_mean(given, expected.split(" | "))
+        return f"{key}: {error}" + (f"; {meant}" if meant else "")
     if detail["type"] == "finite_number":
         return f"{key}: {_show(given)} is not a finite number"
     if detail["type"] == "string_pattern_mismatch":

@@ -90,7 +90,7 @@ def train_here(
     with progress_bar("listing", None) as advance:
         data = task.open_data(config, say_here, advance)
     if ranks.is_first:
-        task.chosen(config, data, folder, say_here)
+        task.record_choice(config, data, folder, say_here)
     ranks = stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
     metric = metric_of(config_values(config))
     checkpoints = Checkpoints(folder.checkpoints, config.save_top_k, metric=metric)
@@ -154,7 +154,7 @@ def train_here(
         if found is None:
             for line in () if config.fast_dev_run else look(data):
                 say_here(f"warning: {line}")
-            task.keep_preview(folder, config, data, ranks.world, say_here)
+            task.keep_preview(folder.preview_file, config, data, ranks.world, say_here)
         warning = lr_warning(config.optimizer, run.peak_lr, run.total_batch)
         if warning:
             say_here(f"warning: {warning}")

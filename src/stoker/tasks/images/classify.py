@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +16,16 @@ from torch import nn
 from stoker.config import Config, config_values
 from stoker.core.console import Advance, Say
 from stoker.core.errors import UserError
+from stoker.core.files import write_text
 from stoker.io.storage_speed import describe_storage
 from stoker.loader.batch import ImageBatch
 from stoker.loader.collate import BatchPlan
 from stoker.loader.loader import Follow, ImageLoader
+from stoker.loader.loader_speed import LoaderSpeed
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
 from stoker.profile.step_clock import StepClock
+from stoker.run.folder import RunFolder
 from stoker.run.metric import metric_of
 from stoker.tasks.building import (
     average_of,
@@ -45,7 +49,17 @@ from stoker.tasks.images.augment.pipeline import (
     build_train_augment,
     memory_format_of,
 )
-from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
+from stoker.tasks.images.data import (
+    choose_decoding,
+    chosen_record,
+    contents_of_samples,
+    listing_of_samples,
+    measure_speed,
+    open_loader,
+    open_samples,
+    training_plan,
+    validation_plan,
+)
 from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.label_alarm import LabelWatch
@@ -53,6 +67,7 @@ from stoker.tasks.images.layouts.opening import check_same_classes
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.images.models import build_model, count_parameters, facts_about, with_sync_batchnorm
 from stoker.tasks.staging import Staging, stage_images
+from stoker.train.checkpoint.data_changes import Contents, Listings
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.checkpoint.sources import open_source
 from stoker.train.checkpoint.weights import load_weights
@@ -122,6 +137,38 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Trai
         )
     decoding, _ = choose_decoding(config, train.index)
     return TrainingData(train, val, decoding)
+
+
+def listings(data: TrainingData) -> Listings:
+    """Which images the data has, in order."""
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else listing_of_samples(one) for part, one in parts.items()}
+
+
+def contents(config: HostConfig, data: TrainingData) -> Contents:
+    """A hash of some images, to notice data that was made again under the same names."""
+    if config.stage_to is not None:
+        return {}  # it reads its local copy, and that has its own manifest
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else contents_of_samples(config, one) for part, one in parts.items()}
+
+
+def record_choice(config: HostConfig, data: TrainingData, folder: RunFolder, say: Say) -> None:
+    """Says and records which classes a config has chosen."""
+    chosen = chosen_record(config, data.train, data.val)
+    if chosen is not None:
+        say(f"classes: {', '.join(chosen['classes'])}")
+        write_text(folder.subset_file, json.dumps(chosen, indent=1) + "\n")
+
+
+def open_training_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
+    """The loader of one process, without a model to feed."""
+    return open_loader(config, training_plan(config, data.train, data.decoding), workers=config.num_workers)
+
+
+def measure_training_speed(config: HostConfig, data: TrainingData, *, workers: int, seconds: float) -> LoaderSpeed:
+    """How fast the loader is for a consumer that takes no time."""
+    return measure_speed(config, data.train, data.decoding, workers=workers, seconds=seconds)
 
 
 def build_run(

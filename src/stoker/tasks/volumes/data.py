@@ -20,6 +20,7 @@ from stoker.io.storage_speed import mount_of
 from stoker.io.stores import is_url
 from stoker.loader.loader import Follow
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader
+from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
 from stoker.tasks.building import loader_options, no_data
 from stoker.tasks.volumes.augment.pipeline import transform_range
@@ -35,7 +36,7 @@ from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 from stoker.tasks.volumes.patches.patches import RandomPatches, SomeOf, training_steps
 from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training, plan_validation
 from stoker.tasks.volumes.reading_options import reading_options
-from stoker.train.checkpoint.data_changes import Listing, listing_of
+from stoker.train.checkpoint.data_changes import Listing, Listings, listing_of
 from stoker.train.ranks import Ranks
 
 DEFAULT_STEPS_PER_EPOCH = 250
@@ -127,7 +128,13 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     return data
 
 
-def listing_of_cases(plan: PatchPlan) -> Listing:
+def listings(data: VolumeData) -> Listings:
+    """Which cases the data has, in order."""
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else _listing(one) for part, one in parts.items()}
+
+
+def _listing(plan: PatchPlan) -> Listing:
     """The ids of the cases, and for each its channels, its box, and the number of voxels of each class, if known."""
     labels = (
         plan.patches.labels.counts.tolist() if isinstance(plan.patches, RandomPatches) else [None] * len(plan.cases)
@@ -269,3 +276,8 @@ def _bytes_of(place: str) -> int | None:
         return None if is_url(place) or Path(place).is_dir() else Path(place).stat().st_size
     except OSError:
         return None
+
+
+def open_training_loader(config: HostConfig, data: VolumeData) -> PatchLoader:
+    """The loader of one process, without a model to feed."""
+    return open_loader(config, training_plan(config, data), data.reading, workers=config.num_workers)

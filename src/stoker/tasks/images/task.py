@@ -1,0 +1,25 @@
+"""`task: classify`: the `Task` of images."""
+
+from __future__ import annotations
+
+from stoker.tasks.base import Task, at
+
+_HERE = "stoker.tasks.images"
+
+
+class Classify(Task):
+    unit = "images"
+
+    open_data = at(f"{_HERE}.classify:open_data")
+    listings = at(f"{_HERE}.classify:listings")
+    contents = at(f"{_HERE}.classify:contents")
+    record_choice = at(f"{_HERE}.classify:record_choice")
+    as_it_began = at(f"{_HERE}.classify:with_decoder_of")
+    open_staging = at(f"{_HERE}.classify:open_staging")
+
+    build_run = at(f"{_HERE}.classify:build_run")
+    describe_run = at(f"{_HERE}.classify:describe_run")
+    keep_preview = at(f"{_HERE}.preview_sheet:keep_with_run")
+
+    open_training_loader = at(f"{_HERE}.classify:open_training_loader")
+    measure_speed = at(f"{_HERE}.classify:measure_training_speed")

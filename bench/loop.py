@@ -126,7 +126,9 @@ def our_run(config: HostConfig, batches: list[ImageBatch], prepared: list[Prepar
     data = open_data(config, lambda _text: None)
     run = build_run(config, data, Ranks(), torch.device("cpu"))
     by_identity = {id(batch): ready for batch, ready in zip(batches, prepared, strict=True)}
-    return replace(run, prepare=lambda batch, *_place: by_identity[id(batch)], val_loader=None)
+    return replace(
+        run, input=replace(run.input, prepare=lambda batch, *_place: by_identity[id(batch)], val_loader=None)
+    )
 
 
 def our_observer(config: Config, folder: Path) -> RunObserver:
@@ -148,7 +150,9 @@ def measure(config: HostConfig, folder: Path, rounds: int, steps: int) -> dict[s
     for number in range(rounds + 1):
         turns = TakingTurns(batches, bare, steps)
         horizon = Horizon(steps_per_epoch=steps, epochs=1)
-        train(replace(run, train_loader=_always(turns), horizon=horizon, progress=Progress()), observer)
+        turn = replace(run.input, train_loader=_always(turns))
+        schedule = replace(run.schedule, horizon=horizon)
+        train(replace(run, input=turn, schedule=schedule, progress=Progress()), observer)
         if number == 0:
             continue  # the first steps warm up allocators and caches
         # Our step ends when the loop asks for the next batch, which it does not after the last step: one fewer.

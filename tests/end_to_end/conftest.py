@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from stoker.commands import train as command
-from stoker.config import Config
 from stoker.core.errors import Interrupted, Preempted
 from stoker.profile import host
 from stoker.tasks import training
-from stoker.tasks.base import Task, task_for
 from stoker.train.loop import Run
 from stoker.train.step import Prepared
+from tests.support.changed_task import changing_runs
 from tests.support.tiny_training import write_images
 
 Ledger = list[tuple[int, int, list[int], list[int]]]
@@ -42,7 +41,7 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
     wanted: dict[str, Any] = {}
 
     def watch(run: Run) -> Run:
-        prepare = run.prepare
+        prepare = run.input.prepare
 
         def watched(batch: Any, epoch: int, step: int, number: int) -> Prepared:
             wanted["ledger"].append((epoch, step, batch.indices.tolist(), batch.keys.tolist()))
@@ -51,16 +50,9 @@ def train_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ledge
                 os.kill(os.getpid(), wanted["number"])
             return prepare(batch, epoch, step, number)
 
-        return replace(run, prepare=watched)
+        return replace(run, input=replace(run.input, prepare=watched))
 
-    def watched_task(config: Config) -> Task:
-        class Watched(type(task_for(config))):  # type: ignore[misc]
-            def build_run(self, *arguments: Any, **keys: Any) -> Run:
-                return watch(super().build_run(*arguments, **keys))
-
-        return Watched()
-
-    monkeypatch.setattr(training, "task_for", watched_task)
+    monkeypatch.setattr(training, "task_for", changing_runs(watch))
 
     def train(
         config: Path,

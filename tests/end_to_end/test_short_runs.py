@@ -12,9 +12,9 @@ from stoker.config import load_config
 from stoker.core.errors import UserError
 from stoker.plan.budget import Hardware, PlannedRun
 from stoker.report.document import read_document
+from stoker.tasks.building import trial_run
 from stoker.tasks.images.classify import open_data
 from stoker.tasks.images.data import DataFacts, updates_per_epoch, validation_plan
-from stoker.tasks.training import trial_run
 from stoker.train.checkpoint.restore import restore_model
 from stoker.train.ranks import Ranks
 from tests.end_to_end.conftest import Ledger

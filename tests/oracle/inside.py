@@ -16,8 +16,8 @@ from timm.models import build_model_with_cfg, register_model
 from timm.models.resnet import BasicBlock, ResNet
 
 from stoker.tasks import training
-from stoker.tasks.base import task_for
 from stoker.tasks.volumes import unets
+from tests.support.changed_task import changing_runs
 
 LEDGER = "STOKER_ORACLE_LEDGER"
 """File that gets a line for each batch."""
@@ -27,12 +27,7 @@ STOP = "STOKER_ORACLE_STOP"
 
 def install() -> None:
     """Called in the process, before the command."""
-
-    def watched_task(config: Any) -> Any:
-        task = task_for(config)
-        return replace(task, build_run=lambda *arguments, **keys: _watch(task.build_run(*arguments, **keys)))
-
-    training.task_for = watched_task
+    training.task_for = changing_runs(_watch)
 
 
 def install_small() -> None:
@@ -50,7 +45,7 @@ def oracle_net(pretrained: bool = False, **keys: Any) -> Any:
 
 
 def _watch(run: Any) -> Any:
-    prepare = run.prepare
+    prepare = run.input.prepare
     ledger, rank = Path(os.environ[LEDGER]), os.environ.get("RANK", "0")
     name, _, stop_at = os.environ.get(STOP, "").partition(" ")
 
@@ -62,7 +57,7 @@ def _watch(run: Any) -> Any:
             os.kill(os.getpid(), getattr(signal, name))
         return prepare(batch, epoch, step, number)
 
-    return replace(run, prepare=watched)
+    return replace(run, input=replace(run.input, prepare=watched))
 
 
 def _content(batch: Any) -> dict[str, Iterable[Any]]:

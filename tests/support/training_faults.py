@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from stoker.config import Config
 from stoker.tasks import training
-from stoker.tasks.base import Task, task_for
 from stoker.train.step import Prepared
+from tests.support.changed_task import changing_runs
 
 MOST = 4
 """Samples that fit into the memory of the rank that is short of it."""
@@ -25,11 +24,7 @@ BAD_STEPS = range(3, 6)
 
 
 def _instrument(change: Any) -> None:
-    def changed(config: Config) -> Task:
-        task = task_for(config)
-        return replace(task, build_run=lambda *arguments, **keys: change(task.build_run(*arguments, **keys)))
-
-    training.task_for = changed
+    training.task_for = changing_runs(change)
 
 
 def little_memory_on_the_second_rank() -> None:
@@ -112,13 +107,13 @@ def bad_images_on_the_second_rank() -> None:
     """The images of steps BAD_STEPS are NaN on that rank."""
 
     def change(run: Any) -> Any:
-        prepare = run.prepare
+        prepare = run.input.prepare
 
         def spoiled(batch: Any, epoch: int, step: int, number: int) -> Prepared:
             prepared: Prepared = prepare(batch, epoch, step, number)
             bad = os.environ["RANK"] == "1" and step in BAD_STEPS
             return prepared._replace(inputs=prepared.inputs * float("nan")) if bad else prepared
 
-        return replace(run, prepare=spoiled)
+        return replace(run, input=replace(run.input, prepare=spoiled))
 
     _instrument(change)

@@ -40,7 +40,7 @@ def run_of(config: HostConfig, rank: int = 0) -> Run:
 
 
 def batches_of(run: Run, position: int = 0) -> list[ImageBatch]:
-    return list(run.train_loader(0).epoch(0, position))
+    return list(run.input.train_loader(0).epoch(0, position))
 
 
 def same(first: Prepared, second: Prepared) -> bool:
@@ -52,17 +52,17 @@ def test_every_input_has_the_layout_of_the_config(images: Path, channels_last: b
     config = config_of(images, channels_last=channels_last, auto_augment="randaugment", mixup_alpha=0.2)
     wanted = torch.channels_last if channels_last else torch.contiguous_format
     run = run_of(config)
-    assert run.val_loader is not None
+    assert run.input.val_loader is not None
     try:
-        train, val = batches_of(run)[0], next(iter(run.val_loader.epoch(0)))
-        restored = Restored(Path("none"), run.model, config, run.classes, averaged=False, epoch=0, step=0)
+        train, val = batches_of(run)[0], next(iter(run.input.val_loader.epoch(0)))
+        restored = Restored(Path("none"), run.model, config, run.record.classes, averaged=False, epoch=0, step=0)
         inputs = {
-            "training": run.prepare(train, 0, 0, 0).inputs,
-            "validation": run.prepare_val(val).inputs,
+            "training": run.input.prepare(train, 0, 0, 0).inputs,
+            "validation": run.input.prepare_val(val).inputs,
             "eval and predict": classifier_of(restored, CPU).prepare(val.images),
         }
     finally:
-        run.close()
+        run.input.close()
     for name, tensor in inputs.items():
         assert tensor.is_contiguous(memory_format=wanted), name
         assert tensor.dtype == torch.float32, name
@@ -76,10 +76,10 @@ def test_each_batch_of_an_update_is_mixed_by_a_draw_of_its_own_on_each_rank(imag
         run = run_of(config, rank)
         try:
             batch = batches_of(run)[0]
-            prepared += [run.prepare(batch, 0, 0, number) for number in range(ACCUMULATION)]
-            assert same(run.prepare(batch, 0, 0, 0), prepared[-ACCUMULATION])
+            prepared += [run.input.prepare(batch, 0, 0, number) for number in range(ACCUMULATION)]
+            assert same(run.input.prepare(batch, 0, 0, 0), prepared[-ACCUMULATION])
         finally:
-            run.close()
+            run.input.close()
     different = [(first, second) for first in range(4) for second in range(first)]
     assert not any(same(prepared[first], prepared[second]) for first, second in different)
 
@@ -92,9 +92,9 @@ def test_batches_are_the_same_with_any_number_of_workers_and_in_a_resumed_run(im
         try:
             position = 0 if not skipped else batches_of(run)[skipped - 1].next_position
             batches = enumerate(batches_of(run, position), start=skipped)
-            streams.append([run.prepare(batch, 0, *divmod(number, ACCUMULATION)) for number, batch in batches])
+            streams.append([run.input.prepare(batch, 0, *divmod(number, ACCUMULATION)) for number, batch in batches])
         finally:
-            run.close()
+            run.input.close()
     whole, with_workers, resumed = streams
     assert len(whole) == len(with_workers) == len(resumed) + 3
     assert all(map(same, whole, with_workers))

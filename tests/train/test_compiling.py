@@ -98,7 +98,7 @@ def test_each_image_size_is_compiled_once_and_the_last_validation_batch_is_not_c
     run = build_run(fitted, open_data(fitted, lambda _text: None), Ranks(), torch.device("cpu"))
     assert isinstance(run.step.model, Compiled)
     train(run)
-    run.close()
+    run.input.close()
     training = [shape for training, shape in compiled if training]
     assert [shape[-1] for shape in training] == [32, 64, 96]
     assert [shape for training, shape in compiled if not training] == [(8, 3, 96, 96)]

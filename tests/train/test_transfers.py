@@ -62,14 +62,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     fitted, _ = fit_to_machine(config, read_machine())
     built = build_run(fitted, open_data(fitted, lambda _text: None), Ranks(), torch.device("cpu"))
     yield built
-    built.close()
+    built.input.close()
     torch.set_num_threads(threads)
 
 
 def train_on(device: DelayedDevice, run: Run) -> LateQueue:
     """An epoch of training and validation, with the loader of the run and another device."""
     queue = LateQueue(device)
-    run.uploader.queue = queue
+    run.input.uploader.queue = queue
     train(replace(run, progress=Progress()))
     device.finish()
     return queue
@@ -92,7 +92,7 @@ def test_an_uploader_that_forgets_its_sources_lets_batches_be_overwritten(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "MOST_AHEAD", 100)
-    monkeypatch.setattr(LateQueue, "join", lambda *_: run.uploader._in_flight.clear())
+    monkeypatch.setattr(LateQueue, "join", lambda *_: run.input.uploader._in_flight.clear())
     device = DelayedDevice(5)
     train_on(device, run)
     assert device.corrupted > 0

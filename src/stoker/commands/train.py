@@ -104,10 +104,11 @@ def train_from_config(
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.folder import open_run, run_folder_for
     from stoker.run.metric import metric_of
-    from stoker.tasks.building import no_data
-    from stoker.tasks.training import check_devices, train_here, trial_run
+    from stoker.tasks.building import no_data, trial_run
+    from stoker.tasks.training import TrainJob, train_here
     from stoker.train.checkpoint.branching import check_start
     from stoker.train.compute import accelerator_of
+    from stoker.train.devices import check_devices
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
     from stoker.train.ranks import Ranks, ranks_from_environment
@@ -157,11 +158,8 @@ def train_from_config(
         def look(data: Any) -> list[str]:
             return warnings_before_training(config, path, overrides, machine, data)
 
-        summary = train_here(
-            config, folder, ranks, machine, checkpoint, progress, stack, start,
-            replan=replan, accept_data=accept_data, look=look,
-        )  # fmt: skip
-        return EXIT_OK, summary
+        job = TrainJob(config, folder, machine, checkpoint, start, replan=replan, accept_data=accept_data, look=look)
+        return EXIT_OK, train_here(job, ranks, progress, stack)
 
 
 def _finished(path: Path, overrides: Sequence[str]) -> dict[str, Any] | None:

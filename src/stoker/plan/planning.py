@@ -32,9 +32,9 @@ from stoker.profile.host import Machine, fit_to_machine, physical_cores, read_ma
 from stoker.profile.local_disk import find_local_disk
 from stoker.profile.memory import used_by_others_bytes
 from stoker.run.folder import run_folder_for
+from stoker.tasks.building import trial_run
 from stoker.tasks.images import classify
 from stoker.tasks.images.data import DataFacts, choose_decoding, data_facts, measure_speed, open_samples
-from stoker.tasks.training import trial_run
 from stoker.tasks.volumes import data as volume_data
 from stoker.tasks.volumes import planning as segment_plan
 from stoker.tasks.volumes.planning import VolumeFacts, mean_read_bytes, volume_facts

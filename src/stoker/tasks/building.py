@@ -11,18 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.config import Config
+from stoker.config import Config, config_values
 from stoker.core.console import Say
 from stoker.core.errors import ConfigError
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.loader.loader import LoaderOptions
-from stoker.run.metric import Metric
+from stoker.profile.step_clock import StepClock
+from stoker.run.metric import metric_of
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
+from stoker.train.evaluate import Accumulator, Scoring
+from stoker.train.launch import StopRequest
+from stoker.train.loop import InputPipeline, Run, RunRecord, RunScores
 from stoker.train.optimization import build_optimizer
 from stoker.train.ranks import Ranks
-from stoker.train.schedule import EarlyStopping, Horizon, scaled_lr
+from stoker.train.schedule import EarlyStopping, Horizon, Progress, Schedule, scaled_lr
 from stoker.train.step import TrainStep
 
 
@@ -31,6 +35,24 @@ def no_data(config: Config) -> ConfigError:
     volumes = "/folder/with/train.csv, or a YAML list of volumes"
     where = "/folder/with/train/and/val" if config.task == "classify" else volumes
     return ConfigError("data_root is not set", name="no-data", hint=f"data_root={where}")
+
+
+def trial_run(config: Config) -> Config:
+    """The config of `fast_dev_run`: one short epoch, at the learning rate of the real run's first step, whose result is
+    not kept. Other configs are returned as they are."""
+    if not config.fast_dev_run:
+        return config
+    number = int(config.fast_dev_run)
+    first = config.warmup_start if config.warmup_epochs else 1.0
+    return config.model_copy(
+        update={
+            "epochs": 1, "steps_per_epoch": None, "limit_train_batches": number * config.gradient_accumulation,
+            "limit_val_batches": 0 if config.limit_val_batches == 0 else number, "early_stopping": None,
+            "lr": config.lr * first, "warmup_epochs": 0, "lr_scheduler": "constant", "resize_epochs": None,
+            "log_every": 1, "stage_to": None, "save_top_k": 0, "checkpoint_every": None, "checkpoint_every_steps": None,
+            "wandb": False, "wandb_project": None, "wandb_name": None, "tensorboard": False, "csv": False,
+        }
+    )  # fmt: skip
 
 
 def ready_device(config: Config, device: torch.device) -> None:
@@ -62,6 +84,35 @@ def train_step(
         for_computing(config, model, ranks, device, say), optimizer_for(config, model, peak_lr_of(config, ranks)), loss,
         Precision(config.precision, device), ranks, micro_batch=config.batch_size,
         clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=say,
+    )  # fmt: skip
+
+
+def assemble_run(
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    model: nn.Module,
+    step: TrainStep,
+    pipeline: InputPipeline,
+    val_loss: Callable[[Tensor, Tensor], Tensor],
+    scoring: Scoring,
+    record: RunRecord,
+) -> Run:
+    """A run at its beginning, from what its task has built and the config's schedule, average and metric."""
+    horizon = horizon_for(config, pipeline.train_loader(0).steps())
+    metric = metric_of(config_values(config))
+    stopping = None
+    if config.early_stopping is not None:
+        stopping = EarlyStopping(config.early_stopping, config.early_stopping_min_delta, metric)
+    schedule = Schedule(
+        horizon, peak_lr_of(config, ranks), stopping, total_batch=total_batch_of(config, ranks),
+        accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps,
+    )  # fmt: skip
+    return Run(
+        model=model, ema=average_of(config, model, horizon), step=step, input=pipeline,
+        scores=RunScores(val_loss, scoring, metric, Accumulator(device)), schedule=schedule, record=record,
+        ranks=ranks, device=device, progress=Progress(), stop=StopRequest(), clock=StepClock(device),
     )  # fmt: skip
 
 
@@ -109,13 +160,6 @@ def horizon_for(config: Config, batches: int) -> Horizon:
         scheduler=config.lr_scheduler, update=config.lr_update, step_epochs=config.lr_step_epochs,
         step_factor=config.lr_step_factor,
     )  # fmt: skip
-
-
-def early_stopping(config: Config, metric: Metric) -> EarlyStopping | None:
-    """When the run ends before its last epoch; None if the config does not ask for it."""
-    if config.early_stopping is None:
-        return None
-    return EarlyStopping(config.early_stopping, config.early_stopping_min_delta, metric)
 
 
 def average_of(config: Config, model: nn.Module, horizon: Horizon) -> WeightAverage | None:

@@ -169,7 +169,7 @@ def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
     share_buffers(model, run.ranks)
     was_training = model.training
     model.eval()
-    run.scoring.reset()
+    run.scores.scoring.reset()
     observer.validation_begins(loader.steps())
     most: int | None = None
     try:
@@ -179,16 +179,16 @@ def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
                 # A compiled model is compiled for one size: the first, and largest.
                 if most is None and isinstance(model, Compiled):
                     most = len(batch)
-                prepared = run.uploader.prepare(partial(run.prepare_val, batch))
+                prepared = run.input.uploader.prepare(partial(run.input.prepare_val, batch))
                 most = _score(model, prepared, batch, run, most)
             observer.validation_step()
-            run.guard_memory(loader)
+            run.input.guard_memory(loader)
             # All ranks have the same number of batches, so they ask at the same ones.
             if (run.ranks.world == 1 or number % ASK_EVERY == 0) and any_rank(run.stop.wanted, run.ranks):
                 raise LeaveValidation
     finally:
         model.train(was_training)
-    return {f"val/{name}": value for name, value in run.scoring.result().items()}
+    return {f"val/{name}": value for name, value in run.scores.scoring.result().items()}
 
 
 def _score(model: nn.Module, prepared: Prepared, batch: Any, run: Run, most: int | None) -> int | None:
@@ -204,8 +204,8 @@ def _score(model: nn.Module, prepared: Prepared, batch: Any, run: Run, most: int
                 if isinstance(model, Compiled):
                     inputs = _padded(inputs, most or len(inputs))
                 logits = model(inputs)[: len(labels)]
-                loss = run.val_loss(logits, labels)
-            run.scoring.add(logits, labels, loss, batch, piece)
+                loss = run.scores.val_loss(logits, labels)
+            run.scores.scoring.add(logits, labels, loss, batch, piece)
             done += len(labels)
         except torch.OutOfMemoryError:
             out_of_memory = True  # handled below: in here the traceback still holds the tensors

@@ -213,11 +213,11 @@ def _advance(progress: Advance, total: int, done: int) -> None:
 
 def _groups(run: Run, first: int) -> Iterator[tuple[int, list[ImageBatch]]]:
     """The batches of each update, over as many epochs as needed, in the image size of the first."""
-    loader = run.train_loader(first)
+    loader = run.input.train_loader(first)
     for epoch in count(first):
         batches = loader.epoch(epoch)
-        for _ in range(loader.steps() // run.accumulation):
-            yield epoch, list(islice(batches, run.accumulation))
+        for _ in range(loader.steps() // run.schedule.accumulation):
+            yield epoch, list(islice(batches, run.schedule.accumulation))
 
 
 def _common_part(curve: LrCurve) -> Curve:

@@ -186,6 +186,24 @@ class EarlyStopping:
         )
 
 
-def is_over(progress: Progress, horizon: Horizon, stopping: EarlyStopping | None) -> bool:
-    """Whether a run has no epoch left: a function of where it is, so that other settings can continue it."""
-    return progress.epoch >= horizon.epochs or (stopping is not None and stopping.reason(progress) is not None)
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run trains, at which rates, and in which portions."""
+
+    horizon: Horizon
+    peak_lr: float
+    stopping: EarlyStopping | None
+    total_batch: int
+    """Samples of one update, over all ranks."""
+    accumulation: int
+    """Batches of one update on each rank."""
+    max_bad_steps: int
+
+    def lr_at(self, step: int) -> float:
+        return learning_rate(step, self.horizon, self.peak_lr)
+
+    def is_over(self, progress: Progress) -> bool:
+        """Whether a run has no epoch left: a function of where it is, so that other settings can continue it."""
+        return progress.epoch >= self.horizon.epochs or (
+            self.stopping is not None and self.stopping.reason(progress) is not None
+        )

@@ -91,8 +91,8 @@ def _train(
     """The real step."""
     run, header = _endless_run(config, job)
     measurement.clock = StepClock(run.device, keep=job["keep"])
-    ledger.end_of_epoch(run.horizon.steps_per_epoch)
-    prepare = run.prepare
+    ledger.end_of_epoch(run.schedule.horizon.steps_per_epoch)
+    prepare = run.input.prepare
 
     def watched(batch: Any, epoch: int, step: int, number: int) -> Prepared:
         ledger.add(batch)
@@ -100,10 +100,10 @@ def _train(
         return prepare(batch, epoch, step, number)
 
     try:
-        train_for(replace(run, prepare=watched), config, measurement, lambda: ledger.is_full)
+        train_for(replace(run, input=replace(run.input, prepare=watched)), config, measurement, lambda: ledger.is_full)
     finally:
-        run.close()
-    return header, run.name_samples, run.horizon.steps_per_epoch
+        run.input.close()
+    return header, run.input.name_samples, run.schedule.horizon.steps_per_epoch
 
 
 def _feed_at_pace(
@@ -147,10 +147,11 @@ def ceiling_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str
     """The real model and step on batches that are already in memory, and the copy to the device."""
     run, _ = _endless_run(config, job)
     last = config.epochs - 1
-    batches = _copies_of(run.train_loader(last).epoch(last))
-    run.close()  # workers that wait for nothing would still be asked
+    batches = _copies_of(run.input.train_loader(last).epoch(last))
+    run.input.close()  # workers that wait for nothing would still be asked
     # No memory guard: nothing is made ahead that could be held back.
-    run = replace(run, train_loader=lambda _epoch: Replay(batches), guard_memory=lambda _loader: None)
+    replay = replace(run.input, train_loader=lambda _epoch: Replay(batches), guard_memory=lambda _loader: None)
+    run = replace(run, input=replay)
     measurement = Measurement(job["seconds"], tell, keep=0, warm_up=WARM_UP_STEPS * config.gradient_accumulation)
     measurement.clock = StepClock(run.device, keep=0)
     train_for(run, config, measurement)
@@ -225,8 +226,7 @@ def _endless_run(config: HostConfig, job: Job) -> tuple[Run, Header]:
         run,
         # The last epoch has full-size images, where they grow; with a rate of zero the loss cannot diverge.
         progress=Progress(epoch=config.epochs - 1),
-        horizon=replace(run.horizon, epochs=ENDLESS),
-        peak_lr=0.0,
+        schedule=replace(run.schedule, horizon=replace(run.schedule.horizon, epochs=ENDLESS), peak_lr=0.0),
     )
     return run, run_header(config, run, data.samples, data.storage(), cpus=job["cpus"])
 

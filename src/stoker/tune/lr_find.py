@@ -137,7 +137,7 @@ def measure(job: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
         if job["from"] is not None:
             # The optimizer's state too, if it is the same: in mid-run, momentum decides which rates are too high.
             run = begin(run, Start(Path(job["from"]), job["which"], keep_optimizer=None), tell)
-            origin = run.branched_from or {}
+            origin = run.record.branched_from or {}
             if origin["optimizer_kept"] and origin["epoch"] is not None:
                 epoch = origin["epoch"]
                 at = f"epoch {epoch}, step {origin['step']:,}"
@@ -145,9 +145,9 @@ def measure(job: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
         curve = measure_range(
             run, job["lrs"], lambda done, total: tell([done, total]), sweeps=job["sweeps"], epoch=epoch
         )
-        return {"curve": asdict(curve), "from": run.branched_from}
+        return {"curve": asdict(curve), "from": run.record.branched_from}
     finally:
-        run.close()
+        run.input.close()
 
 
 def lr_text(found: LrFound) -> str:

@@ -83,7 +83,7 @@ def meet(subject: Subject, ranks: Ranks) -> tuple[RankFacts, ...] | StokerError:
 
     device = torch.device("cpu")
     if torch.cuda.is_available():  # GPU only
-        from stoker.tasks.training import device_index
+        from stoker.train.devices import device_index
 
         device = torch.device("cuda", device_index(ranks.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)

@@ -34,7 +34,6 @@ from stoker.train.checkpoint.saver import Saver
 from stoker.train.loop import Run, pending
 from stoker.train.optimization import set_lr
 from stoker.train.ranks import Ranks
-from stoker.train.schedule import learning_rate
 from stoker.train.step import StepResult
 from stoker.trial.trial_server import ALONE
 from stoker.verify.config import peak_lr
@@ -111,14 +110,14 @@ def try_run(subject: Subject) -> Trial:
             try:
                 facts = _first_step(run, saver) | _grouping(run)
                 began = time.perf_counter()
-                if not saver.save(run.train_metrics.total(), now=True):
+                if not saver.save(run.scores.train_metrics.total(), now=True):
                     raise UserError("trial-not-saved", f"the checkpoint could not be written to {name}")
                 facts["save_s"] = time.perf_counter() - began
                 facts["next_loss"] = float(_step(run, saver).loss)
             finally:
                 saver.close()
             parameters = sum(value.numel() for value in run.model.parameters())
-            outputs = config.num_classes or len(run.classes)
+            outputs = config.num_classes or len(run.record.classes)
             after = {name: value.detach().cpu() for name, value in run.model.state_dict().items()}
         del run, saver  # frees their memory before the second run takes as much
         resumed_loss, differing = _resumed(config, data, device, checkpoints, after)
@@ -248,7 +247,7 @@ def _running(config: HostConfig, data: TrainingData | VolumeData, device: torch.
     try:
         yield run
     finally:
-        run.close()
+        run.input.close()
 
 
 def build_run(config: HostConfig, *arguments: Any) -> Run:
@@ -304,16 +303,16 @@ def _step(run: Run, saver: Saver) -> StepResult:
     """One step, as the loop takes it."""
     progress = run.progress
     run.step.model.train()
-    batch = next(run.train_loader(progress.epoch).epoch(progress.epoch, progress.position))
-    set_lr(run.step.optimizer, learning_rate(progress.step, run.horizon, run.peak_lr))
+    batch = next(run.input.train_loader(progress.epoch).epoch(progress.epoch, progress.position))
+    set_lr(run.step.optimizer, run.schedule.lr_at(progress.step))
     try:
         part = pending(run, batch, progress.epoch, progress.step)
         result = run.step([part], progress.step, before_update=saver.wait_for_copy)
     except StokerError:
         raise
     except Exception as error:
-        raise _does_not_run(run.config, error) from error
-    run.train_metrics.add_step(result)
+        raise _does_not_run(run.record.config, error) from error
+    run.scores.train_metrics.add_step(result)
     if run.ema is not None:
         run.ema.update()
     progress.position, progress.step = batch.next_position, progress.step + 1

@@ -60,15 +60,15 @@ def test_nothing_of_an_unreadable_patch_reaches_a_score(tmp_path: Path, scrolls:
     config = configured(tmp_path, scrolls)
     run = build_run(config, open_data(config, lambda _text: None), Ranks(), CPU)
     try:
-        assert run.val_loader is not None
-        batch = next(run.val_loader.epoch(0))
-        assert (run.prepare_val(batch).labels != 2).any()
+        assert run.input.val_loader is not None
+        batch = next(run.input.val_loader.epoch(0))
+        assert (run.input.prepare_val(batch).labels != 2).any()
         batch.valid[:] = [True, False]
-        labels = run.prepare_val(batch).labels
+        labels = run.input.prepare_val(batch).labels
         assert (labels[0] != 2).any()
         assert (labels[1] == 2).all()
     finally:
-        run.close()
+        run.input.close()
 
 
 @pytest.mark.parametrize(("limit", "world", "expected"), [(None, 1, 8), (1, 1, 2), (1, 2, 4), (0.5, 1, 4), (9, 1, 8)])

@@ -24,19 +24,14 @@ from stoker.loader.loader import Follow, ImageLoader
 from stoker.loader.loader_speed import LoaderSpeed
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
-from stoker.profile.step_clock import StepClock
 from stoker.run.folder import RunFolder
 from stoker.run.metric import metric_of
 from stoker.tasks.building import (
-    average_of,
+    assemble_run,
     describe_schedule,
-    early_stopping,
-    horizon_for,
     input_dtype,
     optimizer_for,
-    peak_lr_of,
     ready_device,
-    total_batch_of,
     train_step,
 )
 from stoker.tasks.images.augment.copies import Copy
@@ -74,13 +69,12 @@ from stoker.train.checkpoint.weights import load_weights
 from stoker.train.compute import (
     compute_dtype,
 )
-from stoker.train.evaluate import Accumulator, ImageScoring
-from stoker.train.launch import StopRequest
-from stoker.train.loop import Run
+from stoker.train.evaluate import ImageScoring
+from stoker.train.loop import InputPipeline, Run, RunRecord
 from stoker.train.optimization import build_loss, cross_entropy
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
-from stoker.train.schedule import Progress, default_resize_epochs, image_size
+from stoker.train.schedule import default_resize_epochs, image_size
 from stoker.train.step import Prepared, TraceableStep
 from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
@@ -186,11 +180,9 @@ def build_run(
     ready_device(config, device)
     num_classes = config.num_classes or len(data.train.classes)
     model = build_network(config, num_classes, device, ranks, say)
-    metric = metric_of(config_values(config))
     step = train_step(config, model, build_loss(config), ranks, device, say)
     uploader = Uploader(queue_of(device))
     loaders = _Loaders(config, data, ranks, quarantine_file, staging, say, on_gpu=uploader.queue is not None)
-    horizon = horizon_for(config, loaders.of_epoch(0).steps())
     val_loader = loaders.validation()
     colours = colours_of(model)
     augment = train_augment(config, num_classes, colours, device)
@@ -198,20 +190,16 @@ def build_run(
         data.train.classes, device, outputs=None if val_loader is None else num_classes,
         measures_cross_entropy=config.loss == "cross_entropy",
     )  # fmt: skip
-    return Run(
-        model=model, ema=average_of(config, model, horizon), step=step, total_batch=total_batch_of(config, ranks),
-        uploader=uploader,
+    pipeline = InputPipeline(
+        train_loader=loaders.of_epoch, val_loader=val_loader, uploader=uploader,
         prepare=partial(prepare_batch, augment, uploader.copy, ranks.rank * config.gradient_accumulation),
         prepare_val=partial(prepare_val_batch, eval_prepare(config, colours, device), uploader.copy),
-        train_loader=loaders.of_epoch, val_loader=val_loader, val_loss=cross_entropy,
-        scoring=ImageScoring(device, labels), metric=metric, horizon=horizon, peak_lr=peak_lr_of(config, ranks),
-        stopping=early_stopping(config, metric),
-        accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
-        progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
-        close=loaders.close, config=config_values(config), classes=data.train.classes,
-        decoder=data.decoding.decoder,
-        name_samples=data.names,
-        guard_memory=PrefetchGuard(say).check,
+        name_samples=data.names, close=loaders.close, guard_memory=PrefetchGuard(say).check,
+    )  # fmt: skip
+    return assemble_run(
+        config, ranks, device, model=model, step=step, pipeline=pipeline, val_loss=cross_entropy,
+        scoring=ImageScoring(device, labels),
+        record=RunRecord(config_values(config), data.train.classes, decoder=data.decoding.decoder),
     )  # fmt: skip
 
 
@@ -232,7 +220,7 @@ def describe_run(config: Config, run: Run, data: TrainingData) -> str:
         [
             f"{config.model}: {count_parameters(run.model):,} parameters, {len(data.train.classes)} classes",
             f"{len(data.train):,} training images, {val}, decoded by {data.decoding.decoder}",
-            *describe_schedule(config, run.ranks, run.device, run.horizon),
+            *describe_schedule(config, run.ranks, run.device, run.schedule.horizon),
         ]
     )
 

@@ -19,17 +19,11 @@ from stoker.core.errors import UserError
 from stoker.core.units import count
 from stoker.loader.loader import Follow
 from stoker.profile.host import HostConfig
-from stoker.profile.step_clock import StepClock
-from stoker.run.metric import metric_of
 from stoker.tasks.building import (
-    average_of,
+    assemble_run,
     describe_schedule,
-    early_stopping,
-    horizon_for,
     input_dtype,
-    peak_lr_of,
     ready_device,
-    total_batch_of,
     train_step,
 )
 from stoker.tasks.images.augment.copies import Copy
@@ -46,12 +40,9 @@ from stoker.tasks.volumes.scores.counts import VolumeCounts
 from stoker.train.checkpoint.restore import open_state
 from stoker.train.checkpoint.sources import open_source
 from stoker.train.checkpoint.weights import load_weights
-from stoker.train.evaluate import Accumulator
-from stoker.train.launch import StopRequest
-from stoker.train.loop import Run
+from stoker.train.loop import InputPipeline, Run, RunRecord
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
-from stoker.train.schedule import Progress
 from stoker.train.step import Prepared
 from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
@@ -90,24 +81,23 @@ def build_run(
 
     train, val = training_plan(config, data, ranks), validation_plan(config, data, ranks)
     train_loader = load(train, held, follow)
-    metric, dtype = metric_of(config_values(config)), input_dtype(config, device)
-    horizon = horizon_for(config, train_loader.steps())
+    dtype = input_dtype(config, device)
     augment = build_volume_augment(config, *data.statistics(data.train), dtype)
     evaluated = augment if data.val is None else build_volume_eval(config, *data.statistics(data.val), dtype)
-    return Run(
-        model=model, ema=average_of(config, model, horizon), step=step, total_batch=total_batch_of(config, ranks),
+    pipeline = InputPipeline(
+        train_loader=lambda _epoch: train_loader, val_loader=None if val is None else load(val, 1, make_way),
         uploader=uploader, prepare=partial(prepare_batch, augment, uploader.copy),
         prepare_val=partial(prepare_val_batch, evaluated, uploader.copy, data.rules.outside),
-        train_loader=lambda _epoch: train_loader,
-        val_loader=None if val is None else load(val, 1, make_way), val_loss=loss,
-        scoring=VolumeScoring(data.val, data.rules, device, config.surface_tolerance), metric=metric, horizon=horizon,
-        peak_lr=peak_lr_of(config, ranks), stopping=early_stopping(config, metric),
-        accumulation=config.gradient_accumulation, max_bad_steps=config.max_bad_steps, ranks=ranks, device=device,
-        progress=Progress(), train_metrics=Accumulator(device), stop=StopRequest(), clock=StepClock(device),
-        close=lambda: _close(opened), config=config_values(config),
-        classes=tuple(f"label {number}" for number in range(data.rules.classes)), decoder=None,
-        name_samples=data.names, guard_memory=PrefetchGuard(say).check,
-        data={"classes": data.rules.classes, "ignore": data.rules.ignore, "channels": data.channels},
+        name_samples=data.names, close=lambda: _close(opened), guard_memory=PrefetchGuard(say).check,
+    )  # fmt: skip
+    rules = data.rules
+    record = RunRecord(
+        config_values(config), tuple(f"label {number}" for number in range(rules.classes)),
+        data={"classes": rules.classes, "ignore": rules.ignore, "channels": data.channels},
+    )  # fmt: skip
+    return assemble_run(
+        config, ranks, device, model=model, step=step, pipeline=pipeline, val_loss=loss,
+        scoring=VolumeScoring(data.val, rules, device, config.surface_tolerance), record=record,
     )  # fmt: skip
 
 
@@ -153,7 +143,7 @@ def describe_run(config: Config, run: Run, data: VolumeData) -> str:
         f"{ignored}, {config.volume_loss}",
         f"{count(len(data.train.cases), 'training volume')}, {val}, {part}",
         f"patches of {patch}, {count(data.channels, 'channel')}, {config.foreground_patches:.0%} around foreground",
-        *describe_schedule(config, run.ranks, run.device, run.horizon),
+        *describe_schedule(config, run.ranks, run.device, run.schedule.horizon),
     ]
     if config.steps_per_epoch is None and not config.fast_dev_run:
         lines.append("steps_per_epoch is not set: an epoch has as many updates as nnU-Net's")

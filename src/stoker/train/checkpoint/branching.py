@@ -154,7 +154,7 @@ def begin(run: Run, start: Start, say: Say) -> Run:
         run.ema.load_state_dict({"updates": 0, "tensors": tensors})
     for line in begun.lines:
         say(line)
-    return replace(run, branched_from=asdict(begun.record))
+    return replace(run, record=replace(run.record, branched_from=asdict(begun.record)))
 
 
 def _read(run: Run, start: Start) -> _Begun:
@@ -195,7 +195,7 @@ def _other_optimizer(run: Run, file: WeightsFile, state: dict[str, Any] | None) 
         return [f"the file is {file.maker}, which does not say which parameter a momentum belongs to"]
     if "optimizer" not in state:
         return ["the checkpoint holds none"]
-    saved, ours = state["config"].get("optimizer"), run.config.get("optimizer")
+    saved, ours = state["config"].get("optimizer"), run.record.config.get("optimizer")
     lines = [] if saved == ours else [f"optimizer: {saved} in the checkpoint, {ours} in this run"]
     lines += differences({"model": state["model"]}, {"model": run.model.state_dict()})
     counts = [

@@ -35,7 +35,7 @@ from stoker.train.checkpoint.changes import (
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.format import CheckpointCorrupt, is_ours, peek, read_checkpoint
 from stoker.train.optimization import load_state
-from stoker.train.schedule import Progress, is_over, learning_rate
+from stoker.train.schedule import Progress
 
 if TYPE_CHECKING:
     from stoker.train.loop import Run
@@ -102,14 +102,14 @@ def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) 
     (CheckpointOther) and, unless `replan`, another schedule (ScheduleChanged), before anything is loaded.
     """
     state, path = found.state, found.path
-    changes = changes_since(state, {**run.config, "decoder": run.decoder or run.config["decoder"]})
+    changes = changes_since(state, {**run.record.config, "decoder": run.record.decoder or run.record.config["decoder"]})
     _refuse_other(run, state, path, of_kind("other", changes))
     progress, schedule = _progress_in(run, state), of_kind("schedule", changes)
     # The rates of the last step and of the next: a learning rate is a function of the step, its horizon and its peak.
-    rates = float(state["optimizer"]["param_groups"][0]["lr"]), learning_rate(progress.step, run.horizon, run.peak_lr)
+    rates = float(state["optimizer"]["param_groups"][0]["lr"]), run.schedule.lr_at(progress.step)
     if progress.finished and (asked := by_the_user(changes)):
-        early = None if run.stopping is None else run.stopping.reason(progress)
-        raise nothing_left(path, asked, progress.epoch, run.horizon.epochs, early)
+        early = None if run.schedule.stopping is None else run.schedule.stopping.reason(progress)
+        raise nothing_left(path, asked, progress.epoch, run.schedule.horizon.epochs, early)
     if schedule and not replan:
         raise ScheduleChanged(path, schedule, progress.step, *rates)
 
@@ -125,21 +125,22 @@ def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) 
             if progress.step != state["progress"]["step"]:
                 run.ema.steps = progress.step
     if run.ranks.is_first:  # the sums are those of all ranks
-        run.train_metrics.restore(state["sums"])
+        run.scores.train_metrics.restore(state["sums"])
     _keep_what_memory_forced(run, progress, used_values(state)["batch_size"], say)
     events = _say_changes(run, state, progress, changes, rates, say)
-    return Resumed(replace(run, progress=progress, branched_from=state.get("branched_from")), events)
+    record = replace(run.record, branched_from=state.get("branched_from"))
+    return Resumed(replace(run, progress=progress, record=record), events)
 
 
 def _progress_in(run: Run, state: Mapping[str, Any]) -> Progress:
     """Where the checkpoint is in the run's own count of steps."""
-    progress, saved, wanted = Progress(**state["progress"]), state["horizon"]["steps_per_epoch"], run.horizon
+    progress, saved, wanted = Progress(**state["progress"]), state["horizon"]["steps_per_epoch"], run.schedule.horizon
     if saved != wanted.steps_per_epoch:
         # Another total batch, or other data: the same step number is another moment of the schedule.
         progress.step = round(progress.step / saved * wanted.steps_per_epoch)
-        if progress.position // run.total_batch >= wanted.steps_per_epoch:
+        if progress.position // run.schedule.total_batch >= wanted.steps_per_epoch:
             progress.step = (progress.epoch + 1) * wanted.steps_per_epoch  # this epoch is already longer than one
-    progress.finished = is_over(progress, wanted, run.stopping)
+    progress.finished = run.schedule.is_over(progress)
     return progress
 
 
@@ -163,16 +164,16 @@ def _say_changes(
         for change in applied:
             say(applied_line(change, progress.step))
         events.append(("settings_changed", {"changed": as_event(applied)}))
-    had, has = state["horizon"]["steps_per_epoch"], run.horizon.steps_per_epoch
+    had, has = state["horizon"]["steps_per_epoch"], run.schedule.horizon.steps_per_epoch
     if had != has:
         say(
             f"an epoch now has {has:,} steps and had {had:,}: the run is at step {progress.step:,} in the new count; "
             f"{lr_line}"
         )
     if schedule := of_kind("schedule", changes):
-        for line in replanned_lines(schedule, used_values(state), run.config, progress):
+        for line in replanned_lines(schedule, used_values(state), run.record.config, progress):
             say(line)
-        say(f"{lr_line}, {learning_rate(run.horizon.total_steps, run.horizon, run.peak_lr):.4g} at the end")
+        say(f"{lr_line}, {run.schedule.lr_at(run.schedule.horizon.total_steps):.4g} at the end")
         details = {"changed": as_event(schedule), "lr_before": rates[0], "lr_after": rates[1]}
         events.append(("replanned", details))
     return tuple(events)
@@ -294,7 +295,7 @@ def _identity(path: Path) -> str:
 
 def _refuse_other(run: Run, state: dict[str, Any], path: Path, changes: Sequence[SettingChange]) -> None:
     differ = [str(change) for change in changes]
-    if (line := _other_classes(state.get("classes"), run.classes)) is not None:
+    if (line := _other_classes(state.get("classes"), run.record.classes)) is not None:
         differ.insert(0, line)
     differ += differences({"model": state["model"]}, {"model": run.model.state_dict()})
     if differ:

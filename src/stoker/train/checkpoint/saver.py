@@ -44,13 +44,13 @@ def run_state(run: Run, sums: dict[str, Any]) -> dict[str, Any]:
         "optimizer": run.step.optimizer.state_dict(),
         "scaler": run.step.precision.scaler.state_dict(),
         "progress": asdict(run.progress),
-        "horizon": asdict(run.horizon),
+        "horizon": asdict(run.schedule.horizon),
         "sums": sums,
-        "config": run.config,
-        "classes": run.classes,
-        "decoder": run.decoder,
-        "data": run.data,
-        "branched_from": run.branched_from,
+        "config": run.record.config,
+        "classes": run.record.classes,
+        "decoder": run.record.decoder,
+        "data": run.record.data,
+        "branched_from": run.record.branched_from,
     }
 
 

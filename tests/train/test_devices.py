@@ -11,8 +11,8 @@ import torch
 from stoker.config import load_config
 from stoker.core.errors import UserError
 from stoker.profile.host import Machine, fit_to_machine
-from stoker.tasks.training import check_devices, device_index
 from stoker.train.compute import choose_fastest_kernels
+from stoker.train.devices import check_devices, device_index
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
 

@@ -38,15 +38,16 @@ def run(folder: Path, *options: str) -> tuple[int, str]:
 
 def test_failed_tests_are_repeated_alone_and_unstable_ones_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    real_time\n    release\n")
-    (tmp_path / "test_some.py").write_text(SUITE)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(SUITE)
     code, said = run(tmp_path, "--repeat-failed")
     assert code == 0, said
     assert "2 unstable" in said
-    assert "  test_some.py::test_unstable\n  test_some.py::test_slow_machine\n" in said
+    assert "  tests/test_some.py::test_unstable\n  tests/test_some.py::test_slow_machine\n" in said
     # Without the option, only tests that need real time get a second chance.
     (tmp_path / "unstable").unlink()
     (tmp_path / "slow").unlink()
     code, said = run(tmp_path)
     assert code == 1
     assert "1 unstable" in said
-    assert "  failed: test_some.py::test_unstable\n" in said
+    assert "  failed: tests/test_some.py::test_unstable\n" in said

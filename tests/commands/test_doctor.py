@@ -24,7 +24,7 @@ from tests.conftest import Run
 from tests.doctor.checks.observations import starved
 from tests.support.tiny_training import write_config, write_images
 
-SCRIPT = """
+SCRIPT = """# warm
 import sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset

@@ -28,7 +28,7 @@ from stoker.trial.process import ceiling_trial, together_trial
 from tests.support.tiny_training import write_config, write_images
 from tests.support.waiting import DEADLINE_S, wait_until
 
-PROGRAM = """
+PROGRAM = """# warm
 import sys
 from pathlib import Path
 from stoker.config import load_config

@@ -314,7 +314,7 @@ def test_shared_slots_are_reused_but_never_while_in_use(data: Path) -> None:
         loader.close()
 
 
-ORPHANS = """
+ORPHANS = """# warm
 import sys
 from pathlib import Path
 from tests.loader.test_loader import loader_for
@@ -331,7 +331,7 @@ def test_no_worker_outlives_a_killed_parent(data: Path, tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    parent = subprocess.Popen([sys.executable, script, data], stdout=subprocess.PIPE, text=True, env=environment)
+    parent = subprocess.Popen([sys.executable, str(script), data], stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout is not None
     workers = [int(word) for word in parent.stdout.readline().strip("[]\n").split(",")]
     assert len(workers) == 2

@@ -7,6 +7,7 @@ import locale
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -15,7 +16,6 @@ KEPT = {
     "PATH", "TMPDIR", "USER", "LOGNAME", "SHELL",
     "LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH",  # torch.compile
     "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES",  # on a shared host: the GPUs that are ours to use
-    "PYTHONDONTWRITEBYTECODE",
 }  # fmt: skip
 """Variables that say where things are on this host. All others are removed as settings of the user: credentials, ranks,
 proxies, numbers of threads."""
@@ -32,6 +32,8 @@ def isolate() -> None:
     for name in list(os.environ):
         if name not in KEPT and not name.startswith(KEPT_PREFIXES):
             del os.environ[name]
+    # Otherwise every process would compile stoker, and pytest every test, anew: seconds each.
+    sys.dont_write_bytecode = False
     home = tempfile.mkdtemp(prefix="stoker-home-")
     atexit.register(_remove, home, os.getpid())
     # Our commands let OpenMP's threads sleep while they wait, too; tests that run them here have imported torch before.

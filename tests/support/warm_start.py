@@ -3,8 +3,8 @@
     start_warm()       # in a test process: from now on, `subprocess` and `multiprocessing` start our programs warm
     with cold(): ...   # real new interpreters, where imports or the start itself are tested
 
-With the variable COLD_START, a warm process starts its own children cold. A program of a test (`python -c TEXT`) is
-started warm if its text begins with the comment `# warm`.
+With the variable COLD_START, a warm process starts its own children cold. A program of a test (`python -c TEXT` or
+`python FILE`) is started warm if its text begins with the comment `# warm`.
 
 A warm process has the parent, environment, folder, descriptors, session, limits and exit code that it would have had as
 a new interpreter. The process that is forked never runs anything itself. Whoever asks for a process becomes its
@@ -41,7 +41,7 @@ IMPORTED = (
     "matplotlib.pyplot",  # looks for the fonts of this machine, in every new home
 )  # fmt: skip
 OURS = re.compile(
-    r"-m (stoker|torch\.distributed\.run|tests\.support\.ready_process) "
+    r"-m (stoker|torch\.distributed\.run|tests\.[\w.]+) "
     r"|-c (from (stoker\.child|multiprocessing\.(forkserver|spawn)) |\n?# warm\n)"
     rf"|{re.escape(str(PROJECT))}/(train|benchmark_data_loading|bench/document_replica)\.py "
     rf"|{re.escape(str(PROJECT))}/tests/support/foreign_scripts/\w+\.py "
@@ -96,7 +96,15 @@ def _is_ours(args: Any) -> bool:
     words = [os.fsdecode(word) for word in args[1:]]
     while words and words[0] in FLAGS:
         words = words[1:]
-    return OURS.match(" ".join(words) + " ") is not None
+    return OURS.match(" ".join(words) + " ") is not None or (words[:1] != [] and _says_warm(words[0]))
+
+
+def _says_warm(path: str) -> bool:
+    try:
+        with Path(path).open("rb") as file:
+            return file.readline().strip() == b"# warm"
+    except OSError:
+        return False
 
 
 def _execute_warm(self: Any, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
@@ -178,6 +186,7 @@ def serve_imported(descriptor: int, parent: int) -> None:
     """The life of the first process that others are forked from."""
     for name in IMPORTED:
         import_module(name)
+    import_module("stoker.run.environment").installed_packages()  # remembered: a tenth of a second of every run
     _serve(socket.socket(fileno=descriptor), parent)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.doctor.script.conftest import Attached
-from tests.support.warm_start import cold
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.release)])
 def test_the_workers_batches_are_recorded(attached: Attached, method: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with cold():
-        result = attached("plain.py", "--start", method, "--workers", "1", "--persistent")
+    result = attached("plain.py", "--start", method, "--workers", "1", "--persistent")
     out, err = capfd.readouterr()
     assert out.startswith("trained 16 batches")
     assert err == "a word on stderr\n"

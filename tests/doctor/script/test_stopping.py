@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tests.doctor.script.conftest import SCRIPTS, Attached
@@ -31,7 +33,7 @@ def test_after_the_requested_seconds_too(attached: Attached) -> None:
 def test_a_signal_to_the_doctor_reaches_the_script_which_ends_in_its_own_way(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     program = (
-        "import sys; from stoker.doctor.script.run_script import run_attached; r = run_attached(sys.argv[1:]);"
+        "# warm\nimport sys; from stoker.doctor.script.run_script import run_attached; r = run_attached(sys.argv[1:]);"
         "print('doctor saw', r.exit_code, r.observed.steps >= 3)"
     )
     command = [sys.executable, str(SCRIPTS / "endings.py"), "--catch", "--ready-file", str(ready)]
@@ -45,21 +47,32 @@ def test_a_signal_to_the_doctor_reaches_the_script_which_ends_in_its_own_way(tmp
     assert doctor.returncode == 0
 
 
-IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+IN_A_TERMINAL = """# warm
+import os, sys
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # as the first of its session, it gets the terminal's signals
+from stoker.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_script_once_and_the_report_follows(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     script = [sys.executable, str(SCRIPTS / "endings.py"), "--catch-interrupt", "--ready-file", str(ready)]
-    terminal = subprocess.Popen(
-        [sys.executable, "-c", IN_A_TERMINAL, sys.executable, "-m", "stoker", "doctor", "--", *script],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    ours, theirs = pty.openpty()
+    doctor = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, "doctor", "--", *script],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
     )  # fmt: skip
+    os.close(theirs)
     wait_until(ready.exists)
-    out, _ = terminal.communicate(b"\x03", timeout=DEADLINE_S)
-    text = out.decode()
+    os.write(ours, b"\x03")
+    text = ""
+    with suppress(OSError), os.fdopen(ours, "rb", 0) as screen:  # Linux reports a closed terminal as an error
+        while data := screen.read(65_536):
+            text += data.decode()
+    doctor.wait(DEADLINE_S)
     assert text.count("interrupted") == 1
     # It got the time that it needs, and was not interrupted a second time.
     assert "saved after the interrupt" in text
     assert text.index("saved after the interrupt") < text.index("verdict: ")
-    assert terminal.returncode == 6
+    assert doctor.returncode == 6

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from stoker.doctor.script.run_script import run_attached
 from tests.doctor.script.conftest import SCRIPTS
 
 
 def test_rank_0_of_two_is_reported() -> None:
-    torchrun = str(Path(sys.executable).parent / "torchrun")
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]  # warm
     script = [str(SCRIPTS / "plain.py"), "--workers", "1", "--epochs", "1"]
-    result = run_attached([torchrun, "--standalone", "--nproc-per-node", "2", *script])
+    result = run_attached([*torchrun, "--standalone", "--nproc-per-node", "2", *script])
     assert result.exit_code == 0
     assert any(note == "2 ranks trained; these are the times of rank 0" for note in result.notes)
     assert result.observed is not None

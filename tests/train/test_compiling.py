@@ -92,7 +92,7 @@ def test_each_image_size_is_compiled_once_and_the_last_validation_batch_is_not_c
     monkeypatch.setattr(torch, "compile", compile_with_a_counter)
     torch._dynamo.reset()
     images = write_images(tmp_path / "images", train=8, val=7)  # 21 for validation: 8, 8 and 5
-    keys = {"start_img_size": 32, "img_size": 96, "epochs": 4, "resize_epochs": 2, "compile_model": True}
+    keys = {"start_img_size": 32, "img_size": 64, "epochs": 2, "resize_epochs": 1, "compile_model": True}
     config = load_config(write_config(tmp_path, images, **keys), []).config
     fitted, _ = fit_to_machine(config, read_machine())
     run = build_run(fitted, open_data(fitted, lambda _text: None), Ranks(), torch.device("cpu"))
@@ -100,5 +100,5 @@ def test_each_image_size_is_compiled_once_and_the_last_validation_batch_is_not_c
     train(run)
     run.input.close()
     training = [shape for training, shape in compiled if training]
-    assert [shape[-1] for shape in training] == [32, 64, 96]
-    assert [shape for training, shape in compiled if not training] == [(8, 3, 96, 96)]
+    assert [shape[-1] for shape in training] == [32, 64]
+    assert [shape for training, shape in compiled if not training] == [(8, 3, 64, 64)]

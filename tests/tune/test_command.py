@@ -14,9 +14,8 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.run.json_lines import read_records
+from stoker.tune import search, space, trials
 from stoker.tune.records import key_of
-from stoker.tune.space import settings_of
-from tests.conftest import Run
 from tests.support.tiny_training import write_config, write_images
 from tests.support.waiting import is_running, wait_until
 
@@ -35,32 +34,37 @@ def trials_in(path: Path) -> int:
     return sum(record["kind"] == "trial" for record in read_records(path)) if path.exists() else 0
 
 
-def test_a_search_writes_a_journal_and_a_config_that_was_run(stoker: Run, config_file: Path, tmp_path: Path) -> None:
+def test_a_search_writes_a_journal_and_a_config_that_was_run(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One change to try, in trials that never become longer: the search ends long before its budget.
+    monkeypatch.setattr(space, "KNOBS", [knob for knob in space.KNOBS if knob.keys == ("data_root",)])
+    monkeypatch.setattr(trials, "MOST_LONGER", 1.0)
+    monkeypatch.setattr(search, "MOST_ROUNDS", 2)
     text, images = config_file.read_text(), config_file.with_name("data")
     before = sorted(images.rglob("*"))
     shards = tmp_path / "packs" / "shards"
-    # A consumer that takes everything at once: there is always something to try.
-    words = ("--pace", "0.01ms", "--trial-seconds", "0.5", "--budget", "60s", "--pack", tmp_path / "packs")
-    ended = stoker("tune", config_file, *words, "--json")
-    assert ended.code == 0, ended.err
+    words = ["--pace", "0.01ms", "--trial-seconds", "0.5", "--pack", str(shards.parent), "--json"]
+    assert main(["tune", str(config_file), *words]) == 0
+    ended = capsys.readouterr()
     found = json.loads(ended.out)
+    assert found["stopped"] == "nothing left to try"
     records = list(read_records(config_file.with_name("tune.jsonl")))
     assert (records[0]["kind"], records[-1]["kind"]) == ("begin", "end")
-    trials = [record for record in records if record["kind"] == "trial"]
-    assert found["trials"] == len(trials) >= 3
-    assert key_of(found["best"]) in [key_of(trial["settings"]) for trial in trials]
+    tried = [record for record in records if record["kind"] == "trial"]
+    assert found["trials"] == len(tried) >= 3
+    assert key_of(found["best"]) in [key_of(trial["settings"]) for trial in tried]
     # Nothing that was tried changed the training, not even the data from shards.
-    assert len({trial["measured"]["ledger"] for trial in trials if trial["measured"]["result"] == "measured"}) == 1
-    tried = [trial["measured"]["result"] for trial in trials if trial["settings"]["data_root"] == str(shards)]
-    assert tried
-    assert set(tried) == {"measured"}
+    assert {trial["measured"]["result"] for trial in tried} == {"measured"}
+    assert len({trial["measured"]["ledger"] for trial in tried}) == 1
+    assert str(shards) in [trial["settings"]["data_root"] for trial in tried]
     assert found["ceiling"] == pytest.approx(8 / 0.00001)
     assert found["facts"]["unit"] == "images"
     assert found["steps"][0]["decision"] == "baseline"
     tuned = Path(found["tuned"])
     assert tuned == config_file.with_name("tuned.yaml")
     fitted, _ = fit_to_machine(load_config(tuned).config, read_machine())
-    assert key_of(settings_of(fitted) | {"data_root": fitted.data_root}) == key_of(found["best"])
+    assert key_of(space.settings_of(fitted) | {"data_root": fitted.data_root}) == key_of(found["best"])
     if found["best"] != found["original"]:
         assert found["steps"][-1]["decision"] == "confirmed"
     assert shards.exists() == (tmp_path / "packs").exists() == (found["best"]["data_root"] == str(shards))

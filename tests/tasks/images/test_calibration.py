@@ -88,7 +88,7 @@ def test_a_decoder_that_crashes_is_left_out(files: list[bytes], trial: Trial, re
 def test_a_decoder_that_hangs_is_left_out(
     files: list[bytes], monkeypatch: pytest.MonkeyPatch, replace_trial: Replace
 ) -> None:
-    monkeypatch.setattr(calibration, "TRIAL_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(calibration, "TRIAL_TIMEOUT_S", 1.0)
     replace_trial(trials.hangs)
     assert set(measure(["good", "bad"], files, 64, CAP)) == {"good"}
 

@@ -15,7 +15,7 @@ from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.decode.headers import BadImage, Box
 from tests.support import images
 
-FILES_FOR_EACH = 2500
+FILES_FOR_EACH = 600
 
 
 def damaged(data: bytes, random_: random.Random) -> bytes:
@@ -77,8 +77,8 @@ def test_damaged_files_are_decoded_or_refused_but_never_crash(decoder: str) -> N
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
     decoded, refused = map(int, done.stdout.split())
     assert decoded + refused == FILES_FOR_EACH
-    assert decoded > 300
-    assert refused > 300
+    assert decoded > 60
+    assert refused > 60
 
 
 if __name__ == "__main__":

@@ -37,9 +37,7 @@ from stoker.tasks.volumes.patches.transforms import TransformRange
 from tests.io.test_cache import kept_files
 from tests.support.proxy import Proxy, hold_until_in_flight
 from tests.support.s3_server import BUCKET, S3Server
-from tests.tasks.volumes.test_formats import SHAPE, some_regions, voxels
-from tests.tasks.volumes.test_loader import READING, stream
-from tests.tasks.volumes.writing import FORMATS, PILLOW, npy, tiff, zarr_array
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -136,16 +134,22 @@ def test_a_full_folder_is_no_reason_to_stop(s3: S3Server, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["npy", "zarr v3"])
 def test_a_store_that_goes_away_for_a_while_is_waited_for(
-    name: str, s3_server: S3Server, s3_proxy: Proxy, tmp_path: Path
+    name: str, s3_server: S3Server, s3_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(outage, "SAID_AFTER_S", 0.2)
     array = voxels("uint8")
     there = remote(s3_server, tmp_path, FORMATS[name](tmp_path, array), f"outage/{name.replace(' ', '-')}")
     volume = open_volume(there, ReadingOptions(cache_bytes=0))
     volume.read(Region((0, 0, 0), (5, 5, 5)))
     s3_proxy.stop()
-    said: list[str | None] = []
-    look, back = threading.Timer(3.2, lambda: said.append(outage.text())), threading.Timer(3.5, s3_proxy.start)
-    look.start()
+    said: list[str] = []
+
+    def come_back_once_it_is_said() -> None:
+        wait_until(lambda: outage.text() is not None)
+        said.append(str(outage.text()))
+        s3_proxy.start()
+
+    back = threading.Thread(target=come_back_once_it_is_said)
     back.start()
     # Another opening of it, too: volumes to validate on are opened when their turn comes.
     later = threading.Thread(target=lambda: check_reads(open_volume(there, ReadingOptions(cache_bytes=0)), array))
@@ -153,7 +157,7 @@ def test_a_store_that_goes_away_for_a_while_is_waited_for(
     assert np.array_equal(volume.read(whole(SHAPE)), array)
     later.join()
     back.join()
-    assert "waiting for s3://" in str(said[0])
+    assert "waiting for s3://" in said[0]
 
 
 def test_a_store_that_stays_away_is_named(

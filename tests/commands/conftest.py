@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from stoker.profile import accelerators
 from tests.support.volumes import train_on_scrolls
+
+
+@pytest.fixture(autouse=True)
+def measured_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan measures the speed of the CPU for a second, which matters to none of these tests."""
+    monkeypatch.setattr(accelerators, "SECONDS_EACH", 0.01)
 
 
 @pytest.fixture(scope="session")

@@ -262,8 +262,9 @@ def test_a_card_by_name_is_as_fast_as_the_plan_says(large_pictures: Path) -> Non
     from stoker.doctor.pacing import read_pace
     from stoker.plan.planning import WantedMachine, plan_config
 
-    pace = read_pace("a100-80", large_pictures, ["devices=8"])
-    plan = plan_config(large_pictures, [], WantedMachine(gpu="a100-80")).plan
+    network = "model=resnet10t"  # traced in a second
+    pace = read_pace("a100-80", large_pictures, ["devices=8", network])
+    plan = plan_config(large_pictures, [network], WantedMachine(gpu="a100-80")).plan
     assert pace.images_per_second == plan.time.rates["accelerator"].images_per_second
     assert "A100" in pace.how
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import subprocess
@@ -14,7 +15,6 @@ from stoker.cli import main
 from stoker.core.out_of_memory import LEAST_ADDRESS_BYTES, as_out_of_memory
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import last_state, write_config, write_images
-from tests.support.waiting import DEADLINE_S
 
 
 @pytest.mark.parametrize("gigabytes", [1, 3])
@@ -43,6 +43,15 @@ def test_memory_that_runs_out_is_told_as_such_in_the_words_of_every_library() ->
     assert LEAST_ADDRESS_BYTES > 3e9
 
 
+def have_little_shared_memory() -> None:
+    """Gives this process a /dev/shm of its own."""
+    new_mounts = 0x20000  # CLONE_NEWNS
+    if ctypes.CDLL(None, use_errno=True).unshare(new_mounts) != 0:
+        sys.exit("unshare failed")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", "/dev/shm"], check=True)
+
+
 def test_a_full_shared_memory_and_a_pipe_for_a_checkpoint_are_clear_errors(ready: ReadyProcess, tmp_path: Path) -> None:
     images = write_images(tmp_path / "data", train=8, val=2)
     config = write_config(tmp_path, images, epochs=1)
@@ -59,15 +68,13 @@ def test_a_full_shared_memory_and_a_pipe_for_a_checkpoint_are_clear_errors(ready
     ended = ready.run("eval", tmp_path / "a.ckpt", cwd=tmp_path)
     assert ended.code == 1, ended.err
     assert "it is not a regular file" in ended.err
-    program = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
-    words = ["train", config, "loader=process", "num_workers=2", "run_name=shm", "--force"]
-    command = ["unshare", "-m", "sh", "-c", program, "sh", sys.executable, "-m", "stoker", *map(str, words)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
-    if "mount" in done.stderr or "unshare" in done.stderr:
+    words = ("train", config, "loader=process", "num_workers=2", "run_name=shm", "--force")
+    done = ready.run(*words, cwd=tmp_path, before=f"{__name__}:have_little_shared_memory")
+    if "mount" in done.err or "unshare" in done.err:
         pytest.skip("mounting a small file system is not permitted here")
-    assert done.returncode == 1, done.stderr
-    assert "error: shm-full" in done.stderr
-    assert "loader=thread" in done.stderr
+    assert done.code == 1, done.err
+    assert "error: shm-full" in done.err
+    assert "loader=thread" in done.err
     assert not (tmp_path / "runs" / "shm").exists()
 
 

@@ -29,6 +29,7 @@ from tests.conftest import Run
 from tests.support.published_scores import published_score
 from tests.support.volumes import needs_matcher
 
+pytestmark = pytest.mark.release  # it downloads 20 MB
 PACKAGE, CLASSES = "mricron-data", 117
 
 
@@ -97,7 +98,6 @@ def test_scores_of_real_masks_are_those_of_the_packages_that_define_them(templat
     assert 0.05 < found.score < 0.95, "neither trivially right nor trivially wrong"
 
 
-@pytest.mark.release
 def test_a_few_steps_on_a_real_scan_learn_where_the_atlas_has_regions(
     stoker: Run, templates: Path, tmp_path: Path
 ) -> None:

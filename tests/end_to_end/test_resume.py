@@ -50,8 +50,8 @@ def test_an_interrupted_run_ends_bit_identical(
     whole = config("whole")
     ledger = train_until(whole)
     assert last_state(whole.parent / "runs" / "tiny")["progress"]["step"] == STEPS
-    # Once; at the last step of an epoch; three times within one epoch; at the very last step.
-    for stops in ([4], [6, 7], [2, 3, 5, 11], [STEPS]) if recipe == "adamw" else ([2, 5, 9],):
+    # Twice within an epoch, and at its last step; at the very last step.
+    for stops in ([2, 4, 6], [STEPS]) if recipe == "adamw" else ([5],):
         again = config("-".join(map(str, stops)))
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
         parts = [train_until(again, stop, numbers[i]) for i, stop in enumerate(stops)]
@@ -148,7 +148,7 @@ def test_kills_at_any_moment_lose_nothing_but_time(ready: ReadyProcess, tmp_path
     assert ready.run("train", config, "run_name=whole", cwd=tmp_path).code == 0
     killed = tmp_path / "runs" / "killed"
     rng = random.Random(time.time_ns())
-    for after in (1, 5, 11, 12, 18):
+    for after in (1, 11, 18):
         run = ready.start("train", config, "run_name=killed", cwd=tmp_path)
         run.wait_for(lambda after=after: steps_done(killed) >= after)  # type: ignore[misc]
         time.sleep(rng.random() * 0.1)
@@ -164,17 +164,19 @@ def test_kills_at_any_moment_lose_nothing_but_time(ready: ReadyProcess, tmp_path
 
 
 def test_fresh_starts_over_and_keeps_the_earlier_run(ready: ReadyProcess, tmp_path: Path, images: Path) -> None:
-    config = write_config(tmp_path, images, epochs=1, csv=True, tensorboard=True, wandb_project="tests")
-    variables = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    assert ready.run("train", config, cwd=tmp_path, **variables).code == 0
+    config = write_config(tmp_path, images, epochs=1, csv=True, tensorboard=True)
+    assert ready.run("train", config, cwd=tmp_path).code == 0
     run = tmp_path / "runs" / "tiny"
+    # Its folder has these too if it is tracked.
+    (run / "wandb").mkdir()
+    (run / "wandb_id.txt").write_text("abc")
     names = {
         "checkpoints", "config.yaml", "environment.json", "logs", "metrics.csv", "metrics.jsonl", "tensorboard",
         "wandb", "wandb_id.txt",
     }  # fmt: skip
     assert names <= {path.name for path in run.iterdir()}
     old = (run / "metrics.jsonl").read_bytes(), (run / "wandb_id.txt").read_text()
-    fresh = ready.run("train", config, "--fresh", "seed=1", cwd=tmp_path, **variables)
+    fresh = ready.run("train", config, "--fresh", "seed=1", cwd=tmp_path)
     assert fresh.code == 0, fresh.err
     kept = run / "before-fresh-1"
     assert f"the earlier run is kept in {kept.relative_to(tmp_path)}" in fresh.err
@@ -182,7 +184,7 @@ def test_fresh_starts_over_and_keeps_the_earlier_run(ready: ReadyProcess, tmp_pa
     assert ((kept / "metrics.jsonl").read_bytes(), (kept / "wandb_id.txt").read_text()) == old
     assert "seed: 0" in (kept / "config.yaml").read_text()
     assert "seed: 1" in (run / "config.yaml").read_text()
-    assert (run / "wandb_id.txt").read_text() != old[1]
+    assert not (run / "wandb_id.txt").exists()
     assert len(metrics(run, "epoch")) == 1
     assert metrics(run, "epoch")[0]["train/loss"] != metrics(kept, "epoch")[0]["train/loss"]
 

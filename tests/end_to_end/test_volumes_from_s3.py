@@ -1,37 +1,23 @@
-"""`task: segment3d` with volumes in a bucket: the run of the folder, bit for bit; an outage is waited for."""
+"""`task: segment3d` with volumes in a bucket: the run of the folder, bit for bit."""
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from stoker.cli import main
 from tests.io.test_cache import kept_files
-from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiny_training import assert_same_end, metrics
 from tests.support.tiny_volumes import write_volume_config, write_volumes
 
 
-def go_away(proxy: Proxy) -> None:
-    """Stops the proxy now, from a thread of its own, and starts it again after a second."""
-
-    def gone() -> None:
-        proxy.stop()
-        time.sleep(1)
-        proxy.start()
-
-    threading.Thread(target=gone, daemon=True).start()
-
-
 def test_training_from_a_bucket_ends_like_training_from_the_folder(
-    s3_server: S3Server, s3_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_volumes(tmp_path / "data")
-    url = s3_server.put_folder(folder, "train-volumes")
+    url = s3.put_folder(folder, "train-volumes")
     ways = {
         "local": (str(folder), {}),
         "fetched": (url, {"num_workers": 2}),
@@ -41,9 +27,6 @@ def test_training_from_a_bucket_ends_like_training_from_the_folder(
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         config = write_volume_config(tmp_path / name, Path("unused"), **{"data_root": root} | keys)
-        if name == "fetched":
-            # Gone in the middle of an epoch, for as long as a gateway takes to restart.
-            s3_proxy.fault(r"GET .*\.tif bytes=", "call", call=lambda: go_away(s3_proxy))
         assert main(["train", str(config)]) == 0
     runs = [tmp_path / name / "runs" / "tiny" for name in ways]
     for run in runs[1:]:

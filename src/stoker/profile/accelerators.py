@@ -128,8 +128,9 @@ SECONDS_EACH = 0.2
 _DTYPES: dict[NumberFormat, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def measure_cpu(seconds_each: float = SECONDS_EACH) -> Datasheet:
+def measure_cpu(seconds_each: float | None = None) -> Datasheet:
     """A datasheet of the cores that torch uses, measured in about a second; other load on them makes it smaller."""
+    seconds_each = seconds_each or SECONDS_EACH
     peaks = {name: _product_rate(dtype, MATRIX_SIDES[name], seconds_each) for name, dtype in _DTYPES.items()}
     bandwidth = _copy_rate(seconds_each)
     return Datasheet(

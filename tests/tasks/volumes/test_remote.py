@@ -38,6 +38,9 @@ from tests.io.test_cache import kept_files
 from tests.support.proxy import Proxy, hold_until_in_flight
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.waiting import wait_until
+from tests.tasks.volumes.test_formats import SHAPE, some_regions, voxels
+from tests.tasks.volumes.test_loader import READING, stream
+from tests.tasks.volumes.writing import FORMATS, PILLOW, npy, tiff, zarr_array
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ DEEPEST = 200
 
 OURS, LIBRARY, USERS = range(3)
 _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120 - pathlib is slow to import
-_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, os.path.abspath(os.path.join(_OUR_FOLDER, "../../..")) + os.sep)  # noqa: PTH100, PTH118, PTH120
+_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, os.path.abspath(os.path.join(_OUR_FOLDER, "..")) + os.sep)  # noqa: PTH100, PTH118, PTH120
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # Names of functions that only call another one.
 PASSING_ON = frozenset(

@@ -26,7 +26,7 @@ class _StokerFinder:
             return None
         from importlib.util import spec_from_file_location
 
-        package = _HERE.parents[2]
+        package = _HERE.parents[1]
         return spec_from_file_location(name, package / "__init__.py", submodule_search_locations=[str(package)])
 
 

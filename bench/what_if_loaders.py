@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from bench.quiet import busy_seconds
+from stoker.attach.stage_clock import read_schedule
 from stoker.loader.batch import ImageBatch
 from stoker.loader.threads import ThreadEngine
-from stoker.profile.batch_costs import read_schedule
 from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed
 
 KINDS = {"io": (0.0, 24e-3), "cpu": (14e-3, 0.0), "mixed": (8e-3, 16e-3)}

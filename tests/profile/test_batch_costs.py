@@ -11,7 +11,8 @@ from statistics import median
 
 import pytest
 
-from stoker.profile.batch_costs import BatchClock, BatchCost, StageCost, read_schedule
+from stoker.attach.stage_clock import read_schedule
+from stoker.profile.batch_costs import BatchClock, BatchCost, StageCost
 
 
 def spin(seconds: float) -> None:

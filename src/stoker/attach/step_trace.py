@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stoker.attach.operators import is_channels_last, operator_facts
 from stoker.attach.session import Session
 from stoker.attach.stage_clock import here
-from stoker.plan.operators import is_channels_last, traced_op
-from stoker.plan.records import Phase, TracedOp
 
 FILE = "step-{pid}.json"
 MOST_OPERATORS = 200_000
@@ -31,7 +29,7 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, wanted_dtype: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._wanted_dtype = wanted_dtype
-        self._ops: list[TracedOp] = []
+        self._ops: list[dict[str, Any]] = []
         self._convolutions = [0, 0]
         self._failure: str | None = None
 
@@ -53,7 +51,7 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "channels_last": last > contiguous,
             "tf32": bool(products),
             "wanted_dtype": self._wanted_dtype,
-            "ops": [astuple(op) for op in self._ops],
+            "ops": self._ops,
         }
         path = os.path.join(opened.folder, FILE.format(pid=os.getpid()))  # noqa: PTH118
         with open(f"{path}.part", "w") as stream:  # noqa: PTH123
@@ -83,10 +81,10 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in given}
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
-        op = traced_op(func, args, kwargs, out, given, made, fresh, _phase())
+        op = operator_facts(func, args, kwargs, out, given, made, fresh, _phase())
         if op is None:
             return
-        if op.name == "convolution":
+        if op["name"] == "convolution":
             self._convolutions[is_channels_last(given[0]) and not given[0].is_contiguous()] += 1
         self._ops.append(op)
         if len(self._ops) > MOST_OPERATORS:
@@ -99,7 +97,7 @@ def uses_compile() -> bool:
     return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
 
-def _phase() -> Phase:
+def _phase() -> str:
     if torch._C._current_graph_task_id() != -1:  # inside autograd's engine
         return "backward"
     # An optimizer changes weights, which needs gradients switched off.

@@ -1,4 +1,4 @@
-"""One traced operator: its data type under CUDA's autocast, its FLOPs, bytes, kernels and workspace."""
+"""Operators on CPU tensors as CUDA would run them: their data type under autocast, and cuDNN's workspace."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils import flop_counter
 
-from stoker.plan.records import Phase, TracedOp
-from stoker.profile.flops import CORRECTED_FORMULAS
+from stoker.attach.operators import bytes_of, is_channels_last
+
+aten = torch.ops.aten
 
 # CUDA's autocast rules on CPU tensors: which operators use half precision, and which float32.
 #
@@ -128,54 +128,6 @@ def _softmax(operator: Any, kernel: Any) -> Callable[..., Any]:
     return call
 
 
-# What one operator computes and moves: FLOPs, bytes, kernels, and its workspace.
-
-aten = torch.ops.aten
-
-# At most allocates memory; no kernel runs.
-_NO_KERNEL = frozenset(
-    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "as_strided_", "detach_",
-     "squeeze_", "unsqueeze_", "t_", "transpose_", "set_", "resize_")
-)  # fmt: skip
-# Writes its first argument without reading it.
-_ONLY_WRITES = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"))
-# Tensors per launch of multi_tensor_apply, by the number of lists (depth_to_max_tensors in
-# ATen/native/cuda/MultiTensorApply.cuh).
-_TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
-
-
-def traced_op(
-    func: Any,
-    args: Any,
-    kwargs: Any,
-    out: Any,
-    given: list[Tensor],
-    made: list[Tensor],
-    fresh: list[Tensor],
-    phase: Phase,
-) -> TracedOp | None:
-    """The record of an operator; None if it runs nothing on a device, such as a view."""
-    name = func._overloadpacket.__name__
-    mutable = func._schema.is_mutable
-    if name in _NO_KERNEL or func.namespace != "aten" or not (fresh or mutable):
-        return None
-    changed = _changed(func, args, kwargs) if mutable else []
-    read = given[1:] if name in _ONLY_WRITES else given
-    numbers = [tensor for tensor in given if tensor.is_floating_point()] or [t for t in made if t.is_floating_point()]
-    return TracedOp(
-        name=name,
-        phase=phase,
-        flops=_flops(func, args, kwargs, out),
-        # Integers are moved, not computed with: datasheets have no peak rate for them.
-        dtype=str(numbers[0].dtype).removeprefix("torch.") if numbers else "float32",
-        read_bytes=_bytes(read),
-        written_bytes=_bytes([*fresh, *changed]),
-        kernels=_kernels(name, args),
-        depthwise=_is_depthwise(func, args),
-        volumetric="convolution" in name and given[0].ndim == 5,
-    )
-
-
 def convolution_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
     """Bytes of workspace that cuDNN uses for a convolution, kernel by kernel.
 
@@ -191,77 +143,8 @@ def convolution_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> list[i
     groups = args[9] if backward else (args[8] if len(args) > 8 else kwargs.get("groups", 1))
     if groups > 1 and groups == second.shape[1]:
         return []
-    converted = 0 if is_channels_last(second) else _bytes([first]) + _bytes([second]) + _bytes([weight])
+    converted = 0 if is_channels_last(second) else bytes_of([first]) + bytes_of([second]) + bytes_of([weight])
     if not backward:
         return [converted]
     needs_input, needs_weight, _ = args[10]
     return [converted * needs_input, (converted + 4 * weight.numel()) * needs_weight]
-
-
-def is_channels_last(tensor: Tensor) -> bool:
-    """Whether images or volumes are stored with their channels last."""
-    wanted = torch.channels_last_3d if tensor.ndim == 5 else torch.channels_last
-    return tensor.ndim in (4, 5) and tensor.is_contiguous(memory_format=wanted)
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    formulas = (CORRECTED_FORMULAS, flop_counter.flop_registry, _more_formulas())
-    formula = next((known[func._overloadpacket] for known in formulas if func._overloadpacket in known), None)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
-
-def _more_formulas() -> dict[Any, Any]:
-    """Formulas for attention, which has other names on the CPU."""
-    return {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    }
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    count: Any = flop_counter.sdpa_flop_count
-    return int(count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    count: Any = flop_counter.sdpa_backward_flop_count
-    return int(count(grad.shape, query.shape, key.shape, value.shape))
-
-
-def _bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the distinct tensors; an expanded tensor counts as its storage."""
-    seen: dict[tuple[int, int, int], int] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        key = (storage._cdata, int(tensor.storage_offset()), tensor.numel())
-        seen[key] = min(tensor.numel() * tensor.element_size(), storage.nbytes())
-    return sum(seen.values())
-
-
-def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        found += [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)]
-    return found
-
-
-def _is_depthwise(func: Any, args: Any) -> bool:
-    if func is aten.convolution.default:
-        weight, groups = args[1], args[8]
-    elif func is aten.convolution_backward.default:
-        weight, groups = args[2], args[9]
-    else:
-        return False
-    return bool(groups > 1 and weight.shape[1] == 1)
-
-
-def _kernels(name: str, args: Any) -> int:
-    if name == "convolution_backward":
-        return max(1, sum(bool(wanted) for wanted in args[10][:2]))
-    lists = [value for value in args if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
-    if not lists or not name.startswith(("_foreach_", "_fused_", "_amp_")):
-        return 1
-    return -(-max(map(len, lists)) // _TENSORS_A_LAUNCH.get(len(lists), 30))

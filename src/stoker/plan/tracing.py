@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stoker.attach.operators import operator_facts
 from stoker.core.errors import StokerError, UserError
-from stoker.plan.operators import convolution_workspace, cuda_autocast_rules, traced_op
+from stoker.plan.operators import convolution_workspace, cuda_autocast_rules
 from stoker.plan.records import Phase, TracedOp
 from stoker.train.compute import Precision
 from stoker.train.ema import WeightAverage
@@ -156,9 +157,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if "convolution" in func.__name__:
                 self._borrow(convolution_workspace(func, args, kwargs, out))
             if self._watch_ops:
-                op = traced_op(func, args, kwargs, out, given, made, fresh, phase)
-                if op is not None:
-                    self.ops.append(op)
+                facts = operator_facts(func, args, kwargs, out, given, made, fresh, phase)
+                if facts is not None:
+                    self.ops.append(TracedOp(**facts))
         return out
 
     def _answer(self, tensor: Tensor) -> bool | int | float:

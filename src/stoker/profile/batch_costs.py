@@ -11,6 +11,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from stoker.attach.stage_clock import read_schedule
+
 STAGES = ("fetch", "decode", "augment", "collate")
 """fetch: waiting for and reading the samples' bytes; decode: headers, decoding, cropping, resizing into the batch;
 augment: on the CPU, absent if everything happens on the device; collate: making the batch's buffer.
@@ -155,36 +157,6 @@ class BatchClock:
         self.begins("finished")
         self.cost.wall_s = self._since_s - self._began_s
         return self.cost
-
-
-class _ScheduleFile:
-    """The kernel's schedstat of the thread that opened it, kept open: opening costs ten times as much as reading."""
-
-    def __init__(self) -> None:
-        self.process = os.getpid()
-        self.descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:  # when its thread ends
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
-_local = threading.local()
-
-
-def read_schedule() -> tuple[int, int] | None:
-    """Nanoseconds that this thread has been running and waiting for a core; None if the kernel does not say.
-
-    The first is as old as the last tick."""
-    file: _ScheduleFile | None = getattr(_local, "file", None)
-    try:
-        # A forked child inherits the file of its parent's thread, and would read that thread's times.
-        if file is None or file.process != os.getpid():
-            file = _local.file = _ScheduleFile()
-        running, waiting, _ = os.pread(file.descriptor, 64, 0).split()
-    except (OSError, ValueError):
-        return None
-    return int(running), int(waiting)
 
 
 def run_queue_s() -> float | None:

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-aten = torch.ops.aten
-
-
-def convolution_backward_flops(grad_output: Any, inputs: Any, weight: Any, *arguments: Any, **_named: Any) -> int:
-    """FLOPs of `aten.convolution_backward` from its arguments (tensors or shapes): each gradient costs a forward pass.
-
-    torch's own formula counts the gradient of a grouped convolution's weight `groups` times over, which makes
-    EfficientNet-B0 fourteen times as expensive as it is (torch 2.15).
-    """
-    # After the three tensors: bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask.
-    transposed, wanted = arguments[4], arguments[7]
-    shape = _shape(inputs)
-    positions = shape if transposed else _shape(grad_output)
-    forward = 2 * shape[0] * prod(positions[2:]) * prod(_shape(weight))
-    return forward * sum(map(bool, wanted[:2]))
-
-
-CORRECTED_FORMULAS: Mapping[Any, Callable[..., int]] = {aten.convolution_backward: convolution_backward_flops}
-"""Corrections for torch.utils.flop_counter."""
+from stoker.attach.operators import CORRECTED_FORMULAS
 
 
 def training_flops_per_image(model: nn.Module, size: int, *, channels: int = 3) -> int | None:
@@ -58,10 +39,6 @@ def training_flops_per_image(model: nn.Module, size: int, *, channels: int = 3) 
     finally:
         model.train(was_training)
     return counter.get_total_flops() // batch or None
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, Tensor) else tuple(value)
 
 
 def _sum(outputs: Any) -> Tensor:

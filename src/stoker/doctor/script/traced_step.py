@@ -57,7 +57,7 @@ def read_traced_step(folder: Path) -> TracedStep | str:
         try:
             with open_regular(path) as stream:
                 document = json.loads(stream.read(MOST_BYTES))
-            ops = tuple(TracedOp(*op) for op in document["ops"])
+            ops = tuple(TracedOp(**op) for op in document["ops"])
             # A file of a damaged disk, or of a script that writes there: what is added up must be numbers.
             assert all(isinstance(value, int) for op in ops for value in (op.flops, op.read_bytes, op.written_bytes))
             return TracedStep(

@@ -1,0 +1,147 @@
+"""What one operator of torch computes and moves: FLOPs, bytes, kernels. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import flop_counter
+
+aten = torch.ops.aten
+
+# At most allocates memory; no kernel runs.
+_NO_KERNEL = frozenset(
+    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "as_strided_", "detach_",
+     "squeeze_", "unsqueeze_", "t_", "transpose_", "set_", "resize_")
+)  # fmt: skip
+# Writes its first argument without reading it.
+_ONLY_WRITES = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"))
+# Tensors per launch of multi_tensor_apply, by the number of lists (depth_to_max_tensors in
+# ATen/native/cuda/MultiTensorApply.cuh).
+_TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+
+
+def operator_facts(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    out: Any,
+    given: list[Tensor],
+    made: list[Tensor],
+    fresh: list[Tensor],
+    phase: str,
+) -> dict[str, Any] | None:
+    """The fields of a `TracedOp` (stoker.plan.records); None if it runs nothing on a device, such as a view."""
+    name = func._overloadpacket.__name__
+    mutable = func._schema.is_mutable
+    if name in _NO_KERNEL or func.namespace != "aten" or not (fresh or mutable):
+        return None
+    changed = _changed(func, args, kwargs) if mutable else []
+    read = given[1:] if name in _ONLY_WRITES else given
+    numbers = [tensor for tensor in given if tensor.is_floating_point()] or [t for t in made if t.is_floating_point()]
+    return {
+        "name": name,
+        "phase": phase,
+        "flops": _flops(func, args, kwargs, out),
+        # Integers are moved, not computed with: datasheets have no peak rate for them.
+        "dtype": str(numbers[0].dtype).removeprefix("torch.") if numbers else "float32",
+        "read_bytes": bytes_of(read),
+        "written_bytes": bytes_of([*fresh, *changed]),
+        "kernels": _kernels(name, args),
+        "depthwise": _is_depthwise(func, args),
+        "volumetric": "convolution" in name and given[0].ndim == 5,
+    }
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether images or volumes are stored with their channels last."""
+    wanted = torch.channels_last_3d if tensor.ndim == 5 else torch.channels_last
+    return tensor.ndim in (4, 5) and tensor.is_contiguous(memory_format=wanted)
+
+
+def convolution_backward_flops(grad_output: Any, inputs: Any, weight: Any, *arguments: Any, **_named: Any) -> int:
+    """FLOPs of `aten.convolution_backward` from its arguments (tensors or shapes): each gradient costs a forward pass.
+
+    torch's own formula counts the gradient of a grouped convolution's weight `groups` times over, which makes
+    EfficientNet-B0 fourteen times as expensive as it is (torch 2.15).
+    """
+    # After the three tensors: bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask.
+    transposed, wanted = arguments[4], arguments[7]
+    shape = _shape(inputs)
+    positions = shape if transposed else _shape(grad_output)
+    forward = 2 * shape[0] * prod(positions[2:]) * prod(_shape(weight))
+    return forward * sum(map(bool, wanted[:2]))
+
+
+CORRECTED_FORMULAS: Mapping[Any, Callable[..., int]] = {aten.convolution_backward: convolution_backward_flops}
+"""Corrections for torch.utils.flop_counter."""
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    formulas = (CORRECTED_FORMULAS, flop_counter.flop_registry, _more_formulas())
+    formula = next((known[func._overloadpacket] for known in formulas if func._overloadpacket in known), None)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _more_formulas() -> dict[Any, Any]:
+    """Formulas for attention, which has other names on the CPU."""
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    count: Any = flop_counter.sdpa_flop_count
+    return int(count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    count: Any = flop_counter.sdpa_backward_flop_count
+    return int(count(grad.shape, query.shape, key.shape, value.shape))
+
+
+def bytes_of(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct tensors; an expanded tensor counts as its storage."""
+    seen: dict[tuple[int, int, int], int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, int(tensor.storage_offset()), tensor.numel())
+        seen[key] = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+    return sum(seen.values())
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        found += [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)]
+    return found
+
+
+def _is_depthwise(func: Any, args: Any) -> bool:
+    if func is aten.convolution.default:
+        weight, groups = args[1], args[8]
+    elif func is aten.convolution_backward.default:
+        weight, groups = args[2], args[9]
+    else:
+        return False
+    return bool(groups > 1 and weight.shape[1] == 1)
+
+
+def _kernels(name: str, args: Any) -> int:
+    if name == "convolution_backward":
+        return max(1, sum(bool(wanted) for wanted in args[10][:2]))
+    lists = [value for value in args if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)]
+    if not lists or not name.startswith(("_foreach_", "_fused_", "_amp_")):
+        return 1
+    return -(-max(map(len, lists)) // _TENSORS_A_LAUNCH.get(len(lists), 30))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else tuple(value)

@@ -15,7 +15,7 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
     """
     from stoker.run.finished import best_checkpoint
     from stoker.run.folder import RunFolder
-    from stoker.run.metric import metric_of
+    from stoker.tasks.base import metric_of
     from stoker.train.checkpoint.format import peek, read_checkpoint
 
     file = Path(path)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.run.metric import ACC1, Metric, checkpoint_name, metric_of, read_checkpoint_name
+from stoker.run.metric import ACC1, Metric, checkpoint_name, read_checkpoint_name
+from stoker.tasks.base import metric_of
 from stoker.train.checkpoint.folder import Checkpoints
 from stoker.train.schedule import EarlyStopping, Progress
 from tests.support.training_state import training_state
@@ -19,6 +20,7 @@ def test_auto_is_the_metric_of_the_task_and_old_configs_name_none() -> None:
     assert metric_of({}) == metric_of({"task": "classify", "best_by": "auto"}) == ACC1
     assert metric_of({"task": "segment3d", "best_by": "auto"}) == Metric("dice")
     assert metric_of({"task": "segment3d", "best_by": "loss"}).key == "val/loss"
+    assert metric_of({"task": "of-a-package-that-is-gone", "best_by": "auto"}) == LOSS
 
 
 def test_a_smaller_loss_is_better_and_nan_never_is() -> None:

@@ -103,7 +103,7 @@ def train_from_config(
     from stoker.plan.guard import refuse_what_cannot_fit
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.folder import open_run, run_folder_for
-    from stoker.run.metric import metric_of
+    from stoker.tasks.base import metric_of
     from stoker.tasks.building import no_data, trial_run
     from stoker.tasks.training import TrainJob, train_here
     from stoker.train.checkpoint.branching import check_start
@@ -165,10 +165,12 @@ def train_from_config(
 def _finished(path: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
     """The summary of a run that is finished with this config; None if it is not, or if other processes belong to it.
     Answered before torch is imported."""
+    from stoker.config import config_values
     from stoker.config.reading import load_for_command
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.finished import finished_lines, finished_progress, finished_summary
     from stoker.run.folder import run_folder_for
+    from stoker.tasks.base import metric_of
     from stoker.train.ranks import ranks_from_environment
 
     if ranks_from_environment() is not None:
@@ -182,9 +184,10 @@ def _finished(path: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
     if progress is None:
         return None
     say_notes(notes)
-    for line in finished_lines(folder, config, progress):
+    metric = metric_of(config_values(config))
+    for line in finished_lines(folder, metric, progress):
         say(line)
-    return finished_summary(folder, config, progress)
+    return finished_summary(folder, metric, progress)
 
 
 def _is_program() -> bool:

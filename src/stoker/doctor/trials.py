@@ -10,6 +10,7 @@ from stoker.profile.clock_reading import NEWEST
 from stoker.profile.host import HostConfig, read_machine
 from stoker.profile.observed import AcceleratorFacts, Observed, StorageFacts
 from stoker.profile.values import known_facts
+from stoker.tasks.base import task_for
 from stoker.trial.fork_server import Ended
 from stoker.trial.limits import patience_after
 from stoker.trial.trial_server import observed_in, open_once, run_trial, trial_server
@@ -94,7 +95,7 @@ def trial_seconds(seconds: float, pace_s: float | None, only: Collection[str] = 
 
 
 def _left_out(config: HostConfig, pace_s: float | None) -> list[str]:
-    found, unit = [], "images" if config.task == "classify" else "patches"
+    found, unit = [], task_for(config).unit
     if pace_s is not None:
         found.append(f"the model: replaced by a consumer of {config.batch_size / pace_s:,.0f} {unit}/s")
     if config.compile_model and pace_s is None:

@@ -43,6 +43,7 @@ from stoker.run.folder import RunFolder, find_run, is_run
 from stoker.run.json_lines import JsonLines, KeptRecords, Record, number
 from stoker.run.lease import is_held
 from stoker.run.metrics import ABOUT
+from stoker.tasks.base import recorded_task
 from stoker.train.loader_changes import outcome_text
 
 JUDGE_EVERY_S = 5.0
@@ -137,16 +138,15 @@ class RunReader:
             "config": {"changed": changed_from_defaults(config), "all": config},
             "environment": read_environment(folder.environment_file),
             "checkpoints": list_checkpoints(folder.checkpoints),
-            "events": _describe_events(events, "patches" if config.get("task") == "segment3d" else "images"),
+            "events": _describe_events(events, recorded_task(config).unit),
             "missing": self._missing(steps, config),
         }
 
     def _missing(self, steps: Sequence[Record], config: dict[str, Any]) -> list[str]:
         found = []
-        if config.get("task") == "segment3d" and not self.folder.evaluation_file.exists():
-            found.append(
-                clip(f"scores of whole volumes and pictures of the worst: stoker eval {self.folder.root} adds them.")
-            )
+        scores = recorded_task(config).scores_of_eval
+        if scores is not None and not self.folder.evaluation_file.exists():
+            found.append(clip(f"{scores}: stoker eval {self.folder.root} adds them."))
         if not self._metrics.exists:
             found.append("metrics.jsonl does not exist: the run has not written anything.")
         elif not steps:

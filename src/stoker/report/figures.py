@@ -12,7 +12,7 @@ from stoker.profile.batch_costs import STAGES
 from stoker.profile.clock_reading import PARTS, StepTimes
 from stoker.profile.observed import StageTime
 from stoker.run.json_lines import Record, number
-from stoker.run.metric import metric_of
+from stoker.tasks.base import metric_of, recorded_task
 
 POINTS = 900
 """More than a screen has pixels for: 900 points of 6 digits in 20 columns are 130 KB."""
@@ -63,7 +63,7 @@ def figures(
     return {
         "wait_share": rounded(wait_s / seconds) if seconds else None,
         "images_per_second": rounded(images / seconds) if images and seconds else None,
-        "unit": "patches" if config.get("task") == "segment3d" else "images",
+        "unit": recorded_task(config).unit,
         "step_ms": rounded(1000 * seconds / counted) if counted else None,
         "metric": metric.key,
         "best": rounded(best[0]),

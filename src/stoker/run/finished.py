@@ -9,10 +9,10 @@ from typing import Any
 
 import xxhash
 
-from stoker.config import Config, config_values
+from stoker.config import Config
 from stoker.core.files import open_regular, parse_json
 from stoker.run.folder import RunFolder, config_text
-from stoker.run.metric import Metric, metric_of, read_checkpoint_name
+from stoker.run.metric import Metric, read_checkpoint_name
 from stoker.run.metrics import read_metrics
 
 LARGEST_HEADER_BYTES = 64 << 20
@@ -34,9 +34,8 @@ def finished_progress(folder: RunFolder, config: Config) -> dict[str, Any] | Non
     return progress if plain and progress.get("finished") is True else None
 
 
-def finished_lines(folder: RunFolder, config: Config, progress: dict[str, Any]) -> list[str]:
+def finished_lines(folder: RunFolder, metric: Metric, progress: dict[str, Any]) -> list[str]:
     """Says that the run is finished, with its best checkpoint and the next command."""
-    metric = metric_of(config_values(config))
     best = "none" if progress["best"] is None else metric.text(progress["best"])
     early = [record.get("why") for record in read_metrics(folder.metrics_file, "event") if _is_early(record)]
     why = f"; {early[-1]}" if early else ""
@@ -44,9 +43,9 @@ def finished_lines(folder: RunFolder, config: Config, progress: dict[str, Any]) 
     return [first, *next_lines(folder, metric)]
 
 
-def finished_summary(folder: RunFolder, config: Config, progress: dict[str, Any]) -> dict[str, Any]:
+def finished_summary(folder: RunFolder, metric: Metric, progress: dict[str, Any]) -> dict[str, Any]:
     """The same for `--json`."""
-    metric, best = metric_of(config_values(config)), best_checkpoint(folder, metric_of(config_values(config)))
+    best = best_checkpoint(folder, metric)
     return {
         "run_folder": str(folder.root),
         "finished": True,

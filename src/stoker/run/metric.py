@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SMALLER_IS_BETTER = frozenset({"loss"})
-AUTO = {"classify": "acc1", "segment3d": "dice"}
-"""What `best_by: auto` means for each task."""
 _NAME = re.compile(r"epoch=(\d+)-val_([a-z]\w*)=(-?\d+\.\d{4})\.ckpt")
 
 
@@ -45,12 +42,6 @@ class Metric:
 
 
 ACC1 = Metric("acc1")
-
-
-def metric_of(config: Mapping[str, Any]) -> Metric:
-    """The metric of a run from its config keys; those of earlier versions do not name one."""
-    named = config.get("best_by") or "auto"
-    return Metric(AUTO.get(str(config.get("task")), ACC1.name) if named == "auto" else str(named))
 
 
 class BestCheckpoint(NamedTuple):

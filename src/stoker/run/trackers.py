@@ -27,14 +27,6 @@ from stoker.run.wandb_tracker import WandbTracker
 QUEUED_RECORDS = 10_000
 CLOSE_S = 8.0
 """W&B needs one to four seconds to finish a run over a good connection; a dead one must not hold the machine."""
-_SCORES = {
-    "classify": ("train/loss", "train/acc1", "train/acc5", "train/lr", "val/loss", "val/acc1", "val/acc5"),
-    "segment3d": ("train/loss", "train/lr", "val/loss", "val/dice", "val/iou", "val/surface_dice"),
-}
-COLUMNS = {
-    task: ("epoch", "step", *scores, "seconds", "images_per_second", "wait_share") for task, scores in _SCORES.items()
-}
-"""Columns of metrics.csv, by task, always in this order, whatever was measured; others follow as they appear."""
 
 
 class Tracker(Protocol):
@@ -173,10 +165,16 @@ class Trackers:
 
 
 def trackers_for(
-    config: Config, folder: RunFolder, *, resumed_at: int | None = None, say: Say = say_on_stderr
+    config: Config,
+    folder: RunFolder,
+    *,
+    scores: Sequence[str] = (),
+    resumed_at: int | None = None,
+    say: Say = say_on_stderr,
 ) -> Trackers:
     """The trackers that this config asks for, started.
 
+    `scores` are columns of metrics.csv, in this order, whatever was measured; others follow as they appear.
     `resumed_at` is the checkpoint's step; call `truncate_after` first."""
     chosen: list[Tracker] = []
     # W&B's own switch: nothing is started, nothing is printed.
@@ -185,7 +183,8 @@ def trackers_for(
     if config.tensorboard:
         chosen.append(TensorboardTracker(folder.tensorboard, resumed_at))
     if config.csv:
-        chosen.append(CsvTracker(folder.metrics_csv_file, folder.metrics_file, COLUMNS[config.task]))
+        columns = ("epoch", "step", *scores, "seconds", "images_per_second", "wait_share")
+        chosen.append(CsvTracker(folder.metrics_csv_file, folder.metrics_file, columns))
     return Trackers(chosen, say)
 
 

@@ -7,7 +7,7 @@ A kind of data is a folder here with a subclass of `Task`. Other packages can ad
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,9 +17,11 @@ from stoker.config import Config
 from stoker.config.task_names import place_of_task
 from stoker.core.console import Say
 from stoker.profile.observed import StorageFacts
+from stoker.run.metric import Metric
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from stoker.loader.loader import BatchLoader
     from stoker.loader.loader_speed import LoaderSpeed
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from stoker.tasks.staging import Staging
     from stoker.train.checkpoint.data_changes import Contents, Listings
     from stoker.train.checkpoint.folder import FoundCheckpoint
+    from stoker.train.compute import Utilisation
     from stoker.train.loop import Run
     from stoker.train.ranks import Ranks
 
@@ -52,8 +55,22 @@ class Task(ABC):
     A subclass is a table: most of its methods are functions of its folder, named by `at`.
     """
 
-    unit: ClassVar[str]
+    unit: ClassVar[str] = "samples"
     """What samples are called: 'images', 'patches'."""
+    metric: ClassVar[str] = "loss"
+    """The figure of a validation that `best_by: auto` means."""
+    scores: ClassVar[tuple[str, ...]] = ("train/loss", "train/lr", "val/loss")
+    """What metrics.csv has columns for."""
+    scores_of_eval: ClassVar[str | None] = None
+    """What `stoker eval` adds to a run's own scores, if anything."""
+    size_key: ClassVar[str | None] = None
+    """The config key for the size of a sample."""
+    tuned_keys: ClassVar[tuple[str, ...]] = ()
+    """Config keys that change how fast this task's samples are made, but not the samples."""
+    releases_gil: ClassVar[bool] = False
+    """Whether making a batch hardly needs the GIL: `loader: auto` is threads then, however many workers there are."""
+    convolves_3d: ClassVar[bool | None] = None
+    """Whether its networks do; None if that is not known before one is built."""
 
     # Data
 
@@ -116,6 +133,14 @@ class Task(ABC):
     def measure_speed(self, config: HostConfig, data: Any, *, workers: int, seconds: float) -> LoaderSpeed:
         """How fast the loader is for a consumer that takes no time."""
 
+    def kept_bytes(self, config: Config) -> int:
+        """What the loaders of a node may keep of decoded data, all together."""
+        return 0
+
+    def utilisation_of(self, config: Config, model: nn.Module, device: torch.device, world: int) -> Utilisation | None:
+        """Model FLOPs utilisation; None if the FLOPs of a sample cannot be counted."""
+        return None
+
 
 def at(place: str) -> Any:
     """A method of a task that is the function at `place` (module:name), imported when it is called: a command loads
@@ -140,3 +165,21 @@ def task_named(name: str) -> Task:
     found = resolve_name(place)()
     assert isinstance(found, Task), f"{place} is no subclass of stoker.tasks.base.Task"
     return found
+
+
+def recorded_task(values: Mapping[str, Any]) -> type[Task]:
+    """The task that the config keys of a run name, for its attributes; of one that is not installed here, those of
+    `Task`. Earlier versions did not name it."""
+    try:
+        place = place_of_task(str(values.get("task") or Config.model_fields["task"].default))
+        found = Task if place is None else resolve_name(place)
+    except (ImportError, AttributeError):
+        return Task
+    assert issubclass(found, Task), place
+    return found
+
+
+def metric_of(values: Mapping[str, Any]) -> Metric:
+    """The metric of a run from its config keys; those of earlier versions do not name one."""
+    named = values.get("best_by") or "auto"
+    return Metric(recorded_task(values).metric if named == "auto" else str(named))

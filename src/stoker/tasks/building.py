@@ -18,7 +18,7 @@ from stoker.core.units import count
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.loader.loader import LoaderOptions
 from stoker.profile.step_clock import StepClock
-from stoker.run.metric import metric_of
+from stoker.tasks.base import metric_of
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator, Scoring

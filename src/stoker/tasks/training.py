@@ -18,10 +18,9 @@ from stoker.profile.host import HostConfig, HostWatch, Machine, usable_cpus
 from stoker.profile.numa import bind_rank
 from stoker.run.finished import best_checkpoint, next_lines
 from stoker.run.folder import RunFolder, record_config
-from stoker.run.metric import metric_of
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
-from stoker.tasks.base import RunData, task_for
+from stoker.tasks.base import RunData, metric_of, task_for
 from stoker.train.checkpoint.branching import Start, begin, own_checkpoint
 from stoker.train.checkpoint.changes import changes_since
 from stoker.train.checkpoint.data_changes import (
@@ -37,7 +36,6 @@ from stoker.train.checkpoint.data_changes import (
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
-from stoker.train.compute import utilisation_of
 from stoker.train.devices import device_of
 from stoker.train.loader_adjuster import LoaderAdjuster
 from stoker.train.loader_changes import Knob
@@ -242,18 +240,24 @@ def _open_observer(
     left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"], say=progress.say)
     truncate_after(folder.clock_file, saved["step"], saved["epoch"], say=progress.say)
     resumed = found is not None or left > 0
-    header = run_header(config, run, data.samples, data.storage(), cpus=machine.cpus)
+    task = task_for(config)
+    header = run_header(
+        config, run, data.samples, data.storage(), cpus=machine.cpus, releases_gil=task.releases_gil,
+        kept_bytes=task.kept_bytes(config),
+    )  # fmt: skip
     observer = RunObserver(
         MetricsFile(folder.metrics_file),
-        trackers_for(config, folder, resumed_at=run.progress.step if resumed else None, say=progress.say),
+        trackers_for(
+            config, folder, scores=task.scores, resumed_at=run.progress.step if resumed else None, say=progress.say
+        ),
         progress,
         log_every=config.log_every,
         world=run.ranks.world,
         clock_file=ClockFile(
             folder.clock_file, header, HostWatch(), step=run.progress.step, name_samples=run.input.name_samples
         ),
-        utilisation=utilisation_of(config, run.model, run.device, run.ranks.world),
-        unit=task_for(config).unit,
+        utilisation=task.utilisation_of(config, run.model, run.device, run.ranks.world),
+        unit=task.unit,
     )
     if found is None and run.record.branched_from is not None:
         observer.event("branched", 0, {"origin": run.record.branched_from})

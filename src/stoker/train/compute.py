@@ -122,8 +122,6 @@ def utilisation_of(config: Config, model: nn.Module, device: torch.device, world
 
     None if the peak of the device in the config's precision is not known, or the FLOPs cannot be counted.
     """
-    if config.task != "classify":
-        return None  # the FLOPs of a patch are not counted here
     sheet = accelerator_of(config, device)
     peak = None if sheet is None else sheet.peak(config.precision, config.matmul_precision)
     if peak is None:

@@ -63,9 +63,11 @@ class Silence:
     def sync(self) -> None: ...
 
 
-def loader_shape(config: Config, samples: int, workers: int, world: int = 1) -> LoaderShape:
+def loader_shape(
+    config: Config, samples: int, workers: int, world: int = 1, *, releases_gil: bool = False
+) -> LoaderShape:
     """How one rank's training loader is set up; `samples` counts those of all ranks."""
-    engine = choose_engine(config.loader, workers, volumes=config.task == "segment3d")
+    engine = choose_engine(config.loader, workers, volumes=releases_gil)
     processes = engine == "process" and workers > 0
     start = "forkserver" if config.worker_start == "auto" else config.worker_start
     return LoaderShape(
@@ -83,12 +85,19 @@ def loader_shape(config: Config, samples: int, workers: int, world: int = 1) -> 
 
 
 def run_header(
-    config: HostConfig, run: Run, samples: int, storage: StorageFacts | None, *, cpus: int
+    config: HostConfig,
+    run: Run,
+    samples: int,
+    storage: StorageFacts | None,
+    *,
+    cpus: int,
+    releases_gil: bool = False,
+    kept_bytes: int = 0,
 ) -> dict[str, Any]:
     """The first line of a run's clock file: how its loader, device and storage are set up; `samples` are those of an
-    epoch."""
+    epoch. The last two are what the task says about its loader."""
     return clock_header(
-        loader_shape(config, samples, config.num_workers, run.ranks.world),
+        loader_shape(config, samples, config.num_workers, run.ranks.world, releases_gil=releases_gil),
         cpus=cpus,
         world=run.ranks.world,
         torch_version=torch.__version__,
@@ -96,14 +105,13 @@ def run_header(
         accelerator=_accelerator_facts(run.device),
         storage=storage,
         convolves_3d=any(isinstance(module, nn.Conv3d) for module in run.model.modules()),
-        may_grow_bytes=_may_grow_bytes(config),
+        may_grow_bytes=_may_grow_bytes(config, kept_bytes),
     )
 
 
-def _may_grow_bytes(config: HostConfig) -> int:
-    """What the loader may keep while it runs: decoded chunks of volumes, and bytes of an object store that each process
-    has read ahead."""
-    kept = config.volume_cache if config.task == "segment3d" else 0
+def _may_grow_bytes(config: HostConfig, kept: int) -> int:
+    """What the loader may keep while it runs: decoded data, and bytes of an object store that each process has read
+    ahead."""
     if config.data_root is None or not is_url(config.data_root):
         return kept
     return kept + config.lookahead * (1 + (config.num_workers if config.loader == "process" else 0))

@@ -136,9 +136,9 @@ def _feed_at_pace(
     finally:
         loader.close()
     header = clock_header(
-        loader_shape(config, data.samples, config.num_workers), cpus=job["cpus"], world=1,
-        torch_version=torch.__version__, device="paced", storage=data.storage(),
-        convolves_3d=True if config.task == "segment3d" else None,
+        loader_shape(config, data.samples, config.num_workers, releases_gil=task.releases_gil),
+        cpus=job["cpus"], world=1,
+        torch_version=torch.__version__, device="paced", storage=data.storage(), convolves_3d=task.convolves_3d,
     )  # fmt: skip
     return header, data.names, updates
 
@@ -228,7 +228,12 @@ def _endless_run(config: HostConfig, job: Job) -> tuple[Run, Header]:
         progress=Progress(epoch=config.epochs - 1),
         schedule=replace(run.schedule, horizon=replace(run.schedule.horizon, epochs=ENDLESS), peak_lr=0.0),
     )
-    return run, run_header(config, run, data.samples, data.storage(), cpus=job["cpus"])
+    task = task_for(config)
+    header = run_header(
+        config, run, data.samples, data.storage(), cpus=job["cpus"], releases_gil=task.releases_gil,
+        kept_bytes=task.kept_bytes(config),
+    )  # fmt: skip
+    return run, header
 
 
 def train_for(

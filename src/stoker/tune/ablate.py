@@ -20,6 +20,7 @@ from stoker.core.units import count
 from stoker.io.stores import is_url
 from stoker.loader.loader import choose_engine
 from stoker.profile.host import HostConfig
+from stoker.tasks.base import task_for
 from stoker.tune.comparing import FLOOR
 from stoker.tune.records import Measured, Settings, Value
 from stoker.tune.running import TuneOptions, begin_journal, open_config
@@ -125,8 +126,8 @@ def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) ->
 
 def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool, paced: bool = False) -> list[Optimisation]:
     """Everything in this config that is there for speed; with a paced consumer, only what concerns the input."""
-    workers, prefetch = config.num_workers, config.prefetch_factor or 2
-    processes = choose_engine(config.loader, workers, volumes=config.task != "classify") == "process"
+    task, workers, prefetch = task_for(config), config.num_workers, config.prefetch_factor or 2
+    processes = choose_engine(config.loader, workers, volumes=task.releases_gil) == "process"
     engine = "processes, not threads" if processes else "threads, not processes"
     found = [
         _source("workers", workers > 0, {"num_workers": 0, "prefetch_factor": None}, f"{workers}"),
@@ -136,7 +137,7 @@ def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool, paced: bool = 
     ]
     if on_gpu and not paced:
         found.append(_source("pin_memory", config.pin_memory, {"pin_memory": False}))
-    if config.task == "classify":
+    if "decoder" in task.tuned_keys:
         mode = config.decode_mode
         found += [
             _source("decoder", config.decoder != "pillow", {"decoder": "pillow"}, config.decoder),

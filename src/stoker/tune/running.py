@@ -20,6 +20,7 @@ from stoker.doctor.pacing import seconds_of_a_step
 from stoker.io.stores import is_url
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.profile.memory import read_memory, used_by_others_bytes
+from stoker.tasks.base import task_for
 from stoker.tasks.images.pack.pack_folder import check_destination
 from stoker.trial.trial_server import open_once
 from stoker.tune.journal import Journal
@@ -101,7 +102,7 @@ def open_config(resolved: Resolved, path: Path, overrides: Sequence[str], option
     shared = f"{ranks} ranks: the trials run one of them, with its share of the cores ({cpus}) and of the memory"
     remarks = [shared] if ranks > 1 else []
     say_notes(remarks)
-    live = Live("patches" if config.task == "segment3d" else "images", options.trial_s)
+    live = Live(task_for(config).unit, options.trial_s)
     trier = ConfigTrier(
         config, pace_s=pace_s, memory_limit_bytes=_memory_limit(options.ram_bytes, config.devices), cpus=cpus,
         ranks=ranks, compare_pixels=options.other_places, report=live.report,

@@ -14,6 +14,7 @@ from stoker.doctor.what_if import LoaderModel, model_of
 from stoker.loader.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import Observed
+from stoker.tasks.base import task_for
 from stoker.trial.ledger import LOADER_KEYS, STEP_KEYS
 from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
 from stoker.tune.objective import Goal
@@ -21,11 +22,6 @@ from stoker.tune.records import Candidate, Settings, State, Value
 
 Loss = Literal["data", "compute", "start"]
 """Waiting for data, computing, starting."""
-
-TUNED = {
-    "classify": (*LOADER_KEYS, "decoder", *STEP_KEYS),
-    "segment3d": (*LOADER_KEYS, "volume_cache", *STEP_KEYS),
-}
 
 COMPUTES = 0.1
 """Share of the time that the loop computes, below which the step has nothing to gain."""
@@ -76,10 +72,10 @@ class Knob:
 
 def settings_of(config: HostConfig) -> Settings:
     """The tuned keys of a config, with what `auto` stands for here."""
-    found: Settings = {name: getattr(config, name) for name in TUNED[config.task]}
-    volumes = config.task == "segment3d"
+    task = task_for(config)
+    found: Settings = {name: getattr(config, name) for name in (*LOADER_KEYS, *task.tuned_keys, *STEP_KEYS)}
     found["prefetch_factor"] = config.prefetch_factor or DEFAULT_PREFETCH
-    found["loader"] = choose_engine(config.loader, config.num_workers, volumes=volumes)
+    found["loader"] = choose_engine(config.loader, config.num_workers, volumes=task.releases_gil)
     return found
 
 
@@ -282,7 +278,7 @@ def other_training(names: tuple[str, ...], around: Surroundings) -> list[Candida
         changes: list[tuple[dict[str, Value], str]] = []
         if name == "precision" and config.precision == "32":
             changes = [({"precision": "bf16-mixed"}, "16-bit numbers: half the memory traffic, other rounding")]
-        elif name == "img_size" and config.task == "classify":
+        elif name == "img_size" and task_for(config).size_key == name:
             smaller = max(32, int(0.8 * config.img_size) // 32 * 32)
             changes = [({"img_size": smaller}, "smaller images: fewer pixels to decode and to compute")]
         elif name == "batch_size":

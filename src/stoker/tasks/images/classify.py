@@ -25,7 +25,7 @@ from stoker.loader.loader_speed import LoaderSpeed
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
 from stoker.run.folder import RunFolder
-from stoker.run.metric import metric_of
+from stoker.tasks.base import metric_of
 from stoker.tasks.building import (
     assemble_run,
     describe_schedule,

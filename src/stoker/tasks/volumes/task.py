@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stoker.config import Config
 from stoker.tasks.base import Task, at
 
 _HERE = "stoker.tasks.volumes"
@@ -9,6 +10,13 @@ _HERE = "stoker.tasks.volumes"
 
 class Segment3d(Task):
     unit = "patches"
+    metric = "dice"
+    scores = ("train/loss", "train/lr", "val/loss", "val/dice", "val/iou", "val/surface_dice")
+    scores_of_eval = "scores of whole volumes and pictures of the worst"
+    size_key = "patch_size"
+    tuned_keys = ("volume_cache",)
+    releases_gil = True
+    convolves_3d = True
 
     open_data = at(f"{_HERE}.data:open_data")
     listings = at(f"{_HERE}.data:listings")
@@ -20,3 +28,7 @@ class Segment3d(Task):
 
     open_training_loader = at(f"{_HERE}.data:open_training_loader")
     measure_speed = at(f"{_HERE}.data:measure_speed")
+
+    def kept_bytes(self, config: Config) -> int:
+        """Decoded chunks of compressed volumes."""
+        return config.volume_cache

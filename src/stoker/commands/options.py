@@ -6,12 +6,15 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from stoker.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from stoker.tasks.base import Task
 
 ConfigArgument = Annotated[
     Path,
@@ -83,6 +86,29 @@ def without_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Files and folders, and the KEY=VALUE among them."""
     settings = [word for word in words if _KEY_VALUE.match(word) and not Path(word).exists()]
     return [word for word in words if word not in settings], settings
+
+
+def flags_for(
+    task: Task, context: typer.Context, flags: dict[str, Any], subject: str, error: str = "usage"
+) -> dict[str, Any]:
+    """Those of the flags that this task takes; raises UsageError if one was typed that only another task takes.
+
+    `subject` completes '... images': 'FOLDER has'."""
+    from stoker.tasks.base import built_in_tasks
+
+    spelled = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    for other in built_in_tasks():
+        strange = [name for name in flags if other is not task and name in other.flags[str(context.info_name)]]
+        typed = [
+            spelled[name]
+            for name in strange
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        ]
+        if typed:
+            seen = f"{', '.join(typed)} is for {other.items}; {subject} {task.items}"
+            raise UsageError(error, seen, hint="leave it out")
+        flags = {name: value for name, value in flags.items() if name not in strange}
+    return flags
 
 
 def let_threads_sleep() -> None:

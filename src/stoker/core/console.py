@@ -14,10 +14,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.core.errors import ConfigError, StokerError
+from stoker.core.errors import EXIT_FINDING, EXIT_OK, ConfigError, StokerError
 from stoker.core.finding import Finding
 from stoker.core.units import clock, iterations_text, metric_text, number_text, size_text, speedup_text
 
@@ -104,6 +105,27 @@ def print_json(document: Any) -> None:
     """Prints one document on stdout; NaN and infinity are not valid JSON, and a bug of ours."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command has found."""
+
+    text: str
+    """Empty if there is nothing to print."""
+    document: dict[str, Any]
+    """The same for `--json`."""
+    complete: bool = True
+    """Whether everything could be read and written; if not, the exit code is 1."""
+
+
+def print_answer(answer: Answer, *, as_json: bool) -> int:
+    """Prints the text or the document; the exit code of the command."""
+    if as_json:
+        print_json(answer.document)
+    elif answer.text:
+        print_result(answer.text)
+    return EXIT_OK if answer.complete else EXIT_FINDING
 
 
 def print_json_error(error: StokerError) -> None:

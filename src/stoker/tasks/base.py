@@ -14,8 +14,9 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from stoker.config import Config
-from stoker.config.task_names import place_of_task
-from stoker.core.console import Say
+from stoker.config.task_names import BUILT_IN, place_of_task
+from stoker.core.console import Answer, Say
+from stoker.core.errors import UserError
 from stoker.profile.observed import StorageFacts
 from stoker.run.metric import Metric
 
@@ -71,6 +72,12 @@ class Task(ABC):
     """Whether making a batch hardly needs the GIL: `loader: auto` is threads then, however many workers there are."""
     convolves_3d: ClassVar[bool | None] = None
     """Whether its networks do; None if that is not known before one is built."""
+    name: str
+    """What configs call it."""
+    items: ClassVar[str] = "samples"
+    """What the data consists of: 'images', 'volumes'."""
+    flags: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """For each command the arguments that only this task takes; for other tasks they are refused."""
 
     # Data
 
@@ -141,6 +148,29 @@ class Task(ABC):
         """Model FLOPs utilisation; None if the FLOPs of a sample cannot be counted."""
         return None
 
+    # Commands. Their keywords are those flags of the command that every task takes, and this task's own.
+
+    def evaluate(
+        self,
+        checkpoint: Path,
+        data_root: str | None,
+        settings: Sequence[str],
+        *,
+        split: str | None,
+        raw: bool,
+        **own: Any,
+    ) -> Answer:
+        """How good a checkpoint is, on its own data or on others'; `settings` are KEY=VALUE, `data_root` among them."""
+        raise self.cannot("evaluated")
+
+    def score_masks(self, predictions: Path, labels: Path, settings: Sequence[str], **own: Any) -> Answer:
+        """How good predictions of any program are, from files."""
+        raise self.cannot("scored from files")
+
+    def cannot(self, what: str) -> UserError:
+        """The error of a command that this task does not have."""
+        return UserError("task-cannot", f"task: {self.name} cannot be {what}")
+
 
 def at(place: str) -> Any:
     """A method of a task that is the function at `place` (module:name), imported when it is called: a command loads
@@ -164,6 +194,7 @@ def task_named(name: str) -> Task:
     assert place is not None, "the config was checked"
     found = resolve_name(place)()
     assert isinstance(found, Task), f"{place} is no subclass of stoker.tasks.base.Task"
+    found.name = name
     return found
 
 
@@ -183,3 +214,13 @@ def metric_of(values: Mapping[str, Any]) -> Metric:
     """The metric of a run from its config keys; those of earlier versions do not name one."""
     named = values.get("best_by") or "auto"
     return Metric(recorded_task(values).metric if named == "auto" else str(named))
+
+
+def built_in_tasks() -> list[Task]:
+    """The tasks that come with stoker."""
+    return [task_named(name) for name in BUILT_IN]
+
+
+def task_with(method: str) -> Task:
+    """The first task that has a method of its own by this name."""
+    return next(task for task in built_in_tasks() if getattr(type(task), method) is not getattr(Task, method))

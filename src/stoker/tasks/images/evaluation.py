@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
 from stoker.config import Config
-from stoker.core.console import Advance, Say, shown, some
-from stoker.core.errors import ConfigError, UserError, did_you_mean
+from stoker.core.console import Advance, Answer, Say, progress_bar, say, shown, some
+from stoker.core.errors import ConfigError, UsageError, UserError, did_you_mean
 from stoker.core.files import read_json
 from stoker.core.units import count
 from stoker.io.stores import is_url
@@ -25,8 +25,16 @@ from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.layouts.subset import choose_subset
 from stoker.tasks.images.prediction import classifier_of
-from stoker.tasks.images.results import Evaluation, RealScore, finite_or_none, percent
+from stoker.tasks.images.results import (
+    Evaluation,
+    RealScore,
+    evaluation_text,
+    finite_or_none,
+    percent,
+    plot_confusion,
+)
 from stoker.train.checkpoint.restore import Restored
+from stoker.train.checkpoint.sources import open_model
 from stoker.train.step import TOP
 
 CLASSES = 1000
@@ -34,6 +42,37 @@ LARGEST_LABELS_BYTES = 64 << 20
 """real.json has 0.5 MB."""
 _WORDNET_ID = re.compile(r"n\d{8}")
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
+
+
+def evaluate(
+    checkpoint: Path,
+    _data_root: str | None,
+    settings: Sequence[str],
+    *,
+    split: Literal["val", "train", "all"] | None,
+    raw: bool,
+    per_class: bool,
+    real_labels: Path | None,
+    plot: Path | None,
+) -> Answer:
+    """The accuracy of a checkpoint, class by class."""
+    if split == "all":
+        raise UsageError("usage", f"--split all is for volumes; {checkpoint} was trained on images")
+    restored = open_model(checkpoint, settings, raw=raw, say=say)
+    with progress_bar("listing", None) as advance:
+        samples = open_labelled(restored, split or "val", say, advance)
+    with progress_bar("evaluating", len(samples), unit="images") as advance:
+        found = evaluate_checkpoint(restored, samples, real_labels=real_labels, progress=advance)
+    complete = True
+    if plot is not None:
+        try:
+            plot_confusion(found, plot)
+            say(f"picture: {plot}")
+        except OSError as error:
+            # The scores may have taken an hour: print them anyway.
+            say(f"warning: {plot} could not be written: {error.strerror or error}")
+            complete = False
+    return Answer(evaluation_text(found, all_classes=per_class), found.as_dict(), complete)
 
 
 def is_imagenet(classes: Sequence[str]) -> bool:

@@ -8,11 +8,14 @@ _HERE = "stoker.tasks.images"
 
 
 class Classify(Task):
-    unit = "images"
     metric = "acc1"
     scores = ("train/loss", "train/acc1", "train/acc5", "train/lr", "val/loss", "val/acc1", "val/acc5")
     size_key = "img_size"
     tuned_keys = ("decoder",)
+    unit = items = "images"
+    flags = {  # noqa: RUF012 - ClassVar in Task
+        "eval": frozenset({"per_class", "real_labels", "plot"}),
+    }
 
     open_data = at(f"{_HERE}.classify:open_data")
     listings = at(f"{_HERE}.classify:listings")
@@ -28,3 +31,5 @@ class Classify(Task):
     open_training_loader = at(f"{_HERE}.classify:open_training_loader")
     measure_speed = at(f"{_HERE}.classify:measure_training_speed")
     utilisation_of = at("stoker.train.compute:utilisation_of")
+
+    evaluate = at(f"{_HERE}.evaluation:evaluate")

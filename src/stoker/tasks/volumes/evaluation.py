@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.core.console import Advance, Say, some
-from stoker.core.errors import UserError
+from stoker.config import Config, load_config
+from stoker.config.volume_keys import PredictionKeys
+from stoker.core.console import Advance, Answer, Say, progress_bar, say, some
+from stoker.core.errors import UsageError, UserError
+from stoker.core.files import write_bytes, write_text
 from stoker.core.units import count, size_text
 from stoker.io.stores import ReadFailure
 from stoker.profile.host import HostConfig, usable_cpus
 from stoker.profile.memory import read_memory
+from stoker.run.folder import RunFolder, run_of
+from stoker.tasks.contact_sheet import draw_sheet
 from stoker.tasks.volumes.cases.cases import Case, open_cases, volumes_in
 from stoker.tasks.volumes.cases.places import place_at, ref_to
 from stoker.tasks.volumes.cases.split import divide
@@ -28,50 +33,50 @@ from stoker.tasks.volumes.formats.volume import ArrayVolume, Volume, whole
 from stoker.tasks.volumes.pack.index import INDEX as PACK_INDEX
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.pictures import worst_cuts
-from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain, post_processed
+from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain, parse_chain, post_processed
 from stoker.tasks.volumes.predict.prediction import predicted_mask, segmenter_of
 from stoker.tasks.volumes.predict.windows import SlidingWindow
 from stoker.tasks.volumes.reading_options import reading_options
-from stoker.tasks.volumes.results import Judged, VolumeEvaluation
-from stoker.tasks.volumes.scores.surface_dice import ISOTROPIC, Spacing
+from stoker.tasks.volumes.results import Judged, VolumeEvaluation, evaluation_text, sheet_of
+from stoker.tasks.volumes.scores.surface_dice import Spacing
 from stoker.tasks.volumes.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
 from stoker.tasks.volumes.scores.whole import ScoreName, score_volume
-from stoker.tasks.volumes.segment import TrainedVolumeModel
+from stoker.tasks.volumes.segment import open_trained
 
 COMPETITION_IGNORE = 2
 MEMORY_SHARE = 0.8
 """Share of the free memory that matching the topology may take."""
-
-
-class Bar(Protocol):
-    """`stoker.core.console.progress_bar`."""
-
-    def __call__(self, what: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]: ...
-
-
-Keep = Callable[[VolumeEvaluation, Sequence[Judged]], None]
-"""Gets everything that has been scored so far, after each volume."""
+SCORES_FILE, SHEET_FILE = "scores.json", "worst.png"
+# On the sheet that a run's report shows, four volumes in six pictures each fit into its width and into a megabyte.
+REPORTED, REPORTED_SIDE, REPORTED_BYTES = 4, 180, 1_000_000
+LARGEST_SIDE = 320
+"""Side of a picture on the sheet: a volume of the competition is drawn voxel by voxel."""
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
     """How volumes are scored."""
 
-    score: ScoreName = "segmentation"
-    tolerance: float = 2.0
-    spacing: Spacing = ISOTROPIC
+    score: ScoreName
+    tolerance: float
+    spacing: Spacing
     """Spacing of the voxels, in the tolerance's unit."""
-    threshold: float | None = None
+    threshold: float | None
     """Probability above which a voxel is of class 1; None for the most probable class."""
-    post: tuple[PostStep, ...] = ()
+    post: tuple[PostStep, ...]
     """What is done to a mask before it is scored."""
-    pictures: int = 0
+    pictures: int
     """Number of volumes, the worst ones, of which planes are kept."""
 
-    def check(self) -> None:
-        """Refuses what would fail after the first prediction, which may take an hour."""
-        if self.score == "vesuvius-surface":
-            load_matcher()
+
+def _scoring(config: Config, score: ScoreName, spacing: Spacing, pictures: int) -> ScoreOptions:
+    """Refuses what would fail after the first prediction, which may take an hour."""
+    if min(spacing) <= 0:
+        raise UsageError("usage", f"--spacing {' '.join(map(str, spacing))}: the size of a voxel is above 0")
+    if score == "vesuvius-surface":
+        load_matcher()
+    steps = parse_chain(config.predict_postprocess)
+    return ScoreOptions(score, config.surface_tolerance, spacing, config.predict_threshold, steps, pictures)
 
 
 @dataclass(frozen=True)
@@ -86,16 +91,31 @@ class Chosen:
 
 
 class _Judge:
-    """Scores volumes, orders them, and keeps planes of the worst."""
+    """Scores volumes, orders them, and keeps planes of the worst. What has been scored is written after every volume:
+    an evaluation can take a night, and Ctrl-C must not lose it."""
 
     def __init__(
-        self, scoring: ScoreOptions, source: dict[str, Any], place: str, total: int, bar: Bar, keep: Keep, say: Say
+        self,
+        scoring: ScoreOptions,
+        source: dict[str, Any],
+        place: str,
+        total: int,
+        title: str,
+        out: Path | None,
+        run: RunFolder | None = None,
     ) -> None:
         self._scoring, self._source, self._place, self._total = scoring, source, place, total
-        self._bar, self._keep, self._say = bar, keep, say
+        self._title, self._out, self._run = title, out, run
         self._judged: list[Judged] = []
         self._unreadable: list[tuple[str, str]] = []
         self._warned = False
+        if out is not None:
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    "out-not-writable", f"{out} cannot be created: {error.strerror or error}", hint="--out scores"
+                ) from None
 
     def add(
         self, name: str, image: Volume, prediction: NDArray[Any], label: NDArray[Any], classes: int, ignore: int | None
@@ -104,7 +124,7 @@ class _Judge:
         prediction = post_processed(prediction, scoring.post)
         if scoring.score == "vesuvius-surface":
             processes = self._processes(label.shape)
-        with self._bar(f"{self._number} scoring {name}", None, unit="octants") as advance:
+        with progress_bar(f"{self.number} scoring {name}", None, unit="octants") as advance:
             scores = score_volume(
                 name, prediction, label, classes=classes, ignore=ignore, tolerance=scoring.tolerance,
                 spacing=scoring.spacing, score=scoring.score, processes=processes, progress=advance,
@@ -116,20 +136,40 @@ class _Judge:
         # Planes of a volume that is no longer among the worst are not needed any more.
         for place in range(scoring.pictures, len(self._judged)):
             self._judged[place] = Judged(self._judged[place].scores)
-        self._keep(self.evaluation(), self._judged)
+        if self._out is not None:
+            _write_scores(self._out / SCORES_FILE, self._evaluation())
 
     def leave_out(self, name: str, failure: ReadFailure) -> None:
         self._unreadable.append((name, str(failure)))
-        self._say(f"warning: {name} is left out, it cannot be read: {failure}")
+        say(f"warning: {name} is left out, it cannot be read: {failure}")
 
     @property
-    def _number(self) -> str:
+    def number(self) -> str:
+        """The number of the next volume, for a progress bar."""
         return f"{len(self._judged) + len(self._unreadable) + 1} of {self._total}:"
 
-    def predicting(self, name: str) -> AbstractContextManager[Advance]:
-        return self._bar(f"{self._number} predicting {name}", None, unit="windows")
+    def answer(self) -> Answer:
+        """Everything that was scored, also as pictures beside the scores and in the run's folder."""
+        found, place, complete = self._evaluation(), self._out, True
+        try:
+            if place is not None:
+                _write_scores(place / SCORES_FILE, found)
+                sheet = draw_sheet(sheet_of(found, self._title, self._judged), LARGEST_SIDE)
+                write_bytes(place / SHEET_FILE, sheet.as_png())
+                say(f"{place}: {SCORES_FILE}, {SHEET_FILE}")
+            if self._run is not None:
+                place = self._run.root
+                sheet = draw_sheet(sheet_of(found, self._title, self._judged[:REPORTED]), REPORTED_SIDE)
+                write_bytes(self._run.worst_file, sheet.as_jpeg(REPORTED_BYTES))
+                _write_scores(self._run.evaluation_file, found)
+                say(f"`stoker report {place}` shows the worst volumes")
+        except OSError as error:
+            # The scores may have taken an hour: print them anyway.
+            say(f"warning: {place} could not be written: {error.strerror or error}")
+            complete = False
+        return Answer(evaluation_text(found, self._title), found.as_dict(), complete)
 
-    def evaluation(self) -> VolumeEvaluation:
+    def _evaluation(self) -> VolumeEvaluation:
         return VolumeEvaluation(
             source=self._source, place=self._place, score=self._scoring.score, tolerance=self._scoring.tolerance,
             spacing=self._scoring.spacing, threshold=self._scoring.threshold,
@@ -137,9 +177,6 @@ class _Judge:
             volumes=tuple(one.scores for one in self._judged), unreadable=tuple(self._unreadable),
             left=self._total - len(self._judged) - len(self._unreadable),
         )  # fmt: skip
-
-    def judged(self) -> list[Judged]:
-        return self._judged
 
     def _processes(self, shape: Sequence[int]) -> int:
         """How many octants are matched at once: as many as there are cores, and as fit into memory."""
@@ -150,26 +187,39 @@ class _Judge:
         fit = int(MEMORY_SHARE * memory.available_bytes // need)
         if not fit and not self._warned:
             self._warned = True
-            self._say(
+            say(
                 f"warning: matching the topology of an octant takes about {size_text(need)} of memory; "
                 f"{size_text(memory.available_bytes)} are free"
             )
         return max(1, min(fit, usable_cpus()))
 
 
-def evaluate_volumes(
-    trained: Sequence[TrainedVolumeModel],
-    chosen: Chosen,
-    scoring: ScoreOptions,
+def _write_scores(path: Path, found: VolumeEvaluation) -> None:
+    write_text(path, dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
+
+
+def evaluate(
+    checkpoint: Path,
+    data_root: str | None,
+    settings: Sequence[str],
     *,
-    sliding: SlidingWindow | None = None,
-    bar: Bar,
-    keep: Keep = lambda _found, _judged: None,
-    say: Say = lambda _line: None,
-) -> tuple[VolumeEvaluation, list[Judged]]:
+    split: Literal["val", "train", "all"] | None,
+    raw: bool,
+    score: ScoreName,
+    spacing: Spacing,
+    more: Sequence[Path] | None,
+    out: Path | None,
+    pictures: int,
+) -> Answer:
     """Segments every case with these networks, averaged, and scores it; cases that cannot be read are left out and
     listed."""
-    first, segmenter = trained[0], segmenter_of(trained)
+    trained = [open_trained(path, say, settings, raw=raw) for path in (checkpoint, *(more or ()))]
+    first = trained[0]
+    config, scoring = first.config, _scoring(first.config, score, spacing, pictures)
+    split = split or ("val" if data_root is None else "all")
+    with progress_bar("listing", None) as advance:
+        chosen = choose_cases(config, first.rules, split, say, advance)
+    segmenter = segmenter_of(trained)
     if scoring.threshold is not None and first.classes != 2:
         raise UserError(
             "threshold-of-many-classes",
@@ -178,20 +228,28 @@ def evaluate_volumes(
             hint="leave out predict_threshold",
         )
     check_chain(scoring.post, first.classes)
-    scoring.check()
-    means, deviations = statistics_of(chosen.cases, chosen.volumes, first.config.normalize)
+    means, deviations = statistics_of(chosen.cases, chosen.volumes, config.normalize)
     source = {
         "checkpoint": str(first.path), "averaged_with": [str(other.path) for other in trained[1:]],
-        "model": first.config.model, "weights": "averaged" if first.averaged else "raw", "epoch": first.epoch,
+        "model": config.model, "weights": "averaged" if first.averaged else "raw", "epoch": first.epoch,
         "step": first.step, "split": chosen.what,
     }  # fmt: skip
-    judge = _Judge(scoring, source, str(first.config.data_root), len(chosen.cases), bar, keep, say)
+    steps = f"{count(first.epoch, 'epoch')} ({count(first.step, 'step')})"
+    others = f" and {count(len(trained) - 1, 'other network')}" if len(trained) > 1 else ""
+    title = f"{config.model} after {steps}, {source['weights']} weights{others}, {chosen.what}"
+    # What the report of a run shows is of its own validation fold, and of its own checkpoint alone. How it is predicted
+    # and judged may differ from the run's own settings, what is judged may not.
+    keys = {text.partition("=")[0] for text in settings}
+    is_own = split == "val" and len(trained) == 1 and keys <= PredictionKeys.model_fields.keys() | {"surface_tolerance"}
+    run = run_of(first.path) if is_own else None
+    judge = _Judge(scoring, source, str(config.data_root), len(chosen.cases), title, out, run)
+    sliding = SlidingWindow(config.predict_overlap, config.predict_flips)
     for number, case in enumerate(chosen.cases):
         try:
             images = [chosen.volumes.get(ref, case.box) for ref in case.images]
             # Labels first: a wrong one must not cost a prediction.
             label = read_label(case, chosen.volumes, chosen.rules)
-            with judge.predicting(case.id) as advance:
+            with progress_bar(f"{judge.number} predicting {case.id}", None, unit="windows") as advance:
                 prediction = predicted_mask(
                     segmenter, images, threshold=scoring.threshold, sliding=sliding,
                     statistics=(means[number], deviations[number]), progress=advance, say=say,
@@ -200,7 +258,7 @@ def evaluate_volumes(
             judge.leave_out(case.id, failure)
             continue
         judge.add(case.id, images[0], prediction, label, first.classes, chosen.rules.ignore)
-    return judge.evaluation(), judge.judged()
+    return judge.answer()
 
 
 def choose_cases(
@@ -300,24 +358,28 @@ def pair_masks(predictions: Path, labels: Path, say: Say) -> tuple[list[MaskPair
 def score_masks(
     predictions: Path,
     labels: Path,
-    scoring: ScoreOptions,
+    settings: Sequence[str],
     *,
-    ignore: int | None = None,
-    bar: Bar,
-    keep: Keep = lambda _found, _judged: None,
-    say: Say = lambda _line: None,
-) -> tuple[VolumeEvaluation, list[Judged]]:
+    score: ScoreName,
+    spacing: Spacing,
+    more: Sequence[Path] | None,  # noqa: ARG001 - there is no checkpoint to average with
+    out: Path | None,
+    pictures: int,
+) -> Answer:
     """Scores masks that are on disk already. Probabilities, floats or 0 to 255, need a threshold.
 
-    Without `ignore`, it is the data set's; for the competition's score of a plain folder, 2."""
-    scoring.check()
+    Without `ignore_label`, it is the data set's; for the competition's score of a plain folder, 2."""
+    # Any patch: nothing is predicted.
+    config = load_config(None, ["task=segment3d", "patch_size=[1,1,1]", *settings]).config
+    scoring, ignore = _scoring(config, score, spacing, pictures if out is not None else 0), config.ignore_label
     pairs, rules = pair_masks(predictions, labels, say)
     if ignore is None and rules is not None:
         ignore = rules.ignore
     elif ignore is None and scoring.score == "vesuvius-surface":
         ignore = COMPETITION_IGNORE
     volumes = OpenVolumes()
-    judge = _Judge(scoring, {"predictions": str(predictions)}, str(labels), len(pairs), bar, keep, say)
+    name = str(predictions)
+    judge = _Judge(scoring, {"predictions": name}, str(labels), len(pairs), name, out)
     for pair in pairs:
         try:
             label = volumes.get(pair.label)
@@ -337,7 +399,7 @@ def score_masks(
         # Without an image, overlays are drawn on black.
         shown = image or ArrayVolume(pair.id, np.broadcast_to(np.uint8(0), truth.shape))
         judge.add(pair.id, shown, guess, truth, classes, ignore)
-    return judge.evaluation(), judge.judged()
+    return judge.answer()
 
 
 def _check_mask(pair: MaskPair, prediction: Volume, label: Volume, scoring: ScoreOptions) -> None:

@@ -17,6 +17,10 @@ class Segment3d(Task):
     tuned_keys = ("volume_cache",)
     releases_gil = True
     convolves_3d = True
+    items = "volumes"
+    flags = {  # noqa: RUF012 - ClassVar in Task
+        "eval": frozenset({"score", "spacing", "more", "out", "pictures"}),
+    }
 
     open_data = at(f"{_HERE}.data:open_data")
     listings = at(f"{_HERE}.data:listings")
@@ -32,3 +36,6 @@ class Segment3d(Task):
     def kept_bytes(self, config: Config) -> int:
         """Decoded chunks of compressed volumes."""
         return config.volume_cache
+
+    evaluate = at(f"{_HERE}.evaluation:evaluate")
+    score_masks = at(f"{_HERE}.evaluation:score_masks")

@@ -12,7 +12,7 @@ import safetensors
 import torch
 
 from stoker.cli import main
-from stoker.tasks.images import exporting as export_formats
+from stoker.tasks import export_formats
 from stoker.tasks.images.models import build_model
 from stoker.train.checkpoint.restore import restore_model
 from stoker.train.checkpoint.weights import load_weights

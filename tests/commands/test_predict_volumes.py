@@ -314,7 +314,7 @@ def test_a_network_of_prepared_voxels_warns_about_raw_ones(
 
 SLOWLY = """# warm
 import sys, time
-from stoker.tasks.volumes import prediction as volume_prediction
+from stoker.tasks.volumes.predict import prediction as volume_prediction
 from stoker.cli import main
 import torch
 torch.set_num_threads(1)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from stoker.commands.options import CheckpointArgument, JsonOption, OverridesArgument, RawOption
-
-if TYPE_CHECKING:
-    from stoker.tasks.images.exporting import Exportable
 
 
 def register(app: typer.Typer) -> None:
@@ -46,48 +42,11 @@ def export(
     to know: class names, mean, std and img_size, or patch_size and normalize. ONNX needs
     `pip install 'stoker[export]'`.
     """
-    from stoker.core.console import print_json, print_result
-    from stoker.tasks.images.exporting import check_can_export, export_model
-    from stoker.tasks.images.results import export_text
-
-    check_can_export(to, out, force)
-    subject, path, averaged = _subject(checkpoint, overrides or (), image, raw)
-    found = export_model(subject, to, out, force=force)
-    if json:
-        print_json(
-            {
-                "checkpoint": str(path),
-                "weights": "averaged" if averaged else "raw",
-                "out": str(found.path),
-                "format": to,
-                "bytes": found.size_bytes,
-                "checked_with": found.checked_with,
-                "differences": [
-                    {"images": one.what, "max_abs": one.max_abs, "tolerance": one.tolerance}
-                    for one in found.differences
-                ],
-            }
-        )
-    else:
-        print_result(export_text(found.path, found.size_bytes, found.checked_with, found.differences))
-    return 0
-
-
-def _subject(
-    checkpoint: Path, overrides: Sequence[str], image: Path | None, raw: bool
-) -> tuple[Exportable, Path, bool]:
-    """What is exported, the file that it comes from, and whether its weights are the average."""
-    from stoker.core.console import say
+    from stoker.core.console import print_answer
+    from stoker.tasks.base import task_named
+    from stoker.tasks.export_formats import check_can_export, export_model
     from stoker.train.checkpoint.restore import task_of
 
-    if task_of(checkpoint) == "segment3d":
-        from stoker.tasks.volumes.exporting import segmenter_to_export
-        from stoker.tasks.volumes.segment import open_trained
-
-        trained = open_trained(checkpoint, say, overrides, raw=raw)
-        return segmenter_to_export(trained, image), trained.path, trained.averaged
-    from stoker.tasks.images.exporting import classifier_to_export
-    from stoker.train.checkpoint.sources import open_model
-
-    restored = open_model(checkpoint, overrides, raw=raw, say=say)
-    return classifier_to_export(restored, image), restored.path, restored.averaged
+    check_can_export(to, out, force)
+    subject = task_named(task_of(checkpoint)).export(checkpoint, overrides or (), image=image, raw=raw)
+    return print_answer(export_model(subject, to, out), as_json=json)

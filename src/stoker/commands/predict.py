@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, without_settings
-from stoker.core.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError
-
-if TYPE_CHECKING:
-    from stoker.config import Config
-    from stoker.tasks.volumes.predict.manifest import PredictionOptions
+from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, flags_for, without_settings
+from stoker.core.errors import UsageError
 
 VOLUMES = "For volumes: "
 
@@ -23,6 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def predict(
+    context: typer.Context,
     checkpoint: CheckpointArgument,
     data: Annotated[
         list[str],
@@ -72,120 +68,18 @@ def predict(
     the same command again resumes a prediction that was stopped. What cannot be read is named and skipped, and the exit
     code is then 1.
     """
-    from stoker.train.checkpoint.restore import task_of
-
-    for_volumes = {
-        "--out": out, "--checkpoint": more, "--format": format_, "--probabilities": probabilities,
-        "--submission": submission, "--force": force,
-    }  # fmt: skip
     places, settings = without_settings(data)
     if not places:
         raise UsageError("usage", "no images or volumes given", hint="stoker predict CKPT DATA...")
-    if task_of(checkpoint) != "segment3d":
-        _refuse(for_volumes, f"{checkpoint} classifies images", "these are for volumes")
-        return _predict_images(checkpoint, [Path(one) for one in places], settings, top or 5, raw, json)
-    _refuse({"--top": top}, f"{checkpoint} segments volumes", "every voxel gets one class")
-    if out is None:
-        raise UsageError("no-out", "no folder for the predictions given", hint="--out predictions/")
 
-    from stoker.tasks.volumes.predict.manifest import PredictionOptions
-    from stoker.tasks.volumes.predict.postprocess import parse_chain
-    from stoker.tasks.volumes.predict.windows import SlidingWindow
+    from stoker.core.console import print_answer
+    from stoker.tasks.base import task_named
+    from stoker.train.checkpoint.restore import task_of
 
-    def options_of(config: Config) -> PredictionOptions:
-        return PredictionOptions(
-            SlidingWindow(config.predict_overlap, config.predict_flips), config.predict_threshold, probabilities,
-            format_ or "tiff", parse_chain(config.predict_postprocess), submission, force,
-        )  # fmt: skip
-
-    return _predict_volumes([checkpoint, *(more or ())], places, out, settings, options_of, raw, json)
-
-
-def _refuse(options: dict[str, Any], seen: str, why: str) -> None:
-    given = [name for name, value in options.items() if value not in (None, False, [])]
-    if given:
-        raise UsageError("option-of-other-task", f"{', '.join(given)}: {seen}", why=why, hint="leave them out")
-
-
-def _predict_images(
-    checkpoint: Path, images: Sequence[Path], overrides: Sequence[str], top: int, raw: bool, json: bool
-) -> int:
-    from stoker.core.console import print_json, print_result, progress_bar, say
-    from stoker.tasks.images.prediction import predict_images
-    from stoker.tasks.images.results import predictions_text
-    from stoker.train.checkpoint.sources import open_model
-
-    restored = open_model(checkpoint, overrides, raw=raw, say=say)
-    with progress_bar("predicting", None, unit="images") as advance:
-        found = predict_images(restored, images, top=top, progress=advance)
-    for path, reason in found.bad:
-        say(f"bad image: {path}: {reason}")
-    if json:
-        print_json(
-            {
-                "checkpoint": str(restored.path),
-                "weights": "averaged" if restored.averaged else "raw",
-                "images": [
-                    {
-                        "path": one.path,
-                        "top": [{"class": guess.name, "probability": guess.probability} for guess in one.guesses],
-                    }
-                    for one in found.images
-                ],
-                "bad": [{"path": path, "reason": reason} for path, reason in found.bad],
-            }
-        )
-    elif found.images:
-        print_result(predictions_text(found.images))
-    return EXIT_FINDING if found.bad else EXIT_OK
-
-
-def _predict_volumes(
-    checkpoints: Sequence[Path],
-    data: Sequence[str],
-    out: Path,
-    overrides: Sequence[str],
-    options_of: Callable[[Config], PredictionOptions],
-    raw: bool,
-    json: bool,
-) -> int:
-    from stoker.core.console import print_json, print_result, progress_bar, say
-    from stoker.tasks.images.results import volumes_text
-    from stoker.tasks.volumes.predict.inputs import cases_to_predict
-    from stoker.tasks.volumes.predict.predict_folder import predict_folder
-    from stoker.tasks.volumes.segment import open_trained
-
-    cases = cases_to_predict(data, say)
-    trained = [open_trained(path, say, overrides, raw=raw) for path in checkpoints]
-    options = options_of(trained[0].config)
-    try:
-        with progress_bar("predicting", None, unit="windows") as advance:
-            found = predict_folder(trained, cases, out, options, progress=advance, say=say)
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted", "stopped by Ctrl-C", hint="the same command resumes") from None
-    for name, reason in found.bad:
-        say(f"bad volume: {name}: {reason}")
-    if json:
-        print_json(
-            {
-                "checkpoints": [str(one.path) for one in trained],
-                "weights": ["averaged" if one.averaged else "raw" for one in trained],
-                "out": str(out),
-                "volumes": [
-                    {
-                        "id": one.id,
-                        "path": str(one.path),
-                        "shape": list(one.shape),
-                        "windows": one.windows,
-                        "seconds": one.seconds,
-                        "foreground": one.foreground,
-                    }
-                    for one in found.volumes
-                ],
-                "bad": [{"id": name, "reason": reason} for name, reason in found.bad],
-                "submission": None if found.submission is None else str(found.submission),
-            }
-        )
-    elif found.volumes:
-        print_result(volumes_text(found.volumes, found.submission))
-    return EXIT_FINDING if found.bad else EXIT_OK
+    task = task_named(task_of(checkpoint))
+    flags = {
+        "top": top, "out": out, "more": more, "format_": format_, "probabilities": probabilities,
+        "submission": submission, "force": force,
+    }  # fmt: skip
+    flags = flags_for(task, context, flags, f"{checkpoint} was trained on", "option-of-other-task")
+    return print_answer(task.predict(checkpoint, places, settings, raw=raw, **flags), as_json=json)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stoker.loader.loader_speed import LoaderSpeed
     from stoker.profile.host import HostConfig
     from stoker.run.folder import RunFolder
+    from stoker.tasks.export_formats import Exportable
     from stoker.tasks.staging import Staging
     from stoker.train.checkpoint.data_changes import Contents, Listings
     from stoker.train.checkpoint.folder import FoundCheckpoint
@@ -166,6 +167,16 @@ class Task(ABC):
     def score_masks(self, predictions: Path, labels: Path, settings: Sequence[str], **own: Any) -> Answer:
         """How good predictions of any program are, from files."""
         raise self.cannot("scored from files")
+
+    def predict(
+        self, checkpoint: Path, data: Sequence[str], settings: Sequence[str], *, raw: bool, **own: Any
+    ) -> Answer:
+        """What a checkpoint says about samples that need no labels."""
+        raise self.cannot("predicted")
+
+    def export(self, checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw: bool) -> Exportable:
+        """The network of a checkpoint, and what its file in another format is compared on: `image`, among others."""
+        raise self.cannot("exported")
 
     def cannot(self, what: str) -> UserError:
         """The error of a command that this task does not have."""

@@ -14,16 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stoker.config import Config
-from stoker.core.console import Advance, shown
+from stoker.core.console import Advance, Answer, progress_bar, say, shown
 from stoker.tasks.images.augment.pipeline import EvalPrepare
 from stoker.tasks.images.classify import colours_of, eval_prepare
 from stoker.tasks.images.data import decoding_with, validation_view
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts.listing import IMAGE_SUFFIXES
-from stoker.tasks.images.results import Guess, ImagePrediction
 from stoker.train.checkpoint.restore import Restored
+from stoker.train.checkpoint.sources import open_model
 from stoker.train.compute import Precision, set_matmul_precision
 
+DEFAULT_TOP = 5
 LARGEST_BATCH = 32
 _SUFFIXES = tuple(os.fsdecode(suffix) for suffix in IMAGE_SUFFIXES)
 
@@ -54,25 +55,35 @@ def classifier_of(restored: Restored, device: torch.device | None = None) -> Cla
     return Classifier(restored.model.to(device), device, prepare, Precision(restored.config.precision, device))
 
 
-@dataclass(frozen=True)
-class ImagePredictions:
-    """The predictions for all readable images, and the unreadable ones."""
-
-    images: tuple[ImagePrediction, ...]
-    bad: tuple[tuple[str, str], ...]
-    """Path and reason of each image that could not be read."""
-
-
-def predict_images(
-    restored: Restored, paths: Sequence[Path], *, top: int, progress: Advance | None = None
-) -> ImagePredictions:
+def predict(checkpoint: Path, data: Sequence[str], settings: Sequence[str], *, raw: bool, top: int | None) -> Answer:
     """The most probable classes of each image, in the order of the paths; a folder stands for all images below it."""
+    restored = open_model(checkpoint, settings, raw=raw, say=say)
+    with progress_bar("predicting", None, unit="images") as advance:
+        images, bad = _predict_images(restored, [Path(one) for one in data], top or DEFAULT_TOP, advance)
+    for path, reason in bad:
+        say(f"bad image: {path}: {reason}")
+    document = {
+        "checkpoint": str(restored.path),
+        "weights": "averaged" if restored.averaged else "raw",
+        "images": [
+            {"path": path, "top": [{"class": name, "probability": value} for name, value in guesses]}
+            for path, guesses in images
+        ],
+        "bad": [{"path": path, "reason": reason} for path, reason in bad],
+    }
+    parts = ["\n".join([path, *(f"  {value:7.2%}  {name}" for name, value in guesses)]) for path, guesses in images]
+    return Answer("\n\n".join(parts), document, complete=not bad)
+
+
+def _predict_images(
+    restored: Restored, paths: Sequence[Path], top: int, progress: Advance
+) -> tuple[list[tuple[str, list[tuple[str, float]]]], list[tuple[str, str]]]:
+    """Each readable image with its most probable classes, and the unreadable ones with the reason."""
     bad: list[tuple[str, str]] = []
     files = list(_files_of(paths, bad))
     classifier = classifier_of(restored)
     names = tuple(map(shown, restored.classes))
-    count = min(top, len(names))
-    found: list[ImagePrediction] = []
+    found = []
     with ThreadPoolExecutor(max(1, restored.config.num_workers)) as pool:
         for start in range(0, len(files), LARGEST_BATCH):
             part = files[start : start + LARGEST_BATCH]
@@ -86,13 +97,11 @@ def predict_images(
                 logits = classifier.logits(torch.from_numpy(np.stack([image for _, image in good])))
                 # A network trained with `bce` scores each class on its own: the scores need not add up to one.
                 scores = logits.sigmoid() if restored.config.loss == "bce" else logits.softmax(dim=1)
-                values, classes = (part.tolist() for part in scores.topk(count, dim=1))
+                values, classes = (part.tolist() for part in scores.topk(min(top, len(names)), dim=1))
                 for (path, _), row, numbers in zip(good, values, classes, strict=True):
-                    guesses = tuple(Guess(names[number], value) for number, value in zip(numbers, row, strict=True))
-                    found.append(ImagePrediction(shown(str(path)), guesses))
-            if progress is not None:
-                progress(start + len(part), len(files))
-    return ImagePredictions(tuple(found), tuple(bad))
+                    found.append((shown(str(path)), list(zip([names[number] for number in numbers], row, strict=True))))
+            progress(start + len(part), len(files))
+    return found, bad
 
 
 def load_image(path: Path, config: Config) -> NDArray[np.uint8]:

@@ -1,9 +1,8 @@
-"""The results of `stoker eval`, `predict` and `export`: records, their text, and the confusion matrix as a picture."""
+"""The result of `stoker eval`: the record, its text, and the confusion matrix as a picture."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.core.console import format_table, shown
-from stoker.core.units import count, size_text
-from stoker.tasks.volumes.formats.volume import Shape
+from stoker.core.console import format_table
+from stoker.core.units import count
 
 MOST_CONFUSED = 10
 MOST_WORST_CLASSES = 10
@@ -140,49 +138,6 @@ class Evaluation:
         }
 
 
-class Guess(NamedTuple):
-    """A class and its probability by the model."""
-
-    name: str
-    probability: float
-
-
-@dataclass(frozen=True)
-class ImagePrediction:
-    """The most probable classes of an image, the most probable first."""
-
-    path: str
-    guesses: tuple[Guess, ...]
-
-
-@dataclass(frozen=True)
-class PredictedVolume:
-    """A volume that is finished."""
-
-    id: str
-    path: Path
-    shape: Shape
-    windows: int
-    seconds: float | None
-    """None if an earlier start finished it."""
-    foreground: float | None
-    """Share of voxels of a class other than 0; None for probabilities."""
-
-
-@dataclass(frozen=True)
-class OutputDifference:
-    """How much an exported model's output differs from the checkpoint's."""
-
-    what: str
-    """The images, in words."""
-    max_abs: float
-    tolerance: float
-
-    @property
-    def is_too_large(self) -> bool:
-        return not self.max_abs <= self.tolerance  # also if it is NaN
-
-
 def percent(hits: NDArray[np.bool_]) -> float | None:
     """Hits in percent; None without images."""
     return 100 * int(hits.sum()) / len(hits) if len(hits) else None
@@ -254,36 +209,6 @@ def plot_confusion(found: Evaluation, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
     pyplot.close(figure)
-
-
-def predictions_text(predictions: Sequence[ImagePrediction]) -> str:
-    """Each image with its most probable classes below it."""
-    return "\n\n".join(
-        "\n".join([one.path, *(f"  {guess.probability:7.2%}  {guess.name}" for guess in one.guesses)])
-        for one in predictions
-    )
-
-
-def volumes_text(volumes: Sequence[PredictedVolume], submission: Path | None) -> str:
-    """A row for each predicted volume, and where the submission is."""
-    rows = []
-    for one in volumes:
-        speed = "earlier" if one.seconds is None else f"{one.seconds:,.1f} s"
-        share = "" if one.foreground is None else f"{one.foreground:.2%}"
-        rows.append(
-            (shown(one.id), "x".join(map(str, one.shape)), f"{one.windows:,}", speed, share, shown(str(one.path)))
-        )
-    table = format_table(rows, ("volume", "shape", "windows", "time", "not class 0", "file"))
-    return table if submission is None else f"{table}\n\n{submission}: {len(volumes)} volumes"
-
-
-def export_text(path: Path, size_bytes: int, checked_with: str, differences: Sequence[OutputDifference]) -> str:
-    """What was written, and how much its output differs from the checkpoint's."""
-    lines = [f"{path}: {size_text(size_bytes)}, loaded again with {checked_with}"]
-    lines += [
-        f"  {one.what}: largest difference {one.max_abs:.2g} (allowed {one.tolerance:.2g})" for one in differences
-    ]
-    return "\n".join(lines)
 
 
 def _percent(value: float | None) -> str:

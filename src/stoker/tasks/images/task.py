@@ -15,6 +15,7 @@ class Classify(Task):
     unit = items = "images"
     flags = {  # noqa: RUF012 - ClassVar in Task
         "eval": frozenset({"per_class", "real_labels", "plot"}),
+        "predict": frozenset({"top"}),
     }
 
     open_data = at(f"{_HERE}.classify:open_data")
@@ -33,3 +34,5 @@ class Classify(Task):
     utilisation_of = at("stoker.train.compute:utilisation_of")
 
     evaluate = at(f"{_HERE}.evaluation:evaluate")
+    predict = at(f"{_HERE}.prediction:predict")
+    export = at(f"{_HERE}.exporting:export")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,19 +10,21 @@ import torch
 from torch import Tensor
 
 from stoker import __version__
+from stoker.core.console import say
 from stoker.core.errors import UserError
 from stoker.io.stores import ReadFailure
-from stoker.tasks.images.exporting import CPU, Exportable
+from stoker.tasks.export_formats import CPU, Exportable
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import Shape, Volume, box_at, read_padded
 from stoker.tasks.volumes.predict.prediction import Segmenter, measured, segmenter_of
-from stoker.tasks.volumes.segment import TrainedVolumeModel
+from stoker.tasks.volumes.segment import TrainedVolumeModel, open_trained
 
 
-def segmenter_to_export(trained: TrainedVolumeModel, image: Path | None = None) -> Exportable:
+def export(checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw: bool) -> Exportable:
     """A network that takes normalised patches (batch, channels, z, y, x); other sizes than its own would change what
     its padding and its lowest resolution see, so the size is fixed."""
+    trained = open_trained(checkpoint, say, settings, raw=raw)
     segmenter = segmenter_of([trained], CPU)
     generator = torch.Generator().manual_seed(0)
     size = (segmenter.channels, *segmenter.patch)
@@ -30,13 +33,8 @@ def segmenter_to_export(trained: TrainedVolumeModel, image: Path | None = None) 
     if real is not None:
         name, patch = real
         inputs[name] = patch
-    return Exportable(trained.config.model, trained.model, "patches", inputs, metadata_of(trained))
-
-
-def metadata_of(trained: TrainedVolumeModel) -> dict[str, object]:
-    """What a program needs to know to use the network."""
     config = trained.config
-    return {
+    metadata = {
         "model": config.model,
         "classes": trained.classes,
         "channels": trained.channels,
@@ -49,6 +47,7 @@ def metadata_of(trained: TrainedVolumeModel) -> dict[str, object]:
         "step": trained.step,
         "stoker": __version__,
     }
+    return Exportable(config.model, trained.model, "patches", inputs, metadata, trained.path)
 
 
 def _real_patch(trained: TrainedVolumeModel, segmenter: Segmenter, image: Path | None) -> tuple[str, Tensor] | None:

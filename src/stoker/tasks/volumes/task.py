@@ -20,6 +20,7 @@ class Segment3d(Task):
     items = "volumes"
     flags = {  # noqa: RUF012 - ClassVar in Task
         "eval": frozenset({"score", "spacing", "more", "out", "pictures"}),
+        "predict": frozenset({"out", "more", "format_", "probabilities", "submission", "force"}),
     }
 
     open_data = at(f"{_HERE}.data:open_data")
@@ -39,3 +40,5 @@ class Segment3d(Task):
 
     evaluate = at(f"{_HERE}.evaluation:evaluate")
     score_masks = at(f"{_HERE}.evaluation:score_masks")
+    predict = at(f"{_HERE}.predict.predict_folder:predict")
+    export = at(f"{_HERE}.exporting:export")

@@ -17,7 +17,6 @@ from stoker.core.errors import UsageError, UserError
 from stoker.core.files import read_json, write_text
 from stoker.core.units import count
 from stoker.run.lease import Lease, LeaseHeld
-from stoker.tasks.images.results import PredictedVolume
 from stoker.tasks.volumes.formats.volume import Shape, Volume
 from stoker.tasks.volumes.predict.output import FileFormat, disk_errors, is_begun
 from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain
@@ -75,6 +74,20 @@ class PredictionOptions:
             raise UsageError(
                 "submission-is-tiff", f"--submission with --format {self.file_format}", hint="--format tiff"
             )
+
+
+@dataclass(frozen=True)
+class PredictedVolume:
+    """A volume that is finished."""
+
+    id: str
+    path: Path
+    shape: Shape
+    windows: int
+    seconds: float | None
+    """None if an earlier start finished it."""
+    foreground: float | None
+    """Share of voxels of a class other than 0; None for probabilities."""
 
 
 @dataclass(frozen=True)

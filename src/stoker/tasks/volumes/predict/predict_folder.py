@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from stoker.core.console import Advance, Say
-from stoker.core.errors import UserError
+from stoker.core.console import Advance, Answer, Say, format_table, progress_bar, say, shown
+from stoker.core.errors import Interrupted, UsageError, UserError
 from stoker.core.units import count, size_text
 from stoker.io.stores import ReadFailure, is_url
 from stoker.profile.memory import read_memory
-from stoker.tasks.images.results import PredictedVolume
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import Region
-from stoker.tasks.volumes.predict.inputs import warn_if_unprepared
-from stoker.tasks.volumes.predict.manifest import UNFINISHED, Job, Manifest, PredictionOptions, only_one, settings_of
+from stoker.tasks.volumes.predict.inputs import cases_to_predict, warn_if_unprepared
+from stoker.tasks.volumes.predict.manifest import (
+    UNFINISHED,
+    Job,
+    Manifest,
+    PredictedVolume,
+    PredictionOptions,
+    only_one,
+    settings_of,
+)
 from stoker.tasks.volumes.predict.output import (
     SUFFIX,
+    FileFormat,
     RawVolume,
     Workspace,
     disk_errors,
@@ -35,8 +43,9 @@ from stoker.tasks.volumes.predict.output import (
     write_submission,
     write_volume,
 )
-from stoker.tasks.volumes.predict.postprocess import apply_step, working_bytes
+from stoker.tasks.volumes.predict.postprocess import apply_step, parse_chain, working_bytes
 from stoker.tasks.volumes.predict.prediction import (
+    Scale,
     Segmenter,
     check_channels,
     decided,
@@ -44,9 +53,9 @@ from stoker.tasks.volumes.predict.prediction import (
     scaled,
     segmenter_of,
 )
-from stoker.tasks.volumes.predict.windows import WindowGrid, prediction_size
+from stoker.tasks.volumes.predict.windows import SlidingWindow, WindowGrid, prediction_size
 from stoker.tasks.volumes.reading_options import reading_options
-from stoker.tasks.volumes.segment import TrainedVolumeModel
+from stoker.tasks.volumes.segment import TrainedVolumeModel, open_trained
 
 SUBMISSION = "submission.zip"
 # The share that deflate leaves of a mask, with room to spare: those of made-up scrolls shrink to a twentieth or less.
@@ -61,6 +70,62 @@ class VolumePredictions:
     bad: tuple[tuple[str, str], ...]
     """Id and reason."""
     submission: Path | None = None
+
+
+def predict(
+    checkpoint: Path,
+    data: Sequence[str],
+    settings: Sequence[str],
+    *,
+    raw: bool,
+    out: Path | None,
+    more: Sequence[Path] | None,
+    format_: FileFormat | None,
+    probabilities: Scale | None,
+    submission: bool,
+    force: bool,
+) -> Answer:
+    """Writes the classes of each volume's voxels into a folder; the same command again resumes there."""
+    if out is None:
+        raise UsageError("no-out", "no folder for the predictions given", hint="--out predictions/")
+    cases = cases_to_predict(data, say)
+    trained = [open_trained(path, say, settings, raw=raw) for path in (checkpoint, *(more or ()))]
+    config = trained[0].config
+    options = PredictionOptions(
+        SlidingWindow(config.predict_overlap, config.predict_flips), config.predict_threshold, probabilities,
+        format_ or "tiff", parse_chain(config.predict_postprocess), submission, force,
+    )  # fmt: skip
+    try:
+        with progress_bar("predicting", None, unit="windows") as advance:
+            found = predict_folder(trained, cases, out, options, progress=advance, say=say)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted", "stopped by Ctrl-C", hint="the same command resumes") from None
+    for name, reason in found.bad:
+        say(f"bad volume: {name}: {reason}")
+    document = {
+        "checkpoints": [str(one.path) for one in trained],
+        "weights": ["averaged" if one.averaged else "raw" for one in trained],
+        "out": str(out),
+        "volumes": [asdict(one) | {"path": str(one.path), "shape": list(one.shape)} for one in found.volumes],
+        "bad": [{"id": name, "reason": reason} for name, reason in found.bad],
+        "submission": None if found.submission is None else str(found.submission),
+    }
+    return Answer(_text(found), document, complete=not found.bad)
+
+
+def _text(found: VolumePredictions) -> str:
+    """A row for each predicted volume, and where the submission is."""
+    rows = []
+    for one in found.volumes:
+        speed = "earlier" if one.seconds is None else f"{one.seconds:,.1f} s"
+        share = "" if one.foreground is None else f"{one.foreground:.2%}"
+        rows.append(
+            (shown(one.id), "x".join(map(str, one.shape)), f"{one.windows:,}", speed, share, shown(str(one.path)))
+        )
+    if not rows:
+        return ""
+    table = format_table(rows, ("volume", "shape", "windows", "time", "not class 0", "file"))
+    return table if found.submission is None else f"{table}\n\n{found.submission}: {len(rows)} volumes"
 
 
 def predict_folder(

@@ -108,7 +108,7 @@ def as_nobody() -> Callable[..., tuple[int, str]]:
     def run(*arguments: str, cwd: Path | None = None) -> tuple[int, str]:
         # Import what the command needs first: the new user may not be able to read our environment.
         program = (
-            "import os, sys\n"
+            "# warm\nimport os, sys\n"
             "import stoker.commands.config, stoker.config.reference, stoker.run.folder, stoker.profile.host\n"
             "import stoker.core.console\n"
             "from stoker.cli import main\n"

@@ -55,10 +55,9 @@ def test_safetensors_contain_weights_and_metadata(
         assert torch.equal(model.state_dict()[name], value)
 
 
-@pytest.mark.parametrize("model", ["test_resnet", "test_vit"])
-def test_torch_export_accepts_any_batch_size(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_export_accepts_any_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
-    checkpoint = write_untrained(tmp_path / "a.ckpt", CLASSES, model=model)
+    checkpoint = write_untrained(tmp_path / "a.ckpt", CLASSES, model="test_vit")
     out = tmp_path / "model.pt2"
     found = exported(capsys, checkpoint, out, "--to", "torch-export")
     assert len(found["differences"]) == 2  # without data there is no real image

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -180,7 +179,7 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
     (open_folder / "closed").mkdir(mode=0o555)
     program = (
         # Import what the command needs first: the new user may not be able to read our environment.
-        "import os, sys\n"
+        "# warm\nimport os, sys\n"
         "import stoker.commands.pack, stoker.tasks.images.pack.packing\n"
         "import stoker.tasks.images.layouts.opening, stoker.profile.host, stoker.config.fields\n"
         "import stoker.core.console, stoker.tasks.images.pack.splits_packing\n"
@@ -197,17 +196,14 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
     assert done.stderr.count("error: destination-not-writable") == 2, done.stderr
 
 
-def test_a_failed_write_names_the_shard_and_leaves_no_partial_file(source: Path, tmp_path: Path) -> None:
-    limit = 20_000  # bytes per file: fails like a full disk
-
-    done = subprocess.run(
-        [sys.executable, "-m", "stoker", "pack", source, "packed", "--split", "train"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "error: pack-failed" in done.stderr
-    assert "train/shard-000000.tar could not be made" in done.stderr
+def test_a_failed_write_names_the_shard_and_leaves_no_partial_file(
+    source: Path, tmp_path: Path, ready: ReadyProcess
+) -> None:
+    words = ("pack", source, "packed", "--split", "train")
+    done = ready.run(*words, cwd=tmp_path, before="tests.support.training_faults:small_files")
+    assert done.code == 1
+    assert "error: pack-failed" in done.err
+    assert "train/shard-000000.tar could not be made" in done.err
     assert list((tmp_path / "packed" / "train").iterdir()) == []
 
 

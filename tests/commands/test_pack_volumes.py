@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +18,7 @@ from stoker.tasks.volumes.formats.volume import whole
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import metrics
 from tests.support.tiny_volumes import write_volume_config
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -213,14 +210,12 @@ def test_options_of_volumes_are_refused_for_images(tmp_path: Path, capsys: pytes
     assert "--median is for volumes" in capsys.readouterr().err
 
 
-def test_a_full_disk_names_the_volume_and_leaves_no_partial_file(source: Path, tmp_path: Path) -> None:
-    limit = 20_000  # bytes per file
-    done = subprocess.run(
-        [sys.executable, "-m", "stoker", "pack", source, "packed", "--layout", "raw"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert (done.returncode, "error: pack-failed" in done.stderr) == (1, True), done.stderr
+def test_a_full_disk_names_the_volume_and_leaves_no_partial_file(
+    source: Path, tmp_path: Path, ready: ReadyProcess
+) -> None:
+    words = ("pack", source, "packed", "--layout", "raw")
+    done = ready.run(*words, cwd=tmp_path, before="tests.support.training_faults:small_files")
+    assert (done.code, "error: pack-failed" in done.err) == (1, True), done.err
     assert not [path for path in (tmp_path / "packed").rglob("*") if path.suffix in (".npy", ".tmp")]
     assert not (tmp_path / "packed" / "volumes.json").exists()
 

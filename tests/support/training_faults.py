@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,8 @@ def bad_images_on_the_second_rank() -> None:
         return replace(run, input=replace(run.input, prepare=spoiled))
 
     _instrument(change)
+
+
+def small_files() -> None:
+    """Lets this process write files of 20 kB at most: a larger one fails as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

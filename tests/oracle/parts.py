@@ -110,7 +110,7 @@ def _busy(bench: Bench) -> Path:
 
 
 THEIRS = "model: resnet50\nbatch_size: 32\nopt: sgd\nlr: 0.1\nsched: cosine\nepochs: 5\nmixup: 0.2\n"
-SCRIPT = """
+SCRIPT = """# warm
 import torch
 data = torch.utils.data.TensorDataset(torch.zeros(640, 8), torch.zeros(640, 1))
 model = torch.nn.Linear(8, 1)

@@ -22,8 +22,7 @@ from stoker.tasks.contact_sheet import LARGEST_SIDE, drawable, fitting, regular,
 from stoker.tasks.images.classify import build_network, colours_of, colours_of_name, open_data
 from stoker.tasks.images.layouts.imagenet import spoken
 from stoker.tasks.images.models import build_model
-from stoker.tasks.images.preview import look, spread_over_classes
-from stoker.tasks.images.preview_sheet import caption_of, sheet_of
+from stoker.tasks.images.preview_sheet import caption_of, look, sheet_of, spread_over_classes
 from stoker.train.optimization import build_loss
 from tests.support.images import encode, noise
 from tests.support.tiny_training import write_config, write_images

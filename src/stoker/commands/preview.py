@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, let_threads_sleep
-from stoker.core.errors import EXIT_OK, UsageError, UserError
-
-if TYPE_CHECKING:
-    from stoker.profile.host import HostConfig
-    from stoker.tasks.contact_sheet import Drawn
+from stoker.core.errors import UsageError, UserError
 
 DEFAULT_FILE = Path("preview.png")
 
@@ -43,56 +39,32 @@ def preview(
 
     let_threads_sleep()
     from stoker.config.reading import load_for_command
-    from stoker.core.console import print_json, print_result
+    from stoker.core.console import Answer, print_answer, progress_bar, say
     from stoker.core.files import write_bytes
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.report.page import show_in_browser
     from stoker.run.folder import run_name_for
+    from stoker.tasks.base import task_for
+    from stoker.tasks.contact_sheet import draw_sheet
 
     loaded = load_for_command(config, overrides).config
     if epoch >= loaded.epochs:
         raise UsageError("usage", f"--epoch {epoch} is after the last of {loaded.epochs} epochs, counted from 0")
     fitted, _ = fit_to_machine(loaded, read_machine())
-    draw = _draw_patches if loaded.task == "segment3d" else _draw_images
-    drawn, seen = draw(fitted, run_name_for(loaded, config), count, epoch)
+    task = task_for(loaded)
+    with progress_bar("listing", None) as advance:
+        data = task.open_data(fitted, say, advance)
+    seen = task.preview(fitted, data, run_name_for(loaded, config), count=count, epoch=epoch)
+    drawn = draw_sheet(seen.sheet)
     try:
         write_bytes(out, drawn.as_png())
     except OSError as error:
         raise UserError(
             "preview-not-writable", f"{out} cannot be written: {error.strerror or error}", hint="--out ~/preview.png"
         ) from None
-    if json:
-        width, height = drawn.image.size
-        print_json({"path": str(out), "width": width, "height": height} | seen)
-    else:
-        print_result(str(out))
+    width, height = drawn.image.size
+    document = {"path": str(out), "width": width, "height": height} | seen.describe(drawn.boxes)
+    code = print_answer(Answer(str(out), document), as_json=json)
     if open_:
         show_in_browser(out, "picture")
-    return EXIT_OK
-
-
-def _draw_images(config: HostConfig, name: str, count: int, epoch: int) -> tuple[Drawn, dict[str, Any]]:
-    from stoker.core.console import progress_bar, say
-    from stoker.tasks.contact_sheet import LARGEST_SIDE, draw_sheet
-    from stoker.tasks.images.classify import open_data
-    from stoker.tasks.images.preview import look
-    from stoker.tasks.images.preview_sheet import describe, sheet_of
-
-    with progress_bar("listing", None) as advance:
-        data = open_data(config, say, advance)
-    seen = look(config, data, count=count, epoch=epoch)
-    drawn = draw_sheet(sheet_of(seen, name, LARGEST_SIDE))
-    return drawn, describe(seen, drawn.boxes)
-
-
-def _draw_patches(config: HostConfig, name: str, count: int, epoch: int) -> tuple[Drawn, dict[str, Any]]:
-    from stoker.core.console import progress_bar, say
-    from stoker.tasks.contact_sheet import draw_sheet
-    from stoker.tasks.volumes.data import open_data
-    from stoker.tasks.volumes.preview_sheet import describe, look, sheet_of
-
-    with progress_bar("reading labels", None) as advance:
-        data = open_data(config, say, advance)
-    seen = look(config, data, count=count, epoch=epoch)
-    drawn = draw_sheet(sheet_of(seen, name))
-    return drawn, describe(seen, drawn.boxes)
+    return code

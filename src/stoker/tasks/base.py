@@ -6,6 +6,7 @@ A kind of data is a folder here with a subclass of `Task`. Other packages can ad
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from stoker.profile.host import HostConfig
     from stoker.run.folder import RunFolder
     from stoker.tasks.export_formats import Exportable
+    from stoker.tasks.preview import Preview
     from stoker.tasks.staging import Staging
     from stoker.train.checkpoint.data_changes import Contents, Listings
     from stoker.train.checkpoint.folder import FoundCheckpoint
@@ -128,8 +130,11 @@ class Task(ABC):
         """What is about to be trained, in a few lines that people check before they go home."""
 
     def keep_preview(self, file: Path, config: HostConfig, data: Any, world: int, say: Say) -> None:
-        """Draws what the network of a run gets, into `file`."""
-        return
+        """Draws what the network of a run gets, into `file`; a run begins without it if that fails."""
+        if type(self).preview is not Task.preview:
+            from stoker.tasks.preview import keep_with_run
+
+            keep_with_run(self, file, config, data, world, say)
 
     # Measuring
 
@@ -177,6 +182,22 @@ class Task(ABC):
     def export(self, checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw: bool) -> Exportable:
         """The network of a checkpoint, and what its file in another format is compared on: `image`, among others."""
         raise self.cannot("exported")
+
+    def preview(
+        self,
+        config: HostConfig,
+        data: Any,
+        name: str,
+        *,
+        count: int | None = None,
+        epoch: int = 0,
+        world: int | None = None,
+        patience_s: float = math.inf,
+        largest: int = 224,
+    ) -> Preview:
+        """What the network gets in the first steps of an epoch on the first of `world` ranks: `count` training samples
+        or as many as fit a run's sheet, in pictures of at most `largest` pixels. Reads nothing after `patience_s`."""
+        raise self.cannot("previewed")
 
     def cannot(self, what: str) -> UserError:
         """The error of a command that this task does not have."""

@@ -27,7 +27,6 @@ class Classify(Task):
 
     build_run = at(f"{_HERE}.classify:build_run")
     describe_run = at(f"{_HERE}.classify:describe_run")
-    keep_preview = at(f"{_HERE}.preview_sheet:keep_with_run")
 
     open_training_loader = at(f"{_HERE}.classify:open_training_loader")
     measure_speed = at(f"{_HERE}.classify:measure_training_speed")
@@ -36,3 +35,4 @@ class Classify(Task):
     evaluate = at(f"{_HERE}.evaluation:evaluate")
     predict = at(f"{_HERE}.prediction:predict")
     export = at(f"{_HERE}.exporting:export")
+    preview = at(f"{_HERE}.preview_sheet:preview")

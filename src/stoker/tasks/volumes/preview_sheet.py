@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.config import Config
-from stoker.core.console import Say, shown
-from stoker.core.files import write_bytes
+from stoker.core.console import shown
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.loader.sampler import excerpt
 from stoker.profile.host import HostConfig
-from stoker.tasks.contact_sheet import Picture, Sheet, SheetRow, SheetSection, draw_sheet
-from stoker.tasks.images.preview_sheet import RUN_LARGEST_SIDE, RUN_MOST_BYTES, RUN_PATIENCE_S
+from stoker.tasks.contact_sheet import LARGEST_SIDE, Picture, Sheet, SheetRow, SheetSection
+from stoker.tasks.preview import InputRange, Preview, not_shown, range_of, range_text
 from stoker.tasks.volumes.augment.intensity import Changes, draw_changes
 from stoker.tasks.volumes.augment.pipeline import (
     VolumeAugment,
@@ -67,14 +66,11 @@ class PatchSeen:
     """Share of the labelled voxels that are of a class other than 0."""
     changes: tuple[str, ...]
     """What was done to it, in words."""
-    mean: float
-    deviation: float
-    lowest: float
-    highest: float
+    values: InputRange
 
 
 @dataclass(frozen=True)
-class VolumePreview:
+class PatchesSeen:
     """What is on the sheet."""
 
     config: Config
@@ -85,6 +81,22 @@ class VolumePreview:
     """None without validation data, or without the time to read it."""
 
 
+def preview(
+    config: HostConfig,
+    data: VolumeData,
+    name: str,
+    *,
+    count: int | None = None,
+    epoch: int = 0,
+    world: int | None = None,
+    patience_s: float = float("inf"),
+    largest: int = LARGEST_SIDE,  # noqa: ARG001 - the text does not say how large the pictures are
+) -> Preview:
+    """The sheet of a run's first patches, and of validation patches of many volumes."""
+    seen = look(config, data, count=count or RUN_COUNT, epoch=epoch, world=world, patience_s=patience_s)
+    return Preview(sheet_of(seen, name), partial(describe, seen))
+
+
 def look(
     config: HostConfig,
     data: VolumeData,
@@ -93,7 +105,7 @@ def look(
     epoch: int = 0,
     world: int | None = None,
     patience_s: float = float("inf"),
-) -> VolumePreview:
+) -> PatchesSeen:
     """The first patches of an epoch, and half as many of validation; those of the first of `world` ranks.
 
     Draws no random number from any generator, writes nothing, and builds no network. After `patience_s` nothing more is
@@ -120,7 +132,7 @@ def look(
                 break
             found += _look_at(config, data, data.val, position, 0, prepare, None)
         validation = tuple(found)
-    return VolumePreview(config, data, epoch, tuple(seen), validation)
+    return PatchesSeen(config, data, epoch, tuple(seen), validation)
 
 
 def _spread(total: int, count: int) -> list[int]:
@@ -152,13 +164,11 @@ def _look_at(
     foreground = known & (label != 0)
     # Without foreground, where most of it is labelled.
     cut = int((foreground if foreground.any() else known).sum((1, 2)).argmax())
-    voxels = inputs[0].double()
     yield PatchSeen(
         case=plan.cases[int(batch.cases[0])].id, start=tuple(batch.starts[0].tolist()), step=step, cut=cut,
         image=as_grey(inputs[0, 0, cut].numpy()), label=label[cut], known=known[cut], labelled=float(known.mean()),
         foreground=float(foreground.sum() / max(1, known.sum())), changes=(*placed(batch, 0), *changed(batch, prepare)),
-        mean=float(voxels.mean()), deviation=float(voxels.std()), lowest=float(voxels.min()),
-        highest=float(voxels.max()),
+        values=range_of(inputs[0]),
     )  # fmt: skip
 
 
@@ -213,7 +223,7 @@ def _in_words(changes: Changes) -> tuple[str, ...]:
     return tuple(words)
 
 
-def sheet_of(preview: VolumePreview, name: str) -> Sheet:
+def sheet_of(preview: PatchesSeen, name: str) -> Sheet:
     """The preview in words and pictures: each patch as it is, and with its labels."""
     config, data = preview.config, preview.data
     volumes = count(len(data.train.cases), "training volume")
@@ -226,18 +236,18 @@ def sheet_of(preview: VolumePreview, name: str) -> Sheet:
     )
     training = SheetSection(
         f"Training, epoch {preview.epoch}",
-        (" · ".join(training_settings(config)), _range(preview.training)),
+        (" · ".join(training_settings(config)), range_text([one.values for one in preview.training])),
         (SheetRow(_pictures(preview.training)),),
     )
     return Sheet(f"What the network gets: {name}", (about,), (training, _validation(preview)))
 
 
-def _validation(preview: VolumePreview) -> SheetSection:
+def _validation(preview: PatchesSeen) -> SheetSection:
     if preview.data.val is None:
         return SheetSection("No validation", (f"fold: {preview.config.fold} leaves no volumes for it.",))
     if preview.validation is None:
-        return SheetSection("Validation", ("Not shown: reading the training patches took too long already.",))
-    notes = ("every voxel once, unchanged", _range(preview.validation))
+        return not_shown("patches")
+    notes = ("every voxel once, unchanged", range_text([one.values for one in preview.validation]))
     return SheetSection("Validation", notes, (SheetRow(_pictures(preview.validation)),))
 
 
@@ -271,16 +281,7 @@ def _pictures(seen: Sequence[PatchSeen]) -> tuple[Picture, ...]:
     return tuple(pictures)
 
 
-def _range(seen: Sequence[PatchSeen]) -> str:
-    """The values that the network gets: a wrong normalisation cannot be seen in a picture."""
-    if not seen:
-        return "no patch could be read"
-    mean, deviation = (float(np.mean([getattr(one, name) for one in seen])) for name in ("mean", "deviation"))
-    lowest, highest = min(one.lowest for one in seen), max(one.highest for one in seen)
-    return f"values of these inputs: mean {mean:.2f}, deviation {deviation:.2f}, from {lowest:.2f} to {highest:.2f}"
-
-
-def describe(preview: VolumePreview, boxes: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
+def describe(preview: PatchesSeen, boxes: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
     """What is shown, as a plain record; `boxes` are the places of the pictures on the sheet, two for each patch."""
     places = iter(boxes)
     training = [_record(one, next(places), next(places)) for one in preview.training]
@@ -300,15 +301,3 @@ def _record(one: PatchSeen, image: tuple[int, ...], label: tuple[int, ...]) -> d
         "case": one.case, "start": list(one.start), "step": one.step, "z": one.cut, "labelled": one.labelled,
         "foreground": one.foreground, "changes": list(one.changes), "box": list(image), "label_box": list(label),
     }  # fmt: skip
-
-
-def keep_with_run(file: Path, config: HostConfig, data: VolumeData, world: int, say: Say) -> None:
-    """Writes the preview of a run that begins into its folder, where `stoker report` finds it.
-
-    As for images: before the first step, by the code of `stoker preview`, and any error is only reported."""
-    try:
-        preview = look(config, data, count=RUN_COUNT, world=world, patience_s=RUN_PATIENCE_S)
-        drawn = draw_sheet(sheet_of(preview, file.absolute().parent.name), RUN_LARGEST_SIDE)
-        write_bytes(file, drawn.as_jpeg(RUN_MOST_BYTES))
-    except Exception as error:
-        say(f"note: no {file.name}: {str(error) or type(error).__name__}")

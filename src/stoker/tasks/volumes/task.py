@@ -29,7 +29,6 @@ class Segment3d(Task):
 
     build_run = at(f"{_HERE}.segment:build_run")
     describe_run = at(f"{_HERE}.segment:describe_run")
-    keep_preview = at(f"{_HERE}.preview_sheet:keep_with_run")
 
     open_training_loader = at(f"{_HERE}.data:open_training_loader")
     measure_speed = at(f"{_HERE}.data:measure_speed")
@@ -42,3 +41,4 @@ class Segment3d(Task):
     score_masks = at(f"{_HERE}.evaluation:score_masks")
     predict = at(f"{_HERE}.predict.predict_folder:predict")
     export = at(f"{_HERE}.exporting:export")
+    preview = at(f"{_HERE}.preview_sheet:preview")

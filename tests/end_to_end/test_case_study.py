@@ -1,7 +1,7 @@
 """What cost a real ImageNet project its days, on small data: each is prevented, named, or one command away.
 
 The alarm for wrong labels while training is in test_label_alarm.py, files that a file system has released in
-tests/verify/test_data.py.
+tests/tasks/images/verify/test_data_checks.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.config import load_config
 from stoker.profile.host import Machine, fit_to_machine
-from stoker.verify.checks import Check, Subject
+from stoker.tasks.checks import Check, Subject
 from stoker.verify.running import all_checks
 
 # One thread: two that wait for each other on busy cores are many times slower.

@@ -83,6 +83,10 @@ def test_checks_are_listed_without_a_config(capsys: pytest.CaptureFixture[str]) 
     code, out, _ = verify(capsys, "--list")
     assert code == 0
     assert all(check.title in out for check in all_checks())
+    code, out, _ = verify(capsys, "--list", "--json")
+    listed = json.loads(out)["checks"]
+    assert (code, [check["name"] for check in listed]) == (0, [check.name for check in all_checks()])
+    assert {check["task"] for check in listed} == {None, "classify", "segment3d"}
     code, _, err = verify(capsys)
     assert code == 2
     assert "no config given" in err

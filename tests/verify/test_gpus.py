@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stoker.core.finding import Finding
-from stoker.verify.checks import Subject
+from stoker.tasks.checks import Subject
 from stoker.verify.gpus import CHECKS, judge_products, judge_torch, query_gpus, read_xids
 from stoker.verify.running import run_checks
 from tests.support.subjects import HERE, check_named, subject_of

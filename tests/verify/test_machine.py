@@ -16,7 +16,7 @@ import pytest
 
 from stoker.core import cgroups
 from stoker.core.finding import Finding
-from stoker.verify.checks import Subject
+from stoker.tasks.checks import Subject
 from stoker.verify.machine import judge_cores, judge_quota
 from stoker.verify.running import run_checks
 from tests.support.subjects import HERE, check_named, subject_of
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_fails(tiny: Callable[..., Subject], sma
 def test_too_few_open_files_fail(tiny: Callable[..., Subject]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     subject = tiny()
-    assert subject.samples, "opened while there are files"
+    assert subject.data, "opened while there are files"
     used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     if used > 70:
         pytest.skip(f"{used} files are open already")

@@ -10,7 +10,7 @@ import pytest
 
 from stoker.core.errors import Interrupted, UsageError, UserError
 from stoker.core.finding import Finding
-from stoker.verify.checks import Check, Subject, failed, passed, unknown
+from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 from stoker.verify.expected import Forecast
 from stoker.verify.running import (
     Report,
@@ -93,7 +93,7 @@ def test_what_is_opened_is_opened_once_and_its_error_is_the_same_for_all(
         raise UserError("no-data", "nothing there")
 
     monkeypatch.setattr("stoker.tasks.images.classify.open_data", no_data)
-    looks = [Check(name, "data", "looks", lambda subject: passed(str(subject.samples))) for name in ("one", "two")]
+    looks = [Check(name, "data", "looks", lambda subject: passed(str(subject.data))) for name in ("one", "two")]
     report = run_checks(looks, subject)
     assert [result.finding.seen for result in report.results] == ["nothing there"] * 2
     assert len(opened) == 1

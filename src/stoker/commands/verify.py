@@ -14,7 +14,7 @@ from stoker.core.errors import EXIT_FINDING, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from stoker.profile.host import HostConfig, Machine
-    from stoker.verify.checks import Check, Subject
+    from stoker.tasks.checks import Check, Subject
     from stoker.verify.running import Report
 
 
@@ -52,11 +52,14 @@ def verify(
     minutes, trains nothing and leaves no run folder behind. With several devices or nodes, the ranks are started as
     `stoker train` starts them. Exits with 1 if a check fails.
     """
-    from stoker.core.console import print_result
-    from stoker.verify.running import all_checks, choose_checks, list_text
+    from stoker.core.console import print_json, print_result
+    from stoker.verify.running import all_checks, choose_checks, list_json, list_text
 
     if list_:
-        print_result(list_text(all_checks()))
+        if json:
+            print_json(list_json(all_checks()))
+        else:
+            print_result(list_text(all_checks()))
         return EXIT_OK
     if config is None:
         raise UsageError("usage", "no config given", hint="stoker verify CONFIG; stoker verify --list")
@@ -82,9 +85,9 @@ def _verify(
     from stoker.config.reading import load_for_command
     from stoker.core.console import print_json, print_result, say_notes
     from stoker.profile.host import fit_to_machine, read_machine
+    from stoker.tasks.checks import Subject
     from stoker.train.launch import launch
     from stoker.train.ranks import ranks_from_environment
-    from stoker.verify.checks import Subject
     from stoker.verify.expected import expect
     from stoker.verify.nodes import meet
     from stoker.verify.running import verify_text

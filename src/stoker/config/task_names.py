@@ -20,10 +20,14 @@ def place_of_task(name: str) -> str | None:
     return next((entry.value for entry in entry_points(group="stoker.tasks", name=name)), None)
 
 
+def task_names() -> list[str]:
+    """The built-in tasks, and those of other packages."""
+    return [*BUILT_IN, *sorted({entry.name for entry in entry_points(group="stoker.tasks")})]
+
+
 def _check_task(name: str) -> str:
     if place_of_task(name) is None:
-        known = ", ".join([*BUILT_IN, *sorted({entry.name for entry in entry_points(group="stoker.tasks")})])
-        raise ValueError(f"{name!r} is not one of {known}")
+        raise ValueError(f"{name!r} is not one of {', '.join(task_names())}")
     return name
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stoker.loader.loader_speed import LoaderSpeed
     from stoker.profile.host import HostConfig
     from stoker.run.folder import RunFolder
+    from stoker.tasks.checks import Check, EpochLength, StepInput
     from stoker.tasks.export_formats import Exportable
     from stoker.tasks.preview import Preview
     from stoker.tasks.staging import Staging
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from stoker.train.compute import Utilisation
     from stoker.train.loop import Run
     from stoker.train.ranks import Ranks
+    from stoker.train.step import TraceableStep
 
 
 class RunData(Protocol):
@@ -81,6 +83,9 @@ class Task(ABC):
     """What the data consists of: 'images', 'volumes'."""
     flags: ClassVar[Mapping[str, frozenset[str]]] = {}
     """For each command the arguments that only this task takes; for other tasks they are refused."""
+
+    classifies: ClassVar[bool] = False
+    """Whether a sample has one class, so that an untrained network's loss is that of a guess."""
 
     # Data
 
@@ -202,6 +207,40 @@ class Task(ABC):
     def cannot(self, what: str) -> UserError:
         """The error of a command that this task does not have."""
         return UserError("task-cannot", f"task: {self.name} cannot be {what}")
+
+    # Plan
+
+    @abstractmethod
+    def traceable_step(self, config: Config, facts: Any = None) -> TraceableStep:
+        """The training step, to be traced without a device; `facts` are what is known about the data, else assumed."""
+
+    # Verify
+
+    @abstractmethod
+    def step_input(self, config: Config) -> StepInput:
+        """What the network of a config takes in a step."""
+
+    def checks(self) -> Sequence[Check]:
+        """The task's own checks."""
+        return ()
+
+    def epoch_length(self, config: HostConfig, data: Any | None) -> EpochLength | None:
+        """Steps of an epoch; without data, what the config says or the task assumes. None if nothing is known."""
+        from stoker.tasks.checks import EpochLength
+
+        if data is None:
+            return None
+        total = config.batch_size * config.devices * config.num_nodes * config.gradient_accumulation
+        return EpochLength(config.steps_per_epoch or data.samples // total, samples=data.samples)
+
+    def random_data(self, config: HostConfig, folder: Path) -> tuple[Any, HostConfig] | None:
+        """Random samples below a folder, opened, to try a step while the real data is not there, and the config for
+        them."""
+        return None
+
+    def milestones(self, config: HostConfig) -> tuple[tuple[tuple[int, float], ...], str | None]:
+        """Published results of this very config: (epoch, metric in percent), and who published them."""
+        return (), None
 
 
 def at(place: str) -> Any:

@@ -6,15 +6,9 @@ from dataclasses import dataclass
 
 from stoker.core.errors import StokerError
 from stoker.core.units import duration_text, size_text
-from stoker.profile.host import HostConfig
-from stoker.verify.checks import Subject
-from stoker.verify.recipes import nearest_recipe
-
-# Measured by the authors of github.com/cydal/ImageNet-Full-training: ResNet-50 from scratch on 100 classes with 500
-# images each, 224 px. A young run can be compared with it long before a final accuracy is known.
-HUNDRED_CLASSES = ((0, 3.2), (5, 10.6), (10, 24.0), (20, 41.5), (30, 60.6), (37, 64.3))
-HUNDRED_CLASSES_SOURCE = "measured by cydal/ImageNet-Full-training on such a subset; its recipe may differ"
-_ITS_SUBSET = {"model": "resnet50", "img_size": 224, "subset_classes": 100, "subset_train_per_class": 500}
+from stoker.tasks.base import task_for
+from stoker.tasks.checks import Subject
+from stoker.verify.machine import plan_of
 
 
 @dataclass(frozen=True)
@@ -35,9 +29,9 @@ class Forecast:
 
 def expect(subject: Subject) -> Forecast:
     """What the plan and the recipe say about this run."""
-    milestones, source = milestones_of(subject.config)
+    milestones, source = task_for(subject.config).milestones(subject.config)
     try:
-        plan = subject.plan
+        plan = plan_of(subject)
     except StokerError:
         return Forecast(milestones=milestones, milestones_source=source)
     time = plan.time
@@ -52,18 +46,6 @@ def expect(subject: Subject) -> Forecast:
         milestones=milestones,
         milestones_source=source,
     )
-
-
-def milestones_of(config: HostConfig) -> tuple[tuple[tuple[int, float], ...], str | None]:
-    """Published accuracies by epoch, and who published them; empty unless the config is the published one."""
-    if config.task != "classify":
-        return (), None
-    recipe, differs = nearest_recipe(config)
-    if not differs:
-        return ((config.epochs - 1, recipe.accuracy),), f"top-1 of {recipe.name} on ImageNet, {recipe.source}"
-    if all(getattr(config, key) == value for key, value in _ITS_SUBSET.items()) and config.weights is None:
-        return tuple(point for point in HUNDRED_CLASSES if point[0] < config.epochs), HUNDRED_CLASSES_SOURCE
-    return (), None
 
 
 def forecast_lines(forecast: Forecast) -> list[str]:

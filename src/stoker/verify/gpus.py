@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stoker.core.finding import Finding
-from stoker.verify.checks import Check, Subject, failed, passed, unknown
+from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.core.finding import Finding
 from stoker.core.units import count, size_text
 from stoker.profile.host import allowed_cores
-from stoker.verify.checks import Check, Subject, failed, passed, unknown
+from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:
     from stoker.plan.records import Plan
@@ -21,8 +21,12 @@ LEAST_CORES = 2
 FAR_MORE = 4
 
 
-def plan_run(subject: Subject) -> Plan:
-    """The plan of the run on this machine, as `stoker plan` makes it without options."""
+def plan_of(subject: Subject) -> Plan:
+    """What the run needs on this machine, and how long it takes: as `stoker plan` says without options."""
+    return subject.once("plan", _make_plan)
+
+
+def _make_plan(subject: Subject) -> Plan:
     from stoker.loader.loader_memory import STATED
     from stoker.plan.budget import MeasuredHere, PlannedRun, make_plan, trace_needs
     from stoker.plan.planning import WantedMachine, facts_of, hardware_for, step_of
@@ -37,20 +41,20 @@ def plan_run(subject: Subject) -> Plan:
 
 
 def check_ram(subject: Subject) -> Finding:
-    ram = subject.plan.ram
-    return _judge(subject.plan, "ram-exceeded", ram.total_bytes, ram.limit_bytes, "of RAM")
+    ram = plan_of(subject).ram
+    return _judge(plan_of(subject), "ram-exceeded", ram.total_bytes, ram.limit_bytes, "of RAM")
 
 
 def check_shm(subject: Subject) -> Finding:
-    shm = subject.plan.shm
-    return _judge(subject.plan, "shm-exceeded", shm.needed, shm.limit, "of shared memory")
+    shm = plan_of(subject).shm
+    return _judge(plan_of(subject), "shm-exceeded", shm.needed, shm.limit, "of shared memory")
 
 
 def check_vram(subject: Subject) -> Finding | None:
-    vram = subject.plan.vram
+    vram = plan_of(subject).vram
     if vram is None:
         return None
-    return _judge(subject.plan, "vram-exceeded", vram.peak_bytes, vram.limit_bytes, "of VRAM")
+    return _judge(plan_of(subject), "vram-exceeded", vram.peak_bytes, vram.limit_bytes, "of VRAM")
 
 
 def check_disk(subject: Subject) -> Finding:
@@ -61,15 +65,15 @@ def check_disk(subject: Subject) -> Finding:
         existing = existing.parent
     if not os.access(existing, os.W_OK):
         return failed(f"{existing} is not writable, and runs are kept in {folder}", "runs_dir=/a/writable/folder")
-    disk = subject.plan.disk
+    disk = plan_of(subject).disk
     if disk is None:
         return unknown("the size of the checkpoints is not known")
-    return _judge(subject.plan, "disk-exceeded", disk.needed, disk.limit, f"of disk at {existing}")
+    return _judge(plan_of(subject), "disk-exceeded", disk.needed, disk.limit, f"of disk at {existing}")
 
 
 def check_open_files(subject: Subject) -> Finding:
-    files = subject.plan.open_files
-    return _judge(subject.plan, "open-files-exceeded", files.needed, files.limit, "open files", lambda n: f"{n:,}")
+    files = plan_of(subject).open_files
+    return _judge(plan_of(subject), "open-files-exceeded", files.needed, files.limit, "open files", lambda n: f"{n:,}")
 
 
 def _judge(

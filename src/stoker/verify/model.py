@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from stoker.core.errors import UserError
 from stoker.core.finding import Finding
 from stoker.core.units import size_text
-from stoker.verify.checks import Check, Subject, failed, passed
+from stoker.tasks.base import task_for
+from stoker.tasks.checks import Check, Subject, failed, passed
 
 if TYPE_CHECKING:
     from stoker.verify.trial import GroupFacts, Trial
@@ -22,10 +23,17 @@ LEAST_CLASSES = 10
 SHOWN = 3
 
 
+def trial_of(subject: Subject) -> Trial:
+    """What a few real steps and a resumed checkpoint showed."""
+    from stoker.verify.trial import try_run
+
+    return subject.once("trial", try_run)
+
+
 def check_builds(subject: Subject) -> Finding:
-    """Fails if the network cannot be built or cannot compute the config's images."""
+    """Fails if the network cannot be built or cannot compute the config's samples."""
     try:
-        trial = subject.trial
+        trial = trial_of(subject)
     except UserError as error:
         if error.name == "trial-too-large":
             raise
@@ -37,25 +45,28 @@ def check_builds(subject: Subject) -> Finding:
     )
 
 
-def check_first_loss(subject: Subject) -> Finding:
-    """The loss of an untrained network is that of a guess: anything else is a mistake in images, labels or loss."""
-    config, trial = subject.config, subject.trial
-    loss, guess = trial.first_loss, guessed_loss(config.loss, trial.outputs)
-    rule = "ln 2" if config.loss == "bce" else f"ln {trial.outputs}"
+def check_first_loss(subject: Subject) -> Finding | None:
+    """The loss of an untrained network is that of a guess: anything else is a mistake in inputs, labels or loss."""
+    config, task = subject.config, task_for(subject.config)
+    if not task.classifies:
+        return None
+    trial = trial_of(subject)
+    among = 2 if config.loss == "bce" else trial.outputs
+    loss, guess = trial.first_loss, math.log(among)
     facts = {"loss": loss, "guess": guess, "samples": trial.samples, "random_images": trial.random_because is not None}
-    seen = f"{loss:.3f} for {_images(trial)}; a guess has {rule} = {guess:.3f}"
+    seen = f"{loss:.3f} for {_samples(trial)}; a guess has ln {among} = {guess:.3f}"
     if not math.isfinite(loss):
         fix = (
             "precision=bf16-mixed or precision=32" if config.precision == "16-mixed" else "check weights= and the data"
         )
-        return failed(f"the loss of the first step is {loss} for {_images(trial)}", fix, **facts)
+        return failed(f"the loss of the first step is {loss} for {_samples(trial)}", fix, **facts)
     if loss > HIGHEST_START * guess + SCATTER:
         fix = "other weights=, or none" if config.weights else "another model=: its initial weights are far too large"
         return failed(f"{seen}: the network is surer of wrong classes than a guess", fix, **facts)
     if loss < LOWEST_START * guess and config.weights is None and trial.outputs >= LEAST_CLASSES:
         return failed(
             f"{seen}: an untrained network cannot know the classes",
-            "look at the labels: do all images have one?",
+            f"look at the labels: do all {task.unit} have one?",
             **facts,
         )
     return passed(seen, **facts)
@@ -63,7 +74,7 @@ def check_first_loss(subject: Subject) -> Finding:
 
 def check_update(subject: Subject) -> Finding:
     """Every trained parameter has a gradient and changes."""
-    trial = subject.trial
+    trial = trial_of(subject)
     facts = {"without_gradient": list(trial.without_gradient), "unchanged": list(trial.unchanged)}
     if trial.skipped:
         return failed(
@@ -83,12 +94,12 @@ def check_update(subject: Subject) -> Finding:
             "a higher lr=, or precision=32: the change is lost in rounding",
             **facts,
         )
-    return passed(f"forward, backward and update of {_images(trial)}: every parameter changed", **facts)
+    return passed(f"forward, backward and update of {_samples(trial)}: every parameter changed", **facts)
 
 
 def check_optimizer_groups(subject: Subject) -> Finding:
     """Each parameter is in one group, with the weight decay that the config asks for."""
-    config, trial = subject.config, subject.trial
+    config, trial = subject.config, trial_of(subject)
     groups = trial.groups
     facts = {
         "with_decay": sum(group.parameters for group in groups if group.weight_decay > 0),
@@ -107,7 +118,7 @@ def check_optimizer_groups(subject: Subject) -> Finding:
 
 def check_checkpoint(subject: Subject) -> Finding:
     """A checkpoint that is written, read and resumed gives the same next step."""
-    trial = subject.trial
+    trial = trial_of(subject)
     size = f"{size_text(trial.checkpoint_bytes)} in {trial.save_s:.1f} s"
     facts = {
         "bytes": trial.checkpoint_bytes, "save_s": trial.save_s, "next_loss": trial.next_loss,
@@ -124,20 +135,6 @@ def check_checkpoint(subject: Subject) -> Finding:
         "do not rely on resuming this model: a layer keeps state outside of its state_dict",
         **facts,
     )
-
-
-def check_train_accuracy(subject: Subject) -> Finding:
-    """Says what `train/acc1` will mean: only batches that are not mixed count."""
-    config = subject.config
-    mixing = config.mixup_alpha > 0 or config.cutmix_alpha > 0
-    share = 1 - config.mix_probability if mixing else 1.0
-    if share == 1.0:
-        seen = "train/acc1 is over all training batches: nothing is mixed"
-    elif share == 0.0:
-        seen = "train/acc1 is left out: every batch is mixed, and a mixed image has no single correct class"
-    else:
-        seen = f"train/acc1 is over the {share:.0%} of the batches that are not mixed"
-    return passed(seen, unmixed_share=share)
 
 
 def check_whole_batch(subject: Subject) -> Finding:
@@ -162,11 +159,6 @@ def check_whole_batch(subject: Subject) -> Finding:
     )
 
 
-def guessed_loss(loss: str, classes: int) -> float:
-    """The loss of a network that considers every class equally likely."""
-    return math.log(2) if loss == "bce" else math.log(classes)
-
-
 def _wrong_decay(groups: tuple[GroupFacts, ...], weight_decay: float, everywhere: bool) -> str | None:
     for group in groups:
         if group.matrices and not math.isclose(group.weight_decay, weight_decay):
@@ -183,10 +175,10 @@ def _counted(groups: list[GroupFacts]) -> str:
     return f"{parameters:,} parameters in {sum(group.tensors for group in groups)} tensors" if groups else "none"
 
 
-def _images(trial: Trial) -> str:
+def _samples(trial: Trial) -> str:
     if trial.random_because is None:
         return f"{trial.samples} training {trial.unit}"
-    return f"{trial.samples} random images ({trial.random_because})"
+    return f"{trial.samples} random {trial.unit} ({trial.random_because})"
 
 
 def _named(names: tuple[str, ...]) -> str:
@@ -196,10 +188,9 @@ def _named(names: tuple[str, ...]) -> str:
 
 CHECKS = (
     Check("model-builds", "model", "the network is built and computes what the config gives it", check_builds),
-    Check("first-loss", "model", "the loss of the untrained network", check_first_loss, task="classify"),
+    Check("first-loss", "model", "the loss of the untrained network", check_first_loss),
     Check("update", "model", "one real forward, backward and update", check_update),
     Check("optimizer-groups", "model", "parameters with and without weight decay", check_optimizer_groups),
     Check("checkpoint", "model", "a checkpoint that is written, read and resumed", check_checkpoint),
-    Check("train-accuracy", "model", "what train/acc1 means with this mixing", check_train_accuracy, task="classify"),
     Check("whole-batch", "model", "a step with the config's own batch", check_whole_batch, deep=True),
 )

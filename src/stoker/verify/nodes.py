@@ -21,7 +21,8 @@ from stoker import __version__
 from stoker.core.errors import StokerError, UserError
 from stoker.core.finding import Finding
 from stoker.core.units import size_text
-from stoker.verify.checks import Check, Subject, failed, passed, unknown
+from stoker.tasks.base import task_for
+from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 
 if TYPE_CHECKING:
     from stoker.profile.host import HostConfig, Machine
@@ -96,15 +97,6 @@ def meet(subject: Subject, ranks: Ranks) -> tuple[RankFacts, ...] | StokerError:
     return tuple(RankFacts(**one) for one in facts)
 
 
-def _data_parts(subject: Subject) -> list[Any]:
-    """What two ranks must have in common to train on the same samples."""
-    if subject.config.task == "segment3d":
-        plans = (subject.volumes.train, subject.volumes.val)
-        return [[(case.id, case.box) for case in plan.cases] for plan in plans if plan is not None]
-    train, val = subject.samples
-    return [train.index.digest, "" if val is None else val.index.digest, len(train), "" if val is None else len(val)]
-
-
 def own_facts(subject: Subject, ranks: Ranks, device: Any) -> RankFacts:
     """This rank's facts; sums and computes together with the others."""
     import torch
@@ -114,7 +106,8 @@ def own_facts(subject: Subject, ranks: Ranks, device: Any) -> RankFacts:
 
     values = {key: value for key, value in config_values(subject.config).items() if key not in OWN_KEYS}
     try:
-        parts = _data_parts(subject)
+        listings = task_for(subject.config).listings(subject.data)
+        parts = {part: None if listing is None else listing.digest for part, listing in listings.items()}
         digest, opened = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest(), True
     except StokerError as error:
         digest, opened = error.seen, False

@@ -10,28 +10,25 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.config.task_names import task_names
 from stoker.core.console import finding_lines, format_table
 from stoker.core.errors import Interrupted, Preempted, StokerError, UsageError, did_you_mean
 from stoker.core.finding import Finding, Status, as_json
-from stoker.verify.checks import TOPICS, Check, Subject, unknown
+from stoker.tasks.base import task_named
+from stoker.tasks.checks import TOPICS, Check, Subject, unknown
 from stoker.verify.expected import Forecast, forecast_lines
 
 if TYPE_CHECKING:
     from stoker.profile.host import HostConfig, Machine
-    from stoker.tasks.images.classify import TrainingData
-    from stoker.tasks.volumes.data import VolumeData
 
 MODULES = (
     "stoker.verify.config",
-    "stoker.verify.data",
-    "stoker.verify.volumes",
-    "stoker.verify.labels",
     "stoker.verify.model",
     "stoker.verify.machine",
     "stoker.verify.gpus",
     "stoker.verify.nodes",
 )
-"""Each has its checks in `CHECKS`; a module is imported when checks are run."""
+"""The checks for all tasks: each module has its own in `CHECKS`, and is imported when checks are run."""
 
 MARKS = {"passed": "✓", "failed": "✗", "unknown": "?"}
 WIDTH = 110
@@ -84,8 +81,11 @@ class Report:
 
 
 def all_checks() -> tuple[Check, ...]:
-    """Every check, by topic."""
-    found = [check for module in MODULES for check in import_module(module).CHECKS]
+    """Every check of every task, by topic."""
+    own = [replace(check, task=name) for name in task_names() for check in task_named(name).checks()]
+    found = [check for check in own if check.after is None]
+    for general in (check for module in MODULES for check in import_module(module).CHECKS):
+        found += [general, *(check for check in own if check.after == general.name)]
     assert len({check.name for check in found}) == len(found), "two checks have the same name"
     return tuple(sorted(found, key=lambda check: TOPICS.index(check.topic)))
 
@@ -125,7 +125,7 @@ def warnings_before_training(
     path: Path,
     overrides: Sequence[str],
     machine: Machine,
-    data: TrainingData | VolumeData,
+    data: Any,
     checks: Sequence[Check] | None = None,
 ) -> list[str]:
     """Problems found by the quick checks, one line each; the run starts anyway."""
@@ -172,6 +172,12 @@ def verify_text(report: Report, expected: Forecast | None, name: str) -> str:
     if report.not_applicable:
         parts.append(f"{len(report.not_applicable)} do not apply here")
     return "\n".join([*lines, "", f"{', '.join(parts)}; {report.seconds:.0f} s"])
+
+
+def list_json(checks: Sequence[Check]) -> dict[str, Any]:
+    """The same for programs."""
+    keys = ("name", "topic", "title", "task", "deep", "cheap")
+    return {"checks": [{key: getattr(check, key) for key in keys} for check in checks]}
 
 
 def list_text(checks: Sequence[Check]) -> str:

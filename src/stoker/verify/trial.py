@@ -11,23 +11,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 
 from stoker.core.errors import StokerError, UserError
 from stoker.core.units import size_text
-from stoker.plan.guard import MOST_ACTIVATIONS_PER_INPUT, MOST_ACTIVATIONS_PER_VOXEL_INPUT
 from stoker.plan.tracing import build_without_memory
 from stoker.profile.host import HostConfig
 from stoker.profile.memory import read_memory
 from stoker.tasks.base import task_for
-from stoker.tasks.images.classify import TrainingData, open_data, traceable_step
-from stoker.tasks.volumes.data import VolumeData
-from stoker.tasks.volumes.segment import build_network
+from stoker.tasks.checks import Subject
 from stoker.train.checkpoint.folder import Checkpoints
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
@@ -36,20 +32,11 @@ from stoker.train.optimization import set_lr
 from stoker.train.ranks import Ranks
 from stoker.train.step import StepResult
 from stoker.trial.trial_server import ALONE
-from stoker.verify.config import peak_lr
 
-if TYPE_CHECKING:
-    from stoker.verify.checks import Subject
-
-# Batch norm needs a few samples; ResNet-50 at 224 px takes about a second for these on two cores.
-SAMPLES = 8
-PATCHES = 1
-"""A patch has as many voxels as tens of images have pixels, and its networks do not normalise over a batch."""
-UNKNOWN_CLASSES = 1000
 # Starting processes and compiling would take longer than the steps.
 PLAIN: dict[str, Any] = {
     **ALONE, "compile_model": False, "gradient_accumulation": 1, "loader": "thread", "steps_per_epoch": None,
-    "limit_train_batches": None, "limit_val_batches": None, "early_stopping": None, "fast_dev_run": False,
+    "limit_train_batches": None, "limit_val_batches": 0, "early_stopping": None, "fast_dev_run": False,
     "cache_dir": None, "cache_size": None,
 }  # fmt: skip
 
@@ -73,9 +60,9 @@ class Trial:
     outputs: int
     device: str
     samples: int
-    """Images of each step."""
+    """Samples of each step."""
     random_because: str | None
-    """Why the images were random ones; None for real ones."""
+    """Why the samples were random ones; None for real ones."""
     first_loss: float
     skipped: bool
     """Whether the update was skipped because a gradient was NaN or infinite."""
@@ -100,20 +87,20 @@ class Trial:
 
 def try_run(subject: Subject) -> Trial:
     """Takes two steps, with a save between them, and repeats the second one from the checkpoint."""
-    config, device = _small(subject.config), _ready_device(subject)
-    _refuse_too_large(config, device, subject)
+    config, device = _small(subject), _ready_device(subject)
+    _refuse_too_large(config, device)
     with tempfile.TemporaryDirectory(prefix="stoker-verify-") as name:
         data, config, random_because = _data(subject, config, Path(name))
         checkpoints = Checkpoints(Path(name) / "checkpoints")
         with _running(config, data, device) as run:
             saver = Saver(run, checkpoints)
             try:
-                facts = _first_step(run, saver) | _grouping(run)
+                facts = _first_step(config, run, saver) | _grouping(run)
                 began = time.perf_counter()
                 if not saver.save(run.scores.train_metrics.total(), now=True):
                     raise UserError("trial-not-saved", f"the checkpoint could not be written to {name}")
                 facts["save_s"] = time.perf_counter() - began
-                facts["next_loss"] = float(_step(run, saver).loss)
+                facts["next_loss"] = float(_step(config, run, saver).loss)
             finally:
                 saver.close()
             parameters = sum(value.numel() for value in run.model.parameters())
@@ -144,24 +131,24 @@ def try_whole_batch(subject: Subject) -> WholeStep:
     """Two steps with the config's own batch and compiler settings, on one device."""
     device = _ready_device(subject)
     keep = {"compile_model": subject.config.compile_model, "batch_size": subject.config.batch_size}
-    config = _small(subject.config).model_copy(update=keep)
-    _refuse_too_large(config, device, subject)
+    config = _small(subject).model_copy(update=keep)
+    _refuse_too_large(config, device)
     with tempfile.TemporaryDirectory(prefix="stoker-verify-") as name:
         data, config, _ = _data(subject, config, Path(name))
         with _running(config, data, device) as run:
             saver = Saver(run, None)
-            _step(run, saver)
+            _step(config, run, saver)
             began = time.perf_counter()
-            loss = float(_step(run, saver).loss)  # waits for the device
+            loss = float(_step(config, run, saver).loss)  # waits for the device
             return WholeStep(loss, run.step.micro_batch, time.perf_counter() - began, task_for(config).unit)
 
 
-def _small(config: HostConfig) -> HostConfig:
-    repeats = config.repeated_augmentation
-    enough = PATCHES if config.task == "segment3d" else SAMPLES
+def _small(subject: Subject) -> HostConfig:
+    config = subject.config
+    enough, repeats = task_for(config).step_input(config).trial_samples, config.repeated_augmentation
     batch = min(config.batch_size, -(-enough // repeats) * repeats)
     # The peak of the whole run, not that of so small a batch.
-    keys = {"batch_size": batch, "val_batch_size": batch, "lr": peak_lr(config), "scale_lr": False}
+    keys = {"batch_size": batch, "val_batch_size": batch, "lr": subject.peak_lr, "scale_lr": False}
     return config.model_copy(update=PLAIN | keys | {"num_workers": min(2, config.num_workers)})
 
 
@@ -172,71 +159,42 @@ def _ready_device(subject: Subject) -> torch.device:
     return torch.device("cpu")
 
 
-def _refuse_too_large(config: HostConfig, device: torch.device, subject: Subject) -> None:
+def _refuse_too_large(config: HostConfig, device: torch.device) -> None:
     """Raises if the trial would not fit into the host's memory, where the kernel would kill it."""
     state = read_memory()
     if device.type != "cpu" or state is None:
         return
-    if config.task == "segment3d":
-        volumes = subject.volumes
-        model = build_without_memory(
-            lambda: build_network(
-                config.model_copy(update={"weights": None}), volumes, torch.get_default_device(), Ranks(), subject.say
-            )
-        )
-        activations = int(np.prod(config.patch_size or ())) * MOST_ACTIVATIONS_PER_VOXEL_INPUT
-    else:
-        step = traceable_step(config, config.num_classes or UNKNOWN_CLASSES)
-        model = build_without_memory(step.build_model)
-        activations = 3 * config.img_size**2 * MOST_ACTIVATIONS_PER_INPUT
+    task = task_for(config)
+    taken = task.step_input(config)
+    model = build_without_memory(task.traceable_step(config).build_model)
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     # Weights, gradients, optimizer state and average; then the checkpoint's copy, and copies to compare with.
     copies = 2 + (1 if config.optimizer == "sgd" else 2) + (config.ema_decay is not None)
     needed = weights * (2 * copies + 1)
-    needed += config.batch_size * 4 * activations
+    needed += config.batch_size * 4 * taken.values * taken.activations
     if needed > state.available_bytes:
         raise UserError(
             "trial-too-large",
-            f"a step of {config.batch_size} {task_for(config).unit} may need {size_text(needed)} of memory, and "
+            f"a step of {config.batch_size} {task.unit} may need {size_text(needed)} of memory, and "
             f"{size_text(state.available_bytes)} are free",
             hint="check it on the machine that will train",
         )
 
 
-def _data(
-    subject: Subject, config: HostConfig, folder: Path
-) -> tuple[TrainingData | VolumeData, HostConfig, str | None]:
-    """The config's data, or random images if it cannot be opened; the config for it, and why. Volumes must be there:
-    their channels and classes cannot be known otherwise."""
-    if config.task == "segment3d":
-        return replace(subject.volumes, val=None), config, None
+def _data(subject: Subject, config: HostConfig, folder: Path) -> tuple[Any, HostConfig, str | None]:
+    """The config's data, or random samples if it cannot be opened and the task can make some; the config for it, and
+    why."""
     try:
-        data = subject.data
+        return subject.data, config, None
     except StokerError as error:
-        classes = config.num_classes or config.subset_classes or UNKNOWN_CLASSES
-        _write_random_images(folder / "images", config)
-        keys = {
-            "data_root": str(folder / "images"), "index_dir": str(folder / "index"), "num_classes": classes,
-            "subset_classes": None, "subset_train_per_class": None, "subset_val_per_class": None, "decoder": "pillow",
-        }  # fmt: skip
-        config = config.model_copy(update=keys)
-        return replace(open_data(config, lambda _text: None), val=None), config, error.seen
-    return replace(data, val=None), config, None
-
-
-def _write_random_images(root: Path, config: HostConfig) -> None:
-    from PIL import Image
-
-    generator = np.random.default_rng(config.seed)
-    for number in range(max(2, 3 * config.batch_size)):
-        path = root / "train" / f"class{number % 2}" / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = generator.integers(0, 256, (config.img_size, config.img_size, 3), np.uint8)
-        Image.fromarray(pixels).save(path)
+        made = task_for(config).random_data(config, folder)
+        if made is None:
+            raise
+        return *made, error.seen
 
 
 @contextmanager
-def _running(config: HostConfig, data: TrainingData | VolumeData, device: torch.device) -> Iterator[Run]:
+def _running(config: HostConfig, data: Any, device: torch.device) -> Iterator[Run]:
     """The run that the config describes, closed at the end of the block."""
     try:
         run = build_run(config, data, Ranks(), device)
@@ -255,11 +213,11 @@ def build_run(config: HostConfig, *arguments: Any) -> Run:
     return task_for(config).build_run(config, *arguments)
 
 
-def _first_step(run: Run, saver: Saver) -> dict[str, Any]:
+def _first_step(config: HostConfig, run: Run, saver: Saver) -> dict[str, Any]:
     """The facts of a first step: its loss, and what it did to the parameters."""
     before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
     began = time.perf_counter()
-    result = _step(run, saver)
+    result = _step(config, run, saver)
     loss, skipped = float(result.loss), bool(result.skipped)  # waits for the device
     step_s = time.perf_counter() - began
     named = _trained(run)
@@ -299,7 +257,7 @@ def _trained(run: Run) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, value) for name, value in run.model.named_parameters() if value.requires_grad]
 
 
-def _step(run: Run, saver: Saver) -> StepResult:
+def _step(config: HostConfig, run: Run, saver: Saver) -> StepResult:
     """One step, as the loop takes it."""
     progress = run.progress
     run.step.model.train()
@@ -311,7 +269,7 @@ def _step(run: Run, saver: Saver) -> StepResult:
     except StokerError:
         raise
     except Exception as error:
-        raise _does_not_run(run.record.config, error) from error
+        raise _does_not_run(config, error) from error
     run.scores.train_metrics.add_step(result)
     if run.ema is not None:
         run.ema.update()
@@ -322,7 +280,7 @@ def _step(run: Run, saver: Saver) -> StepResult:
 
 def _resumed(
     config: HostConfig,
-    data: TrainingData | VolumeData,
+    data: Any,
     device: torch.device,
     checkpoints: Checkpoints,
     after: dict[str, Any],
@@ -336,18 +294,14 @@ def _resumed(
         found = load_for_resume(checkpoints, None)
         assert found is not None
         run = resume(run, found, lambda _text: None).run
-        loss = float(_step(run, Saver(run, None)).loss)
+        loss = float(_step(config, run, Saver(run, None)).loss)
         ours = run.model.state_dict()
         differing = sum(not torch.equal(value.detach().cpu(), after[name]) for name, value in ours.items())
         return loss, differing
 
 
-def _does_not_run(config: HostConfig | dict[str, Any], error: Exception) -> UserError:
-    values = config if isinstance(config, dict) else dict(config)
+def _does_not_run(config: HostConfig, error: Exception) -> UserError:
+    taken = task_for(config).step_input(config)
     first = next(iter(str(error).splitlines()), type(error).__name__)
-    if values["task"] == "segment3d":
-        size, hint = f"patches of {values['patch_size']}", "another patch_size= or model="
-    else:
-        size = f"{values['img_size']} px"
-        hint = "another img_size= or model=; `python -c 'import timm; print(timm.list_models())'` lists them"
-    return UserError("model-does-not-run", f"{values['model']} at {size}: {type(error).__name__}: {first}", hint=hint)
+    seen = f"{config.model} at {taken.size}: {type(error).__name__}: {first}"
+    return UserError("model-does-not-run", seen, hint=taken.fix)

@@ -45,6 +45,7 @@ from stoker.tasks.images.augment.pipeline import (
     memory_format_of,
 )
 from stoker.tasks.images.data import (
+    IMAGENET_CLASSES,
     choose_decoding,
     chosen_record,
     contents_of_samples,
@@ -401,12 +402,13 @@ def prepare_val_batch(prepare: EvalPrepare, copy: Copy, batch: ImageBatch) -> Pr
     return Prepared(prepare(copy(batch.images)), labels, labels, mixed=False)
 
 
-def traceable_step(config: Config, num_classes: int) -> TraceableStep:
+def traceable_step(config: Config, num_classes: int | None = None) -> TraceableStep:
     """The step that `build_run` would train with, for a plan to trace; does not open the data.
 
     It takes the heaviest batch: with mixup, a mixed one. Policies and erasing are left out: they work on bytes, or on
     a few samples, and are done before the model's activations begin.
     """
+    num_classes = num_classes or config.num_classes or IMAGENET_CLASSES
     fresh = config.model_copy(update={"weights": None})  # their values do not change their size
 
     def build() -> nn.Module:

@@ -17,6 +17,7 @@ class Classify(Task):
         "eval": frozenset({"per_class", "real_labels", "plot"}),
         "predict": frozenset({"top"}),
     }
+    classifies = True
 
     open_data = at(f"{_HERE}.classify:open_data")
     listings = at(f"{_HERE}.classify:listings")
@@ -36,3 +37,11 @@ class Classify(Task):
     predict = at(f"{_HERE}.prediction:predict")
     export = at(f"{_HERE}.exporting:export")
     preview = at(f"{_HERE}.preview_sheet:preview")
+
+    traceable_step = at(f"{_HERE}.classify:traceable_step")
+
+    step_input = at(f"{_HERE}.verify.run_facts:step_input")
+    checks = at(f"{_HERE}.verify:checks")
+    epoch_length = at(f"{_HERE}.verify.run_facts:epoch_length")
+    random_data = at(f"{_HERE}.verify.run_facts:random_data")
+    milestones = at(f"{_HERE}.verify.recipe_checks:milestones")

@@ -23,6 +23,7 @@ from stoker.loader.loader_speed import LoaderSpeed, measure_loader
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
 from stoker.tasks.building import loader_options, no_data
+from stoker.tasks.checks import EpochLength
 from stoker.tasks.volumes.augment.pipeline import transform_range
 from stoker.tasks.volumes.cases.cases import Case, CaseList, open_cases
 from stoker.tasks.volumes.cases.split import SplitRule, divide
@@ -214,6 +215,16 @@ def updates_per_epoch(config: Config) -> int:
     return max(1, wanted // config.gradient_accumulation)
 
 
+def epoch_length(config: HostConfig, data: VolumeData | None) -> EpochLength:
+    """Steps of an epoch: random patches fill any number of updates, and validation is as long as its volumes."""
+    updates = updates_per_epoch(config)
+    if data is None or data.val is None:
+        return EpochLength(updates)
+    together = (config.val_batch_size or config.batch_size) * config.devices * config.num_nodes
+    patches = data.val.steps.samples
+    return EpochLength(updates, patches, -(-patches // together))
+
+
 def _patches_per_epoch(config: Config) -> int:
     ranks = config.num_nodes * (config.devices if isinstance(config.devices, int) else 1)
     return updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * ranks
@@ -231,7 +242,7 @@ def training_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> Pat
 def validation_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> PatchPlan | None:
     """What the validation batches of this rank hold: every patch of the grid once, or the same ones of
     `limit_val_batches` in every epoch, spread over all volumes."""
-    if data.val is None:
+    if data.val is None or config.limit_val_batches == 0:
         return None
     batch = config.val_batch_size or config.batch_size
     limit, total = config.limit_val_batches, data.val.steps.samples

@@ -143,6 +143,13 @@ def traceable_step(config: Config, channels: int, classes: int) -> TraceableStep
     )  # fmt: skip
 
 
+def step_for(config: Config, facts: VolumeFacts | None = None) -> TraceableStep:
+    """The same for volumes as these; without facts, for assumed ones: another channel hardly changes what a network
+    keeps."""
+    facts = facts or volume_facts(config.model_copy(update={"data_root": None}))
+    return traceable_step(config, facts.channels, facts.rules.classes)
+
+
 def patch_of(config: Config) -> Shape:
     assert config.patch_size is not None, "the config was checked"
     return config.patch_size

@@ -42,3 +42,8 @@ class Segment3d(Task):
     predict = at(f"{_HERE}.predict.predict_folder:predict")
     export = at(f"{_HERE}.exporting:export")
     preview = at(f"{_HERE}.preview_sheet:preview")
+    traceable_step = at(f"{_HERE}.planning:step_for")
+
+    step_input = at(f"{_HERE}.verify:step_input")
+    checks = at(f"{_HERE}.verify:checks")
+    epoch_length = at(f"{_HERE}.data:epoch_length")

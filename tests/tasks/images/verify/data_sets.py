@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from stoker.config import load_config
 from stoker.profile.host import Machine, fit_to_machine
+from stoker.tasks.checks import Subject
 from stoker.tasks.images.layouts.listing import ClassListing, Seen, index_of_classes
 from stoker.tasks.images.layouts.sample_index import SampleSet, all_samples, encode_name, pack_names
-from stoker.verify.checks import Subject
 
 HERE = Machine(cpus=1, accelerators=0)
 
@@ -34,9 +35,7 @@ def listed(names: Mapping[str, Sequence[str]], root: str = "/nowhere") -> Sample
 
 def subject_with(train: SampleSet, val: SampleSet | None, **keys: Any) -> Subject:
     """A subject whose samples are these, whatever the config says."""
-    subject = subject_of("/nowhere", **keys)
-    vars(subject)["samples"] = (train, val)
-    return subject
+    return subject_of("/nowhere", **keys).with_data(SimpleNamespace(train=train, val=val))
 
 
 def outcome(checks: Sequence[Any], name: str, subject: Subject) -> Any:

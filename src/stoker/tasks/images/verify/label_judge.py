@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from stoker.core.errors import UserError
 from stoker.profile.host import HostConfig
+from stoker.tasks.checks import Subject
 from stoker.tasks.images.classify import colours_of, eval_prepare
 from stoker.tasks.images.data import choose_decoding, open_loader, validation_plan
 from stoker.tasks.images.layouts.imagenet import synsets
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.images.models import build_model
 from stoker.tasks.images.prediction import Classifier, classifier_of
+from stoker.tasks.images.verify.file_checks import in_turns
 from stoker.train.checkpoint.restore import restore_model
 from stoker.train.checkpoint.weights import load_weights
 from stoker.train.compute import Precision
-from stoker.verify.checks import Subject
-from stoker.verify.files import in_turns
 
 BATCH = 32
 

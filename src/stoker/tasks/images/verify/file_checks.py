@@ -21,9 +21,9 @@ from stoker.core.finding import Finding
 from stoker.core.units import count
 from stoker.io.storage_speed import LOCAL_READERS, mount_of
 from stoker.io.stores import ReadFailure, Store, is_url, open_store
+from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
-from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -50,6 +50,11 @@ LEAK_SHARE = 0.005
 of such images."""
 
 
+def splits_of(subject: Subject) -> list[SampleSet]:
+    """Training and validation samples, as far as there are any."""
+    return [samples for samples in (subject.data.train, subject.data.val) if samples is not None]
+
+
 def in_turns(samples: SampleSet, per_class: int) -> NDArray[np.int64]:
     """Members of every class in turns: one of each class, then a second one, …; spread over the files of a class, which
     are often sorted by where they come from."""
@@ -73,7 +78,7 @@ def check_decoding(subject: Subject) -> Finding:
     shape = (view.size, view.size, 3)
     per_class, seconds = (DEEP_DECODED_PER_CLASS, DEEP_DECODING_S) if subject.deep else (DECODED_PER_CLASS, DECODING_S)
     done, wanted, bad = 0, 0, list[str]()
-    splits = [samples for samples in subject.samples if samples is not None]
+    splits = splits_of(subject)
     for samples in splits:
         store = open_store(samples.index.root, max_object_bytes=config.max_image_bytes)
         indices = samples.indices(in_turns(samples, per_class)).tolist()
@@ -121,7 +126,7 @@ def until(function: Callable[[T], R], items: Sequence[T], end_s: float, threads:
 
 def check_storage(subject: Subject) -> Finding | None:
     """The files are on this file system, not only their names: none is released or fetched at the first read."""
-    splits = [samples for samples in subject.samples if samples is not None]
+    splits = splits_of(subject)
     if any(is_url(samples.index.root) for samples in splits):
         return None  # an object store holds what it lists
     for samples in splits:
@@ -208,7 +213,7 @@ def judge_first_reads(first_s: Sequence[float], second_s: Sequence[float], files
 
 def check_duplicates(subject: Subject) -> Finding | None:
     """No image is in both splits: by size, then by a few bytes, then by all."""
-    train, val = subject.samples
+    train, val = subject.data.train, subject.data.val
     if val is None:
         return None
     remote = is_url(train.index.root) or is_url(val.index.root)
@@ -301,7 +306,7 @@ def _twin(ours: _Split, sample: int, size: int, theirs: _Split, candidates: Sequ
 
 FILE_CHECKS = (
     # This one first: the others read files, too.
-    Check("storage-ready", "data", "files are here, not fetched when they are read", check_storage, task="classify"),
-    Check("images-decode", "data", "images of every class decode", check_decoding, task="classify"),
-    Check("duplicates", "data", "no image in both train and val", check_duplicates, task="classify"),
+    Check("storage-ready", "data", "files are here, not fetched when they are read", check_storage),
+    Check("images-decode", "data", "images of every class decode", check_decoding),
+    Check("duplicates", "data", "no image in both train and val", check_duplicates),
 )

@@ -17,10 +17,10 @@ import safetensors.torch
 from stoker.core.finding import Finding
 from stoker.tasks.images.layouts.imagenet import DEVKIT_FIRST, real_labels, synsets
 from stoker.tasks.images.layouts.sample_index import SampleSet
+from stoker.tasks.images.verify.label_checks import LABEL_CHECKS
 from stoker.train.checkpoint.restore import restore_model
-from stoker.verify.labels import CHECKS
 from tests.support.trained import train_on_colours, write_colours
-from tests.verify.data_sets import listed, outcome, subject_of, subject_with
+from tests.tasks.images.verify.data_sets import listed, outcome, subject_of, subject_with
 
 Folders = dict[str, list[str]]
 CLASSES = synsets()
@@ -49,7 +49,7 @@ def training(classes: Sequence[str], folders: Mapping[str, str] | None = None) -
 
 
 def by_names(train: SampleSet, val: Folders) -> Finding:
-    found: Finding = outcome(CHECKS, "val-labels", subject_with(train, listed(val)))
+    found: Finding = outcome(LABEL_CHECKS, "val-labels", subject_with(train, listed(val)))
     return found
 
 
@@ -135,8 +135,8 @@ def test_images_spread_over_the_folders_are_not_called_a_permutation() -> None:
 
 def test_the_check_of_names_does_not_apply_to_other_data_and_imports_no_timm() -> None:
     train = training(CLASSES[:3])
-    assert outcome(CHECKS, "val-labels", subject_with(train, None)) is None
-    assert outcome(CHECKS, "val-labels", subject_with(train, train)) is None
+    assert outcome(LABEL_CHECKS, "val-labels", subject_with(train, None)) is None
+    assert outcome(LABEL_CHECKS, "val-labels", subject_with(train, train)) is None
     text = (
         "import sys; from stoker.tasks.images.layouts.imagenet import real_labels\n"
         "assert real_labels() and 'timm' not in sys.modules"
@@ -146,7 +146,7 @@ def test_the_check_of_names_does_not_apply_to_other_data_and_imports_no_timm() -
 
 def test_training_files_are_compared_with_their_folder() -> None:
     def found(train: SampleSet) -> Any:
-        return outcome(CHECKS, "train-labels", subject_with(train, None))
+        return outcome(LABEL_CHECKS, "train-labels", subject_with(train, None))
 
     right = found(training(CLASSES[:20]))
     assert (right.status, right.facts["files"]) == ("passed", 60)
@@ -183,9 +183,9 @@ def permuted_copy(data: Path, to: Path) -> Path:
 
 def test_a_checkpoint_tells_how_folders_are_permuted(colours: tuple[Path, Path], tmp_path: Path) -> None:
     data, run = colours
-    right = outcome(CHECKS, "labels-by-network", subject_of(data, weights=run))
+    right = outcome(LABEL_CHECKS, "labels-by-network", subject_of(data, weights=run))
     assert (right.status, right.facts["classes"]) == ("passed", 3), right
-    wrong = outcome(CHECKS, "labels-by-network", subject_of(permuted_copy(data, tmp_path / "data"), weights=run))
+    wrong = outcome(LABEL_CHECKS, "labels-by-network", subject_of(permuted_copy(data, tmp_path / "data"), weights=run))
     assert wrong.status == "failed"
     assert "blue and red are swapped" in wrong.seen
     assert wrong.facts["holds"] == {"blue": "red", "red": "blue"}
@@ -196,8 +196,8 @@ def test_a_file_of_weights_does_too(colours: tuple[Path, Path], tmp_path: Path) 
     file = tmp_path / "weights.safetensors"
     trained = restore_model(run).model.state_dict()
     safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in trained.items()}, file)
-    assert outcome(CHECKS, "labels-by-network", subject_of(data, weights=file)).status == "passed"
-    wrong = outcome(CHECKS, "labels-by-network", subject_of(permuted_copy(data, tmp_path / "data"), weights=file))
+    assert outcome(LABEL_CHECKS, "labels-by-network", subject_of(data, weights=file)).status == "passed"
+    wrong = outcome(LABEL_CHECKS, "labels-by-network", subject_of(permuted_copy(data, tmp_path / "data"), weights=file))
     assert "blue and red are swapped" in wrong.seen
 
 
@@ -205,23 +205,23 @@ def test_without_a_network_that_knows_the_classes_nothing_is_claimed(
     colours: tuple[Path, Path], tmp_path: Path
 ) -> None:
     data, run = colours
-    none = outcome(CHECKS, "labels-by-network", subject_of(data))
+    none = outcome(LABEL_CHECKS, "labels-by-network", subject_of(data))
     assert (none.status, none.fix is not None) == ("unknown", True)
     assert "stoker verify tiny.yaml --weights FILE" in none.fix
     other = shutil.copytree(data, tmp_path / "other")
     for split in ("train", "val"):
         for folder in (other / split).iterdir():
             folder.rename(folder.with_name(f"light-{folder.name}"))
-    assert outcome(CHECKS, "labels-by-network", subject_of(other, weights=run)).status == "unknown"
+    assert outcome(LABEL_CHECKS, "labels-by-network", subject_of(other, weights=run)).status == "unknown"
     # All images alike: the network has nothing to go by.
     grey = shutil.copytree(data, tmp_path / "grey")
     one = next((data / "val" / "red").iterdir()).read_bytes()
     for file in (grey / "val").rglob("*.jpg"):
         file.write_bytes(one)
-    weak = outcome(CHECKS, "labels-by-network", subject_of(grey, weights=run))
+    weak = outcome(LABEL_CHECKS, "labels-by-network", subject_of(grey, weights=run))
     assert weak.status == "unknown", weak
 
 
 def test_names_that_have_told_make_the_network_unnecessary() -> None:
     val = listed(validation(lambda label: CLASSES[label]))
-    assert outcome(CHECKS, "labels-by-network", subject_with(training(CLASSES), val)) is None
+    assert outcome(LABEL_CHECKS, "labels-by-network", subject_with(training(CLASSES), val)) is None

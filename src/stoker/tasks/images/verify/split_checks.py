@@ -13,11 +13,10 @@ from stoker.core.errors import UserError
 from stoker.core.finding import Finding
 from stoker.core.units import count
 from stoker.io.stores import is_url
+from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 from stoker.tasks.images.layouts import imagenet
 from stoker.tasks.images.layouts.listing import class_names, split_place
 from stoker.tasks.images.layouts.sample_index import SampleIndex
-from stoker.verify.checks import Check, Subject, failed, passed, unknown
-from stoker.verify.files import FILE_CHECKS
 
 LIKE_VALIDATION = ("val", "dev", "test", "eval", "holdout")
 """Prefixes of folder names that people use for validation."""
@@ -35,7 +34,7 @@ SHOWN_CLASSES = 12
 def check_present(subject: Subject) -> Finding:
     """Training images can be listed, and there are several classes."""
     try:
-        train, val = subject.samples
+        train, val = subject.data.train, subject.data.val
     except UserError as error:
         if error.name == "classes-differ":
             return passed(f"{shown(str(subject.config.data_root))} has train and val")  # another check's finding
@@ -52,7 +51,7 @@ def check_present(subject: Subject) -> Finding:
 
 def check_validation_split(subject: Subject) -> Finding:
     """There is a validation split; if not, suggests a folder that may be meant."""
-    train, val = subject.samples
+    train, val = subject.data.train, subject.data.val
     if val is not None:
         return passed(f"{len(val):,} images in {shown(val.index.root)}")
     root = str(subject.config.data_root)
@@ -73,7 +72,7 @@ def check_validation_split(subject: Subject) -> Finding:
 
 def check_counts(subject: Subject) -> Finding:
     """Images per class: against ImageNet's own numbers, or among each other."""
-    train, val = subject.samples
+    train, val = subject.data.train, subject.data.val
     counts = _counts(train.index, train.classes)
     facts: dict[str, Any] = {"images": int(counts.sum()), "fewest": int(counts.min()), "most": int(counts.max())}
     if imagenet.is_whole_imagenet(train.index.classes) and imagenet.is_whole_imagenet(train.classes):
@@ -138,7 +137,7 @@ def _outside(counts: NDArray[np.int64], low: int, high: int) -> list[int]:
 def check_classes_agree(subject: Subject) -> Finding | None:
     """Training and validation have the same classes, and each of them images."""
     try:
-        train, val = subject.samples
+        train, val = subject.data.train, subject.data.val
     except UserError as error:
         if error.name != "classes-differ":
             raise
@@ -164,12 +163,9 @@ def _counts(index: SampleIndex, classes: tuple[str, ...]) -> NDArray[np.int64]:
     return np.array([of_name.get(name, 0) for name in classes], np.int64)
 
 
-CHECKS = (
-    Check("data-present", "data", "training data can be listed", check_present, task="classify"),
-    Check("validation-split", "data", "a validation split", check_validation_split, task="classify"),
-    Check("class-counts", "data", "images in each class", check_counts, cheap=True, task="classify"),
-    Check(
-        "classes-agree", "data", "the same classes in train and val", check_classes_agree, cheap=True, task="classify"
-    ),
-    *FILE_CHECKS,
+SPLIT_CHECKS = (
+    Check("data-present", "data", "training data can be listed", check_present),
+    Check("validation-split", "data", "a validation split", check_validation_split),
+    Check("class-counts", "data", "images in each class", check_counts, cheap=True),
+    Check("classes-agree", "data", "the same classes in train and val", check_classes_agree, cheap=True),
 )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from stoker.core.console import shown, some
 from stoker.core.finding import Finding
 from stoker.core.units import count
+from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 from stoker.tasks.images.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
 from stoker.tasks.images.layouts.imagenet import (
     DEVKIT_FIRST,
@@ -25,7 +26,6 @@ from stoker.tasks.images.layouts.imagenet import (
     validation_numbers,
 )
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
-from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 # ReaL labels agree with the official labels of 42,164 of the 46,837 validation images that have any: 90.0 %. By class
 # the worst is 18 % (tape player), then 39 %; by any 50 neighbouring classes at least 84 %. Images spread at random
@@ -56,7 +56,7 @@ MOVED_SHARE = 0.2
 
 def check_validation_names(subject: Subject) -> Finding | None:
     """Every ILSVRC2012_val_… file against the ReaL labels of its number."""
-    train, val = subject.samples
+    train, val = subject.data.train, subject.data.val
     if val is None:
         return None
     samples, numbers = validation_numbers(val.index)
@@ -216,8 +216,8 @@ def _names_by_folder(index: SampleIndex) -> dict[int, NDArray[np.int64]]:
 
 def check_training_names(subject: Subject) -> Finding | None:
     """The synset that ImageNet's training files have in their names against the folder's."""
-    index = subject.samples[0].index
-    trained = set(subject.samples[0].classes)
+    index = subject.data.train.index
+    trained = set(subject.data.train.classes)
     files = wrong = 0
     strangers: list[tuple[str, dict[int, int]]] = []
     for folder, numbers in _names_by_folder(index).items():
@@ -251,7 +251,7 @@ def check_training_names(subject: Subject) -> Finding | None:
 
 def check_by_model(subject: Subject) -> Finding | None:
     """A few images of every class, classified by a network that knows them."""
-    train, val = subject.samples
+    train, val = subject.data.train, subject.data.val
     samples = train if val is None else val
     if subject.weights is None:
         by_names = check_validation_names(subject)
@@ -261,7 +261,7 @@ def check_by_model(subject: Subject) -> Finding | None:
             "whether the folders hold their classes: file names do not say, a trained network would",
             f"stoker verify {subject.path} --weights FILE (a checkpoint, or published weights of the same classes)",
         )
-    from stoker.verify.judge import confusion_by, open_judge
+    from stoker.tasks.images.verify.label_judge import confusion_by, open_judge
 
     judge = open_judge(subject, train.classes)
     own = [judge.outputs.get(name, -1) for name in samples.classes]
@@ -323,17 +323,8 @@ def _surely_moved(mapping: FolderMapping, known: int) -> list[int]:
     return found
 
 
-CHECKS = (
-    Check(
-        "val-labels",
-        "labels",
-        "validation images in the right folders",
-        check_validation_names,
-        cheap=True,
-        task="classify",
-    ),
-    Check("train-labels", "labels", "training files in the right folders", check_training_names, task="classify"),
-    Check(
-        "labels-by-network", "labels", "folders against what a trained network sees", check_by_model, task="classify"
-    ),
+LABEL_CHECKS = (
+    Check("val-labels", "labels", "validation images in the right folders", check_validation_names, cheap=True),
+    Check("train-labels", "labels", "training files in the right folders", check_training_names),
+    Check("labels-by-network", "labels", "folders against what a trained network sees", check_by_model),
 )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
+from stoker.config import Config
 from stoker.core.errors import UserError
 from stoker.core.finding import Finding
 from stoker.core.units import count
+from stoker.tasks.checks import Check, StepInput, Subject, failed, passed, unknown
 from stoker.tasks.volumes.patches.patches import RandomPatches
-from stoker.verify.checks import Check, Subject, failed, passed, unknown
 
 # Patches around foreground cannot make up for less: a rarer class is hardly ever complete in one.
 LEAST_FOREGROUND = 0.0001
+# Per voxel of a patch, in float32: 1,900 for the case study's network, with its padding 3,000.
+MOST_ACTIVATIONS_PER_VOXEL = 4000
 
 
 def check_volumes(subject: Subject) -> Finding:
     """Volumes can be listed and opened, and images and labels fit together."""
     try:
-        data = subject.volumes
+        data = subject.data
     except UserError as error:
         why = f" ({error.why})" if error.why else ""
         return failed(f"{error.seen}{why}", error.hint or "data_root=FOLDER", reason=error.name)
@@ -29,7 +34,7 @@ def check_volumes(subject: Subject) -> Finding:
 
 def check_split(subject: Subject) -> Finding:
     """There are volumes to validate on, and none of their groups is trained on."""
-    config, data = subject.config, subject.volumes
+    config, data = subject.config, subject.data
     if data.val is None:
         return unknown(
             "no validation: no best checkpoint, and no early stopping",
@@ -50,7 +55,7 @@ def check_split(subject: Subject) -> Finding:
 
 def check_labelled(subject: Subject) -> Finding:
     """How much is labelled, and how much of that is foreground."""
-    data = subject.volumes
+    data = subject.data
     patches = data.train.patches
     assert isinstance(patches, RandomPatches), "training patches are random"
     counts = patches.labels.counts.sum(axis=0)
@@ -73,8 +78,22 @@ def check_labelled(subject: Subject) -> Finding:
     return passed(seen, **facts)
 
 
-CHECKS = (
-    Check("volumes", "data", "volumes can be opened, and fit their labels", check_volumes, task="segment3d"),
-    Check("volume-split", "data", "volumes to validate on", check_split, cheap=True, task="segment3d"),
-    Check("labelled-voxels", "data", "how much is labelled", check_labelled, cheap=True, task="segment3d"),
-)
+def checks() -> tuple[Check, ...]:
+    """The checks of volumes."""
+    return (
+        Check("volumes", "data", "volumes can be opened, and fit their labels", check_volumes),
+        Check("volume-split", "data", "volumes to validate on", check_split, cheap=True),
+        Check("labelled-voxels", "data", "how much is labelled", check_labelled, cheap=True),
+    )
+
+
+def step_input(config: Config) -> StepInput:
+    """What the network of a config takes in a step."""
+    return StepInput(
+        size=f"patches of {config.patch_size}",
+        fix="another patch_size= or model=",
+        values=math.prod(config.patch_size or ()),
+        activations=MOST_ACTIVATIONS_PER_VOXEL,
+        # A patch has as many voxels as tens of images have pixels, and its networks do not normalise over a batch.
+        trial_samples=1,
+    )

@@ -1,26 +1,21 @@
-"""What a check before a run is, and what it looks at."""
+"""What a check before a run is, what it looks at, and what a task tells about a run that is checked."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from stoker.core.console import Say
 from stoker.core.errors import StokerError
 from stoker.core.finding import Finding
+from stoker.tasks.base import task_for
+from stoker.train.schedule import scaled_lr
 
 if TYPE_CHECKING:
-    from stoker.plan.records import Plan
     from stoker.profile.host import HostConfig, Machine
-    from stoker.tasks.images.classify import TrainingData
-    from stoker.tasks.images.layouts.sample_index import SampleSet
-    from stoker.tasks.volumes.data import VolumeData
-    from stoker.verify.nodes import RankFacts
-    from stoker.verify.trial import Trial
 
 T = TypeVar("T")
 Topic = Literal["config", "data", "labels", "model", "machine", "nodes"]
@@ -43,7 +38,8 @@ def unknown(seen: str, fix: str | None = None, *details: str, **facts: Any) -> F
 
 @dataclass(frozen=True)
 class Check:
-    """One declaration: listing it in `stoker.verify.running` is all that is needed to add it."""
+    """One declaration: listing it in `Task.checks`, or in `stoker.verify.running` if it is for all tasks, is all that
+    is needed to add it."""
 
     name: str
     """As in `--skip NAME`, in lower case with hyphens."""
@@ -57,7 +53,9 @@ class Check:
     cheap: bool = False
     """Takes less than a second and no model: `stoker train` runs it too."""
     task: str | None = None
-    """The only task that it applies to; None for all."""
+    """The task that declares it; None for all."""
+    after: str | None = None
+    """The general check that a task's check follows; None if it comes first in its topic."""
     on_gpu: bool = False
     """Only on a host with an accelerator."""
 
@@ -67,7 +65,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Subject:
-    """The config that is checked, and its data. Everything is opened once, when the first check asks for it; if that
+    """The config that is checked, and its data. What takes time is made once, when the first check asks for it; if that
     fails, the same error is raised for each check."""
 
     config: HostConfig
@@ -82,9 +80,10 @@ class Subject:
     say: Say = lambda _text: None
     price_per_hour: float | None = None
     """Price of one node."""
-    ranks: tuple[RankFacts, ...] | StokerError | None = None
-    """What each rank saw, or why the ranks could not meet; None for a single process."""
-    _opened: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    ranks: tuple[Any, ...] | StokerError | None = None
+    """What each rank saw (`stoker.verify.nodes.RankFacts`), or why the ranks could not meet; None for a single
+    process."""
+    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def arguments(self) -> str:
@@ -97,54 +96,71 @@ class Subject:
         kept = [text for text in self.overrides if text.partition("=")[0] not in keys]
         return shlex.join([str(self.path), *kept, *settings])
 
-    @cached_property
-    def samples(self) -> tuple[SampleSet, SampleSet | None]:
-        """Training and validation samples; None for data without a validation split."""
-        return self.data.train, self.data.val
+    @property
+    def total_batch(self) -> int:
+        """Samples of one update, over all ranks."""
+        config = self.config
+        return config.batch_size * config.devices * config.num_nodes * config.gradient_accumulation
 
     @property
-    def data(self) -> TrainingData:
-        """The same with their decoder, as a run gets them."""
-        if self.config.task == "segment3d":
-            raise AssertionError("a check of images about volumes")
-        from stoker.tasks.images.classify import open_data
-
-        return self._once("data", lambda: open_data(self.config, self.say))
+    def peak_lr(self) -> float:
+        """The learning rate after the warmup, as the optimizer gets it."""
+        config = self.config
+        return scaled_lr(config.lr, self.total_batch, config.lr_reference_batch, config.scale_lr)
 
     @property
-    def volumes(self) -> VolumeData:
-        """The same for `task: segment3d`."""
-        from stoker.tasks.volumes.data import open_data
+    def data(self) -> Any:
+        """What the task's `open_data` returns."""
+        return self.once("data", lambda subject: task_for(subject.config).open_data(subject.config, subject.say))
 
-        return self._once("data", lambda: open_data(self.config, self.say))
-
-    def with_data(self, data: TrainingData | VolumeData) -> Subject:
+    def with_data(self, data: Any) -> Subject:
         """The same, with data that is already open."""
-        self._opened["data"] = data
+        return self.with_made("data", data)
+
+    def with_made(self, name: str, made: Any) -> Subject:
+        """The same, with what `once` would return for a name."""
+        self._made[name] = made
         return self
 
-    @property
-    def plan(self) -> Plan:
-        """What the run needs on this machine, and how long it takes."""
-        from stoker.verify.machine import plan_run
-
-        return self._once("plan", lambda: plan_run(self))
-
-    @property
-    def trial(self) -> Trial:
-        """What a few real steps and a resumed checkpoint showed."""
-        from stoker.verify.trial import try_run
-
-        return self._once("trial", lambda: try_run(self))
-
-    def _once(self, name: str, make: Callable[[], T]) -> T:
-        if name not in self._opened:
+    def once(self, name: str, make: Callable[[Subject], T]) -> T:
+        """What `make` returns or raises, which is called only once for a name."""
+        if name not in self._made:
             try:
-                self._opened[name] = make()
+                self._made[name] = make(self)
             except Exception as error:
-                self._opened[name] = error
-        kept = self._opened[name]
+                self._made[name] = error
+        kept = self._made[name]
         if isinstance(kept, Exception):
             raise kept
         result: T = kept
         return result
+
+
+@dataclass(frozen=True)
+class EpochLength:
+    """Steps of an epoch, over all ranks."""
+
+    updates: int
+    val_samples: int | None = None
+    """None without validation."""
+    val_steps: int | None = None
+    samples: int | None = None
+    """Samples of a pass over the data; None if they are chosen at random and fill any number of updates."""
+    assumed: str | None = None
+    """The source of the numbers if the data could not be opened, such as "ImageNet's counts"."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What the network of a config takes in a step."""
+
+    size: str
+    """The size of one sample, as in '224 px'."""
+    fix: str
+    """What to change if the network cannot compute it."""
+    values: int
+    """Numbers in one sample."""
+    activations: int
+    """The most activations that networks keep for each of them."""
+    trial_samples: int = 8
+    """Enough to try a step. Batch norm needs a few; ResNet-50 at 224 px takes about a second for 8 on two cores."""

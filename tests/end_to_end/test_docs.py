@@ -40,6 +40,8 @@ SMALL_VOLUMES: dict[str, Any] = {
 NOT_TRAINED = ("plan-a-machine",)
 """Pages whose configs are not made small."""
 VOLUMES = "segment-volumes"
+DIAGNOSED = ("why-is-my-gpu-idle",)
+"""Pages that show a verdict, which a busy machine changes."""
 
 
 def test_there_is_a_page_for_each_job() -> None:
@@ -84,7 +86,11 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.real_time if page.stem in DIAGNOSED else ()) for page in RUN],
+    ids=lambda page: page.stem,
+)
 def test_the_commands_of_a_page_run_and_print_what_it_shows(
     page: Path, folder: Path, ready: ReadyProcess, request: pytest.FixtureRequest
 ) -> None:

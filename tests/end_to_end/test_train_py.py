@@ -57,8 +57,7 @@ def test_the_documented_flags_train(tmp_path: Path, images: Path, ready: ReadyPr
     assert first.returncode == 0, first.stderr
     run = tmp_path / "runs" / "tiny"
     assert [line["step"] for line in metrics(run, "epoch")] == [3]
-    assert (run / "wandb_id.txt").exists()
-    assert list((run / "wandb").glob("offline-run-*"))
+    assert (run / "wandb_id.txt").exists()  # what W&B keeps is in test_trackers.py
     # A checkpoint resumes elsewhere, without W&B.
     flags = [
         "run_name=two", "--config", str(config), "--resume", str(run / "checkpoints" / "last.ckpt"), "--no_wandb",

@@ -253,6 +253,13 @@ def _live(wish: dict[str, Any], descriptors: list[int], ready: int) -> None:
         os._exit(code)
 
 
+def _print_error() -> None:
+    """Prints the traceback. A signal handler that raises meanwhile, as torch's does when a worker was killed, ends the
+    printing but not the exit, as in the interpreter."""
+    with suppress(Exception):
+        traceback.print_exc()
+
+
 def _become(wish: dict[str, Any], descriptors: list[int], ready: int) -> None:
     """Takes on what a process inherits from its parent."""
     global _server, _owner
@@ -372,10 +379,10 @@ def _run(args: list[str]) -> int:
             print(error.code, file=sys.stderr)
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
-        traceback.print_exc()
+        _print_error()
         interrupted = True
     except BaseException:
-        traceback.print_exc()
+        _print_error()
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

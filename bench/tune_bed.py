@@ -16,8 +16,7 @@ from stoker.config import load_config
 from stoker.io.stores import is_url
 from stoker.plan.guard import quick_plan
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, read_machine, usable_cpus
-from stoker.tasks.volumes.pack.cases_packing import VolumePacking, run_volume_packing
-from stoker.tasks.volumes.pack.preprocessing import VoxelChanges
+from stoker.tasks.volumes.pack.cases_packing import pack
 from stoker.tasks.volumes.pack.writing import LAYOUTS
 from stoker.trial.fork_server import ForkServer
 from stoker.trial.trial_server import open_once, trial_server
@@ -143,8 +142,7 @@ def packed_in_all_layouts(config: HostConfig, folder: Path) -> tuple[str, ...]:
     found = [config.data_root]
     for name in LAYOUTS:
         place = folder / "grid" / name
-        asked = VolumePacking(VoxelChanges(), name, usable_cpus())
-        run_volume_packing(config, place, asked, lambda line: print(line, file=sys.stderr))
+        pack(config, place, workers=usable_cpus(), layout=name)
         found.append(str(place))
     return tuple(found)
 

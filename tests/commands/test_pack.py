@@ -180,9 +180,9 @@ def test_a_destination_without_permission_is_refused(open_folder: Path) -> None:
     program = (
         # Import what the command needs first: the new user may not be able to read our environment.
         "# warm\nimport os, sys\n"
-        "import stoker.commands.pack, stoker.tasks.images.pack.packing\n"
+        "import stoker.commands.pack, stoker.tasks.images.pack.split_packing\n"
         "import stoker.tasks.images.layouts.opening, stoker.profile.host, stoker.config.fields\n"
-        "import stoker.core.console, stoker.tasks.images.pack.splits_packing\n"
+        "import stoker.core.console, stoker.tasks.volumes.task\n"
         "from stoker.cli import main\n"
         "if os.getuid() == 0:\n"
         "    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

@@ -226,7 +226,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
     from collections import namedtuple
 
     usage = namedtuple("usage", ["total", "used", "free"])
-    monkeypatch.setattr("stoker.tasks.volumes.pack.packing.shutil.disk_usage", lambda _path: usage(0, 0, 100_000))
+    monkeypatch.setattr("stoker.tasks.packing.shutil.disk_usage", lambda _path: usage(0, 0, 100_000))
     assert packs(source, tmp_path / "packed", "--layout", "raw") == 1
     assert "disk-too-small" in capsys.readouterr().err
     assert not (tmp_path / "packed" / "train").exists()

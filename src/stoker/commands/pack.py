@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption
-from stoker.core.errors import UsageError, did_you_mean
+from stoker.commands.options import JsonOption, flags_for
+from stoker.core.errors import UsageError
 
 if TYPE_CHECKING:
     from stoker.config import Config
-    from stoker.tasks.images.pack.packing import PackOptions
-    from stoker.tasks.volumes.pack.preprocessing import VoxelChanges
 
 IMAGES, VOLUMES = "Images", "Volumes"
 
@@ -24,6 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def pack(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -163,153 +162,40 @@ def pack(
     If interrupted, run the same command again: finished shards and volumes are kept.
     """
     if workers is not None and workers < 1:
-        raise _usage(f"--workers {workers} must be at least 1", "--workers 1")
-    for_images = {
-        "split": split, "shard-size": shard_size, "longest": longest, "shortest": shortest, "quality": quality
-    }  # fmt: skip
-    for_volumes = {
-        "clip": clip, "median": median, "scale": scale, "spacing": spacing, "dtype": dtype if dtype != "keep" else None,
-        "layout": layout if layout != "auto" else None, "verify": verify or None,
-    }  # fmt: skip
+        raise UsageError("usage", f"--workers {workers} must be at least 1", hint="--workers 1")
 
-    from stoker.core.console import print_json, print_result, say
+    from stoker.core.console import print_answer
     from stoker.profile.host import usable_cpus
+    from stoker.tasks.base import task_for
 
-    volumes = _has_volumes(source) or "task=segment3d" in (overrides or [])
-    config = _config(source, overrides or [], volumes)
-    if config.task == "segment3d":
-        from stoker.tasks.volumes.pack.cases_packing import VolumePacking, as_document, run_volume_packing, summary
-
-        _refuse(for_images, "images", source)
-        asked = VolumePacking(
-            _preparation(clip, median, scale, spacing, dtype), _layout(layout), workers or usable_cpus(), verify, fresh
-        )
-        packed, trial = run_volume_packing(config, destination, asked, say)
-        if json:
-            print_json(as_document(packed, trial, destination))
-        else:
-            print_result(summary(packed, destination))
-        return 0
-    _refuse(for_volumes, "volumes", source)
-    options = _options(shard_size or "256MB", longest, shortest, quality)
-
-    from stoker.tasks.images.pack import splits_packing as image_packing
-
-    results = image_packing.pack_splits(config, destination, split, options, workers or usable_cpus(), fresh)
-    if json:
-        print_json(image_packing.as_document(results))
-    else:
-        print_result(image_packing.summary(results))
-    return 0
+    config = _config(source, overrides or [])
+    task = task_for(config)
+    flags = {
+        "split": split, "shard_size": shard_size, "longest": longest, "shortest": shortest, "quality": quality,
+        "clip": clip, "median": median, "scale": scale, "spacing": spacing, "dtype": dtype, "layout": layout,
+        "verify": verify,
+    }  # fmt: skip
+    flags = flags_for(task, context, flags, f"{source} has")
+    answer = task.pack(config, destination, workers=workers or usable_cpus(), fresh=fresh, **flags)
+    return print_answer(answer, as_json=json)
 
 
-def _has_volumes(source: str) -> bool:
-    """Whether a folder or YAML file lists volumes, and not images; a config says so itself."""
-    place = Path(source).expanduser()
-    if place.suffix.lower() in (".yaml", ".yml") and place.is_file():
-        return _lists_cases(place)
-    files = ("volumes.json", "dataset.json")
-    return any((place / name).is_file() for name in files) or (
-        (place / "train.csv").is_file() and (place / "train_images").is_dir()
-    )
-
-
-def _lists_cases(path: Path) -> bool:
-    """Whether a YAML file is a list of volumes; it is a config otherwise."""
-    import yaml
-
-    try:
-        document = yaml.safe_load(path.read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return False
-    return isinstance(document, list) or (isinstance(document, dict) and "cases" in document)
-
-
-def _config(source: str, overrides: Sequence[str], volumes: bool) -> Config:
+def _config(source: str, overrides: Sequence[str]) -> Config:
+    """The config itself; or of data without one, a config with what its task cannot do without."""
     from stoker.config.reading import load_for_command
     from stoker.core.errors import ConfigError
+    from stoker.tasks.base import built_in_tasks
 
-    is_config = source.endswith((".yaml", ".yml")) and not _lists_cases(Path(source))
-    path = Path(source) if is_config else None
-    if volumes and not is_config:
-        from stoker.tasks.volumes.pack.layout_trial import USUAL_PATCH
-
-        # A config of volumes must have a patch; here only the trial uses it.
-        needed = {"task": "segment3d", "patch_size": list(USUAL_PATCH)}
+    tasks = built_in_tasks()
+    found = next((task for task in tasks if task.recognises(source)), None)
+    if found is None and source.endswith((".yaml", ".yml")):
+        config = load_for_command(Path(source), overrides).config
+    else:
+        found = next((task for task in tasks if f"task={task.name}" in overrides), found)
+        usual = {} if found is None else {"task": found.name, **found.usual_keys}
         given = {one.partition("=")[0] for one in overrides}
-        overrides = [*(f"{name}={value}" for name, value in needed.items() if name not in given), *overrides]
-    config = load_for_command(path, overrides if path else [f"data_root={source}", *overrides]).config
+        added = [f"{name}={value}" for name, value in usual.items() if name not in given]
+        config = load_for_command(None, [f"data_root={source}", *added, *overrides]).config
     if config.data_root is None:
         raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
     return config
-
-
-def _preparation(
-    clip: str | None, median: int | None, scale: str | None, spacing: str | None, dtype: str
-) -> VoxelChanges:
-    from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, check_preparation, parse_clip
-
-    if dtype not in ("keep", "uint8"):
-        raise _usage(f"--dtype {dtype} is neither keep nor uint8", "--dtype uint8")
-    made = VoxelChanges(
-        clip=None if clip is None else parse_clip(clip),
-        median=median,
-        scale=None if scale is None else _numbers("--scale", scale),
-        spacing=None if spacing is None else _numbers("--spacing", spacing),
-        dtype="uint8" if dtype == "uint8" else "keep",
-    )
-    check_preparation(made)
-    return made
-
-
-def _layout(name: str) -> str | None:
-    from stoker.tasks.volumes.pack.writing import LAYOUTS
-
-    if name != "auto" and name not in LAYOUTS:
-        raise _usage(f"--layout {name} is not one of auto, {', '.join(LAYOUTS)}", did_you_mean(name, LAYOUTS) or "auto")
-    return None if name == "auto" else name
-
-
-def _numbers(option: str, text: str) -> tuple[float, float, float]:
-    """One number for all axes, or three."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if len(found) == 1:
-        found *= 3
-    if len(found) != 3:
-        raise _usage(f"{option} {text} is neither a number nor three of them", f"{option} 0.5 or {option} 1,0.5,0.5")
-    return found[0], found[1], found[2]
-
-
-def _refuse(options: Mapping[str, object], kind: str, source: str) -> None:
-    """Refuses options that do nothing for this source."""
-    given = [f"--{name}" for name, value in options.items() if value is not None]
-    if given:
-        other = "volumes" if kind == "images" else "images"
-        raise _usage(f"{given[0]} is for {kind}; {source} has {other}", "stoker pack --help")
-
-
-def _options(shard_size: str, longest: int | None, shortest: int | None, quality: int | None) -> PackOptions:
-    from stoker.config.fields import parse_bytes
-    from stoker.tasks.images.pack.packing import PackOptions
-
-    try:
-        shard_bytes = parse_bytes(shard_size)
-    except ValueError as error:
-        raise _usage(f"--shard-size: {error}", "--shard-size 256MB") from None
-    if shard_bytes < 1:
-        raise _usage(f"--shard-size {shard_size} is too small", "--shard-size 256MB")
-    if longest is not None and shortest is not None:
-        raise _usage(f"--longest {longest} and --shortest {shortest} exclude each other", "use one of them")
-    for name, pixels in (("longest", longest), ("shortest", shortest)):
-        if pixels is not None and pixels < 1:
-            raise _usage(f"--{name} {pixels} must be at least 1", f"--{name} 256")
-    if quality is not None and not 1 <= quality <= 100:
-        raise _usage(f"--quality {quality} is not in 1..100", "--quality 90")
-    return PackOptions(shard_bytes, longest, shortest, quality)
-
-
-def _usage(seen: str, hint: str) -> UsageError:
-    return UsageError("usage", seen, hint=hint)

@@ -213,7 +213,7 @@ def _packing(model: LoaderModel, observed: Observed) -> Prediction | None:
     whole = sum(stage.wall_s for stage in observed.stages.values())
     if whole <= 0:
         return None
-    from stoker.tasks.images.pack.packing import PACKING_SPEEDUP  # a script does not need our decoders
+    from stoker.tasks.images.pack.split_packing import PACKING_SPEEDUP  # a script does not need our decoders
 
     if storage.bytes_per_sample is not None and storage.bytes_per_sample < PACKED_BYTES:
         return None

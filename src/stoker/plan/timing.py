@@ -15,7 +15,7 @@ from stoker.core.finding import Estimate, Finding
 from stoker.core.units import size_text
 from stoker.plan.break_even import Room, break_even, break_even_text, staging_fix
 from stoker.plan.records import PACKED_BYTES, Rate, TimeBudget
-from stoker.tasks.images.pack.packing import PACKING_SPEEDUP
+from stoker.tasks.images.pack.split_packing import PACKING_SPEEDUP
 
 # Requests that our reader keeps in flight per rank (io/prefetch.py).
 REQUESTS_IN_FLIGHT = 64

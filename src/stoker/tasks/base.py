@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stoker.run.folder import RunFolder
     from stoker.tasks.checks import Check, EpochLength, StepInput
     from stoker.tasks.export_formats import Exportable
+    from stoker.tasks.packing import PackVariants
     from stoker.tasks.preview import Preview
     from stoker.tasks.staging import Staging
     from stoker.train.checkpoint.data_changes import Contents, Listings
@@ -81,6 +82,8 @@ class Task(ABC):
     """What configs call it."""
     items: ClassVar[str] = "samples"
     """What the data consists of: 'images', 'volumes'."""
+    usual_keys: ClassVar[Mapping[str, str]] = {}
+    """Config keys that this task cannot do without, for data that comes without a config."""
     flags: ClassVar[Mapping[str, frozenset[str]]] = {}
     """For each command the arguments that only this task takes; for other tasks they are refused."""
 
@@ -88,6 +91,10 @@ class Task(ABC):
     """Whether a sample has one class, so that an untrained network's loss is that of a guess."""
 
     # Data
+
+    def recognises(self, source: str) -> bool:
+        """Whether a folder or a file has this task's data; a config is no data."""
+        return False
 
     @abstractmethod
     def open_data(self, config: HostConfig, say: Say, progress: Any = None) -> Any:
@@ -155,6 +162,14 @@ class Task(ABC):
         """What the loaders of a node may keep of decoded data, all together."""
         return 0
 
+    def decoded_bytes(self, config: HostConfig) -> int | None:
+        """Decoded size of all the data, as far as loaders could keep it; None if they keep nothing, or if unknown."""
+        return None
+
+    def pack_variants(self, config: HostConfig) -> PackVariants:
+        """The ways to pack the data without changing a sample."""
+        raise self.cannot("packed")
+
     def utilisation_of(self, config: Config, model: nn.Module, device: torch.device, world: int) -> Utilisation | None:
         """Model FLOPs utilisation; None if the FLOPs of a sample cannot be counted."""
         return None
@@ -187,6 +202,10 @@ class Task(ABC):
     def export(self, checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw: bool) -> Exportable:
         """The network of a checkpoint, and what its file in another format is compared on: `image`, among others."""
         raise self.cannot("exported")
+
+    def pack(self, config: Config, destination: Path, *, workers: int, fresh: bool, **own: Any) -> Answer:
+        """Writes the data of a config to files that are faster to read; `fresh` removes the pack in DST first."""
+        raise self.cannot("packed")
 
     def preview(
         self,

@@ -21,7 +21,7 @@ from stoker.io.stores import is_url
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.profile.memory import read_memory, used_by_others_bytes
 from stoker.tasks.base import task_for
-from stoker.tasks.images.pack.pack_folder import check_destination
+from stoker.tasks.packing import check_destination
 from stoker.trial.trial_server import open_once
 from stoker.tune.journal import Journal
 from stoker.tune.objective import Goal, Objective
@@ -261,37 +261,24 @@ def _surroundings(config: HostConfig, machine: Machine, cpus: int, goal: Goal, *
     splits = True
     if not paced and config.gradient_accumulation > 1 and config.mixup_alpha == config.cutmix_alpha == 0:
         splits = has_batch_norm(config)
+    decoded_bytes = task_for(config).decoded_bytes(config)
+    if decoded_bytes is not None:
+        # Of one rank and of the node's other ranks, which share a cache's size.
+        decoded_bytes *= config.devices if isinstance(config.devices, int) else 1
     return Surroundings(
         config, cpus, cuda=bool(machine.accelerators), paced=paced,
         remote=config.data_root is not None and is_url(config.data_root), splits_change_training=splits, goal=goal,
-        decoded_bytes=_decoded_bytes(config),
+        decoded_bytes=decoded_bytes,
     )  # fmt: skip
-
-
-def _decoded_bytes(config: HostConfig) -> int | None:
-    """Decoded size of one rank's volumes and those of the node's other ranks, which share a cache's size."""
-    from stoker.tasks.volumes import planning
-
-    if config.task != "segment3d":
-        return None
-    found = planning.volume_facts(config).decoded_bytes
-    return None if found is None else found * (config.devices if isinstance(config.devices, int) else 1)
 
 
 def has_batch_norm(config: HostConfig) -> bool:
     """Whether the network's statistics depend on how an update is divided into batches."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from stoker.plan.guard import UNKNOWN_CLASSES
     from stoker.plan.tracing import build_without_memory
-    from stoker.tasks.images import classify
-    from stoker.tasks.volumes import planning
 
-    if config.task == "classify":
-        step = classify.traceable_step(config, config.num_classes or UNKNOWN_CLASSES)
-    else:
-        facts = planning.volume_facts(config.model_copy(update={"data_root": None}))
-        step = planning.traceable_step(config, facts.channels, facts.rules.classes)
+    step = task_for(config).traceable_step(config)
     return any(isinstance(module, _BatchNorm) for module in build_without_memory(step.build_model).modules())
 
 

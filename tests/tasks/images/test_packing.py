@@ -18,8 +18,9 @@ from stoker.core.files import SEAL, sealed
 from stoker.io.stores import open_store
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import META, SampleIndex, checksum
-from stoker.tasks.images.pack.pack_folder import PackFolder, check_options, claim_destination, remove_pack
-from stoker.tasks.images.pack.packing import ImagePackResult, PackOptions, pack_split, plan_shards
+from stoker.tasks.images.pack.pack_folder import PackFolder, check_pack, remove_pack
+from stoker.tasks.images.pack.split_packing import ImagePackResult, PackOptions, pack_split, plan_shards
+from stoker.tasks.packing import claim_destination
 from tests.support.s3_server import S3Server
 
 SMALL = PackOptions(shard_bytes=40_000)
@@ -48,11 +49,11 @@ def pack(
     *,
     workers: int = 1,
     max_bad_fraction: float = 0.5,
-    progress: Callable[[int, int | None], None] | None = None,
+    progress: Callable[[int, int | None], None] = lambda _done, _total: None,
 ) -> ImagePackResult:
     folder = PackFolder(destination, "")
     with claim_destination(destination):
-        check_options(folder, options.as_dict())
+        check_pack(folder, options.as_dict())
         index = open_index(str(source), "", index_dir=destination.parent / "listings")
         return pack_split(index, folder, options, workers=workers, max_bad_fraction=max_bad_fraction, progress=progress)
 

@@ -20,10 +20,11 @@ from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_vo
 from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, Region, box_at, whole
 from stoker.tasks.volumes.pack import layout_trial as trial
 from stoker.tasks.volumes.pack.blocks import VolumePack
+from stoker.tasks.volumes.pack.cases_packing import gather, pack_volumes
 from stoker.tasks.volumes.pack.index import file_names, read_index
 from stoker.tasks.volumes.pack.layout_trial import Tried, choose, try_layouts
-from stoker.tasks.volumes.pack.packing import gather, look, pack_volumes
 from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, prepare_image
+from stoker.tasks.volumes.pack.sizes import look
 from stoker.tasks.volumes.pack.writing import LAYOUTS, checksum, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules
 from stoker.tasks.volumes.patches.patches import training_steps

@@ -15,6 +15,7 @@ class Classify(Task):
     unit = items = "images"
     flags = {  # noqa: RUF012 - ClassVar in Task
         "eval": frozenset({"per_class", "real_labels", "plot"}),
+        "pack": frozenset({"split", "shard_size", "longest", "shortest", "quality"}),
         "predict": frozenset({"top"}),
     }
     classifies = True
@@ -31,11 +32,13 @@ class Classify(Task):
 
     open_training_loader = at(f"{_HERE}.classify:open_training_loader")
     measure_speed = at(f"{_HERE}.classify:measure_training_speed")
+    pack_variants = at(f"{_HERE}.pack.split_packing:ImageVariants")
     utilisation_of = at("stoker.train.compute:utilisation_of")
 
     evaluate = at(f"{_HERE}.evaluation:evaluate")
     predict = at(f"{_HERE}.prediction:predict")
     export = at(f"{_HERE}.exporting:export")
+    pack = at(f"{_HERE}.pack.split_packing:pack")
     preview = at(f"{_HERE}.preview_sheet:preview")
 
     traceable_step = at(f"{_HERE}.classify:traceable_step")

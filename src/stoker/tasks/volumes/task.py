@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from stoker.config import Config
 from stoker.tasks.base import Task, at
+
+if TYPE_CHECKING:
+    from stoker.profile.host import HostConfig
 
 _HERE = "stoker.tasks.volumes"
 
@@ -18,11 +23,14 @@ class Segment3d(Task):
     releases_gil = True
     convolves_3d = True
     items = "volumes"
+    usual_keys = {"patch_size": "[128, 128, 128]"}  # noqa: RUF012 - ClassVar in Task
     flags = {  # noqa: RUF012 - ClassVar in Task
         "eval": frozenset({"score", "spacing", "more", "out", "pictures"}),
+        "pack": frozenset({"clip", "median", "scale", "spacing", "dtype", "layout", "verify"}),
         "predict": frozenset({"out", "more", "format_", "probabilities", "submission", "force"}),
     }
 
+    recognises = at(f"{_HERE}.cases.recognising:has_volumes")
     open_data = at(f"{_HERE}.data:open_data")
     listings = at(f"{_HERE}.data:listings")
     open_staging = at(f"{_HERE}.segment:open_staging")
@@ -37,10 +45,18 @@ class Segment3d(Task):
         """Decoded chunks of compressed volumes."""
         return config.volume_cache
 
+    def decoded_bytes(self, config: HostConfig) -> int | None:
+        from stoker.tasks.volumes.planning import volume_facts
+
+        return volume_facts(config).decoded_bytes
+
+    pack_variants = at(f"{_HERE}.pack.cases_packing:VolumeVariants")
+
     evaluate = at(f"{_HERE}.evaluation:evaluate")
     score_masks = at(f"{_HERE}.evaluation:score_masks")
     predict = at(f"{_HERE}.predict.predict_folder:predict")
     export = at(f"{_HERE}.exporting:export")
+    pack = at(f"{_HERE}.pack.cases_packing:pack")
     preview = at(f"{_HERE}.preview_sheet:preview")
     traceable_step = at(f"{_HERE}.planning:step_for")
 

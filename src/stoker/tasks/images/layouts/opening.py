@@ -57,12 +57,11 @@ from stoker.tasks.images.layouts.sample_index import (
 )
 from stoker.tasks.images.layouts.splits import FoundSplit, find_split, no_split
 from stoker.tasks.images.pack.tar_shards import KEY_DIGITS
+from stoker.tasks.packing import RECORDS
 
 if TYPE_CHECKING:
     from stoker.io.object_store import ObjectStore
 
-# Where a pack keeps its records, until and after it is complete.
-RECORDS = ".pack"
 # Enough for an array of a hundred million samples; a larger file is not ours.
 MAX_ARRAY_BYTES = 8_000_000_000
 

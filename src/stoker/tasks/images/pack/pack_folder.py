@@ -12,7 +12,6 @@ DST/train/skipped.jsonl           files that are not images
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -26,13 +25,13 @@ import numpy as np
 from stoker.core.errors import UsageError, UserError
 from stoker.core.files import write_text
 from stoker.io.stores import is_url
-from stoker.run.lease import Lease, LeaseHeld
 from stoker.tasks.images.layouts.listing import check_folder
-from stoker.tasks.images.layouts.opening import RECORDS
 from stoker.tasks.images.layouts.sample_index import META, SampleIndex, save_index
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.pack.tar_shards import END, read_record, sample_footprint
+from stoker.tasks.packing import RECORDS, PackWords, check_options, claim_destination, options_of, read_about
 
+SHARDS = PackWords("shard", "made", smaller="images: --longest 500 --quality 90")
 USUAL_SPLITS = ("train", "val")
 _SHARD = re.compile(r"\.?shard-\d{6,}\.tar(\.tmp)?")
 # The last two are in packs of earlier versions.
@@ -81,25 +80,6 @@ def source_index_folder(destination: Path) -> Path:
     return destination / RECORDS / "source-index"
 
 
-def check_destination(source: str, destination: Path) -> None:
-    """Refuses a destination that is not a folder, or is inside the source."""
-    if ":/" in str(destination):  # Path collapses the two slashes into one
-        seen = f"{destination} is a URL; a pack needs a local folder"
-        raise UsageError("usage", seen, hint="pack to a folder, then upload it")
-    if is_url(source):
-        return
-    inside, outside = destination.resolve(), Path(source).expanduser().resolve()
-    if inside == outside or outside in inside.parents:
-        raise UserError(
-            "destination-inside-source",
-            f"{destination} is inside {source}",
-            why="the next listing of the source would find the pack in it",
-            hint=f"stoker pack {source} {source.rstrip('/')}-packed",
-        )
-    if destination.exists() and not destination.is_dir():
-        raise UserError("destination-not-writable", f"{destination} is a file", hint="choose another folder")
-
-
 def find_splits(source: str, wanted: Sequence[str] | None) -> list[str]:
     """The wanted splits, checked; by default the usual ones that exist, or the source itself ("") if it has none."""
     if not wanted:
@@ -129,66 +109,19 @@ def claim_packs(
             if fresh:
                 remove_pack(pack)
                 remove_source_index(destination)
-            check_options(pack, options)
+            check_pack(pack, options)
         yield packs
         remove_source_index(destination)
 
 
-@contextmanager
-def claim_destination(destination: Path) -> Iterator[None]:
-    """Creates the destination, and locks it for this process."""
-    records = destination / RECORDS
-    try:
-        records.mkdir(parents=True, exist_ok=True)
-        if not os.access(destination, os.W_OK | os.X_OK):
-            raise PermissionError(13, "Permission denied", str(destination))
-        lease = Lease(records / "lock").acquire()
-    except LeaseHeld as error:
-        raise UserError(
-            "pack-busy",
-            f"another process is packing into {destination}",
-            why=error.seen,
-            hint="wait for it to finish, or choose another folder",
-        ) from None
-    except OSError as error:
-        raise UserError(
-            "destination-not-writable",
-            f"{destination} cannot be written to: {error.strerror}",
-            why="the pack would be written there",
-            hint=f"ls -ld {destination} {destination.parent}",
-        ) from None
-    try:
-        yield
-    finally:
-        lease.release()
-
-
-def check_options(pack: PackFolder, options: dict[str, Any]) -> None:
+def check_pack(pack: PackFolder, options: dict[str, Any]) -> None:
     """Refuses a folder with a pack made with other options, or with files that are not ours."""
-    about = read_about(pack)
-    if about is None:
-        foreign = [path.name for path in (pack.shard(0), pack.folder / META) if path.exists()]
-        if foreign:
-            raise UserError(
-                "destination-not-empty",
-                f"{pack.folder} contains {foreign[0]}, which stoker pack did not write",
-                why="it would be overwritten",
-                hint="choose another folder",
-            )
-        return
-    before = about.get("options")
-    if before != options:
-        raise UserError(
-            "pack-options-differ",
-            f"{pack.folder} was packed with {_spell(before)}; this command has {_spell(options)}",
-            why="a pack cannot mix shards of both kinds",
-            hint="choose another folder; or --fresh, which packs this one again from its source",
-        )
+    check_options(pack.folder, options_of(pack.about), options, (pack.shard(0).name, META), SHARDS)
 
 
 def check_source(pack: PackFolder, options: dict[str, Any], fingerprint: str) -> None:
     """Records what is being packed; refuses to continue the pack of another source."""
-    about = read_about(pack)
+    about = read_about(pack.about)
     if about is None:
         pack.folder.mkdir(parents=True, exist_ok=True)
         content = {"options": options, "source_fingerprint": fingerprint}
@@ -202,18 +135,9 @@ def check_source(pack: PackFolder, options: dict[str, Any], fingerprint: str) ->
         )
 
 
-def read_about(pack: PackFolder) -> dict[str, Any] | None:
-    """The source that the folder is a pack of; None if it is not a pack."""
-    try:
-        about = json.loads(pack.about.read_text())
-    except (OSError, ValueError):
-        return None
-    return about if isinstance(about, dict) else None
-
-
 def remove_pack(pack: PackFolder) -> None:
     """Removes the files of `stoker pack`, and nothing else; without its records nothing is known to be ours."""
-    if read_about(pack) is None:
+    if read_about(pack.about) is None:
         return
     # The index first: leftovers of a crash must not look like a complete pack.
     (pack.folder / META).unlink(missing_ok=True)
@@ -249,18 +173,6 @@ def finished_bytes(pack: PackFolder, number: int) -> int | None:
     except OSError:
         pass
     return None
-
-
-def _spell(options: Any) -> str:
-    """Options as a user would type them."""
-    if not isinstance(options, dict):
-        return "unknown options"
-    given = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for name, value in options.items()
-        if value is not None and value is not False
-    ]
-    return " ".join(given)
 
 
 def write_pack_index(index: SampleIndex, pack: PackFolder, options: dict[str, Any], shards: int) -> SampleIndex:

@@ -15,6 +15,7 @@ import numpy as np
 
 from stoker.core.child import Parent
 from stoker.io.stores import ReadFailure, is_url
+from stoker.tasks.packing import RECORDS
 from stoker.tasks.volumes.cases.cases import Case, Part
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.packed import stored_bytes
@@ -24,8 +25,6 @@ from stoker.tasks.volumes.pack.preprocessing import PreparedVolume, VoxelChanges
 from stoker.tasks.volumes.pack.writing import Layout, Report, checksum, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules, check_pair
 
-RECORDS = ".pack"
-"""Folder of the records below the pack's root."""
 _REPORT_EVERY_S = 0.2
 
 

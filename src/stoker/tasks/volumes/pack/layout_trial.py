@@ -22,13 +22,11 @@ from stoker.tasks.volumes.cases.cases import Case, Part
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.tasks.volumes.formats.packed import PackedFacts
 from stoker.tasks.volumes.formats.volume import CroppedVolume, ReadingOptions, Region, Shape, Volume, box_at
-from stoker.tasks.volumes.pack.packing import Looked
 from stoker.tasks.volumes.pack.preprocessing import PreparedVolume, VoxelChanges, prepare_image, prepare_label
+from stoker.tasks.volumes.pack.sizes import Looked
 from stoker.tasks.volumes.pack.writing import LAYOUTS, Layout, remove, write_volume
 from stoker.tasks.volumes.patches.labels import LabelRules
 
-# A patch larger than a volume is cut to it.
-USUAL_PATCH = (128, 128, 128)
 # Voxels of a volume in the trial: enough rows and planes for the real distances between them.
 TRIAL_VOXELS = 1 << 27
 ROUNDS, PATCHES = 5, 12
@@ -50,6 +48,10 @@ class Tried:
     """The same from the disk; None if the page cache could not be emptied."""
     bytes: int
     """Expected size of the whole pack."""
+
+    def seconds(self, *, fits_in_memory: bool) -> float:
+        """Time for a patch from where the pack will be read."""
+        return self.warm_s if fits_in_memory or self.cold_s is None else self.cold_s
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def try_layouts(
 ) -> TrialResult:
     """Writes a typical volume in every layout below `folder`, which is removed afterwards, and reads patches of it.
 
-    `drop` removes a file from the page cache."""
+    A patch larger than a volume is cut to it. `drop` removes a file from the page cache."""
     number = _typical(looked)
     _, case = cases[number]
     try:
@@ -122,13 +124,9 @@ def try_layouts(
 
 def choose(tried: Sequence[Tried], *, fits_in_memory: bool) -> Layout:
     """The fastest layout where the pack will be read from; among those that are about as fast, the smallest."""
-
-    def seconds(one: Tried) -> float:
-        return one.warm_s if fits_in_memory or one.cold_s is None else one.cold_s
-
-    best = min(map(seconds, tried))
-    close = [one for one in tried if seconds(one) <= ALIKE * best]
-    return min(close, key=lambda one: (one.bytes, seconds(one))).layout
+    seconds = {one.layout.name: one.seconds(fits_in_memory=fits_in_memory) for one in tried}
+    close = [one for one in tried if seconds[one.layout.name] <= ALIKE * min(seconds.values())]
+    return min(close, key=lambda one: (one.bytes, seconds[one.layout.name])).layout
 
 
 def as_rows(result: TrialResult) -> tuple[list[str], list[list[str]]]:

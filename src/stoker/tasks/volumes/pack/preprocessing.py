@@ -54,6 +54,37 @@ class VoxelChanges:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
+def parse_changes(
+    clip: str | None, median: int | None, scale: str | None, spacing: str | None, dtype: str
+) -> VoxelChanges:
+    """What the options of the command line ask for."""
+    if dtype not in ("keep", "uint8"):
+        raise UsageError("usage", f"--dtype {dtype} is neither keep nor uint8", hint="--dtype uint8")
+    changes = VoxelChanges(
+        clip=None if clip is None else parse_clip(clip),
+        median=median,
+        scale=None if scale is None else _numbers("--scale", scale),
+        spacing=None if spacing is None else _numbers("--spacing", spacing),
+        dtype="uint8" if dtype == "uint8" else "keep",
+    )
+    check_preparation(changes)
+    return changes
+
+
+def _numbers(option: str, text: str) -> tuple[float, float, float]:
+    """One number for all axes, or three."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) == 1:
+        found *= 3
+    if len(found) != 3:
+        seen = f"{option} {text} is neither a number nor three of them"
+        raise UsageError("usage", seen, hint=f"{option} 0.5 or {option} 1,0.5,0.5")
+    return found[0], found[1], found[2]
+
+
 def parse_clip(text: str) -> tuple[Bound, Bound]:
     """`LOW,HIGH`, each a number or a percentage."""
     bounds = []

@@ -34,15 +34,16 @@ class Layout:
     kind: Kind
     block: int
     suffix: str
+    words: str
 
 
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("raw", "raw", 0, ".npy"),
-        Layout("blocks32", "blocks", 32, ".blocks32.npy"),
-        Layout("blocks64", "blocks", 64, ".blocks64.npy"),
-        Layout("zarr", "zarr", 32, ".zarr"),
+        Layout("raw", "raw", 0, ".npy", "in rows, as they are"),
+        Layout("blocks32", "blocks", 32, ".blocks32.npy", "in blocks of 32"),
+        Layout("blocks64", "blocks", 64, ".blocks64.npy", "in blocks of 64"),
+        Layout("zarr", "zarr", 32, ".zarr", "in compressed chunks of 32"),
     )
 }
 

@@ -17,13 +17,12 @@ from stoker.io.stores import is_url
 from stoker.plan.guard import quick_plan
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, read_machine, usable_cpus
 from stoker.tasks.volumes.pack.cases_packing import pack
-from stoker.tasks.volumes.pack.writing import LAYOUTS
+from stoker.tasks.volumes.pack.write_volume import LAYOUTS
 from stoker.trial.fork_server import ForkServer
 from stoker.trial.trial_server import open_once, trial_server
+from stoker.tune.config_search import ConfigTrier, TuneOptions, plan_fits, tune_config
 from stoker.tune.records import Fits, Key, Measured, Outcome, Settings, key_of
-from stoker.tune.running import TuneOptions, plan_fits, tune_config
 from stoker.tune.space import Surroundings, config_with, settings_of
-from stoker.tune.trier import ConfigTrier
 
 LOADER_ALONE: Settings = {"num_workers": 2, "loader": "thread", "prefetch_factor": 4}
 """What a pace is relative to, with far look-ahead and large caches."""

@@ -23,10 +23,10 @@ from typing import Any
 
 from bench.tune_bed import Bed
 from stoker.profile.memory import tree_pids
+from stoker.tune.config_search import ConfigTrier
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
 from stoker.tune.search import search
 from stoker.tune.space import proposer
-from stoker.tune.trier import ConfigTrier
 
 LEAST_PATIENCE_S = 15.0
 """For a trial that hangs; the product takes a multiple of what the first one took, at least half a minute."""

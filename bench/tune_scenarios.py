@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stoker.tasks.volumes.pack.writing import LAYOUTS
+from stoker.tasks.volumes.pack.write_volume import LAYOUTS
 from stoker.tune.records import Settings, Value, key_of
 
 Limit = Literal["cpu", "storage", "consumer", "memory"]

@@ -10,13 +10,13 @@ import pytest
 from stoker.cli import main
 from stoker.config import load_config
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
-from stoker.tasks.volumes.pack.writing import LAYOUTS
+from stoker.tasks.volumes.pack.write_volume import LAYOUTS
 from stoker.trial.fork_server import ForkServer
 from stoker.trial.trial_server import trial_server
+from stoker.tune.config_search import ConfigTrier
 from stoker.tune.journal import Journal
 from stoker.tune.packs import FAR_SLOWER, Packs
 from stoker.tune.space import settings_of
-from stoker.tune.trier import ConfigTrier
 from tests.support.tiny_volumes import write_volume_config, write_volumes
 
 

@@ -11,9 +11,8 @@ import pytest
 from stoker.core.finding import Estimate
 from stoker.run.json_lines import read_records
 from stoker.tune import trials
-from stoker.tune.comparing import is_cheaper
+from stoker.tune.comparing import Objective, is_cheaper
 from stoker.tune.journal import Journal
-from stoker.tune.objective import Objective
 from stoker.tune.records import Candidate, Measured, Outcome, Propose, Settings, State
 from stoker.tune.search import search
 from stoker.tune.text import outcome_text

@@ -16,9 +16,9 @@ from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.profile.memory import tree_pids
 from stoker.trial.fork_server import ForkServer
 from stoker.trial.trial_server import trial_server
+from stoker.tune.config_search import ConfigTrier
 from stoker.tune.records import Measured, Settings
 from stoker.tune.space import settings_of
-from stoker.tune.trier import ConfigTrier
 from tests.support.tiny_training import write_config, write_images
 from tests.support.waiting import is_running, wait_until
 

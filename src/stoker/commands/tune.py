@@ -11,8 +11,8 @@ from stoker.commands.options import JsonOption, OverridesArgument, WithScript, c
 from stoker.core.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
+    from stoker.tune.config_search import TuneOptions
     from stoker.tune.records import Outcome
-    from stoker.tune.running import TuneOptions
 
 
 def register(app: typer.Typer) -> None:
@@ -104,7 +104,7 @@ def tune(
     `--` again and again for a few seconds, with other values in braces, and prints the fastest command. Other names
     need their values: '{decoder=pil|cv2}', in quotes.
     """
-    from stoker.tune.objective import ALSO, GOALS
+    from stoker.tune.comparing import ALSO, GOALS
 
     script: list[str] | None = context.obj
     if goal not in GOALS:
@@ -131,7 +131,7 @@ def tune(
     from stoker.commands.options import let_threads_sleep
 
     let_threads_sleep()
-    from stoker.tune.running import TuneOptions
+    from stoker.tune.config_search import TuneOptions
 
     options = TuneOptions(
         budget_s=budget_s, trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
@@ -152,7 +152,7 @@ def tune(
 
 def _tune_config(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
     from stoker.core.console import print_json, print_result
-    from stoker.tune.running import tune_config
+    from stoker.tune.config_search import tune_config
     from stoker.tune.text import outcome_text
 
     tuned = tune_config(path, words, options)
@@ -166,7 +166,7 @@ def _tune_config(path: Path, words: list[str], options: TuneOptions, *, json: bo
 
 def _tune_script(script: list[str], options: TuneOptions, *, json: bool) -> int:
     from stoker.core.console import print_json, print_result
-    from stoker.tune.script_running import script_text, tune_script
+    from stoker.tune.script_search import script_text, tune_script
 
     tuned = tune_script(script, options)
     if json:

@@ -22,8 +22,8 @@ from stoker.loader.loader import choose_engine
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import task_for
 from stoker.tune.comparing import FLOOR
+from stoker.tune.config_search import TuneOptions, begin_journal, open_config
 from stoker.tune.records import Measured, Settings, Value
-from stoker.tune.running import TuneOptions, begin_journal, open_config
 from stoker.tune.text import rate_text, settings_text
 from stoker.tune.trials import Trials
 

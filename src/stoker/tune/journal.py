@@ -78,7 +78,7 @@ class Journal:
                 "search-under-way", f"another `stoker tune` is writing {self.path}",
                 why="two at once would slow each other down, and measure that", hint=f"stoker watch {self.path}",
             )  # fmt: skip
-        records = [] if fresh else list(_read(self.path))
+        records = [] if fresh else list(read_journal(self.path))
         why_not = _why_not(records, facts)
         same = bool(records) and why_not is None and not fresh
         if same:
@@ -154,11 +154,6 @@ class Journal:
             os.write(self._descriptor, _line(record).encode())
 
 
-def read_journal(path: Path) -> Iterator[Record]:
-    """The records of a journal in order; raises UserError if it cannot be read."""
-    return _read(path)
-
-
 def without_details(step: Step) -> Step:
     """The step without what the clock observed, which the lines of its trials have."""
 
@@ -168,7 +163,8 @@ def without_details(step: Step) -> Step:
     return replace(step, measured=short(step.measured), against=short(step.against))
 
 
-def _read(path: Path) -> Iterator[Record]:
+def read_journal(path: Path) -> Iterator[Record]:
+    """The records of a journal in order; raises UserError if it cannot be read."""
     try:
         yield from read_records(path)
     except OSError as error:

@@ -222,3 +222,8 @@ class Outcome:
     """Measured with --also: faster, but a different training."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Hours and money of the whole run before and after, unit, objective, and what else the page shows."""
+
+    def step_that_set(self, key: str, value: Value) -> Step | None:
+        """The last step that changed a key to this value, and was kept."""
+        kept = (step for step in reversed(self.steps) if step.decision == "kept")
+        return next((step for step in kept if key in step.change and step.change[key] == value), None)

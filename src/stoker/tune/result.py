@@ -20,7 +20,7 @@ from stoker.core.errors import ConfigError, UsageError, UserError
 from stoker.core.files import write_text
 from stoker.core.redact import redact_text
 from stoker.profile.host import Machine, fit_to_machine
-from stoker.tune.records import Outcome, Settings, Step
+from stoker.tune.records import Outcome, Settings
 from stoker.tune.space import config_with, settings_of
 
 DEFAULT_NAME = "tuned.yaml"
@@ -90,7 +90,7 @@ def tuned_changes(outcome: Outcome, config: Any) -> list[KeptChange]:
         was = outcome.original.get(key)
         if value == was and not (key == "loader" and _engine_would_change(config, outcome)):
             continue
-        step = _step_that_set(outcome.steps, key, value)
+        step = outcome.step_that_set(key, value)
         gain = "" if step is None else f": {step.reason} (tune, step {step.number})"
         found.append(KeptChange(key, values[key], f"was {write_scalar(before[key])}{gain}"))
     if outcome.best.get("num_workers") == 0 and config.prefetch_factor is not None:
@@ -113,11 +113,6 @@ def _from_command_line(resolved: Resolved) -> list[KeptChange]:
         for key, where in resolved.origins.items()
         if where.startswith("command line")
     ]
-
-
-def _step_that_set(steps: Sequence[Step], key: str, value: Any) -> Step | None:
-    kept = [step for step in steps if step.decision == "kept" and step.change.get(key) == value and key in step.change]
-    return kept[-1] if kept else None
 
 
 def _header(path: Path, target: Path, overrides: Sequence[str], outcome: Outcome) -> str:

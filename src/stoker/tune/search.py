@@ -20,9 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 from stoker.trial.ledger import STEP_KEYS
-from stoker.tune.comparing import FLOOR, SURE, Comparison, is_cheaper, mean_rate
+from stoker.tune.comparing import FLOOR, SURE, Comparison, Objective, is_cheaper, mean_rate, run_facts
 from stoker.tune.journal import Journal
-from stoker.tune.objective import Objective, run_facts
 from stoker.tune.records import (
     EXPECTED,
     Candidate,

@@ -16,8 +16,8 @@ from stoker.profile.host import HostConfig
 from stoker.profile.observed import Observed
 from stoker.tasks.base import task_for
 from stoker.trial.ledger import LOADER_KEYS, STEP_KEYS
+from stoker.tune.comparing import Goal
 from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
-from stoker.tune.objective import Goal
 from stoker.tune.records import Candidate, Settings, State, Value
 
 Loss = Literal["data", "compute", "start"]

@@ -59,11 +59,12 @@ def outcome_text(outcome: Outcome, target: Path | None) -> str:
     """The result for people."""
     unit, facts = str(outcome.facts.get("unit", "samples")), outcome.facts
     lines = [_headline(outcome, unit)]
-    changed = [
-        (name, _value(name, outcome.original.get(name)), _value(name, value), _gain(outcome.steps, name, value))
-        for name, value in outcome.best.items()
-        if outcome.original.get(name) != value
-    ]
+    changed = []
+    for name, value in outcome.best.items():
+        if outcome.original.get(name) != value:
+            step = outcome.step_that_set(name, value)
+            gain = "" if step is None else step.reason
+            changed.append((name, _value(name, outcome.original.get(name)), _value(name, value), gain))
     if changed:
         lines += ["", format_table(changed, ("key", "before", "after", "gain when changed"))]
     lines += [
@@ -138,11 +139,6 @@ def _whole_run(facts: dict[str, Any]) -> list[str]:
 
 def _hours(hours: float) -> str:
     return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
-
-
-def _gain(steps: Sequence[Step], name: str, value: Any) -> str:
-    kept = [step for step in steps if step.decision == "kept" and name in step.change and step.change[name] == value]
-    return kept[-1].reason if kept else ""
 
 
 def _value(name: str, value: Any) -> str:

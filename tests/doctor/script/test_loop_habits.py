@@ -17,7 +17,7 @@ from stoker.attach.loop import GrowingContainers, Modes, Reads
 from stoker.attach.session import Session
 from stoker.cli import main
 from stoker.doctor.script.loop_facts import validations_of
-from stoker.doctor.script.processes import ProcessWatch, seen_from
+from stoker.doctor.script.process_watch import ProcessWatch, seen_from
 from tests.doctor.script.conftest import SCRIPTS
 from tests.doctor.script.test_timeline import Loop, train
 

@@ -19,13 +19,13 @@ from stoker.tasks.volumes.cases.survey import survey
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, Region, box_at, whole
 from stoker.tasks.volumes.pack import layout_trial as trial
-from stoker.tasks.volumes.pack.blocks import VolumePack
 from stoker.tasks.volumes.pack.cases_packing import gather, pack_volumes
 from stoker.tasks.volumes.pack.index import file_names, read_index
 from stoker.tasks.volumes.pack.layout_trial import Tried, choose, try_layouts
+from stoker.tasks.volumes.pack.make_case import VolumePack
 from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, prepare_image
 from stoker.tasks.volumes.pack.sizes import look
-from stoker.tasks.volumes.pack.writing import LAYOUTS, checksum, write_volume
+from stoker.tasks.volumes.pack.write_volume import LAYOUTS, checksum, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules
 from stoker.tasks.volumes.patches.patches import training_steps
 from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from stoker.attach.ring import LAST, StepRecord
-from stoker.doctor.script.processes import SeenProcess
+from stoker.doctor.script.process_watch import SeenProcess
 from stoker.doctor.script.starting import shown_path
 from stoker.doctor.script.timeline import About, FetchFile
 from stoker.profile.growth import growth_rate

@@ -18,7 +18,7 @@ from stoker.core.errors import UserError
 from stoker.core.files import open_regular
 from stoker.doctor.script import timeline
 from stoker.doctor.script.loop_facts import habits_of, memory_of, threads_of
-from stoker.doctor.script.processes import SeenProcess, seen_from
+from stoker.doctor.script.process_watch import SeenProcess, seen_from
 from stoker.doctor.script.starting import preparation_of, shown_path
 from stoker.doctor.script.timeline import About, FetchFile, StepFile
 from stoker.io.storage_speed import mount_of

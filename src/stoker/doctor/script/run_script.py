@@ -30,7 +30,7 @@ from stoker.attach.session import (
     rank_of_environment,
 )
 from stoker.core.errors import UsageError, UserError
-from stoker.doctor.script.processes import ProcessWatch
+from stoker.doctor.script.process_watch import ProcessWatch
 from stoker.doctor.script.reading import has_records, read_recording
 from stoker.doctor.script.traced_step import TracedStep, read_traced_step
 from stoker.profile.host import HostWatch

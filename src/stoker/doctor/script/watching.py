@@ -14,7 +14,7 @@ from pathlib import Path
 from stoker.attach import session
 from stoker.attach.session import start
 from stoker.core.errors import UserError
-from stoker.doctor.script.processes import ProcessWatch
+from stoker.doctor.script.process_watch import ProcessWatch
 from stoker.doctor.script.reading import ABOUT_FILES, Recording, read_attached, read_recording
 from stoker.doctor.script.run_script import ON_PATH
 from stoker.profile.host import HostWatch

@@ -36,12 +36,12 @@ from stoker.tasks.packing import (
 )
 from stoker.tasks.volumes.cases.cases import Case, CaseList, Part, open_cases
 from stoker.tasks.volumes.formats.volume import ReadingOptions, Shape
-from stoker.tasks.volumes.pack.blocks import VolumePack, finished_case, make_cases
 from stoker.tasks.volumes.pack.index import INDEX, PackIndex, read_case, write_index
 from stoker.tasks.volumes.pack.layout_trial import TrialResult, as_rows, try_layouts
+from stoker.tasks.volumes.pack.make_case import VolumePack, finished_case, make_cases
 from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, parse_changes
 from stoker.tasks.volumes.pack.sizes import Looked, look
-from stoker.tasks.volumes.pack.writing import LAYOUTS, remove
+from stoker.tasks.volumes.pack.write_volume import LAYOUTS, remove
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.reading_options import reading_options
 

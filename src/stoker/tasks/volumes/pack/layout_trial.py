@@ -24,7 +24,7 @@ from stoker.tasks.volumes.formats.packed import PackedFacts
 from stoker.tasks.volumes.formats.volume import CroppedVolume, ReadingOptions, Region, Shape, Volume, box_at
 from stoker.tasks.volumes.pack.preprocessing import PreparedVolume, VoxelChanges, prepare_image, prepare_label
 from stoker.tasks.volumes.pack.sizes import Looked
-from stoker.tasks.volumes.pack.writing import LAYOUTS, Layout, remove, write_volume
+from stoker.tasks.volumes.pack.write_volume import LAYOUTS, Layout, remove, write_volume
 from stoker.tasks.volumes.patches.labels import LabelRules
 
 # Voxels of a volume in the trial: enough rows and planes for the real distances between them.

@@ -15,7 +15,7 @@ from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.packed import stored_shape
 from stoker.tasks.volumes.formats.volume import ReadingOptions, Shape
 from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, new_shape
-from stoker.tasks.volumes.pack.writing import Layout
+from stoker.tasks.volumes.pack.write_volume import Layout
 from stoker.tasks.volumes.patches.labels import LabelRules
 
 # Opening a volume is mostly waiting, for a network file system or an object store.

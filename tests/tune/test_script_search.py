@@ -7,7 +7,7 @@ from collections.abc import Callable
 from stoker.profile.observed import Observed
 from stoker.tune.placeholders import read_template
 from stoker.tune.records import Measured, Outcome, Settings
-from stoker.tune.script_space import proposals
+from stoker.tune.script_search import proposals
 from stoker.tune.search import search
 from tests.doctor.checks.observations import starved
 

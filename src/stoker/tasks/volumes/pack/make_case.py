@@ -22,7 +22,7 @@ from stoker.tasks.volumes.formats.packed import stored_bytes
 from stoker.tasks.volumes.formats.volume import CroppedVolume, ReadingOptions, Region, Volume, Voxels, whole
 from stoker.tasks.volumes.pack.index import PackedCase, PackedFile, file_names, read_case, write_case
 from stoker.tasks.volumes.pack.preprocessing import PreparedVolume, VoxelChanges, prepare_image, prepare_label
-from stoker.tasks.volumes.pack.writing import Layout, Report, checksum, write_volume
+from stoker.tasks.volumes.pack.write_volume import Layout, Report, checksum, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules, check_pair
 
 _REPORT_EVERY_S = 0.2

@@ -100,7 +100,11 @@ def read_template(words: Sequence[str]) -> Template:
                 if match[3] is not None:
                     texts.append(match[3])
         if _CUT_OFF.search(word):
-            _refuse_cut_off(word)
+            raise UsageError(
+                "placeholder-not-closed", f"{word} has no closing brace",
+                why="without quotes the shell takes | for a pipe",
+                hint="quote it: stoker tune -- python train.py --decoder '{decoder=pil|cv2}'",
+            )  # fmt: skip
     if not given:
         raise UsageError(
             "no-placeholder", f"nothing to tune in: {shlex.join(words)}",
@@ -108,14 +112,6 @@ def read_template(words: Sequence[str]) -> Template:
             hint=f"stoker tune -- {_example(words)}",
         )  # fmt: skip
     return Template(tuple(words), tuple(_placeholder(name, texts, given) for name, texts in given.items()))
-
-
-def _refuse_cut_off(word: str) -> None:
-    raise UsageError(
-        "placeholder-not-closed", f"{word} has no closing brace",
-        why="without quotes the shell takes | for a pipe",
-        hint="quote it: stoker tune -- python train.py --decoder '{decoder=pil|cv2}'",
-    )  # fmt: skip
 
 
 def _example(words: Sequence[str]) -> str:

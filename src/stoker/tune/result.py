@@ -180,12 +180,9 @@ def _is_right(
         with suppress(OSError):
             Path(name).unlink()
     fitted = settings_of(fit_to_machine(loaded, machine)[0])
-    tuned = {key: value for key, value in best.items() if key in fitted and _matters(key, best)}
+    silent = ("prefetch_factor", "loader") if best.get("num_workers") == 0 else ()
+    tuned = {key: value for key, value in best.items() if key in fitted and key not in silent}
     return config_values(loaded) == wanted and all(fitted[key] == value for key, value in tuned.items())
-
-
-def _matters(key: str, best: Settings) -> bool:
-    return not (best.get("num_workers") == 0 and key in ("prefetch_factor", "loader"))
 
 
 def _whole_config(header: str, config: Config, changes: Sequence[KeptChange]) -> str:

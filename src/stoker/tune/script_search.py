@@ -160,8 +160,9 @@ def _workers(
     counts = sorted(n for n in place.values or worker_counts(cpus, now, least=least, most=fit) if isinstance(n, int))
     share = 0.0 if observed is None else observed.wait_share or 0.0
     waiting = f"{100 * share:.0f} % of a step is spent waiting for data" if observed is not None else "not measured yet"
+    changed = any(count != state.original["num_workers"] for count in _values_seen("num_workers", state))
     yield from worker_candidates(
-        now, counts, cpus, model, waiting, changed=_was_changed("num_workers", state),
+        now, counts, cpus, model, waiting, changed=changed,
         prefetch=prefetch if isinstance(prefetch, int) else None,
     )  # fmt: skip
 
@@ -203,7 +204,3 @@ def _given_values(place: Placeholder, state: State) -> Iterator[Candidate]:
 def _values_seen(name: str, state: State) -> Sequence[Value]:
     """Every value that was run or skipped so far."""
     return [state.original[name], *(step.settings[name] for step in state.steps if name in step.settings)]
-
-
-def _was_changed(name: str, state: State) -> bool:
-    return any(value != state.original[name] for value in _values_seen(name, state))

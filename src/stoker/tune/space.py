@@ -285,12 +285,10 @@ def other_training(names: tuple[str, ...], around: Surroundings) -> list[Candida
             changes = [({"batch_size": 2 * config.batch_size}, "twice the total batch: fewer, larger updates")]
         elif name == "mixing" and (config.mixup_alpha > 0 or config.cutmix_alpha > 0):
             changes = [({"mixup_alpha": 0.0, "cutmix_alpha": 0.0}, "without mixup and CutMix")]
-        found += [Candidate(change, why) for change, why in changes if change != _present(config, change)]
+        for change, why in changes:
+            if any(getattr(config, key) != value for key, value in change.items()):
+                found.append(Candidate(change, why))
     return found
-
-
-def _present(config: HostConfig, change: dict[str, Value]) -> dict[str, Value]:
-    return {name: getattr(config, name) for name in change}
 
 
 # What candidates are chosen by.

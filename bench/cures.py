@@ -25,8 +25,8 @@ from bench.loaders import PROJECT, link_copies
 from bench.quiet import wait_for_quiet
 from bench.rounds import keep
 from stoker.config import load_config
+from stoker.doctor.config_trials import run_trials
 from stoker.doctor.diagnosing import diagnosis_of
-from stoker.doctor.trials import run_trials
 from stoker.doctor.what_if import model_of
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 

@@ -23,8 +23,7 @@ from bench.rounds import keep
 from stoker.io.local_copy import LocalCopy
 from stoker.io.object_store import Patience
 from stoker.stage.checking import verify_copy
-from stoker.stage.copying import copy_all, find_work
-from stoker.stage.selection import everything
+from stoker.stage.copying import Selection, copy_all, find_work
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions
 
@@ -69,8 +68,8 @@ def faults(server: S3Server, contents: dict[str, bytes], target: Path) -> dict[s
         runs += 1
         source = open_source(URL, HASTE)
         copy = LocalCopy(target, source.url)
-        work = find_work(source, copy, everything())
-        summary = copy_all(source, copy, everything(), work, StageOptions(), lambda _so_far, _of: None)
+        work = find_work(source, copy, Selection())
+        summary = copy_all(source, copy, Selection(), work, StageOptions(), lambda _so_far, _of: None)
         copy.close()
         found = files_of(target)
         wrong += sum(data != contents[name] for name, data in found.items())

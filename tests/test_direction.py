@@ -147,7 +147,7 @@ def test_violations_are_found() -> None:
     assert wrong_imports("doctor/checks/facts.py", [(2, "torch.nn")]) != []
     assert wrong_imports("attach/ring.py", [(2, "stoker.core.units")]) != []
     assert wrong_imports("attach/ring.py", [(2, "stoker.attach.session")]) == []
-    assert wrong_imports("doctor/trials.py", [(2, "torch.nn"), (3, "stoker.plan.records")]) == []
+    assert wrong_imports("doctor/config_trials.py", [(2, "torch.nn"), (3, "stoker.plan.records")]) == []
     assert prints("plan/summary.py", "def f():\n    print(1)\n") == ["plan/summary.py:2 prints"]
     assert prints("cli.py", "import sys\nsys.stdout.write('x')\n") == ["cli.py:2 writes to stdout"]
     assert prints("core/console.py", "print(1)") == []

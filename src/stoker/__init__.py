@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from stoker.api import load
-    from stoker.doctor.script.watching import watch
+    from stoker.doctor.script.run_script import watch
 
 __all__ = ["__version__", "load", "watch"]
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return load
     if name == "watch":
-        from stoker.doctor.script.watching import watch
+        from stoker.doctor.script.run_script import watch
 
         return watch
     raise AttributeError(f"module 'stoker' has no attribute {name!r}")

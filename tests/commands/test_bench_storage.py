@@ -12,7 +12,7 @@ import pytest
 
 from stoker.cli import main
 from stoker.io.storage_profile import SMALL_READ, Round, StorageProfile, small_targets
-from stoker.plan.storage_bench import appetites, storage_text
+from stoker.plan.break_even import appetites, storage_text
 from tests.support.s3_server import S3Server
 
 QUICK = ("--seconds", "1.5")
@@ -107,7 +107,7 @@ def test_the_text_says_what_the_storage_feeds() -> None:
         large=Round(16, 400, 4 * 10**9, 2.5, 0.1, 0.3), missing=("warm reads: made up",),
     )  # fmt: skip
     text = storage_text(profile, appetites(None))
-    assert text.startswith("feeds 0.3 of an A100 on ResNet-50: 32 MB/s of small reads, and one takes 105 MB/s\n")
+    assert text.startswith("feeds 0.3 of an A100 on ResNet-50: 31.9 MB/s of small reads, and one takes 105 MB/s\n")
     assert "  1.0 A100s on 3D U-Net (1.6 GB/s each: MLPerf Storage)" in text
     assert "0.2 of an H100 on ResNet-50 (205 MB/s each: 114,660 bytes an image; MLPerf Storage)" in text
     assert "next: stoker stage /mnt/imagenet /local/disk/imagenet" in text

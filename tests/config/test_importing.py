@@ -14,8 +14,7 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.config.importing.names import MODELS, NAMES
 from stoker.config.importing.rules import Kind, Theirs
-from stoker.config.importing.translate import PROGRAMS, Imported, import_config
-from stoker.config.importing.writing import imported_as_yaml, summary
+from stoker.config.importing.translate import PROGRAMS, Imported, import_config, imported_as_yaml, summary
 from stoker.config.schema import FOREIGN_ALIASES, Config
 from stoker.core.errors import ConfigError, UserError
 from tests.conftest import PROJECT

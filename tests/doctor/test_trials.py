@@ -15,11 +15,11 @@ import pytest
 from stoker.config import Config, load_config
 from stoker.core.errors import UserError
 from stoker.core.finding import Estimate
-from stoker.doctor import trials
+from stoker.doctor import config_trials as trials
 from stoker.doctor.checks.verdict import judge
+from stoker.doctor.config_trials import run_trials
 from stoker.doctor.diagnosing import to_confirm
 from stoker.doctor.diagnosis import Prediction
-from stoker.doctor.trials import run_trials
 from stoker.profile.clock_reading import observed_from
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.profile.observed import Observed
@@ -34,7 +34,7 @@ from pathlib import Path
 from stoker.config import load_config
 from stoker.profile.host import fit_to_machine
 from stoker.profile.host import read_machine
-from stoker.doctor.trials import run_trials
+from stoker.doctor.config_trials import run_trials
 config, _ = fit_to_machine(load_config(Path(sys.argv[1]), sys.argv[2:]).config, read_machine())
 run_trials(config, 300, pace_s=0.01, progress=lambda what, done, total: print(what, done, flush=True))
 """

@@ -16,7 +16,7 @@ import torch
 from stoker.cli import main
 from stoker.config import load_config
 from stoker.report.document import RunReader
-from stoker.report.watch_screen import frame_lines
+from stoker.report.live_view import frame_lines
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.scrolls import scroll_volume
 from stoker.tasks.volumes.cases.split import divide

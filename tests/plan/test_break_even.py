@@ -40,7 +40,7 @@ def test_a_copy_pays_off_by_what_the_source_the_disk_and_the_consumer_reach() ->
         ("/mnt/my set", False, "/mnt/my set", Room("/n", 10**12),
          "stoker stage '/mnt/my set' '/n/my set', then let the script read '/n/my set'"),
         ("a.yaml", True, "/d/x", Room("/nvme", 50 * 10**9),
-         "cache_dir=/nvme/stoker-cache cache_size=45.0GB: keeps 45% of the data nearby"),
+         "cache_dir=/nvme/stoker-cache cache_size=45GB: keeps 45% of the data nearby"),
         ("a.yaml", True, "/d/x", Room("/nvme", 10**9), "a local disk with room for 100 GB, or a smaller, packed copy"),
         ("/d/x", False, "/d/x", Room("/nvme", 50 * 10**9),
          "a local disk with room for 100 GB, or a smaller, packed copy"),

@@ -11,9 +11,9 @@ import pytest
 
 from stoker.cli import main
 from stoker.core.errors import UserError
+from stoker.report.live_view import WatchServer
 from stoker.report.page import report_document, report_page
 from stoker.report.tune_document import TuneReader
-from stoker.report.watch_web import WatchServer
 from stoker.tune.journal import Journal
 from tests.support.browser import browser_page
 from tests.support.tuned_journal import EVIL, START, write_journal

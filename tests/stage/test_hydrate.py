@@ -15,8 +15,15 @@ import pytest
 from stoker.cli import main
 from stoker.core.errors import UsageError, UserError
 from stoker.stage.concurrency import RateLimit
-from stoker.stage.hydrate import Hydrated, hydrate, list_files, read_through
-from stoker.stage.lustre import in_calls, parse_states
+from stoker.stage.hydrate import (
+    Hydrated,
+    HydrateOptions,
+    hydrate,
+    in_calls,
+    list_files,
+    parse_states,
+    read_through,
+)
 from tests.support.lustre import FakeLustre
 from tests.support.waiting import DEADLINE_S, wait_until
 
@@ -58,7 +65,7 @@ def test_released_files_are_restored_in_batches_whatever_they_are_called(tmp_pat
     lustre.release(gone, lost=True)
     steps: list[tuple[int, ...]] = []
     said: list[str] = []
-    found = hydrate(data, batch=100, progress=lambda *now: steps.append(now), say=said.append)
+    found = hydrate(data, how=HydrateOptions(batch=100), progress=lambda *now: steps.append(now), say=said.append)
     assert (found.way, found.released, found.restored, found.read) == ("restore", 308, 307, 0)
     assert found.failed == ((str(gone[0]), "lost from the archive, too"),)
     assert lustre.released() == gone
@@ -89,7 +96,7 @@ def test_a_file_that_vanishes_or_is_refused_does_not_hold_up_the_others(tmp_path
             path.unlink()
             gone.append(str(path))
 
-    found = hydrate(tmp_path / "data", batch=30, progress=delete_two)
+    found = hydrate(tmp_path / "data", how=HydrateOptions(batch=30), progress=delete_two)
     assert found.way == "restore"
     assert found.restored == 58
     assert [(name, "No such file" in reason) for name, reason in found.failed] == [
@@ -102,13 +109,13 @@ def test_restores_that_stall_are_asked_for_again_and_then_read(tmp_path: Path, l
     lustre.behave(stalls_after=10, wakes_on_request=True)
     lustre.release(paths)
     said: list[str] = []
-    woken = hydrate(tmp_path / "data", stall_s=0.6, say=said.append)
+    woken = hydrate(tmp_path / "data", how=HydrateOptions(stall_s=0.6), say=said.append)
     assert (woken.way, woken.restored, woken.failed) == ("restore", 40, ())
     assert any("nothing was restored for 1 s; asking for 30 files again" in line for line in said)
 
     lustre.behave(stalls_after=45, wakes_on_request=False)
     lustre.release(paths)
-    read = hydrate(tmp_path / "data", stall_s=0.6, say=said.append)
+    read = hydrate(tmp_path / "data", how=HydrateOptions(stall_s=0.6), say=said.append)
     assert (read.way, read.restored, read.read, read.failed) == ("restore, then read", 5, 35, ())
     assert "reading the remaining 35 files instead" in said[-1]
     assert lustre.released() == []
@@ -132,7 +139,7 @@ def test_an_lfs_that_is_of_no_use_is_replaced_by_reading(
     said: list[str] = []
     # The others answer, however long that takes on a busy machine.
     call_s = 1.0 if "hangs" in behaviour else DEADLINE_S
-    found = hydrate(tmp_path / "data", say=said.append, call_s=call_s)
+    found = hydrate(tmp_path / "data", how=HydrateOptions(call_s=call_s), say=said.append)
     assert (found.way, found.read, found.failed) == ("read", 20, ())
     assert told in (found.note or "")
     assert any(told in line for line in said)
@@ -162,11 +169,11 @@ def test_other_mounts_are_read_and_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_reading_keeps_to_its_limit_and_gives_up_on_a_dead_server(tmp_path: Path) -> None:
     paths = [os.fsencode(path) for path in write_files(tmp_path, numbered(8), size=250_000)]
     began = time.monotonic()
-    assert read_through(paths, RateLimit(2e6), stall_s=30, progress=lambda _files, _bytes: None) == {}
+    assert read_through(paths, RateLimit(2e6), lambda _files, _bytes: None, stall_s=30) == {}
     assert time.monotonic() - began > 0.7  # 2 MB at 2 MB/s, less the first reads, which need not wait
     os.mkfifo(tmp_path / "dead")  # opening it waits for a writer that never comes
     failed = read_through(
-        [*paths, os.fsencode(tmp_path / "dead")], RateLimit(None), stall_s=1, progress=lambda _files, _bytes: None
+        [*paths, os.fsencode(tmp_path / "dead")], RateLimit(None), lambda _files, _bytes: None, stall_s=1
     )
     assert failed == {os.fsencode(tmp_path / "dead"): "not a byte for 1 s"}
 

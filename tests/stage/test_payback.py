@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.plan.break_even import break_even
-from stoker.plan.storage_bench import appetites
-from stoker.stage.payback import Payback, measure_payback, payback_text, read_rate
+from stoker.plan.break_even import payback_of, payback_text
+from stoker.stage.copying import measure_payback
 from stoker.stage.sources import open_source
 from tests.support.proxy import Proxy
 from tests.support.s3_server import S3Server
@@ -52,19 +51,15 @@ def test_what_cannot_be_read_is_not_a_rate(tmp_path: Path) -> None:
     files = list(source.files())
     for number in range(5):
         (tmp_path / "data" / str(number)).unlink()
-    assert read_rate(source, files, 0.5) is None
     assert measure_payback(source, files, str(tmp_path), seconds=0.2) is None
 
 
 def test_the_words_say_when_it_pays_off() -> None:
-    consumer = appetites(None)[0]
-    slow, fast = (
-        Payback(rate, 9e8, consumer, found)
-        for rate in (31e6, 500e6)
-        if (found := break_even(5.46e9, rate, local=9e8, needed=consumer.bytes_per_second)) is not None
-    )
+    slow, fast = (payback_of(5.46e9, rate, 64, 9e8) for rate in (31e6, 500e6))
+    assert slow is not None
+    assert fast is not None
     assert payback_text(slow) == (
-        "the source delivers 31 MB/s to 64 readers, the local disk 900 MB/s to one: copying takes about 3 min. "
+        "the source delivers 31 MB/s to 64 readers, the local disk 900 MB/s to one: copying takes about 2.9 min. "
         "An A100 on ResNet-50 takes 105 MB/s: for it the copy pays off after 1.4 epochs"
     )
     assert "which the source already delivers" in payback_text(fast)

@@ -16,8 +16,7 @@ from stoker.io import outage
 from stoker.io.local_copy import LocalCopy
 from stoker.io.object_store import Patience
 from stoker.stage.checking import verify_copy
-from stoker.stage.copying import copy_all, find_work
-from stoker.stage.selection import everything
+from stoker.stage.copying import Selection, copy_all, find_work
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions, Summary
 from tests.support.proxy import Proxy
@@ -47,9 +46,9 @@ def upload(server: S3Server, prefix: str, files: int) -> dict[str, bytes]:
 def stage(url: str, target: Path, options: StageOptions = StageOptions(), patience: Patience = HASTE) -> Summary:  # noqa: B008
     source = open_source(url, patience)
     copy = LocalCopy(target, source.url)
-    work = find_work(source, copy, everything())
+    work = find_work(source, copy, Selection())
     try:
-        return copy_all(source, copy, everything(), work, options, lambda _summary, _total: None)
+        return copy_all(source, copy, Selection(), work, options, lambda _summary, _total: None)
     finally:
         copy.close()
 

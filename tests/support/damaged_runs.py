@@ -17,7 +17,7 @@ from stoker.doctor.diagnosing import diagnosis_of
 from stoker.profile.clock_reading import read_observed
 from stoker.profile.step_clock import BATCH_COLUMNS
 from stoker.report.document import compare, read_document
-from stoker.report.watch_screen import frame_lines, status_line
+from stoker.report.live_view import frame_lines, status_line
 from stoker.run.lease import Lease, is_held
 from stoker.run.metrics import MetricsFile, read_metrics, truncate_after
 from tests.support.recorded_run import write_run

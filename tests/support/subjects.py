@@ -9,7 +9,7 @@ from typing import Any
 from stoker.config import load_config
 from stoker.profile.host import Machine, fit_to_machine
 from stoker.tasks.checks import Check, Subject
-from stoker.verify.running import all_checks
+from stoker.verify.run_checks import all_checks
 
 # One thread: two that wait for each other on busy cores are many times slower.
 HERE = Machine(cpus=1, ram_bytes=16 * 10**9, shm_bytes=8 * 10**9, accelerators=0)

@@ -37,12 +37,12 @@ from typing import Any
 
 PROJECT = Path(__file__).parents[2]
 IMPORTED = (
-    "stoker.cli", "stoker.commands.train", "stoker.plan.planning", "stoker.tasks.training", "stoker.verify.running",
+    "stoker.cli", "stoker.commands.train", "stoker.plan.planning", "stoker.tasks.training", "stoker.verify.run_checks",
     "matplotlib.pyplot",  # looks for the fonts of this machine, in every new home
 )  # fmt: skip
 MEASURED = (
     ("stoker.profile.accelerators", "SECONDS_EACH", 0.01), ("stoker.tasks.images.decode.calibration", "BUDGET_S", 0.05),
-    ("stoker.stage.payback", "SECONDS", 0.3), ("stoker.verify.nodes", "WORK_S", 0.05),
+    ("stoker.stage.copying", "MEASURE_S", 0.3), ("stoker.verify.nodes", "WORK_S", 0.05),
 )  # fmt: skip
 """How long this machine is measured, in seconds: what comes out matters to no test."""
 OURS = re.compile(

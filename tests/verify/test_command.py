@@ -10,7 +10,7 @@ import pytest
 
 from stoker.cli import main
 from stoker.core.errors import Interrupted
-from stoker.verify.running import all_checks
+from stoker.verify.run_checks import all_checks
 from tests.support.tiny_training import write_config, write_images
 
 FAIR = {"optimizer": "adamw", "lr": 0.001, "scale_lr": False}

@@ -13,7 +13,7 @@ from PIL import Image
 from stoker.core.finding import Finding
 from stoker.tasks.checks import Subject
 from stoker.train.schedule import Horizon
-from stoker.verify.config import (
+from stoker.verify.schedule_checks import (
     check_schedule,
     check_steps,
     schedule_problem,

@@ -18,7 +18,7 @@ from stoker.core import cgroups
 from stoker.core.finding import Finding
 from stoker.tasks.checks import Subject
 from stoker.verify.machine import judge_cores, judge_quota
-from stoker.verify.running import run_checks
+from stoker.verify.run_checks import run_checks
 from tests.support.subjects import HERE, check_named, subject_of
 from tests.support.tiny_training import write_config, write_images
 

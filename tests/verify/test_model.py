@@ -16,7 +16,7 @@ from stoker.profile.memory import MemoryState
 from stoker.tasks.checks import Subject
 from stoker.verify import trial as trials
 from stoker.verify.model import CHECKS
-from stoker.verify.running import run_checks
+from stoker.verify.run_checks import run_checks
 from stoker.verify.trial import GroupFacts, Trial, WholeStep, try_run
 from tests.support.subjects import check_named, subject_of
 from tests.support.tiny_training import write_config, write_images

@@ -13,7 +13,7 @@ import pytest
 from stoker.core.errors import UserError
 from stoker.profile.host import Machine
 from stoker.verify.nodes import CHECKS, RankFacts, judge_data, judge_speed, judge_sum, judge_versions, why_not_started
-from stoker.verify.running import all_checks, run_checks
+from stoker.verify.run_checks import all_checks, run_checks
 from tests.end_to_end.test_distributed import free_port
 from tests.support.ready_process import ReadyProcess
 from tests.support.subjects import HERE, subject_of

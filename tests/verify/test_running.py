@@ -11,8 +11,8 @@ import pytest
 from stoker.core.errors import Interrupted, UsageError, UserError
 from stoker.core.finding import Finding
 from stoker.tasks.checks import Check, Subject, failed, passed, unknown
-from stoker.verify.expected import Forecast
-from stoker.verify.running import (
+from stoker.verify.machine import Forecast
+from stoker.verify.run_checks import (
     Report,
     all_checks,
     choose_checks,

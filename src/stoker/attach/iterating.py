@@ -15,8 +15,8 @@ from typing import Any
 
 from stoker.attach import ring, session
 from stoker.attach.fetching import fetches
-from stoker.attach.loop import Loop, place_of
 from stoker.attach.session import Session, leading_rank, rank_of_environment, ranks_here
+from stoker.attach.watched_loop import Loop, place_of
 
 
 class LoaderNumbers:

@@ -177,7 +177,7 @@ def patch(name: str, module: Any) -> None:
 
             patch_optimizers(module)
         elif name == MODULES:
-            from stoker.attach.loop import modes
+            from stoker.attach.watched_loop import modes
 
             modes.patch(module)
         elif name in SCALERS:

@@ -82,8 +82,7 @@ def storage(
     """
     from stoker.core.console import print_json, print_result, progress_bar
     from stoker.io.storage_profile import profile_storage
-    from stoker.plan.break_even import ANY_DISK
-    from stoker.plan.storage_bench import appetites, storage_document, storage_text
+    from stoker.plan.break_even import ANY_DISK, appetites, storage_document, storage_text
     from stoker.profile.local_disk import find_local_disk
 
     wanted = appetites(gpu)  # raises on a typo before anything is measured

@@ -116,10 +116,10 @@ def import_(
 ) -> int:
     """Translate another program's config, with a comment for each key: what it became, and why."""
     from stoker.config import load_config
-    from stoker.config.importing.translate import import_config
-    from stoker.config.importing.writing import (
+    from stoker.config.importing.translate import (
         check_output,
         check_program,
+        import_config,
         import_notes,
         imported_as_yaml,
         summary,

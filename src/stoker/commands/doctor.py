@@ -72,7 +72,7 @@ def doctor(
     """
     script: list[str] | None = context.obj
 
-    from stoker.doctor.gates import check_gates, parse_gate
+    from stoker.doctor.diagnosis import check_gates, parse_gate
 
     gates = [parse_gate(text) for text in fail_if or ()]
     _refuse_combinations(target, script, steps, {"--confirm": confirm})

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoker.commands.options import JsonOption, config_and_overrides, without_settings
-from stoker.core.errors import EXIT_FINDING, EXIT_OK, Interrupted, UsageError, UserError
+from stoker.core.errors import Interrupted, UsageError, UserError
 
 if TYPE_CHECKING:
     from stoker.config import Config
+    from stoker.plan.break_even import Payback
     from stoker.stage.checking import Verification
-    from stoker.stage.copying import Work
-    from stoker.stage.payback import Payback
-    from stoker.stage.selection import Selection
-    from stoker.stage.sources import Source
+    from stoker.stage.copying import Selection
     from stoker.stage.transfer import StageOptions, Summary
 
-SUBSET = "Part of a data set of images"
 MEASURED_FROM = 1_000_000_000
 """Bytes: below it nobody waits long enough to decide, and measuring would take a good part of the copying."""
+
+Option = partial(typer.Option, show_default=False)
+ImagesOption = partial(Option, rich_help_panel="Part of a data set of images")
 
 
 def register(app: typer.Typer) -> None:
@@ -43,54 +45,28 @@ def stage(
         ),
     ],
     to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="DIR", help="Stage what a config needs into this folder.", show_default=False),
+        Path | None, Option("--to", metavar="DIR", help="Stage what a config needs into this folder.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE.yaml",
-            help="With --to: the config that uses the copy. [default: in DIR]",
-            show_default=False,
+        Option(
+            "--output", "-o", metavar="FILE.yaml", help="With --to: the config that uses the copy. [default: in DIR]"
         ),
     ] = None,
     classes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="This many classes, chosen by --seed.", show_default=False, rich_help_panel=SUBSET
-        ),
+        int | None, ImagesOption(min=1, metavar="N", help="This many classes, chosen by --seed.")
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed of the choice. [default: 42]", show_default=False, rich_help_panel=SUBSET),
-    ] = None,
+    seed: Annotated[int | None, ImagesOption(help="Seed of the choice. [default: 42]")] = None,
     train_per_class: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="At most N training images a class.", show_default=False, rich_help_panel=SUBSET
-        ),
+        int | None, ImagesOption(min=1, metavar="N", help="At most N training images a class.")
     ] = None,
     val_per_class: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="At most N validation images a class.", show_default=False, rich_help_panel=SUBSET
-        ),
+        int | None, ImagesOption(min=1, metavar="N", help="At most N validation images a class.")
     ] = None,
-    class_list: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Classes by name, one a line.", show_default=False, rich_help_panel=SUBSET),
-    ] = None,
-    limit_rate: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Bytes per second, such as 50MB/s.", show_default=False),
-    ] = None,
+    class_list: Annotated[Path | None, ImagesOption(metavar="FILE", help="Classes by name, one a line.")] = None,
+    limit_rate: Annotated[str | None, Option(metavar="RATE", help="Bytes per second, such as 50MB/s.")] = None,
     concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=4096, metavar="N", help="Requests in flight. [default: found while running]", show_default=False
-        ),
+        int | None, Option(min=1, max=4096, metavar="N", help="Requests in flight. [default: found while running]")
     ] = None,
     hydrate: Annotated[
         bool,
@@ -110,7 +86,7 @@ def stage(
     """Copy a data set, or the part of it that a config needs, to a local disk.
 
     Running it again copies only what is missing or has changed at the source."""
-    from stoker.core.console import print_json, print_result
+    from stoker.core.console import Answer, print_answer
 
     if hydrate:
         if to is not None or verify or classes is not None or class_list is not None or len(words) != 1:
@@ -118,16 +94,17 @@ def stage(
                 "usage", "--hydrate takes one path, and copies nothing", hint="stoker stage --hydrate PATH"
             )
         return _hydrate(words[0], _options(limit_rate, concurrency), json=json)
+
+    from stoker.stage.checking import verification_text
+    from stoker.stage.transfer import summary_text
+
     if verify and to is None and len(words) == 1:
         result = _verify(Path(words[0]))
-        print_json(result.as_dict()) if json else print_result(_words_of(result))
-        return EXIT_OK if result.whole else EXIT_FINDING
+        return print_answer(Answer(verification_text(result), result.as_dict(), result.whole), as_json=json)
     choice = {
-        "subset_classes": classes,
-        "subset_seed": seed,
-        "subset_train_per_class": train_per_class,
+        "subset_classes": classes, "subset_seed": seed, "subset_train_per_class": train_per_class,
         "subset_val_per_class": val_per_class,
-    }
+    }  # fmt: skip
     chosen = [f"{key}={value}" for key, value in choice.items() if value is not None]
     names = None if class_list is None else _names_in(class_list)
     if names is not None and classes is not None:
@@ -151,9 +128,8 @@ def stage(
     root, selection = _select(source if config is None else config, names)
     summary, payback = _stage(root, target, selection, options, measure=not no_measure)
     document: dict[str, Any] = summary.as_dict() | {"break_even": None if payback is None else payback.as_dict()}
-    lines = [_words_of(summary)]
-    code = EXIT_OK if summary.complete else EXIT_FINDING
-    if file is not None and config is not None and summary.complete:
+    lines, complete = [summary_text(summary)], summary.complete
+    if file is not None and config is not None and complete:
         from stoker.stage.needs import write_config_of_copy
 
         written = write_config_of_copy(file, config, [*words[1:], *chosen], summary.target, output)
@@ -162,10 +138,9 @@ def stage(
     if verify:
         result = _verify(Path(summary.target))
         document["verification"] = result.as_dict()
-        lines.append(_words_of(result))
-        code = code if result.whole else EXIT_FINDING
-    print_json(document) if json else print_result("\n".join(lines))
-    return code
+        lines.append(verification_text(result))
+        complete = complete and result.whole
+    return print_answer(Answer("\n".join(lines), document, complete), as_json=json)
 
 
 def _two(words: list[str]) -> tuple[str, Path]:
@@ -212,10 +187,10 @@ def _names_in(path: Path) -> tuple[str, ...]:
 
 def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, Selection]:
     from stoker.core.console import progress_bar, say
-    from stoker.stage.selection import everything
+    from stoker.stage.copying import Selection
 
     if isinstance(source, str):
-        return source, everything()
+        return source, Selection()
     from stoker.stage.needs import select_for  # imports torch, which copying does not need
 
     with progress_bar("listing", unit="folders") as advance:
@@ -230,14 +205,13 @@ def _stage(
     from stoker.io.local_copy import LocalCopy
     from stoker.io.stores import is_url
     from stoker.io.subset_file import keep_subset
-    from stoker.stage.copying import check_apart, check_room, copy_all, find_work
+    from stoker.stage.copying import check_apart, check_room, copy_all, find_work, measure_payback
     from stoker.stage.sources import open_source
 
     source = open_source(root)
     if not is_url(source.url):
         check_apart(source.url, str(target))
-    copy = LocalCopy(target, source.url)
-    try:
+    with closing(LocalCopy(target, source.url)) as copy, _interruptible("what was copied so far is whole and stays"):
         with progress_bar("listing", unit="files") as advance:
             work = find_work(source, copy, selection, advance)
         check_room(work, copy.folder)
@@ -246,61 +220,41 @@ def _stage(
             f"staging {count(len(work.files), 'file')}, {size_text(work.bytes)} from {source.url} to {copy.folder} "
             f"({count(work.present_files, 'file')} already there)"
         )
-        payback = _payback(source, work, copy.folder) if measure and work.bytes >= MEASURED_FROM else None
+        payback = None
+        if measure and work.bytes >= MEASURED_FROM:
+            payback = measure_payback(source, work.files, copy.folder)
+        if payback is not None:
+            from stoker.plan.break_even import payback_text
+
+            say(payback_text(payback))
         with transfer_bar("staging") as transfer:
 
             def show(summary: Summary, of_bytes: int) -> None:
                 transfer(summary.copied_files, len(work.files), summary.copied_bytes, of_bytes)
 
             return copy_all(source, copy, selection, work, options, show), payback
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted",
-            "stopped by Ctrl-C",
-            why="what was copied so far is whole and stays",
-            hint="run the same command again: it continues",
-        ) from None
-    finally:
-        copy.close()
-
-
-def _payback(source: Source, work: Work, folder: str) -> Payback | None:
-    # Imported here: it needs numpy, which copying does without.
-    from stoker.core.console import say
-    from stoker.stage.payback import measure_payback, payback_text
-
-    payback = measure_payback(source, work.files, folder)
-    if payback is not None:
-        say(payback_text(payback))
-    return payback
 
 
 def _hydrate(path: str, options: StageOptions, *, json: bool) -> int:
-    from stoker.core.console import print_json, print_result, progress_bar, say, transfer_bar
-    from stoker.stage.hydrate import READERS, hydrate, list_files
-    from stoker.stage.text import hydrated_text
+    from stoker.core.console import Answer, print_answer, progress_bar, say, transfer_bar
+    from stoker.stage.hydrate import HydrateOptions, hydrate, hydrated_text, list_files
 
+    how = HydrateOptions(options.limit_rate, readers=options.concurrency or HydrateOptions.readers)
     with progress_bar("listing", unit="files") as advance:
         files = list_files(path, advance)
-    with transfer_bar("fetching") as transfer:
-        try:
-            done = hydrate(
-                path,
-                files,
-                limit_bytes_per_second=options.limit_rate,
-                readers=options.concurrency or READERS,
-                progress=transfer,
-                say=say,
-            )
-        except KeyboardInterrupt:
-            raise Interrupted(
-                "interrupted",
-                "stopped by Ctrl-C",
-                why="what was fetched is there, and restores that were asked for go on",
-                hint="run the same command again: it continues",
-            ) from None
-    print_json(done.as_dict()) if json else print_result(hydrated_text(done))
-    return EXIT_FINDING if done.failed else EXIT_OK
+    stays = "what was fetched is there, and restores that were asked for go on"
+    with transfer_bar("fetching") as transfer, _interruptible(stays):
+        done = hydrate(path, files, how, progress=transfer, say=say)
+    return print_answer(Answer(hydrated_text(done), done.as_dict(), not done.failed), as_json=json)
+
+
+@contextmanager
+def _interruptible(stays: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        hint = "run the same command again: it continues"
+        raise Interrupted("interrupted", "stopped by Ctrl-C", why=stays, hint=hint) from None
 
 
 def _verify(folder: Path) -> Verification:
@@ -310,10 +264,3 @@ def _verify(folder: Path) -> Verification:
 
     with closing(open_copy(folder)) as copy, progress_bar("verifying", unit="files") as advance:
         return verify_copy(copy, advance)
-
-
-def _words_of(result: Summary | Verification) -> str:
-    from stoker.stage.text import summary_text, verification_text
-    from stoker.stage.transfer import Summary
-
-    return summary_text(result) if isinstance(result, Summary) else verification_text(result)

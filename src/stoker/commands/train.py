@@ -112,7 +112,7 @@ def train_from_config(
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
     from stoker.train.ranks import Ranks, ranks_from_environment
-    from stoker.verify.running import warnings_before_training
+    from stoker.verify.run_checks import warnings_before_training
 
     ranks = ranks_from_environment()
     loaded = trial_run(load_for_command(path, overrides).config)

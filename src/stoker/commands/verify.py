@@ -15,7 +15,7 @@ from stoker.core.errors import EXIT_FINDING, EXIT_OK, UsageError
 if TYPE_CHECKING:
     from stoker.profile.host import HostConfig, Machine
     from stoker.tasks.checks import Check, Subject
-    from stoker.verify.running import Report
+    from stoker.verify.run_checks import Report
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +53,7 @@ def verify(
     `stoker train` starts them. Exits with 1 if a check fails.
     """
     from stoker.core.console import print_json, print_result
-    from stoker.verify.running import all_checks, choose_checks, list_json, list_text
+    from stoker.verify.run_checks import all_checks, choose_checks, list_json, list_text
 
     if list_:
         if json:
@@ -88,9 +88,9 @@ def _verify(
     from stoker.tasks.checks import Subject
     from stoker.train.launch import launch
     from stoker.train.ranks import ranks_from_environment
-    from stoker.verify.expected import expect
+    from stoker.verify.machine import expect
     from stoker.verify.nodes import meet
-    from stoker.verify.running import verify_text
+    from stoker.verify.run_checks import verify_text
 
     ranks = ranks_from_environment()
     loaded = load_for_command(path, overrides).config
@@ -127,7 +127,7 @@ def _run(checks: Sequence[Check], subject: Subject) -> Report:
     from contextlib import ExitStack
 
     from stoker.core.console import progress_bar, say
-    from stoker.verify.running import run_checks
+    from stoker.verify.run_checks import run_checks
 
     topics: set[str] = set()
     with ExitStack() as shown:

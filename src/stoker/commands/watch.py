@@ -35,9 +35,8 @@ def watch(
     """
     from stoker.core.console import print_json
     from stoker.report.document import open_reader
+    from stoker.report.live_view import print_frame, watch_in_browser, watch_in_terminal
     from stoker.report.page import report_document
-    from stoker.report.watch_screen import print_frame, watch_in_terminal
-    from stoker.report.watch_web import watch_in_browser
 
     _, reader = open_reader(run)
     if json:

@@ -66,7 +66,7 @@ def diagnosis_of(observed: Observed) -> Diagnosis:
 
 def diagnosis_of_watched(folder: Path) -> Diagnosis:
     """The diagnosis of what `stoker.watch()` has recorded in a folder."""
-    from stoker.doctor.script.reading import read_attached
+    from stoker.doctor.script.recording import read_attached
 
     return diagnosis_of(read_attached(folder))
 
@@ -144,7 +144,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def _of_folder(path: Path) -> Diagnosis:
-    from stoker.doctor.script.reading import has_records
+    from stoker.doctor.script.recording import has_records
     from stoker.profile.clock_reading import read_observed
     from stoker.run.folder import RunFolder, find_run
 
@@ -162,8 +162,8 @@ def _of_config(
     path: Path, overrides: Sequence[str], seconds: float | None, pace: str | None, *, confirm: bool
 ) -> Diagnosis:
     from stoker.config.reading import load_for_command
+    from stoker.doctor.config_trials import DEFAULT_SECONDS, trial_seconds
     from stoker.doctor.pacing import seconds_of_a_step
-    from stoker.doctor.trials import DEFAULT_SECONDS, trial_seconds
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
 
@@ -220,7 +220,7 @@ def _tried(
     within_s: float | None = None,
 ) -> Observed:
     from stoker.core.console import progress_bar
-    from stoker.doctor.trials import SHARES, run_trials
+    from stoker.doctor.config_trials import SHARES, run_trials
 
     trials = tuple(SHARES) if only is None else only
     shown = ""

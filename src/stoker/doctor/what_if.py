@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.core.finding import Estimate
 from stoker.doctor.diagnosis import Prediction
-from stoker.doctor.growth import filling
-from stoker.doctor.preparing import oversized_work, workers_that_fit
+from stoker.doctor.preparing import filling, oversized_work, workers_that_fit
 from stoker.doctor.simulation import Setup, ThreadWork, simulate
 from stoker.plan.records import PACKED_BYTES
 from stoker.profile.observed import BatchTime, LoaderShape, Observed

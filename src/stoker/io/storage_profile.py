@@ -125,7 +125,7 @@ def profile_storage(source: str, seconds: float, advance: Advance = lambda _done
             if done and not cold:
                 break  # if one reader finds nothing cold, more do not
             if (
-                one := _round(files, small.cold(each_s, at_once), at_once, each_s, max(LEAST_READS, at_once))
+                one := read_round(files.read, small.cold(each_s, at_once), at_once, each_s, max(LEAST_READS, at_once))
             ) is not None:
                 cold.append(one)
         if not cold:
@@ -140,7 +140,7 @@ def profile_storage(source: str, seconds: float, advance: Advance = lambda _done
     advance(len(counts) + 1, steps)
     bulk = None
     if files.kind not in IN_MEMORY and large.targets:
-        bulk = _round(files, large.cold(each_s, LARGE_AT_ONCE), LARGE_AT_ONCE, each_s, 1)
+        bulk = read_round(files.read, large.cold(each_s, LARGE_AT_ONCE), LARGE_AT_ONCE, each_s, 1)
     if not large.targets:
         missing.append("large reads: no file has a megabyte")
     elif bulk is None and cold:
@@ -212,7 +212,9 @@ class _Supply:
         return found
 
 
-def _round(files: _Files, targets: Sequence[Target], at_once: int, seconds: float, least: int) -> Round | None:
+def read_round(
+    read: Callable[[Target], int], targets: Sequence[Target], at_once: int, seconds: float, least: int
+) -> Round | None:
     """Reads the targets with this many threads until the time is over; None if fewer than `least` can be read."""
     if len(targets) < least:
         return None
@@ -232,7 +234,7 @@ def _round(files: _Files, targets: Sequence[Target], at_once: int, seconds: floa
                 return
             start = time.perf_counter()
             try:
-                size = files.read(target)
+                size = read(target)
             except StoreDown as error:
                 faults.append(error)
                 return
@@ -262,9 +264,9 @@ def _round(files: _Files, targets: Sequence[Target], at_once: int, seconds: floa
 def _warm(files: _Files, targets: Sequence[Target], seconds: float) -> Round | None:
     """The same few targets again and again, after a first time that is not counted."""
     few = targets[:64]
-    _round(files, few, 4, seconds / 2, 1)
+    read_round(files.read, few, 4, seconds / 2, 1)
     repeated = [target for _ in range(200) for target in few]
-    return _round(files, repeated, 1, seconds / 2, LEAST_READS)
+    return read_round(files.read, repeated, 1, seconds / 2, LEAST_READS)
 
 
 # What there is to read.

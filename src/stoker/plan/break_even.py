@@ -1,12 +1,22 @@
-"""Whether a copy on a local disk pays off: how long copying takes, what an epoch saves, and what to type."""
+"""The economics of storage: what it gives, what training needs, and when a copy on a local disk pays off.
+
+From what `io.storage_profile` measured, in words, as a document, and as the command to type.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from stoker.core.console import format_table
+from stoker.core.units import duration_text, size_text
+from stoker.io.storage_profile import LARGE_READ, SMALL_READ, Round, StorageProfile
+from stoker.profile.datasheets import load_datasheet, published_rate
+from stoker.profile.observed import Observed
 
 ANY_DISK = "/local/disk"
 ANY_CONFIG = "CONFIG"
@@ -73,6 +83,27 @@ def break_even_text(found: BreakEven) -> str:
     return f"{copying} and pays off after {found.epochs:.1f} epochs"
 
 
+def dataset_bytes(observed: Observed) -> float | None:
+    """The size of the data that a loop reads; None if it is not known."""
+    storage, loader = observed.storage, observed.loader
+    if storage is None or storage.dataset_bytes is not None:
+        return None if storage is None else storage.dataset_bytes
+    if loader is None or loader.samples is None or storage.bytes_per_sample is None:
+        return None
+    return loader.samples * storage.bytes_per_sample
+
+
+def break_even_of(observed: Observed, speedup: float) -> BreakEven | None:
+    """From what a loop measured, and by how much a copy would speed it up: copying takes place at the rate that many
+    readers reached, or else at the one of this loop."""
+    storage, pace, size = observed.storage, observed.images_per_second, dataset_bytes(observed)
+    if storage is None or not storage.bytes_per_sample or not size or not pace:
+        return None
+    epoch_s = size / storage.bytes_per_sample / pace
+    copying = max(storage.parallel_bytes_per_second or 0.0, pace * storage.bytes_per_sample)
+    return BreakEven(size, size / copying, epoch_s, epoch_s / speedup)
+
+
 @dataclass(frozen=True)
 class Room:
     """A local disk that a copy could go to."""
@@ -136,16 +167,192 @@ def copy_name(source: str) -> str:
     return config[1] if config else source.rstrip("/").rpartition("/")[2] or "data"
 
 
-def size_text(size_bytes: float) -> str:
-    """147 GB, 5.5 GB, 320 MB"""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.{0 if size_bytes >= 100 * factor else 1}f} {unit}"
-    return f"{size_bytes / 1e3:.1f} kB"
+BAR = 24
+MLPERF = "MLPerf Storage"
 
 
-def duration_text(seconds: float) -> str:
-    """40 s, 83 min, 7.5 h"""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+@dataclass(frozen=True)
+class Appetite:
+    """What one accelerator reads while it trains one network."""
+
+    gpu: str
+    model: str
+    bytes_per_second: float
+    why: str
+    large: bool = False
+    """Whether it reads files of many megabytes, rather than single images."""
+
+
+# MLPerf Storage: a batch of 400 images takes 0.435 s on an A100 and 0.224 s on an H100; 3D U-Net as it states it.
+_A100 = (
+    Appetite("A100", "ResNet-50", 400 / 0.435 * SMALL_READ, f"{SMALL_READ:,} bytes an image; {MLPERF}"),
+    Appetite("A100", "3D U-Net", 1.6e9, MLPERF, large=True),
+)
+_H100 = (
+    Appetite("H100", "ResNet-50", 400 / 0.224 * SMALL_READ, f"{SMALL_READ:,} bytes an image; {MLPERF}"),
+    Appetite("H100", "3D U-Net", 3.2e9, MLPERF, large=True),
+)
+_KNOWN = {"a100-40": _A100, "a100-80": _A100, "h100": _H100}
+
+
+def appetites(gpu: str | None) -> tuple[Appetite, ...]:
+    """What the named accelerator reads, or an A100 and an H100; raises UsageError if nothing is published about it."""
+    if gpu is None:
+        return (*_A100, *_H100)
+    sheet = load_datasheet(gpu)
+    if sheet.name in _KNOWN:
+        return _KNOWN[sheet.name]
+    rate = published_rate(gpu)
+    needed = rate.images_per_second * SMALL_READ
+    why = f"{rate.images_per_second:,.0f} images/s of {SMALL_READ:,} bytes; {rate.source}"
+    return (Appetite(sheet.title, "ResNet-50", needed, why),)
+
+
+def fed(profile: StorageProfile, appetite: Appetite) -> float | None:
+    """How many of these accelerators cold reads feed; None if they were not measured."""
+    reached = profile.large if appetite.large else profile.best
+    return None if reached is None else reached.bytes_per_second / appetite.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Payback:
+    """What is known before staging."""
+
+    source_bytes_per_second: float
+    readers: int
+    local_bytes_per_second: float | None
+    consumer: Appetite
+    found: BreakEven
+
+    def as_dict(self) -> dict[str, Any]:
+        """The part of the `--json` document."""
+        return {
+            "source_bytes_per_second": self.source_bytes_per_second,
+            "local_bytes_per_second": self.local_bytes_per_second,
+            "consumer": f"{self.consumer.gpu}, {self.consumer.model}",
+            "consumer_bytes_per_second": self.consumer.bytes_per_second,
+        } | self.found.as_dict()
+
+
+def payback_of(size_bytes: float, source: float, readers: int, local: float | None) -> Payback | None:
+    """When a copy pays off, from bytes a second of the source and of the local disk.
+
+    Training from the source is compared with an A100 on ResNet-50, as we do not know what will read it.
+    """
+    consumer = _A100[0]
+    found = break_even(size_bytes, source, local=local, needed=consumer.bytes_per_second)
+    return None if found is None else Payback(source, readers, local, consumer, found)
+
+
+def payback_text(payback: Payback) -> str:
+    """The line that is printed before copying starts."""
+    local = payback.local_bytes_per_second
+    disk = "" if local is None else f", the local disk {size_text(local)}/s to one"
+    text = (
+        f"the source delivers {size_text(payback.source_bytes_per_second)}/s to {payback.readers} readers{disk}: "
+        f"copying takes about {duration_text(payback.found.copy_s)}"
+    )
+    consumer, epochs = payback.consumer, payback.found.epochs
+    text += f". An {consumer.gpu} on {consumer.model} takes {size_text(consumer.bytes_per_second)}/s"
+    if epochs is None:
+        return f"{text}, which the source already delivers: the copy pays off only with more of them"
+    return f"{text}: for it the copy pays off after {epochs:.1f} epochs"
+
+
+def storage_document(profile: StorageProfile, wanted: Sequence[Appetite]) -> dict[str, Any]:
+    """The document that `--json` prints."""
+    return {
+        "source": profile.source,
+        "kind": profile.kind,
+        "remote": profile.remote,
+        "files": profile.files,
+        "mean_bytes": profile.mean_bytes,
+        "small_read_bytes": profile.small_bytes,
+        "cold": [_round(one) for one in profile.cold],
+        "warm": None if profile.warm is None else _round(profile.warm),
+        "large": None if profile.large is None else _round(profile.large),
+        "feeds": [
+            {"gpu": one.gpu, "model": one.model, "needs_bytes_per_second": one.bytes_per_second, "why": one.why,
+             "accelerators": fed(profile, one)}
+            for one in wanted
+        ],
+        "not_measured": list(profile.missing),
+    }  # fmt: skip
+
+
+def _round(one: Round) -> dict[str, Any]:
+    return asdict(one) | {"reads_per_second": one.reads_per_second, "bytes_per_second": one.bytes_per_second}
+
+
+def storage_text(profile: StorageProfile, wanted: Sequence[Appetite], disk: str = ANY_DISK) -> str:
+    """What it feeds, then the figures; `disk` is a local one that a copy could go to."""
+    sections = [
+        _headline(profile, wanted), [_about(profile), "", *_table(profile)], _feeds(profile, wanted),
+        _next(profile, wanted, disk),
+        [f"not measured: {text}" for text in profile.missing],
+    ]  # fmt: skip
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def _headline(profile: StorageProfile, wanted: Sequence[Appetite]) -> list[str]:
+    first = wanted[0]
+    share = fed(profile, first)
+    if share is None or profile.best is None:
+        return [f"{profile.source}: cannot be measured cold, so what it feeds is not known"]
+    has, needs = (size_text(value) for value in (profile.best.bytes_per_second, first.bytes_per_second))
+    return [f"feeds {amount_text(share, first.gpu)} on {first.model}: {has}/s of small reads, and one takes {needs}/s"]
+
+
+def _about(profile: StorageProfile) -> str:
+    place = {True: "over a network", False: "on this host", None: "somewhere"}[profile.remote]
+    mean = size_text(profile.mean_bytes)
+    found = f"{profile.files:,} files of {mean} on average" if profile.files != 1 else f"one file of {mean}"
+    return f"{profile.source}: {profile.kind or 'storage'} {place}, {found}"
+
+
+def _table(profile: StorageProfile) -> list[str]:
+    size = f"{profile.small_bytes:,.0f} bytes"
+    rows = [(f"{size}, cold", one) for one in profile.cold]
+    if profile.warm is not None:
+        rows.append((f"{size}, warm", profile.warm))
+    if profile.large is not None:
+        rows.append((f"{LARGE_READ >> 20} MB, cold", profile.large))
+    if not rows:
+        return []
+    # Memory would dwarf all else.
+    most = max((one.bytes_per_second for _, one in rows if one is not profile.warm), default=0.0)
+    lines = [
+        [
+            what, f"{one.at_once:>7}", f"{one.reads_per_second:>8,.0f}", f"{one.bytes_per_second / 1e6:>8,.1f}",
+            f"{one.p50_s * 1e3:>7.2f}", f"{one.p99_s * 1e3:>7.2f}",
+            "" if one is profile.warm else "#" * max(1, round(BAR * one.bytes_per_second / most)),
+        ]
+        for what, one in rows
+    ]  # fmt: skip
+    return format_table(lines, ["a read", "at once", " reads/s", "    MB/s", " p50 ms", " p99 ms", ""]).splitlines()
+
+
+def _feeds(profile: StorageProfile, wanted: Sequence[Appetite]) -> list[str]:
+    lines = []
+    for one in wanted:
+        share = fed(profile, one)
+        if share is not None:
+            lines.append(
+                f"  {amount_text(share, one.gpu)} on {one.model} ({size_text(one.bytes_per_second)}/s each: {one.why})"
+            )
+    return ["it feeds", *lines] if lines else []
+
+
+def _next(profile: StorageProfile, wanted: Sequence[Appetite], disk: str) -> list[str]:
+    share = fed(profile, wanted[0])
+    if share is None or share >= 1 or not profile.remote:
+        return []
+    return [f"next: stoker stage {profile.source} {disk.rstrip('/')}/{copy_name(profile.source)}"]
+
+
+def amount_text(share: float, gpu: str) -> str:
+    """`0.3 of an A100`, `4.2 A100s`"""
+    article = "an" if gpu[0] in "AEHILMNORSX" else "a"
+    if share >= 1:
+        return f"{share:,.1f} {gpu}s"
+    return f"{share:.2f} of {article} {gpu}" if share < 0.1 else f"{share:.1f} of {article} {gpu}"

@@ -51,12 +51,13 @@ def _writable_folder(point: str) -> str | None:
     home = os.path.expanduser("~")  # noqa: PTH111 - Path's raises without a home
     own = [] if point == "/" else [point]
     for folder in (*own, home, "/var/tmp", tempfile.gettempdir()):  # noqa: S108 - a suggestion, nothing is written
-        if Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK) and _same_device(folder, point):
+        if Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK) and same_device(folder, point):
             return folder
     return None
 
 
-def _same_device(one: str, other: str) -> bool:
+def same_device(one: str, other: str) -> bool:
+    """Whether two paths are on the same file system."""
     try:
         return os.stat(one).st_dev == os.stat(other).st_dev  # noqa: PTH116
     except OSError:

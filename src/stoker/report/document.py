@@ -13,7 +13,7 @@ from stoker.core.errors import StokerError
 from stoker.core.finding import Finding, as_json
 from stoker.doctor.diagnosing import diagnosis_of, diagnosis_of_watched
 from stoker.doctor.diagnosis import Diagnosis
-from stoker.doctor.script.reading import has_records
+from stoker.doctor.script.recording import has_records
 from stoker.profile.clock_reading import PARTS, ClockSums, StepTimes
 from stoker.profile.observed import Observed, SlowSample
 from stoker.report.figures import (

@@ -7,13 +7,16 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import xxhash
 
-from stoker.core.console import Advance
+from stoker.core.console import Advance, shown
+from stoker.core.units import count, size_text
 from stoker.io.copy_manifest import CopiedFile
 from stoker.io.local_copy import SUBSET, LocalCopy
+from stoker.stage.transfer import failure_lines
 
 _THREADS = 8
 _PIECE = 4 << 20
@@ -51,13 +54,24 @@ class Verification:
         }
 
 
+def verification_text(result: Verification) -> str:
+    """What `--verify` found."""
+    lines = failure_lines(result.wrong)
+    if result.unknown:
+        lines.append(f"note: {count(len(result.unknown), 'file')} not in the manifest: {shown(result.unknown[0])} …")
+    verdict = "all as copied" if result.whole else f"{count(len(result.wrong), 'file')} wrong or missing"
+    lines.append(f"verified {count(result.files, 'file')}, {size_text(result.bytes)} of {result.folder}: {verdict}")
+    return "\n".join(lines)
+
+
 def verify_copy(copy: LocalCopy, progress: Advance) -> Verification:
     """Reads every file that the manifest lists; `progress` counts files. Those that are wrong are taken out of the
     manifest, so that the next staging copies them again."""
     result = Verification(copy.folder, copy.source)
     known: set[int] = set()
     with ThreadPoolExecutor(_THREADS) as pool:
-        for batch in _batches(copy.records()):
+        records = copy.records()
+        while batch := list(islice(records, _BATCH)):
             for record, reason in zip(batch, pool.map(lambda one: _difference(copy, one), batch), strict=True):
                 known.add(xxhash.xxh3_64_intdigest(record.path.encode("utf-8", "surrogateescape")))
                 result.files += 1
@@ -97,17 +111,6 @@ def _difference(copy: LocalCopy, record: CopiedFile) -> str | None:
     finally:
         os.close(descriptor)
     return None if digest.hexdigest() == record.xxh3 else "its content has changed"
-
-
-def _batches(records: Iterator[CopiedFile]) -> Iterator[list[CopiedFile]]:
-    batch = []
-    for record in records:
-        batch.append(record)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _files_of(folder: str) -> Iterator[str]:

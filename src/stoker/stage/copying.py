@@ -1,21 +1,111 @@
-"""Copies a source into a local copy: what is missing there, whether it has room, and the copying itself."""
+"""Copies a source into a local copy: which files, what of them is missing, whether there is room, whether it pays off,
+and the copying itself."""
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from stoker.core.console import Advance, some
 from stoker.core.errors import UserError
+from stoker.core.redact import redact_text
 from stoker.core.units import count, size_text
 from stoker.io.copy_names import remove_abandoned, temporary_name
 from stoker.io.local_copy import LocalCopy
-from stoker.stage.selection import MARKERS, Selection
+from stoker.io.stores import is_url
+from stoker.profile.local_disk import same_device
 from stoker.stage.sources import Source, SourceFile
 from stoker.stage.transfer import StageOptions, Summary, Transfer, room_margin, writing
+
+if TYPE_CHECKING:
+    from stoker.plan.break_even import Payback
+
+MARKERS = ("index.json", "volumes.json")
+"""The file that a pack writes last, and so does a copy of it: once it is there, the pack is complete."""
+SUPPORT = (".csv", ".jsonl", ".json", ".txt", ".mat", ".npy", ".yaml", ".yml", ".md")
+"""Lists, labels and indexes, which are copied beside the images that they describe."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The part of a source that is copied; without folders and paths, all of it."""
+
+    folders: tuple[str, ...] = ("",)
+    """Folders below which files are listed."""
+    paths: frozenset[str] | None = None
+    """The files that are wanted; None for all below the folders."""
+    support_in: frozenset[str] = frozenset()
+    """Folders whose lists, labels and indexes are wanted, too."""
+    left_out: tuple[str, ...] = ()
+    """Prefixes of paths that are not wanted."""
+    empty_folders: tuple[str, ...] = ()
+    """Class folders, which count even if they have no images."""
+    record: dict[str, Any] | None = field(default=None)
+    """The content of `subset.json`; None if everything was taken."""
+
+    def wanted(self, file: SourceFile) -> bool:
+        """Whether a listed file is copied."""
+        path = file.path
+        if path.startswith(self.left_out):
+            return False
+        if self.paths is None or path in self.paths:
+            return True
+        folder, _, name = path.rpartition("/")
+        return folder in self.support_in and name.lower().endswith(SUPPORT)
+
+    def files(self, source: Source, progress: Advance | None = None) -> Iterator[SourceFile]:
+        """The files to copy, as the source lists them now; raises UserError if one that is wanted is not there."""
+        missing = None if self.paths is None else set(self.paths)
+        told: set[str] = set()
+        for folder in sorted(self.support_in):
+            for file in source.directly_in(folder):
+                if self.wanted(file):
+                    told.add(file.path)
+                    yield file
+        for file in source.files(_without_nested(self.folders), progress):
+            if self.wanted(file) and file.path not in told:
+                yield file
+                if missing is not None:
+                    missing.discard(file.path)
+        if missing:
+            missing -= told
+        if missing:
+            raise UserError(
+                "data-changed",
+                f"{count(len(missing), 'file')} of the index not at {redact_text(source.url)}: {some(sorted(missing))}",
+                why="the data has changed since it was listed, and what was chosen of it may have, too",
+                hint="run it again; an index of a URL is renewed if its folder below index_dir is removed",
+            )
+
+
+def _without_nested(folders: tuple[str, ...]) -> tuple[str, ...]:
+    """The folders that are not inside another one, which lists them already."""
+    known = set(folders)
+
+    def is_nested(folder: str) -> bool:
+        while folder:
+            folder = folder.rpartition("/")[0]
+            if folder in known:
+                return True
+        return False
+
+    return tuple(folder for folder in dict.fromkeys(folders) if not is_nested(folder))
+
+
+@dataclass(frozen=True)
+class VolumeSelection(Selection):
+    """Files by their path, or by the folder of a Zarr volume that they are in."""
+
+    wanted_paths: tuple[str, ...] = ()
+
+    def wanted(self, file: SourceFile) -> bool:
+        return file.path in self.wanted_paths or file.path.startswith(tuple(f"{path}/" for path in self.wanted_paths))
 
 
 @dataclass(frozen=True)
@@ -114,6 +204,42 @@ def check_room(work: Work, folder: str) -> None:
             why=f"{size_text(disk.free)} are free, of which {size_text(margin)} stay free",
             hint="choose another disk, or a part of the data: --classes 100 --train-per-class 500",
         )
+
+
+MEASURE_S = 3.0
+READERS = 64
+PART = 16 << 20
+"""Bytes read from a large file: enough to see its rate."""
+
+
+def measure_payback(
+    source: Source, files: Sequence[SourceFile], folder: str, *, seconds: float | None = None
+) -> Payback | None:
+    """When the copy pays off, from reading some of the files for some seconds; None if too little could be read."""
+    # These need numpy, which copying does without.
+    from stoker.io.storage_profile import Target, read_round
+    from stoker.io.storage_speed import drop_from_cache, measure_local_disk
+    from stoker.plan.break_even import payback_of
+
+    root = None if is_url(source.url) else source.url
+    by_path = {file.path: file for file in files}
+
+    def read(target: Target) -> int:
+        # Local files that stay in the page cache would show the speed of memory, not of the source.
+        if root is not None and not drop_from_cache(f"{root}/{target.path}", 0, target.size):
+            raise OSError("it stays in the page cache")
+        return len(source.read(by_path[target.path], 0, target.size).data)
+
+    targets = [Target(file.path, 0, min(file.size, PART)) for file in files if file.size]
+    random.Random(0).shuffle(targets)  # noqa: S311
+    seen = read_round(read, targets, READERS, seconds or MEASURE_S, min(4, len(files)))
+    if seen is None:
+        return None
+    size = sum(file.size for file in files)
+    # Beside the target and not in it: if we are killed, no folder is left that a data set would take for a class.
+    beside = Path(folder).absolute().parent
+    local = measure_local_disk(beside, size / len(files), 1.0) if same_device(str(beside), folder) else None
+    return payback_of(size, seen.bytes_per_second, seen.at_once, local)
 
 
 Show = Callable[[Summary, int], None]

@@ -1,43 +1,41 @@
 """Makes a lazy file system fetch its files before training needs them.
 
-On Lustre behind an object store (FSx), files that are not there yet are found and restored by `lfs`, some thousand at a
-time: more would overwhelm the metadata server. Where that does not work, and on other mounts, every file is read once.
+On Lustre behind an object store (FSx), a released file has a name and a size, and its content stays in S3 until
+somebody restores or reads it. Lustre's own tool, `lfs`, finds such files and restores them, some thousand at a time:
+more would overwhelm the metadata server. Where that does not work, and on other mounts, every file is read once.
 Nothing is recorded: the file system knows what is there, so running again continues.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
+import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
-from stoker.core.console import Advance, Say
+from stoker.core.console import Advance, Say, Transfer
 from stoker.core.errors import UsageError, UserError
-from stoker.core.units import count
+from stoker.core.units import count, size_text
 from stoker.io.storage_speed import mount_of
 from stoker.io.stores import is_url
 from stoker.stage.concurrency import RateLimit
-from stoker.stage.lustre import CALL_S, Lfs, LfsFailed
+from stoker.stage.transfer import failure_lines
 
-BATCH = 2000
-"""Restores under way at once; between 1,000 and 5,000 the metadata server keeps up."""
-STALL_S = 300.0
-"""Longest time without a restored file or byte."""
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.2, 5.0
 """Time between two queries about the files under way: each asks the metadata server about all of them."""
-READERS = 32
 CHUNK = 1 << 20
 TICK_S = 0.1
-
-Progress = Callable[[int, int, int, int], None]
-"""progress(files, of_files, bytes, of_bytes)"""
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,21 @@ class FileList:
 
     sizes: dict[bytes, int]
     unreadable: dict[bytes, str]
+
+
+@dataclass(frozen=True)
+class HydrateOptions:
+    """How to fetch."""
+
+    limit_rate: float | None = None
+    """Bytes per second; None for no limit."""
+    batch: int = 2000
+    """Restores under way at once; between 1,000 and 5,000 the metadata server keeps up."""
+    readers: int = 32
+    stall_s: float = 300.0
+    """Longest time without a restored file or byte."""
+    call_s: float = 60.0
+    """Time limit for one call of `lfs`, which only asks the metadata server."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +89,9 @@ class Hydrated:
 def hydrate(
     path: str | Path,
     files: FileList | None = None,
+    how: HydrateOptions = HydrateOptions(),  # noqa: B008
     *,
-    limit_bytes_per_second: float | None = None,
-    batch: int = BATCH,
-    readers: int = READERS,
-    stall_s: float = STALL_S,
-    call_s: float = CALL_S,
-    progress: Progress = lambda _files, _of_files, _bytes, _of_bytes: None,
+    progress: Transfer = lambda _files, _of_files, _bytes, _of_bytes: None,
     say: Say = lambda _text: None,
 ) -> Hydrated:
     """Fetches the content of every file below a path; files that are there already stay as they are.
@@ -93,24 +102,19 @@ def hydrate(
     files = files or list_files(path)
     mount = mount_of(path)
     kind = None if mount is None else mount.kind
-    work = _Work(files.sizes, RateLimit(limit_bytes_per_second), batch, readers, stall_s, progress, say)
-    done = Hydrated(str(path), kind, "read", len(files.sizes), sum(files.sizes.values()))
-    program = shutil.which("lfs")
-    try:
-        if program is None:
-            raise LfsFailed(
-                "lfs is not installed" if kind == "lustre" else f"it is not Lustre, but {kind or 'unknown'}"
-            )
-        with Lfs(program, call_s) as lfs:
-            done = _restore_all(work, lfs, done)
-    except LfsFailed as error:
-        done = replace(done, note=str(error))
-        say(_why_reading(done))
-        work.read(list(files.sizes))
-        done = replace(done, read=len(files.sizes) - len(work.failed))
+    work, note = _Work(files.sizes, how, RateLimit(how.limit_rate), progress, say), None
+    with Lfs(kind, how.call_s) as lfs:
+        try:
+            work.restore_released(lfs)
+        except (LfsFailed, _Stalled) as error:
+            note = str(error)
+            work.read_instead(lfs, note, _why_reading(str(path), kind, note))
     failed = files.unreadable | work.failed
-    named = tuple((os.fsdecode(name), failed[name]) for name in sorted(failed))
-    return replace(done, failed=named, seconds=time.monotonic() - began)
+    return Hydrated(
+        str(path), kind, work.way if note is None else "restore, then read" if work.restored else "read",
+        len(files.sizes), sum(files.sizes.values()), work.released, work.restored, work.read,
+        time.monotonic() - began, tuple((os.fsdecode(name), failed[name]) for name in sorted(failed)), note,
+    )  # fmt: skip
 
 
 def list_files(path: str | Path, advance: Advance = lambda _done, _total: None) -> FileList:
@@ -122,37 +126,26 @@ def list_files(path: str | Path, advance: Advance = lambda _done, _total: None) 
             hint=f"stoker stage {path} /local/disk/NAME",
         )
     top = os.fsencode(os.path.abspath(path))  # noqa: PTH100 - bytes, whatever the name
-    try:
-        first = os.stat(top)  # noqa: PTH116
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError("no-such-path", f"{path} cannot be opened: {reason}", hint=f"ls {Path(path).parent}") from None
-    if stat.S_ISREG(first.st_mode):
-        return FileList({top: first.st_size}, {})
-    found = FileList({}, {})
-    folders, seen = [top], {(first.st_dev, first.st_ino)}
-    while folders:
-        folder = folders.pop()
-        advance(len(found.sizes), None)
+    found, seen = FileList({}, {}), set[tuple[int, int]]()
+    waiting = [(top, False)]
+    while waiting:
+        place, is_link = waiting.pop()
         try:
-            entries = list(os.scandir(folder))
-        except OSError as error:
-            found.unreadable[folder] = error.strerror or str(error)
-            continue
-        for entry in entries:
-            try:
-                about = entry.stat()
-            except OSError as error:
-                found.unreadable[entry.path] = error.strerror or str(error)
-                continue
+            about = os.stat(place)  # noqa: PTH116
             if stat.S_ISREG(about.st_mode):
                 # `lfs` refuses links; most of them lead to files that are found anyway.
-                place = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
-                found.sizes[place] = about.st_size
+                found.sizes[os.path.realpath(place) if is_link else place] = about.st_size
             # A link back up would never end.
             elif stat.S_ISDIR(about.st_mode) and (mark := (about.st_dev, about.st_ino)) not in seen:
                 seen.add(mark)
-                folders.append(entry.path)
+                advance(len(found.sizes), None)
+                waiting += [(entry.path, entry.is_symlink()) for entry in os.scandir(place)]
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            if place == top:
+                hint = f"ls {Path(path).parent}"
+                raise UserError("no-such-path", f"{path} cannot be opened: {reason}", hint=hint) from None
+            found.unreadable[place] = reason
     if not found.sizes:
         raise UserError(
             "nothing-to-hydrate", f"{path} holds no files", why="there is nothing to fetch", hint=f"ls {path}"
@@ -164,73 +157,47 @@ class _Stalled(Exception):
     """Requested restores do not arrive."""
 
 
-def _restore_all(work: _Work, lfs: Lfs, done: Hydrated) -> Hydrated:
-    """Restores released files; reads them if that stalls. Raises LfsFailed if `lfs` does not work from the start."""
-    paths = list(work.sizes)
-    lfs.states(paths[:1])  # one file shows whether this is Lustre, before we ask about a million
-    work.say(f"asking lfs about {count(len(paths), 'file')}")
-    states = dict(zip(paths, lfs.states(paths), strict=True))
-    work.failed |= {path: state.problem for path, state in states.items() if state.problem is not None}
-    done = replace(done, released=sum(state.released for state in states.values()))
-    released = [path for path, state in states.items() if state.released and state.problem is None]
-    if not released:
-        return replace(done, way="nothing to do")
-    work.say(f"{count(len(released), 'file')} of {len(paths):,} not there yet; asking for {work.batch:,} at a time")
-    try:
-        work.restore(lfs, released)
-        return replace(done, way="restore", restored=work.restored)
-    except (LfsFailed, _Stalled) as error:
-        left = [*work.under_way, *work.waiting]
-        work.say(f"{error}; reading the remaining {count(len(left), 'file')} instead")
-        work.read(left)
-        read = [path for path in left if path not in work.failed]
-        still = _still_released(lfs, read)
-        work.failed |= dict.fromkeys(still, "still released after it was read")
-        way: Literal["read", "restore, then read"] = "restore, then read" if work.restored else "read"
-        return replace(done, way=way, restored=work.restored, read=len(read) - len(still), note=str(error))
-
-
 @dataclass
 class _Work:
     """The work in progress, for both ways of doing it."""
 
     sizes: dict[bytes, int]
+    how: HydrateOptions
     rate: RateLimit
-    batch: int
-    readers: int
-    stall_s: float
-    progress: Progress
+    progress: Transfer
     say: Say
     failed: dict[bytes, str] = field(default_factory=dict)
     waiting: deque[bytes] = field(default_factory=deque)
     under_way: dict[bytes, None] = field(default_factory=dict)
+    way: Literal["restore", "nothing to do"] = "nothing to do"
+    released: int | None = None
     restored: int = 0
+    read: int = 0
     done: tuple[int, int] = (0, 0)
     """Files and bytes."""
-    of: tuple[int, int] | None = None
+    of: tuple[int, int] = (0, 0)
 
-    def begin(self, paths: Sequence[bytes]) -> None:
-        self.of = self.of or (len(paths), sum(self.sizes[path] for path in paths))
-        self.show()
-
-    def show(self, files: int = 0, size: int = 0) -> None:
-        assert self.of is not None
-        self.progress(self.done[0] + files, self.of[0], self.done[1] + size, self.of[1])
-
-    def read(self, paths: Sequence[bytes]) -> None:
-        self.begin(paths)
-        self.failed |= read_through(paths, self.rate, readers=self.readers, stall_s=self.stall_s, progress=self.show)
-
-    def restore(self, lfs: Lfs, released: Sequence[bytes]) -> None:
-        """Keeps some thousand restores under way; raises _Stalled if nothing arrives, even after asking again."""
-        self.begin(released)
-        self.waiting.extend(released)
-        look_s = min(FIRST_LOOK_S, self.stall_s / 4)
+    def restore_released(self, lfs: Lfs) -> None:
+        """Raises LfsFailed if `lfs` does not work, and _Stalled if nothing arrives, even after asking again."""
+        paths = list(self.sizes)
+        lfs.states(paths[:1])  # one file shows whether this is Lustre, before we ask about a million
+        self.say(f"asking lfs about {count(len(paths), 'file')}")
+        states = lfs.states(paths)
+        self.failed |= {path: state.problem for path, state in states.items() if state.problem is not None}
+        self.released = sum(state.released for state in states.values())
+        self.waiting.extend(path for path, state in states.items() if state.released and state.problem is None)
+        if not self.waiting:
+            return
+        left = count(len(self.waiting), "file")
+        self.say(f"{left} of {len(paths):,} not there yet; asking for {self.how.batch:,} at a time")
+        self.way, self.of = "restore", (len(self.waiting), sum(self.sizes[path] for path in self.waiting))
+        self._show()
+        look_s = min(FIRST_LOOK_S, self.how.stall_s / 4)
         pause_s, since, asked_again = look_s, time.monotonic(), False
         while self.under_way or self.waiting:
-            if len(self.under_way) <= self.batch // 2:
+            if len(self.under_way) <= self.how.batch // 2:
                 more: list[bytes] = []
-                while self.waiting and len(self.under_way) + len(more) < self.batch and not self.rate.wait_s():
+                while self.waiting and len(self.under_way) + len(more) < self.how.batch and not self.rate.wait_s():
                     self.rate.take(self.sizes[self.waiting[0]])
                     more.append(self.waiting.popleft())
                 self._ask(lfs, more)
@@ -238,15 +205,35 @@ class _Work:
             if self._look(lfs) or not self.under_way:
                 pause_s, since, asked_again = look_s, time.monotonic(), False
                 continue
-            pause_s = min(LONGEST_LOOK_S, 2 * pause_s, self.stall_s / 4)
-            if time.monotonic() - since < self.stall_s:
-                continue
-            late = f"nothing was restored for {self.stall_s:.0f} s"
-            if asked_again:
-                raise _Stalled(late)
-            self.say(f"{late}; asking for {count(len(self.under_way), 'file')} again")
-            self._ask(lfs, list(self.under_way))
-            since, asked_again = time.monotonic(), True
+            pause_s = min(LONGEST_LOOK_S, 2 * pause_s, self.how.stall_s / 4)
+            if time.monotonic() - since >= self.how.stall_s:
+                late = f"nothing was restored for {self.how.stall_s:.0f} s"
+                if asked_again:
+                    raise _Stalled(late)
+                self.say(f"{late}; asking for {count(len(self.under_way), 'file')} again")
+                self._ask(lfs, list(self.under_way))
+                since, asked_again = time.monotonic(), True
+
+    def read_instead(self, lfs: Lfs, note: str, why: str) -> None:
+        """Reads what was not restored: the rest, or everything where `lfs` is of no use."""
+        left = [*self.under_way, *self.waiting]
+        if self.way == "restore":
+            self.say(f"{note}; reading the remaining {count(len(left), 'file')} instead")
+        else:
+            self.say(why)
+            left, self.of = list(self.sizes), (len(self.sizes), sum(self.sizes.values()))
+        how = self.how
+        self.failed |= read_through(left, self.rate, self._show, readers=how.readers, stall_s=how.stall_s)
+        read = [path for path in left if path not in self.failed]
+        still: list[bytes] = []
+        if self.way == "restore":
+            with suppress(LfsFailed):  # then nobody can say
+                still = [path for path, state in lfs.states(read).items() if state.released]
+        self.failed |= dict.fromkeys(still, "still released after it was read")
+        self.read = len(read) - len(still)
+
+    def _show(self, files: int = 0, size: int = 0) -> None:
+        self.progress(self.done[0] + files, self.of[0], self.done[1] + size, self.of[1])
 
     def _ask(self, lfs: Lfs, paths: Sequence[bytes]) -> None:
         self.under_way |= dict.fromkeys(paths)
@@ -255,15 +242,13 @@ class _Work:
 
     def _look(self, lfs: Lfs) -> bool:
         """Whether anything has arrived since the last look."""
-        paths = list(self.under_way)
-        arrived = False
-        for path, state in zip(paths, lfs.states(paths), strict=True):
+        before = len(self.under_way)
+        for path, state in lfs.states(list(self.under_way)).items():
             if not state.released or state.problem is not None:
                 self._ended(path, state.problem)
                 self.restored += state.problem is None
-                arrived = True
-        self.show()
-        return arrived
+        self._show()
+        return len(self.under_way) < before
 
     def _ended(self, path: bytes, reason: str | None) -> None:
         del self.under_way[path]
@@ -272,32 +257,25 @@ class _Work:
             self.failed[path] = reason
 
 
-def _still_released(lfs: Lfs, paths: Sequence[bytes]) -> list[bytes]:
-    """Those that are still not there, as far as `lfs` can say."""
-    try:
-        return [path for path, state in zip(paths, lfs.states(paths), strict=True) if state.released]
-    except LfsFailed:
-        return []
-
-
 def read_through(
     paths: Sequence[bytes],
     rate: RateLimit,
-    *,
-    readers: int = READERS,
-    stall_s: float,
     progress: Callable[[int, int], None],
+    *,
+    readers: int = HydrateOptions.readers,
+    stall_s: float,
 ) -> dict[bytes, str]:
     """Reads every file once and throws the bytes away; returns those that could not be read, with the reason.
 
     `progress` gets the files and bytes read so far. When not a byte arrives for `stall_s`, the rest counts as not read.
     """
-    waiting, ended, read = deque(paths), dict[bytes, str | None](), [0]
+    waiting, ended, read = deque(paths), dict[bytes, str | None](), 0
     lock, stop = threading.Lock(), threading.Event()
     # The slower the storage, the smaller the reads, so that no thread waits for longer than a second.
-    chunk = CHUNK if not rate.bytes_per_second else min(CHUNK, max(4096, int(rate.bytes_per_second / READERS)))
+    chunk = CHUNK if not rate.bytes_per_second else min(CHUNK, max(4096, int(rate.bytes_per_second / readers)))
 
     def read_file(path: bytes, buffer: bytearray) -> None:
+        nonlocal read
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - bytes
             left = os.fstat(file.fileno()).st_size
             while left > 0:
@@ -308,7 +286,7 @@ def read_through(
                     return  # 0 bytes: it has become shorter
                 left -= size
                 with lock:
-                    read[0] += size
+                    read += size
 
     def work() -> None:
         buffer = bytearray(chunk)
@@ -330,15 +308,14 @@ def read_through(
         threading.Thread(target=work, daemon=True).start()
     before, since = (-1, -1), time.monotonic()
     try:
-        while True:
+        while before[0] < len(paths) and time.monotonic() - since <= stall_s:
+            if before[0] >= 0:
+                time.sleep(TICK_S)
             with lock:
-                now = len(ended), read[0]
+                now = len(ended), read
             progress(*now)
             if now != before:
                 before, since = now, time.monotonic()
-            if now[0] == len(paths) or time.monotonic() - since > stall_s:
-                break
-            time.sleep(TICK_S)
     finally:
         stop.set()
     with lock:
@@ -346,13 +323,176 @@ def read_through(
     return {path: reason for path, reason in found.items() if reason is not None}
 
 
-def _why_reading(done: Hydrated) -> str:
-    text = f"{done.path} cannot be restored by lfs ({done.note}), so every file is read once"
-    if done.kind == "lustre":
-        return f"{text}; reading fetches what is not there. With more rights: sudo stoker stage --hydrate {done.path}"
-    if done.kind is not None and done.kind.startswith("fuse"):
+def _why_reading(path: str, kind: str | None, note: str) -> str:
+    text = f"{path} cannot be restored by lfs ({note}), so every file is read once"
+    if kind == "lustre":
+        return f"{text}; reading fetches what is not there. With more rights: sudo stoker stage --hydrate {path}"
+    if kind is not None and kind.startswith("fuse"):
         return (
             f"{text}. That fills the mount's own cache, if it has one (mountpoint-s3 --cache, gcsfuse's file cache); "
-            f"without one, `stoker stage {done.path} /local/disk/NAME` is the way"
+            f"without one, `stoker stage {path} /local/disk/NAME` is the way"
         )
     return text
+
+
+def hydrated_text(done: Hydrated) -> str:
+    """What `--hydrate` did, failures last."""
+    lines = []
+    if done.released is not None:
+        lines.append(f"present   {count(done.files - done.released, 'file')} already there")
+    if done.restored:
+        lines.append(f"restored  {count(done.restored, 'file')} by lfs")
+    if done.read:
+        lines.append(f"read      {count(done.read, 'file')} from beginning to end")
+    if done.failed:
+        lines += [f"failed    {count(len(done.failed), 'file')}:", *failure_lines(done.failed, "  ")]
+    state = "not all there; run the same command again" if done.failed else "all there"
+    lines.append(
+        f"{done.path} ({done.kind or 'unknown file system'}): {state}: {count(done.files, 'file')}, "
+        f"{size_text(done.bytes)} in {done.seconds:.1f} s"
+    )
+    return "\n".join(lines)
+
+
+# Lustre's `lfs`.
+
+RELEASED, LOST = 0x04, 0x40
+"""Flags of a file's state, as lustre_user.h numbers them."""
+CALLS_AT_ONCE = 8
+STATES_PER_CALL = 500
+RESTORES_PER_CALL = 50
+"""Older clients refuse a request above a third of 5 KB, and a file takes 32 bytes of it."""
+ARGUMENT_BYTES = 100_000
+"""Far below the kernel's limit on arguments, however large the environment."""
+MOST_FAILURES = 20
+"""Consecutive single files that fail: then `lfs` is at fault, not the files."""
+_STATE = re.compile(rb": \(0x([0-9a-fA-F]+)\)[^\n]*\n")
+_USELESS = re.compile(r"ioctl|request.*(not permitted|Permission denied)", re.IGNORECASE)
+"""What it says where it works for no file: this is not Lustre, or we may not restore."""
+
+
+class LfsFailed(Exception):
+    """`lfs` does not work here; the text says why."""
+
+
+class FileState(NamedTuple):
+    """What `lfs hsm_state` says about one file."""
+
+    released: bool
+    problem: str | None = None
+    """Why it cannot be restored, or its state is not known."""
+
+
+class Lfs:
+    """The program, with several calls at once; none outlives the `with` block."""
+
+    def __init__(self, kind: str | None, call_s: float) -> None:
+        self._kind, self._call_s = kind, call_s
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="lfs")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(self._running):
+            process.kill()
+
+    def states(self, paths: Sequence[bytes]) -> dict[bytes, FileState]:
+        """The state of each file. Raises LfsFailed if it cannot be asked at all."""
+        return self._answers("hsm_state", paths, STATES_PER_CALL)
+
+    def restore(self, paths: Sequence[bytes]) -> dict[bytes, str]:
+        """Asks for the content of these files, which arrives later; returns those that were refused, with the reason.
+
+        Raises LfsFailed if nothing may be restored.
+        """
+        answers = self._answers("hsm_restore", paths, RESTORES_PER_CALL)
+        return {path: state.problem for path, state in answers.items() if state.problem is not None}
+
+    def _answers(self, action: str, paths: Sequence[bytes], most: int) -> dict[bytes, FileState]:
+        answers = self._pool.map(lambda some: self._answers_of(action, some), in_calls(paths, most))
+        found = dict(chain.from_iterable(some.items() for some in answers))
+        return {path: found[path] for path in paths}
+
+    def _answers_of(self, action: str, paths: Sequence[bytes]) -> dict[bytes, FileState]:
+        """One missing file makes the whole call fail: halving finds it, and the others are answered."""
+        found: dict[bytes, FileState] = {}
+        waiting, in_a_row = [paths], 0
+        while waiting:
+            some = waiting.pop()
+            code, out, said = self._call(action, some)
+            asked = [FileState(True)] * len(some) if code == 0 else []
+            known = parse_states(out, some) if action == "hsm_state" else asked
+            if len(known) == len(some):
+                found |= zip(some, known, strict=True)
+                in_a_row = 0
+            elif code == 0:
+                raise LfsFailed(f"the output of lfs {action} was not understood: {out[:80]!r}")
+            elif len(some) > 1 and not _USELESS.search(said):
+                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+            else:
+                found[some[0]] = FileState(False, said)
+                in_a_row += 1
+                if _USELESS.search(said) or in_a_row >= MOST_FAILURES:
+                    raise LfsFailed(f"lfs {action}: {said}")
+        return found
+
+    def _call(self, action: str, paths: Sequence[bytes]) -> tuple[int, bytes, str]:
+        """Exit code, output, and the last line of its errors."""
+        program = shutil.which("lfs")
+        if program is None:
+            not_lustre = f"it is not Lustre, but {self._kind or 'unknown'}"
+            raise LfsFailed("lfs is not installed" if self._kind == "lustre" else not_lustre)
+        try:
+            process = subprocess.Popen(
+                [program, action, *paths], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, env=os.environ | {"LC_ALL": "C"},
+                # We handle Ctrl-C: a call that it ended would count as a failure of `lfs`.
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise LfsFailed(f"{program} cannot be run: {error.strerror or error}") from None
+        self._running.add(process)
+        try:
+            out, complaints = process.communicate(timeout=self._call_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            # A process that hangs in the kernel does not end even when killed: leave it.
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=1.0)
+            raise LfsFailed(f"lfs {action} did not answer in {self._call_s:.0f} s") from None
+        finally:
+            self._running.discard(process)
+        lines = complaints.decode(errors="backslashreplace").strip().splitlines()
+        return process.returncode, out, lines[-1] if lines else f"exit code {process.returncode}"
+
+
+def parse_states(output: bytes, asked: Sequence[bytes]) -> list[FileState]:
+    """The states in the output of `lfs hsm_state` for these files, as far as it goes.
+
+    Names are matched in the order in which they were asked for, so a name may contain anything, even a line break.
+    """
+    found: list[FileState] = []
+    at = 0
+    for path in asked:
+        match = _STATE.match(output, at + len(path)) if output.startswith(path, at) else None
+        if match is None:
+            break
+        flags = int(match[1], 16)
+        found.append(FileState(bool(flags & RELEASED), "lost from the archive, too" if flags & LOST else None))
+        at = match.end()
+    return found
+
+
+def in_calls(paths: Sequence[bytes], most: int) -> Iterator[Sequence[bytes]]:
+    """The files in groups that fit on a command line."""
+    begin = size = 0
+    for end, path in enumerate(paths):
+        if end > begin and (end - begin == most or size + len(path) > ARGUMENT_BYTES):
+            yield paths[begin:end]
+            begin, size = end, 0
+        size += len(path) + 1
+    if begin < len(paths):
+        yield paths[begin:]

@@ -21,7 +21,7 @@ from stoker.core.files import write_text
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.stores import is_url
-from stoker.stage.selection import Selection, VolumeSelection
+from stoker.stage.copying import Selection, VolumeSelection
 from stoker.tasks.images.data import chosen_record, open_split
 from stoker.tasks.images.layouts.imagenet_labels import DEVKITS
 from stoker.tasks.images.layouts.listing import split_place

@@ -11,15 +11,16 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from stoker.core.console import shown
 from stoker.core.errors import UserError
-from stoker.core.units import size_text
+from stoker.core.units import count, size_text
 from stoker.io.copy_manifest import CopiedFile
 from stoker.io.local_copy import LocalCopy, PartialFile
 from stoker.io.stores import ReadFailure
@@ -37,6 +38,8 @@ TICK_S = 0.25
 # Space left free on the target's disk: other programs write there, too.
 MARGIN_SHARE = 0.02
 MOST_MARGIN_BYTES = 1_000_000_000
+FAILURES_NAMED = 20
+CHECKSUMS = {"md5": "MD5", "sha1": "SHA-1", "sha256": "SHA-256"}
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,40 @@ class Summary:
             "retries": dict(self.retries.most_common()),
             "concurrency": self.concurrency,
         }
+
+
+def summary_text(summary: Summary) -> str:
+    """The summary of a run, failures last."""
+    rate = size_text(summary.copied_bytes / summary.seconds) if summary.seconds else "0 MB"
+    lines = [
+        f"copied   {count(summary.copied_files, 'file')}, {size_text(summary.copied_bytes)} in {summary.seconds:.1f} s "
+        f"({rate}/s)",
+        f"present  {count(summary.present_files, 'file')} already there and unchanged",
+    ]
+    if summary.copied_files:
+        by_checksum = [
+            f"{number:,} {CHECKSUMS.get(kind, kind.upper())}" for kind, number in summary.verified.most_common() if kind
+        ]
+        agreed = sum(number for kind, number in summary.verified.items() if kind)
+        how = f" ({', '.join(by_checksum)})" if by_checksum else ""
+        lines.append(f"checked  {agreed:,} against the store's checksum{how}, {summary.verified['']:,} by length only")
+    if summary.subset is not None:
+        lines.append(f"subset   {count(len(summary.subset['classes']), 'class', 'classes')}, see subset.json")
+    if summary.retries:
+        lines.append(f"retried  {count(summary.retries.total(), 'request')}: {', '.join(summary.retries)}")
+    if summary.failures:
+        lines += [f"failed   {count(len(summary.failures), 'file')}:", *failure_lines(summary.failures, "  ")]
+    state = "complete" if summary.complete else "incomplete"
+    lines.append(f"{summary.target} is {state}: {count(summary.files, 'file')}, {size_text(summary.bytes)}")
+    return "\n".join(lines)
+
+
+def failure_lines(failures: Sequence[tuple[str, str]], indent: str = "") -> list[str]:
+    """The first of these files with their reasons."""
+    lines = [f"{indent}{shown(path)}: {reason}" for path, reason in failures[:FAILURES_NAMED]]
+    if len(failures) > FAILURES_NAMED:
+        lines.append(f"{indent}and {len(failures) - FAILURES_NAMED:,} more; --json lists them all")
+    return lines
 
 
 @dataclass(eq=False)

@@ -38,8 +38,8 @@ def unknown(seen: str, fix: str | None = None, *details: str, **facts: Any) -> F
 
 @dataclass(frozen=True)
 class Check:
-    """One declaration: listing it in `Task.checks`, or in `stoker.verify.running` if it is for all tasks, is all that
-    is needed to add it."""
+    """One declaration: listing it in `Task.checks`, or in a module of `stoker.verify` if it is for all tasks, is all
+    that is needed to add it."""
 
     name: str
     """As in `--skip NAME`, in lower case with hyphens."""

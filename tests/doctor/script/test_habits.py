@@ -15,7 +15,7 @@ from stoker.attach.habits import Caches, FileOpens, Memory, Shapes
 from stoker.attach.precision import in_32_bits
 from stoker.attach.ring import BUCKETS, Habits
 from stoker.attach.stage_clock import STAGE_COUNT
-from stoker.doctor.script.starting import preparation_of
+from stoker.doctor.script.loop_facts import preparation_of
 from stoker.doctor.script.timeline import FetchFile
 
 ENTRY = np.zeros(50_000, np.float32)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from stoker.attach import ring
-from stoker.attach.loop import GrowingContainers, Modes, Reads
 from stoker.attach.session import Session
+from stoker.attach.watched_loop import GrowingContainers, Modes, Reads
 from stoker.cli import main
 from stoker.doctor.script.loop_facts import validations_of
 from stoker.doctor.script.process_watch import ProcessWatch, seen_from

@@ -14,8 +14,8 @@ from scipy.ndimage import median_filter
 
 from stoker.attach.fetching import FetchTotals
 from stoker.attach.sampling import sampler
-from stoker.doctor.script.reading import read_fetches
-from stoker.doctor.script.starting import preparation_of
+from stoker.doctor.script.loop_facts import preparation_of
+from stoker.doctor.script.recording import read_fetches
 from stoker.profile.observed import HotSpot
 
 VOLUME = np.random.default_rng(0).random((40, 40, 40), np.float32)

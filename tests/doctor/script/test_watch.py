@@ -12,7 +12,7 @@ import pytest
 from stoker.attach import ring
 from stoker.cli import main
 from stoker.core.errors import UserError
-from stoker.doctor.script.reading import read_attached
+from stoker.doctor.script.recording import read_attached
 from tests.doctor.script.conftest import SCRIPTS
 from tests.support.waiting import DEADLINE_S
 

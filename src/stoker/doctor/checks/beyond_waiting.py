@@ -7,8 +7,8 @@ import statistics
 from stoker.core.finding import Estimate, Finding
 from stoker.core.units import duration_text, size_text
 from stoker.doctor.checks.facts import PACK, STARVED, Facts, check, speedup_without
-from stoker.doctor.checks.habits import MAKE_ONCE
 from stoker.doctor.checks.samples import COSTLY_S
+from stoker.doctor.checks.script_habits import MAKE_ONCE
 from stoker.doctor.preparing import sample_cpu_s
 
 TRANSFER = 0.15

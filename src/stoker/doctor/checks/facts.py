@@ -9,7 +9,7 @@ from functools import cached_property
 
 from stoker.core.finding import Estimate, Finding
 from stoker.doctor.diagnosis import Prediction
-from stoker.doctor.growth import Filling, filling
+from stoker.doctor.preparing import Filling, filling
 from stoker.plan.records import PACKED_BYTES
 from stoker.profile.observed import Observed
 

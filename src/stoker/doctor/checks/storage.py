@@ -6,7 +6,15 @@ from stoker.core.finding import Estimate, Finding
 from stoker.core.units import size_text
 from stoker.doctor.checks.facts import Facts, check, waiting_for_data
 from stoker.doctor.preparing import WORTH_NAMING, named
-from stoker.plan.break_even import ANY_CONFIG, BreakEven, Room, StagingFix, break_even_text, staging_fix
+from stoker.plan.break_even import (
+    ANY_CONFIG,
+    Room,
+    StagingFix,
+    break_even_of,
+    break_even_text,
+    dataset_bytes,
+    staging_fix,
+)
 
 BANDWIDTH_USED = 0.7
 """Share of what many readers reached together; above it, more requests at once do not help."""
@@ -147,7 +155,7 @@ def _fix(facts: Facts) -> tuple[str, list[str]]:
     nearer = _staging(facts)
     if nearer is None:
         return "copy the data to a local disk first", []
-    pays = _break_even(facts, staging) if nearer.share == 1 else None
+    pays = break_even_of(facts.observed, staging.expected) if nearer.share == 1 and staging is not None else None
     told = [] if pays is None or pays.epochs is None else [break_even_text(pays)]
     return nearer.fix, [*told, *([nearer.about] if nearer.about else [])]
 
@@ -162,27 +170,8 @@ def _staging(facts: Facts) -> StagingFix | None:
     room = None
     if storage is not None and storage.local_folder is not None:
         room = Room(storage.local_folder, storage.local_free_bytes)
-    return staging_fix(source, is_config=facts.config_line, root=root, size_bytes=_dataset_bytes(facts), room=room)
-
-
-def _dataset_bytes(facts: Facts) -> float | None:
-    storage, loader = facts.observed.storage, facts.observed.loader
-    if storage is None or storage.dataset_bytes is not None:
-        return None if storage is None else storage.dataset_bytes
-    if loader is None or loader.samples is None or storage.bytes_per_sample is None:
-        return None
-    return loader.samples * storage.bytes_per_sample
-
-
-def _break_even(facts: Facts, gain: Estimate | None) -> BreakEven | None:
-    """From the measured rates: copying at what many readers reached, or else at what this loop read."""
-    storage, pace = facts.observed.storage, facts.observed.images_per_second
-    size = _dataset_bytes(facts)
-    if storage is None or not storage.bytes_per_sample or not size or not pace or gain is None:
-        return None
-    epoch_s = size / storage.bytes_per_sample / pace
-    copying = max(storage.parallel_bytes_per_second or 0.0, pace * storage.bytes_per_sample)
-    return BreakEven(size, size / copying, epoch_s, epoch_s / gain.expected)
+    size = dataset_bytes(facts.observed)
+    return staging_fix(source, is_config=facts.config_line, root=root, size_bytes=size, room=room)
 
 
 def _workers_fix(facts: Facts) -> str | None:

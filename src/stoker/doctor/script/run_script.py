@@ -1,4 +1,5 @@
-"""Runs a training script with timers attached, and reads what it recorded.
+"""Runs a training script with timers attached, and reads what it recorded; or attaches them by one line of the script
+itself, `stoker.watch()`.
 
 The script keeps its terminal, its output, its exit code and its signals: it is a child in our own process group, so
 Ctrl-C reaches it as usual.
@@ -6,17 +7,19 @@ Ctrl-C reaches it as usual.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,13 @@ from stoker.attach.session import (
     SECONDS_VARIABLE,
     STEPS_VARIABLE,
     TRACE_VARIABLE,
+    Session,
     rank_of_environment,
+    start,
 )
 from stoker.core.errors import UsageError, UserError
 from stoker.doctor.script.process_watch import ProcessWatch
-from stoker.doctor.script.reading import has_records, read_recording
+from stoker.doctor.script.recording import ABOUT_FILES, Recording, has_records, read_attached, read_recording
 from stoker.doctor.script.traced_step import TracedStep, read_traced_step
 from stoker.profile.host import HostWatch
 from stoker.profile.observed import Observed
@@ -191,7 +196,7 @@ def _start(
         raise UserError("command-cannot-run", f"{command[0]} cannot be started: {error.strerror}", hint=hint) from None
 
 
-@contextlib.contextmanager
+@contextmanager
 def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
     """Forwards our signals to the script, which ends as it wants to; we stay to report."""
 
@@ -199,11 +204,11 @@ def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
         # Ctrl-C in a terminal reaches the whole process group, the script included: once is enough.
         if number in (signal.SIGINT, signal.SIGQUIT) and _in_foreground():
             return
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.kill(child.pid, number)
 
     before = {}
-    with contextlib.suppress(ValueError):  # not in the main thread: we cannot handle signals
+    with suppress(ValueError):  # not in the main thread: we cannot handle signals
         before = {number: signal.signal(number, pass_on) for number in FORWARDED}
     try:
         yield
@@ -253,7 +258,7 @@ def _marks(folder: Path) -> tuple[bool, bool]:
     """Whether a training process has taken a batch, and whether one has recorded enough."""
     began = done = False
     for path in folder.glob("steps-*.ring"):
-        with contextlib.suppress(OSError), path.open("rb") as stream:
+        with suppress(OSError), path.open("rb") as stream:
             head = stream.read(ring.STEP_MARKS_AT + ring.STEP_MARKS.size)
             if len(head) == ring.STEP_MARKS_AT + ring.STEP_MARKS.size:
                 _, ended, first_ns = ring.STEP_MARKS.unpack_from(head, ring.STEP_MARKS_AT)
@@ -272,3 +277,91 @@ def _end(child: subprocess.Popen[bytes], folder: Path) -> None:
     if child.poll() is None:
         child.kill()
     child.wait()
+
+
+# Attached by the script itself.
+
+DEFAULT_FOLDER = "stoker_watch"
+OUR_FILES = (ABOUT_FILES, "steps-*.ring", "fetch-*.ring")
+# Ranks of one run start within seconds of each other and share the folder; older files are from a previous run.
+SAME_RUN_S = 60.0
+
+
+class Watch:
+    """A recording that continues until the process ends; `stoker doctor FOLDER` reads it, also while it grows."""
+
+    def __init__(self, folder: Path, opened: Session) -> None:
+        self.folder = folder
+        self._session = opened
+        self._host = HostWatch()
+        self._processes = ProcessWatch(folder)
+        self._stopping = threading.Event()
+        self._pid = os.getpid()
+        # A spawned worker imports the script again and gets here too: one watch over the host is enough.
+        if multiprocessing.parent_process() is None:
+            # Once a second, a millisecond or less: /dev/shm and memory have only momentary values.
+            threading.Thread(target=self._look, name="stoker-watch", daemon=True).start()
+            atexit.register(self._keep_host)
+
+    def observed(self) -> Observed:
+        """What has been observed so far."""
+        return read_attached(self.folder)
+
+    def recording(self) -> Recording:
+        """The same with its notes; no error if nothing has been recorded yet."""
+        return read_recording(self.folder)
+
+    def stop(self) -> None:
+        """Stops recording; the script continues."""
+        self._session.recording = False
+        self._keep_host()
+
+    def _look(self) -> None:
+        while not self._stopping.wait(HOST_LOOK_S):
+            self._host.look()
+            self._processes.look()
+
+    def _keep_host(self) -> None:
+        if os.getpid() == self._pid and not self._stopping.is_set():
+            self._stopping.set()
+            with suppress(OSError, ValueError):
+                self._session.say(host=asdict(self._host.facts()), processes=self._processes.as_records())
+
+
+_watches: list[Watch] = []
+
+
+def watch(report: str | Path = DEFAULT_FOLDER) -> Watch:
+    """Records where this script's time goes, from here on, in the folder `report`; read it with `stoker doctor FOLDER`.
+
+    Call it before the first DataLoader is iterated. It prints nothing. Calling it again, as a spawned worker does when
+    it imports the script, has no effect."""
+    if _watches:
+        return _watches[0]
+    inherited = os.environ.get(FOLDER_VARIABLE)
+    folder = Path(inherited if inherited and Path(inherited).is_dir() else report).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            "report-folder-unusable",
+            f"{folder} cannot be created: {error.strerror}",
+            hint="stoker.watch(report='FOLDER')",
+        ) from None
+    if not inherited:
+        _remove_older(folder)
+        # Spawned workers are attached to as under `stoker doctor --`: through PYTHONPATH.
+        os.environ[FOLDER_VARIABLE] = str(folder)
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ON_PATH), before]))
+    made = Watch(folder, start(str(folder)))
+    _watches.append(made)
+    return made
+
+
+def _remove_older(folder: Path) -> None:
+    for pattern in OUR_FILES:
+        for path in folder.glob(pattern):
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - SAME_RUN_S:
+                    path.unlink()

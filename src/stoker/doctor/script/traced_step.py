@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.core.files import open_regular
-from stoker.doctor.script.reading import read_about
+from stoker.doctor.script.recording import read_about
 from stoker.plan.records import TracedOp
 from stoker.plan.roofline import step_seconds
 from stoker.profile.datasheets import Datasheet

@@ -20,7 +20,7 @@ DEFAULT_SECONDS = 60.0
 SHARES = {"storage": 0.12, "loader": 0.18, "ceiling": 0.18, "together": 0.3}
 NAMES = {"storage": "storage", "loader": "loader alone", "ceiling": "ceiling", "together": "loader and model together"}
 # Errors that concern one trial only. Any other error is about the config or the data, and ends the doctor.
-TRIAL_FAILURES = frozenset({"out-of-device-memory", "out-of-memory", "worker-died", "loss-is-no-number"})
+TRIAL_FAILURES = frozenset({"out-of-device-memory", "out-of-memory", "worker-died", "loss-not-finite"})
 BY_WORTH = ("together", "ceiling", "storage", "loader")
 """What a verdict needs most comes first where time is short."""
 LEAST_TRIAL_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stoker.core.finding import Finding
 from stoker.core.units import duration_text, size_text
 from stoker.doctor.checks.facts import Facts, check
-from stoker.doctor.growth import Filling
+from stoker.doctor.preparing import Filling
 
 RESTART = "end the run in time with Ctrl-C or SIGTERM: it saves, and the same command continues at that step"
 """For our own training, in which no code of the user's keeps anything."""

@@ -16,13 +16,13 @@ from stoker.core.errors import Interrupted, Preempted, StokerError, UsageError, 
 from stoker.core.finding import Finding, Status, as_json
 from stoker.tasks.base import task_named
 from stoker.tasks.checks import TOPICS, Check, Subject, unknown
-from stoker.verify.expected import Forecast, forecast_lines
+from stoker.verify.machine import Forecast, forecast_lines
 
 if TYPE_CHECKING:
     from stoker.profile.host import HostConfig, Machine
 
 MODULES = (
-    "stoker.verify.config",
+    "stoker.verify.schedule_checks",
     "stoker.verify.model",
     "stoker.verify.machine",
     "stoker.verify.gpus",

@@ -17,9 +17,8 @@ from stoker.attach.stage_clock import STAGE_COUNT
 from stoker.core.errors import UserError
 from stoker.core.files import open_regular
 from stoker.doctor.script import timeline
-from stoker.doctor.script.loop_facts import habits_of, memory_of, threads_of
+from stoker.doctor.script.loop_facts import habits_of, memory_of, preparation_of, shown_path, threads_of
 from stoker.doctor.script.process_watch import SeenProcess, seen_from
-from stoker.doctor.script.starting import preparation_of, shown_path
 from stoker.doctor.script.timeline import About, FetchFile, StepFile
 from stoker.io.storage_speed import mount_of
 from stoker.profile.observed import AcceleratorFacts, HostFacts, LoaderShape, Observed, StorageFacts

@@ -78,7 +78,7 @@ def test_slow_storage_says_when_a_copy_pays_off() -> None:
     [
         (None, "stoker stage x.yaml --to /local/disk/imagenet", 5.0),
         (200 * 10**9, "stoker stage x.yaml --to /nvme/imagenet", 5.0),
-        (50 * 10**9, "cache_dir=/nvme/stoker-cache cache_size=45.0GB: keeps 45% of the data nearby", 1 / 0.55),
+        (50 * 10**9, "cache_dir=/nvme/stoker-cache cache_size=45GB: keeps 45% of the data nearby", 1 / 0.55),
         (10**9, "a local disk with room for 100 GB, or a smaller, packed copy", None),
     ],
 )

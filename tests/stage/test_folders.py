@@ -109,7 +109,7 @@ def test_names_that_cannot_be_files_beside_each_other_are_refused() -> None:
     both = _Names(ignore_case=False)
     for name in ("x/y/1", "x"):
         both.add(name)
-    with pytest.raises(UserError, match="both of a file and of a folder: x"):
+    with pytest.raises(UserError, match="used for a file and for a folder: x"):
         both.check()
 
 

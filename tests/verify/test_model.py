@@ -94,7 +94,7 @@ def test_a_model_that_cannot_compute_the_images_fails(
     [
         ({"first_loss": math.inf}, "the loss of the first step is inf"),
         ({"first_loss": 12.0, "outputs": 1000}, None),
-        ({"first_loss": 9.0}, "surer of wrong classes than a guess"),
+        ({"first_loss": 9.0}, "more certain of wrong classes than a guess"),
         ({"first_loss": 0.4, "outputs": 1000}, "an untrained network cannot know the classes"),
     ],
 )

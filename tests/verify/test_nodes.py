@@ -146,7 +146,7 @@ def test_ranks_that_cannot_be_started_here_are_unknown_with_the_way_to_check_the
     first, *others = run_checks(CHECKS, subject).results
     assert first.finding.status == "unknown"
     assert f"srun stoker verify {subject.path} devices=8" in str(first.finding.fix)
-    assert [other.finding.seen for other in others] == ["the ranks did not meet"] * 5
+    assert [other.finding.seen for other in others] == ["the ranks did not connect"] * 5
     many = subject_of(write_config(tmp_path, tmp_path), "num_nodes=2", "devices=1").config
     assert why_not_started(many, HERE, {}) == "num_nodes is 2: start it on every node"
     assert why_not_started(many, HERE, {"MASTER_ADDR": "node-a"}) is None

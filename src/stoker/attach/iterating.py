@@ -157,15 +157,7 @@ class StepLog:
         self._write(loader, ring.LAST, -1, 0, 0, enter, time.perf_counter_ns(), enter_cpu)
 
     def _write(
-        self,
-        loader: int,
-        flags: int,
-        ready: int,
-        samples: int,
-        started_us: int,
-        enter: int,
-        leave: int,
-        enter_cpu: int,
+        self, loader: int, flags: int, ready: int, samples: int, started_us: int, enter: int, leave: int, enter_cpu: int
     ) -> int:
         at = self._ring.append(
             loader, flags, ready, samples, min(self._optimizer_steps, MOST_OPTIMIZER_STEPS),

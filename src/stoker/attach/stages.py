@@ -12,16 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from stoker.attach.stage_clock import (
-    AUGMENT,
-    DECODE,
-    FETCH,
-    PREPROCESS,
-    READ_AND_DECODE,
-    SOCKET,
-    StageClock,
-    here,
-)
+from stoker.attach.stage_clock import AUGMENT, DECODE, FETCH, PREPROCESS, READ_AND_DECODE, SOCKET, StageClock, here
 
 # Pillow calls `load` before every operation; once an image is decoded it has no tiles left.
 NOTHING_TO_DO_WITHOUT = {"ImageFile.load": "tile"}
@@ -165,8 +156,8 @@ def patch_stages(module: Any, targets: tuple[tuple[str, int], ...]) -> None:
         owner = module
         for part in classes:
             owner = getattr(owner, part, None)
-        # A class is asked for its own methods only: an inherited one is wrapped where it is defined. That of a
-        # class written in C may still be overridden in its Python subclass (socket.recv_into).
+        # A class is asked for its own methods only: an inherited one is wrapped where it is defined. A
+        # class written in C may still have it overridden in its Python subclass (socket.recv_into).
         function = getattr(owner, name, None)
         if function is None or getattr(function, WRAPPED, False):
             continue

@@ -45,18 +45,14 @@ def data(
     json: JsonOption = False,
 ) -> int:
     """Measure the loader's images per second by number of workers and by stage, next to the decoding limit."""
-    from stoker.core.console import print_json, print_result, say
+    from stoker.core.console import Answer, print_answer, say
     from stoker.tasks.data_bench import bench_data, bench_data_text, plot_bench_data
 
     report = bench_data(source, overrides or (), workers or [], seconds, gpu)
     if plot is not None:
         plot_bench_data(report, plot)
         say(f"picture: {plot}")
-    if json:
-        print_json(report.as_dict())
-    else:
-        print_result(bench_data_text(report))
-    return 0
+    return print_answer(Answer(bench_data_text(report), report.as_dict()), as_json=json)
 
 
 @group.command(epilog="Example: stoker bench storage s3://bucket/imagenet --gpu a100-80")
@@ -71,8 +67,7 @@ def storage(
     ],
     seconds: Annotated[float, typer.Option(min=1.0, help="How long all measurements together may take.")] = 20.0,
     gpu: Annotated[
-        str | None,
-        typer.Option(help="Say how much of this accelerator it feeds; a100-80 and h100 when not given."),
+        str | None, typer.Option(help="Say how much of this accelerator it feeds; a100-80 and h100 when not given.")
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -80,7 +75,7 @@ def storage(
 
     Reads some of the files that are there, and writes nothing.
     """
-    from stoker.core.console import print_json, print_result, progress_bar
+    from stoker.core.console import Answer, print_answer, progress_bar
     from stoker.io.storage_profile import profile_storage
     from stoker.plan.break_even import ANY_DISK, appetites, storage_document, storage_text
     from stoker.profile.local_disk import find_local_disk
@@ -88,9 +83,6 @@ def storage(
     wanted = appetites(gpu)  # raises on a typo before anything is measured
     with progress_bar("measuring", None) as advance:
         profile = profile_storage(source, seconds, advance)
-    if json:
-        print_json(storage_document(profile, wanted))
-    else:
-        disk = find_local_disk()
-        print_result(storage_text(profile, wanted, ANY_DISK if disk is None else disk.folder))
-    return 0
+    disk = find_local_disk()
+    text = storage_text(profile, wanted, ANY_DISK if disk is None else disk.folder)
+    return print_answer(Answer(text, storage_document(profile, wanted)), as_json=json)

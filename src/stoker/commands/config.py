@@ -21,11 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 @group.command(epilog="Example: stoker config show configs/rsb_a2.yaml epochs=100 batch_size=128")
-def show(
-    config: ConfigArgument,
-    overrides: OverridesArgument = None,
-    json: JsonOption = False,
-) -> int:
+def show(config: ConfigArgument, overrides: OverridesArgument = None, json: JsonOption = False) -> int:
     """Print every key with its value and origin, or every problem of the config."""
     from stoker.config import config_values
     from stoker.config.reading import load_for_command
@@ -61,14 +57,11 @@ def keys(
 ) -> int:
     """Print the type, default, unit and meaning of every key."""
     from stoker.config.reference import key_reference, key_references
-    from stoker.core.console import print_json, print_result
+    from stoker.core.console import Answer, print_answer
 
     references = key_references(names)
-    if json:
-        print_json({reference.name: asdict(reference) for reference in references})
-    else:
-        print_result(key_reference(references))
-    return 0
+    document = {reference.name: asdict(reference) for reference in references}
+    return print_answer(Answer(key_reference(references), document), as_json=json)
 
 
 @group.command(epilog="Example: stoker config schema > stoker.schema.json")
@@ -106,9 +99,7 @@ def import_(
     program: Annotated[
         str | None,
         typer.Option(
-            "--from",
-            metavar="PROGRAM",
-            help="lightning, timm, torchvision or names; default: recognised by the keys.",
+            "--from", metavar="PROGRAM", help="lightning, timm, torchvision or names; default: recognised by the keys."
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OURS if it exists.")] = False,

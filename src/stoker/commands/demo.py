@@ -13,7 +13,7 @@ import typer
 
 from stoker.commands.options import JsonOption, let_threads_sleep
 from stoker.core.console import say
-from stoker.core.errors import EXIT_FINDING, EXIT_OK, UserError
+from stoker.core.errors import UserError
 from stoker.core.files import cache_folder, write_text
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     folder: Annotated[
-        Path | None,
-        typer.Option(help="Folder for data and run. [default: stoker/demo in the user's cache folder]"),
+        Path | None, typer.Option(help="Folder for data and run. [default: stoker/demo in the user's cache folder]")
     ] = None,
     volumes: Annotated[
         bool, typer.Option("--volumes", help="Find thin sheets in volumes instead, in about three minutes.")
@@ -41,15 +40,12 @@ def demo(
     are not. Runs the same code as `stoker train`. Exits with 1 if the network does not learn to read 97 % of the
     digits, or does not reach a Dice of 90 % on a scroll that was held out.
     """
-    from stoker.core.console import print_json, print_result
+    from stoker.core.console import Answer, print_answer
     from stoker.tasks.demo import DIGITS, SCROLLS, demo_text
 
     code, result = run_demo(SCROLLS if volumes else DIGITS, (folder or cache_folder() / "demo").absolute(), fresh)
-    if json:
-        print_json(result.as_dict())
-    else:
-        print_result(demo_text(result))
-    return code or (EXIT_OK if result.learned else EXIT_FINDING)
+    learned = print_answer(Answer(demo_text(result), result.as_dict(), result.learned), as_json=json)
+    return code or learned
 
 
 def run_demo(demo: Demo, folder: Path, fresh: bool, overrides: Sequence[str] = ()) -> tuple[int, DemoResult]:

@@ -12,10 +12,7 @@ from stoker.core.errors import EXIT_FINDING, UsageError
 
 
 def register(app: typer.Typer) -> None:
-    app.command(
-        cls=WithScript,
-        epilog="Example: stoker doctor -- python train.py --epochs 1",
-    )(doctor)
+    app.command(cls=WithScript, epilog="Example: stoker doctor -- python train.py --epochs 1")(doctor)
 
 
 def doctor(

@@ -92,7 +92,7 @@ def evaluate(
     Class folders are matched by name with the checkpoint's classes; folders named 0 to 999 (ImageNet-V2) are read as
     positions in the sorted list of ImageNet classes.
 
-    Volumes: Dice, IoU and surface Dice of whole volumes, the worst first; unlabelled voxels do not count. Those of the
+    Volumes: Dice, IoU and surface Dice of whole volumes, the worst first; unlabelled voxels do not count. Scores of the
     validation fold are kept in the run's folder, with pictures of the worst: `stoker report` shows them. Masks that
     another program made are scored with --predictions and --labels.
     """

@@ -15,7 +15,7 @@ from stoker.commands.options import (
     OverridesArgument,
     let_threads_sleep,
 )
-from stoker.core.errors import EXIT_FINDING, EXIT_OK, UsageError
+from stoker.core.errors import UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -51,7 +51,7 @@ def lr_find(
         raise UsageError("usage", f"--plot {plot} is not a .png file in an existing folder", hint="--plot lr.png")
 
     let_threads_sleep()  # inherited by the test's process
-    from stoker.core.console import print_json, print_result, say
+    from stoker.core.console import Answer, print_answer, say
     from stoker.tune.lr_find import find_lr, lr_text, plot_lr
 
     start = None
@@ -63,8 +63,4 @@ def lr_find(
     if plot is not None:
         plot_lr(found, plot)
         say(f"picture: {plot}")
-    if json:
-        print_json(found.as_dict())
-    else:
-        print_result(lr_text(found))
-    return EXIT_OK if found.suggestion is not None else EXIT_FINDING
+    return print_answer(Answer(lr_text(found), found.as_dict(), found.suggestion is not None), as_json=json)

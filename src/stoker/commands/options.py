@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,7 +92,7 @@ def without_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def flags_for(
     task: Task, context: typer.Context, flags: dict[str, Any], subject: str, error: str = "usage"
 ) -> dict[str, Any]:
-    """Those of the flags that this task takes; raises UsageError if one was typed that only another task takes.
+    """The flags that this task takes; raises UsageError if one was typed that only another task takes.
 
     `subject` completes '... images': 'FOLDER has'."""
     from stoker.tasks.base import built_in_tasks
@@ -109,6 +110,12 @@ def flags_for(
             raise UsageError(error, seen, hint="leave it out")
         flags = {name: value for name, value in flags.items() if name not in strange}
     return flags
+
+
+def own_command() -> list[str]:
+    """How other ranks start what this process does: `stoker` itself, or the script that calls it."""
+    is_program = Path(sys.argv[0]).name in ("stoker", "__main__.py")
+    return ["-m", "stoker", *sys.argv[1:]] if is_program else sys.argv
 
 
 def let_threads_sleep() -> None:

@@ -49,7 +49,7 @@ def plan(
     Without options the plan is for this machine. Nothing is trained and no accelerator is needed: the step of the real
     model is traced on tensors without memory. Exits with 1 if something does not fit.
     """
-    from stoker.core.console import print_json, print_result, say
+    from stoker.core.console import Answer, print_answer, say
     from stoker.plan.planning import WantedMachine, plan_config, write_tier_configs
     from stoker.plan.summary import plan_text, plot_plan
 
@@ -61,8 +61,5 @@ def plan(
     if write_tiers is not None:
         for path in write_tier_configs(planned, write_tiers):
             say(f"written: {path}")
-    if json:
-        print_json(planned.plan.as_dict())
-    else:
-        print_result(plan_text(planned.plan, config.name))
-    return 1 if planned.plan.refused else 0
+    plan = planned.plan
+    return print_answer(Answer(plan_text(plan, config.name), plan.as_dict(), not plan.refused), as_json=json)

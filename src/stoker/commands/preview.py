@@ -31,8 +31,8 @@ def preview(
     """Write a picture of training and validation samples as the network gets them, with their classes.
 
     The training samples are those that the first steps of the run train on: cropped, augmented, mixed, with the weights
-    that the loss gives their classes. Each line of them is a step. Of volumes, patches are shown: as the network gets
-    them, and with their labels; what is not labelled is hatched. Builds no network, and creates no run folder.
+    that the loss gives their classes. Each line of them is a step. Volumes are shown as patches, as the network gets
+    them and with their labels; unlabelled voxels are hatched. Builds no network, and creates no run folder.
     """
     if out.suffix.lower() != ".png" or not out.absolute().parent.is_dir():
         raise UsageError("usage", f"--out {out} is not a .png file in an existing folder", hint="--out preview.png")

@@ -41,7 +41,7 @@ def report(
 ) -> int:
     """Write a self-contained HTML page about a run: where the time of its steps went, throughput, learning curves.
 
-    Of a journal of `stoker tune`: what was tried and why, what it measured, and what was kept.
+    For a journal of `stoker tune`: what was tried and why, what it measured, and what was kept.
 
     --json prints the data of the page instead; the page is then only written with --out.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from stoker.commands.options import (
     OverridesArgument,
     config_and_overrides,
     let_threads_sleep,
+    own_command,
 )
 from stoker.core.console import say, say_notes
 from stoker.core.errors import EXIT_OK, UsageError
@@ -48,8 +48,7 @@ def train(
     replan: Annotated[
         bool,
         typer.Option(
-            "--replan",
-            help="Resume with another schedule (epochs, lr, warmup, …), which applies from this step on.",
+            "--replan", help="Resume with another schedule (epochs, lr, warmup, …), which applies from this step on."
         ),
     ] = False,
     accept_changed_data: Annotated[
@@ -133,8 +132,7 @@ def train_from_config(
         # Once on each node, before any process is started: those of our own launcher come later.
         refuse_what_cannot_fit(config, path, machine, force=force)
     if ranks is None and config.devices * config.num_nodes > 1:
-        command = ["-m", "stoker", *sys.argv[1:]] if _is_program() else sys.argv
-        return launch(command, config.devices, config.num_nodes), None
+        return launch(own_command(), config.devices, config.num_nodes), None
     ranks = ranks or Ranks()
     with ExitStack() as stack:
         if config.fast_dev_run:
@@ -188,8 +186,3 @@ def _finished(path: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
     for line in finished_lines(folder, metric, progress):
         say(line)
     return finished_summary(folder, metric, progress)
-
-
-def _is_program() -> bool:
-    """Whether this process is `stoker` itself, and not a script that calls it."""
-    return Path(sys.argv[0]).name in ("stoker", "__main__.py")

@@ -120,7 +120,9 @@ def tune(
             f"CONFIG ({config})": config, "--pace": pace, "--write": write, "--also": also, "--price": price,
             "--force": force, "--ablate": ablate, "--packed": packed, "--pack": pack,
         }  # fmt: skip
-        _refuse_with_script([name for name, value in given.items() if value])
+        if strange := next((name for name, value in given.items() if value), None):
+            hint = "stoker tune -- python train.py -j {num_workers}"
+            raise UsageError("usage", f"{strange} needs a config, and a script has none", hint=hint)
     elif config is None:
         ways = "stoker tune CONFIG | stoker tune -- python train.py -j {num_workers}"
         raise UsageError("usage", "nothing to tune: neither a config nor a script given", hint=ways)
@@ -139,54 +141,46 @@ def tune(
         fresh=fresh,
     )  # fmt: skip
     if script is not None:
-        return _tune_script(script, options, json=json)
-    assert config is not None
-    path, words = config_and_overrides(config, overrides)
-    if ablate:
-        if packed or pack:
+        text, found, outcome = _tune_script(script, options)
+    else:
+        assert config is not None
+        path, words = config_and_overrides(config, overrides)
+        if ablate and (packed or pack):
             seen = "--packed and --pack are for a search; --ablate switches off what the config has"
             raise UsageError("usage", seen, hint=f"stoker tune {path} --ablate data_root={(packed or ['DIR'])[0]}")
-        return _ablate(path, words, options, json=json)
-    return _tune_config(path, words, options, json=json)
+        if ablate:
+            return _ablate(path, words, options, json=json)
+        text, found, outcome = _tune_config(path, words, options)
+    from stoker.core.console import Answer, print_answer
+
+    print_answer(Answer(text, {**_as_json(outcome), **found}), as_json=json)
+    return EXIT_INTERRUPTED if outcome.stopped == "interrupted" else EXIT_OK
 
 
-def _tune_config(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
-    from stoker.core.console import print_json, print_result
+def _tune_config(path: Path, words: list[str], options: TuneOptions) -> tuple[str, dict[str, Any], Outcome]:
     from stoker.tune.config_search import tune_config
     from stoker.tune.text import outcome_text
 
     tuned = tune_config(path, words, options)
-    if json:
-        files = {"tuned": None if tuned.target is None else str(tuned.target), "journal": str(tuned.journal)}
-        print_json({**_as_json(tuned.outcome), **files})
-    else:
-        print_result(outcome_text(tuned.outcome, tuned.target))
-    return _exit_code(tuned.outcome)
+    files = {"tuned": None if tuned.target is None else str(tuned.target), "journal": str(tuned.journal)}
+    return outcome_text(tuned.outcome, tuned.target), files, tuned.outcome
 
 
-def _tune_script(script: list[str], options: TuneOptions, *, json: bool) -> int:
-    from stoker.core.console import print_json, print_result
+def _tune_script(script: list[str], options: TuneOptions) -> tuple[str, dict[str, Any], Outcome]:
     from stoker.tune.script_search import script_text, tune_script
 
     tuned = tune_script(script, options)
-    if json:
-        found = {"command": tuned.command, "notes": tuned.notes, "journal": str(tuned.journal)}
-        print_json({**_as_json(tuned.outcome), **found})
-    else:
-        print_result(script_text(tuned))
-    return _exit_code(tuned.outcome)
+    found = {"command": tuned.command, "notes": tuned.notes, "journal": str(tuned.journal)}
+    return script_text(tuned), found, tuned.outcome
 
 
 def _ablate(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
-    from stoker.core.console import print_json, print_result
+    from stoker.core.console import Answer, print_answer
     from stoker.tune.ablate import ablate_config, ablation_text
 
     ablation, unit, journal = ablate_config(path, words, options)
-    if json:
-        print_json({**ablation.as_dict(), "journal": str(journal)})
-    else:
-        print_result(ablation_text(ablation, unit))
-    return EXIT_OK
+    document = {**ablation.as_dict(), "journal": str(journal)}
+    return print_answer(Answer(ablation_text(ablation, unit), document), as_json=json)
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
@@ -199,18 +193,6 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         other_training=tuple(map(without_details, outcome.other_training)),
     )  # fmt: skip
     return as_record(short)
-
-
-def _exit_code(outcome: Outcome) -> int:
-    return EXIT_INTERRUPTED if outcome.stopped == "interrupted" else EXIT_OK
-
-
-def _refuse_with_script(given: list[str]) -> None:
-    if given:
-        raise UsageError(
-            "usage", f"{given[0]} needs a config, and a script has none",
-            hint="stoker tune -- python train.py -j {num_workers}",
-        )  # fmt: skip
 
 
 def _seconds(text: str) -> float:

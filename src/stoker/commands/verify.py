@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption, OverridesArgument, let_threads_sleep
-from stoker.core.errors import EXIT_FINDING, EXIT_OK, UsageError
+from stoker.commands.options import JsonOption, OverridesArgument, let_threads_sleep, own_command
+from stoker.core.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from stoker.profile.host import HostConfig, Machine
     from stoker.tasks.checks import Check, Subject
     from stoker.verify.run_checks import Report
 
@@ -52,74 +51,48 @@ def verify(
     minutes, trains nothing and leaves no run folder behind. With several devices or nodes, the ranks are started as
     `stoker train` starts them. Exits with 1 if a check fails.
     """
-    from stoker.core.console import print_json, print_result
-    from stoker.verify.run_checks import all_checks, choose_checks, list_json, list_text
+    from stoker.core.console import Answer, print_answer
+    from stoker.verify.run_checks import all_checks, choose_checks, list_json, list_text, verify_text
 
     if list_:
-        if json:
-            print_json(list_json(all_checks()))
-        else:
-            print_result(list_text(all_checks()))
-        return EXIT_OK
+        return print_answer(Answer(list_text(all_checks()), list_json(all_checks())), as_json=json)
     if config is None:
         raise UsageError("usage", "no config given", hint="stoker verify CONFIG; stoker verify --list")
     if weights is not None and not weights.is_file():
         raise UsageError("usage", f"--weights {weights} is not a file")
     checks = choose_checks(all_checks(), skip or (), deep=deep)
     let_threads_sleep()
-    return _verify(config, overrides or (), checks, deep, weights, out, price, json)
 
-
-def _verify(
-    path: Path,
-    overrides: Sequence[str],
-    checks: Sequence[Check],
-    deep: bool,
-    weights: Path | None,
-    out: Path | None,
-    price: float | None,
-    json: bool,
-) -> int:
     from dataclasses import asdict, replace
 
     from stoker.config.reading import load_for_command
-    from stoker.core.console import print_json, print_result, say_notes
+    from stoker.core.console import say_notes
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.tasks.checks import Subject
     from stoker.train.launch import launch
     from stoker.train.ranks import ranks_from_environment
     from stoker.verify.machine import expect
-    from stoker.verify.nodes import meet
-    from stoker.verify.run_checks import verify_text
+    from stoker.verify.nodes import meet, why_not_started
 
     ranks = ranks_from_environment()
-    loaded = load_for_command(path, overrides).config
+    loaded = load_for_command(config, overrides or ()).config
     machine = read_machine()
-    config, notes = fit_to_machine(loaded, machine)
-    if ranks is None and _starts_ranks(config, machine, checks):
-        command = ["-m", "stoker", *sys.argv[1:]] if Path(sys.argv[0]).name in ("stoker", "__main__.py") else sys.argv
-        return launch(command, config.devices, config.num_nodes)
+    fitted, notes = fit_to_machine(loaded, machine)
+    over_ranks = fitted.devices * fitted.num_nodes > 1 and any(check.topic == "nodes" for check in checks)
+    if ranks is None and over_ranks and why_not_started(fitted, machine) is None:
+        return launch(own_command(), fitted.devices, fitted.num_nodes)
     if ranks is None or ranks.is_first:
         say_notes(notes)
-    subject = Subject(config, path, overrides, machine, weights, out, deep, price_per_hour=price)
+    subject = Subject(fitted, config, overrides or (), machine, weights, out, deep, price_per_hour=price)
     if ranks is not None and ranks.world > 1:
         subject = replace(subject, ranks=meet(subject, ranks))
         if not ranks.is_first:
             return EXIT_OK  # the first rank checks the rest, and speaks for all
     report = _run(checks, subject)
     expected = expect(subject)
-    if json:
-        print_json({"config": str(path), **report.as_dict(), "expected": asdict(expected)})
-    else:
-        print_result(verify_text(report, expected, subject.arguments))
-    return EXIT_FINDING if report.count("failed") else EXIT_OK
-
-
-def _starts_ranks(config: HostConfig, machine: Machine, checks: Sequence[Check]) -> bool:
-    from stoker.verify.nodes import why_not_started
-
-    several = config.devices * config.num_nodes > 1
-    return several and any(check.topic == "nodes" for check in checks) and why_not_started(config, machine) is None
+    document = {"config": str(config), **report.as_dict(), "expected": asdict(expected)}
+    text = verify_text(report, expected, subject.arguments)
+    return print_answer(Answer(text, document, not report.count("failed")), as_json=json)
 
 
 def _run(checks: Sequence[Check], subject: Subject) -> Report:

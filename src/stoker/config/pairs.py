@@ -150,10 +150,7 @@ def _keys_of_the_task(c: Config) -> str | None:
     return f"{', '.join(found)}: only task: {task} uses {'it' if len(found) == 1 else 'them'}, and this is {c.task}"
 
 
-_MEASURED = {
-    "classify": ("auto", "acc1", "acc5", "loss"),
-    "segment3d": ("auto", "dice", "iou", "surface_dice", "loss"),
-}
+_MEASURED = {"classify": ("auto", "acc1", "acc5", "loss"), "segment3d": ("auto", "dice", "iou", "surface_dice", "loss")}
 
 
 @pair_rule("task", "best_by")

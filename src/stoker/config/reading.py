@@ -74,12 +74,7 @@ def _show(value: Any) -> str:
 
 
 def _article(expected: str) -> str:
-    words = {
-        "int": "a whole number",
-        "float": "a number",
-        "size": "a size like 62GB",
-        "time": "a time like 18h",
-    }
+    words = {"int": "a whole number", "float": "a number", "size": "a size like 62GB", "time": "a time like 18h"}
     if expected in words:
         return words[expected]
     if expected.startswith("["):
@@ -184,8 +179,7 @@ def _read_with_bases(path: Path) -> list[YamlFile]:
     while current is not None:
         if current.resolve() in seen:
             raise ConfigError(
-                f"{chain[-1].path} names {current} as its base, which is circular",
-                name="config-base-circle",
+                f"{chain[-1].path} names {current} as its base, which is circular", name="config-base-circle"
             )
         if len(chain) > MAX_BASES:
             raise ConfigError(f"{path} has a chain of more than {MAX_BASES} base files", name="config-base-circle")

@@ -106,16 +106,9 @@ def editor_schema() -> dict[str, Any]:
     properties |= {name: {"description": "Another program's name; see `stoker config import`."} for name in NAMES}
     properties |= {alias: {"description": f"Alias of {name}."} | properties[name] for alias, name in ALIASES.items()}
     for name in SECTION_NAMES & properties.keys():
-        properties[name] = {
-            "anyOf": [properties[name], section],
-            "description": properties[name]["description"],
-        }
+        properties[name] = {"anyOf": [properties[name], section], "description": properties[name]["description"]}
     # Any other name must be a section, with the same rules for its keys; null is an empty section.
-    keys = {
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": {"anyOf": [section, {"type": "null"}]},
-    }
+    keys = {"type": "object", "properties": properties, "additionalProperties": {"anyOf": [section, {"type": "null"}]}}
     base = {"type": "string", "description": "Config file to start from."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -7,10 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, WithJsonSchema
 
-BUILT_IN = {
-    "classify": "stoker.tasks.images.task:Classify",
-    "segment3d": "stoker.tasks.volumes.task:Segment3d",
-}
+BUILT_IN = {"classify": "stoker.tasks.images.task:Classify", "segment3d": "stoker.tasks.volumes.task:Segment3d"}
 
 
 def place_of_task(name: str) -> str | None:

@@ -85,8 +85,9 @@ def read_yaml_file(path: Path, known_keys: frozenset[str], section_names: frozen
         if root is None:
             return found  # an empty file changes nothing
         if not isinstance(root, yaml.MappingNode):
+            kind = "list" if isinstance(root, yaml.SequenceNode) else "single value"
             raise ConfigError(
-                f"{path} contains a {_kind(root)}, not `key: value` lines",
+                f"{path} contains a {kind}, not `key: value` lines",
                 name="config-not-a-mapping",
                 hint="stoker config keys    # lists every key",
             )
@@ -215,7 +216,3 @@ def _syntax_error(path: Path, error: yaml.YAMLError) -> ConfigError:
     elif isinstance(error, yaml.reader.ReaderError):
         reason = f"it contains an unprintable character, number {error.character}"
     return ConfigError(f"{where}: {reason}", name="config-not-yaml")
-
-
-def _kind(node: yaml.Node) -> str:
-    return "list" if isinstance(node, yaml.SequenceNode) else "single value"

@@ -38,7 +38,6 @@ from contextlib import ExitStack, suppress
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from stoker.core import errors
@@ -174,7 +173,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process; its group has the same number."""
+        """The number of the process, and of its group."""
         return self._process.pid
 
     def fileno(self) -> int:
@@ -262,9 +261,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 

@@ -125,8 +125,11 @@ def what_if(observed: Observed, *, takes_turns: bool = False) -> tuple[Predictio
         _preprocessing(model, observed),
         _staging(model, observed),
         _packing(model, observed),
-        _prediction(model, "accelerator", observed.faster_model, _faster_accelerator),
-    ]
+        _prediction(
+            model, "accelerator", observed.faster_model,
+            lambda one: replace(one, steps=tuple(ThreadWork(s.cpu_s / 2, s.blocked_s / 2) for s in one.steps)),
+        ),
+    ]  # fmt: skip
     known = [prediction for prediction in found if prediction is not None]
     return tuple(sorted(known, key=lambda prediction: -prediction.speedup.expected))
 
@@ -239,10 +242,6 @@ def _preprocessing(model: LoaderModel, observed: Observed) -> Prediction | None:
         model, "preprocessing", f"{name} on patches only", lambda one: replace(one, batches=batches, fetching=None),
         error=math.hypot(MODEL_ERROR, PREPROCESSING_ERROR),
     )  # fmt: skip
-
-
-def _faster_accelerator(model: LoaderModel) -> LoaderModel:
-    return replace(model, steps=tuple(ThreadWork(step.cpu_s / 2, step.blocked_s / 2) for step in model.steps))
 
 
 def model_of(observed: Observed) -> LoaderModel | None:

@@ -401,5 +401,5 @@ def _unusable(folder: str, error: OSError) -> UserError:
         "copy-not-writable",
         f"{folder} cannot be written to: {error.strerror or error}",
         why="the local copy and its records belong there",
-        hint=f"choose another folder, or: ls -ld {folder}",
+        hint=f"ls -ld {folder}    # or choose another folder",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +32,15 @@ def training_flops_per_image(model: nn.Module, size: int, *, channels: int = 3) 
         with _without_checkpointing(model), torch.random.fork_rng(devices=[]), counter:
             model.train()
             outputs = torch.func.functional_call(model, state, (inputs,))
-            _sum(outputs).backward()  # type: ignore[no-untyped-call]
+            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            total = sum(tensor.sum() for tensor in tensors)
+            assert isinstance(total, Tensor), "a model returns tensors"
+            total.backward()  # type: ignore[no-untyped-call]
     except Exception:  # a model may need values for anything: then its FLOPs are unknown, which costs nothing else
         return None
     finally:
         model.train(was_training)
     return counter.get_total_flops() // batch or None
-
-
-def _sum(outputs: Any) -> Tensor:
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    total = sum(tensor.sum() for tensor in tensors)
-    assert isinstance(total, Tensor), "a model returns tensors"
-    return total
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +41,11 @@ def find_local_disk(mountinfo: Path = MOUNTINFO) -> LocalDisk | None:
         folder = _writable_folder(point)
         if folder is None:
             continue
-        free = _free_bytes(folder)
-        if free is not None and (best is None or free > best.free_bytes):
-            best = LocalDisk(folder, kind, free)
+        with suppress(OSError):
+            disk = os.statvfs(folder)
+            free = disk.f_bavail * disk.f_frsize
+            if best is None or free > best.free_bytes:
+                best = LocalDisk(folder, kind, free)
     return best
 
 
@@ -62,11 +65,3 @@ def same_device(one: str, other: str) -> bool:
         return os.stat(one).st_dev == os.stat(other).st_dev  # noqa: PTH116
     except OSError:
         return False
-
-
-def _free_bytes(folder: str) -> int | None:
-    try:
-        disk = os.statvfs(folder)
-    except OSError:
-        return None
-    return disk.f_bavail * disk.f_frsize

@@ -96,7 +96,9 @@ def _cpu_model() -> str | None:
 def write_crash_log(error: BaseException) -> Path | None:
     """Writes traceback, environment and config, without secrets, to the first writable folder; None if none is."""
     text = redact_text(_log_text(error))
-    for folder in _folders():
+    state = os.environ.get("XDG_STATE_HOME")
+    home = Path(state) if state else Path("~/.local/state").expanduser()
+    for folder in (home / "stoker", Path(tempfile.gettempdir()) / "stoker"):
         path = folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,12 +107,6 @@ def write_crash_log(error: BaseException) -> Path | None:
             continue
         return path
     return None
-
-
-def _folders() -> list[Path]:
-    state = os.environ.get("XDG_STATE_HOME")
-    home = Path(state) if state else Path("~/.local/state").expanduser()
-    return [home / "stoker", Path(tempfile.gettempdir()) / "stoker"]
 
 
 def _log_text(error: BaseException) -> str:

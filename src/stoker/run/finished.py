@@ -37,7 +37,8 @@ def finished_progress(folder: RunFolder, config: Config) -> dict[str, Any] | Non
 def finished_lines(folder: RunFolder, metric: Metric, progress: dict[str, Any]) -> list[str]:
     """Says that the run is finished, with its best checkpoint and the next command."""
     best = "none" if progress["best"] is None else metric.text(progress["best"])
-    early = [record.get("why") for record in read_metrics(folder.metrics_file, "event") if _is_early(record)]
+    stops = [one for one in read_metrics(folder.metrics_file, "event") if one.get("event") == "stopped_early"]
+    early = [one["why"] for one in stops if isinstance(one.get("why"), str)]
     why = f"; {early[-1]}" if early else ""
     first = f"{folder.root} is finished: {progress['step']:,} steps, best {metric.key} {best}{why}"
     return [first, *next_lines(folder, metric)]
@@ -76,10 +77,6 @@ def best_checkpoint(folder: RunFolder, metric: Metric) -> Path | None:
     ranked = [(metric.rank(said.value), said.epoch, file) for said, file in named if said.metric == metric]
     last = folder.checkpoints / "last.ckpt"
     return max(ranked)[2] if ranked else last if last in files else None
-
-
-def _is_early(record: dict[str, Any]) -> bool:
-    return record.get("event") == "stopped_early" and isinstance(record.get("why"), str)
 
 
 def _progress_of(path: Path) -> dict[str, Any]:

@@ -45,87 +45,41 @@ RUNS = Path("runs")
 SHOWN_RUNS = 8
 
 
+class _Below:
+    """A file or folder of the run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunFolder, _kind: type[RunFolder]) -> Path:
+        return run.root / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of one run; asking for them creates nothing."""
 
     root: Path
 
-    @property
-    def config_file(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def environment_file(self) -> Path:
-        return self.root / "environment.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def clock_file(self) -> Path:
-        return self.root / "clock.jsonl"
-
-    @property
-    def subset_file(self) -> Path:
-        return self.root / "subset.json"
-
-    @property
-    def samples_file(self) -> Path:
-        return self.root / "samples.npz"
-
-    @property
-    def preview_file(self) -> Path:
-        return self.root / "preview.jpg"
-
-    @property
-    def quarantine_file(self) -> Path:
-        return self.root / "quarantine.jsonl"
-
-    @property
-    def evaluation_file(self) -> Path:
-        return self.root / "evaluation.json"
-
-    @property
-    def worst_file(self) -> Path:
-        return self.root / "worst.jpg"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def metrics_csv_file(self) -> Path:
-        return self.root / "metrics.csv"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        return self.root / "wandb"
-
-    @property
-    def wandb_id_file(self) -> Path:
-        return self.root / "wandb_id.txt"
-
-    @property
-    def predictions_file(self) -> Path:
-        return self.root / "predictions.jsonl"
-
-    @property
-    def report_file(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def lease_file(self) -> Path:
-        return self.root / "lease.json"
+    config_file = _Below("config.yaml")
+    environment_file = _Below("environment.json")
+    metrics_file = _Below("metrics.jsonl")
+    clock_file = _Below("clock.jsonl")
+    subset_file = _Below("subset.json")
+    samples_file = _Below("samples.npz")
+    preview_file = _Below("preview.jpg")
+    quarantine_file = _Below("quarantine.jsonl")
+    evaluation_file = _Below("evaluation.json")
+    worst_file = _Below("worst.jpg")
+    logs = _Below("logs")
+    checkpoints = _Below("checkpoints")
+    metrics_csv_file = _Below("metrics.csv")
+    tensorboard = _Below("tensorboard")
+    wandb = _Below("wandb")
+    wandb_id_file = _Below("wandb_id.txt")
+    predictions_file = _Below("predictions.jsonl")
+    report_file = _Below("report.html")
+    lease_file = _Below("lease.json")
 
     @property
     def of_one_run(self) -> tuple[Path, ...]:

@@ -78,8 +78,8 @@ class Selection:
         if missing:
             raise UserError(
                 "data-changed",
-                f"{count(len(missing), 'file')} of the index not at {redact_text(source.url)}: {some(sorted(missing))}",
-                why="the data has changed since it was listed, and what was chosen of it may have, too",
+                f"{redact_text(source.url)} lacks {count(len(missing), 'file')} of the index: {some(sorted(missing))}",
+                why="the data has changed since it was listed, and so may the part that was chosen",
                 hint="run it again; an index of a URL is renewed if its folder below index_dir is removed",
             )
 
@@ -138,7 +138,7 @@ def find_work(source: Source, copy: LocalCopy, selection: Selection, progress: A
         raise UserError(
             "nothing-to-stage",
             f"there are no files at {source.url}",
-            why="an empty copy is hardly what was meant",
+            why="an empty copy is probably not what you want",
             hint="check the path; a prefix of a bucket is spelled exactly, with upper and lower case",
         )
     return Work(left, sum(file.size for file in left), total_files, total_bytes)
@@ -166,16 +166,17 @@ class _Names:
 
     def check(self) -> None:
         if self._twins:
+            twins = count(len(self._twins), "name")
             raise UserError(
                 "names-differ-in-case",
-                f"{count(len(self._twins), 'name')} like another except for upper and lower case: {some(self._twins)}",
+                f"{twins} the same as another except for upper and lower case: {some(self._twins)}",
                 why="the target's file system does not distinguish them, so one would overwrite the other",
                 hint="choose a target on a file system that does, such as ext4 or XFS",
             )
         if both := sorted(self._files & self._folders):
             raise UserError(
                 "file-and-folder",
-                f"{count(len(both), 'name')} both of a file and of a folder: {some(both)}",
+                f"{count(len(both), 'name')} used for a file and for a folder: {some(both)}",
                 why="an object store allows that, a file system does not",
                 hint="stage the folders one by one",
             )
@@ -200,7 +201,7 @@ def check_room(work: Work, folder: str) -> None:
     if work.bytes > usable:
         raise UserError(
             "disk-too-small",
-            f"{size_text(work.bytes)} are to be copied; {folder} has room for {size_text(max(0, usable))}",
+            f"{size_text(work.bytes)} to copy, and {folder} has room for {size_text(max(0, usable))}",
             why=f"{size_text(disk.free)} are free, of which {size_text(margin)} stay free",
             hint="choose another disk, or a part of the data: --classes 100 --train-per-class 500",
         )

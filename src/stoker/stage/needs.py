@@ -60,7 +60,7 @@ def _volumes(root: str) -> tuple[str, Selection]:
     if outside:
         raise UserError(
             "volumes-elsewhere",
-            f"{count(len(outside), 'volume')} of {root} not below its folder: {some(outside)}",
+            f"{count(len(outside), 'volume')} of {root} outside its folder: {some(outside)}",
             why="a copy keeps the paths below the folder of the list",
             hint="put the volumes below the folder of the list, or stage their folders one by one",
         )

@@ -276,7 +276,7 @@ def _refusal(path: str, status: int, body: bytes) -> Exception:
     code = found[1].decode() if found else ""
     if code in _STORE_CODES:
         name, hint = _STORE_CODES[code]
-        return StoreDown(name, f"the store refuses to be read: {code}", why="no other object can be read", hint=hint)
+        return StoreDown(name, f"the store refuses access: {code}", why="no other object can be read", hint=hint)
     said = f"status {status} {code}".strip()
     if status in _TOO_FAST or status in _FOR_NOW:
         return Fault(said, too_fast=status in _TOO_FAST)
@@ -321,7 +321,10 @@ def open_s3(store: ObjectStore) -> S3Source | None:
         # obstore expects the bucket in a given endpoint; without one it adds it.
         host, base = (host, "") if endpoint else (f"{parts.netloc}.{host}", "")
     unusual = address.scheme not in ("http", "https") or not host or address.path.strip("/")
-    if (keys is None and not anonymous) or unusual or _through_proxy(address.scheme, address.hostname or ""):
+    through_proxy = address.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(
+        address.hostname or ""
+    )
+    if (keys is None and not anonymous) or unusual or through_proxy:
         return None
     return S3Source(store, _Place(host, address.scheme == "https", base, parts.path.strip("/"), region, keys))
 
@@ -332,10 +335,6 @@ def _keys(settings: dict[str, Any]) -> Any:
     if not identity or not secret:
         identity, secret, token = (settings.get(name) for name in ("access_key_id", "secret_access_key", "token"))
     return auth.AwsCredentialsProvider.new_static(identity, secret, token) if identity and secret else None
-
-
-def _through_proxy(scheme: str, host: str) -> bool:
-    return scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
 
 
 def _client(place: _Place, patience: Patience) -> Any:

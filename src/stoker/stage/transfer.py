@@ -337,7 +337,7 @@ class Transfer:
         if free < self._margin // 2:
             raise UserError(
                 "disk-full",
-                f"only {size_text(free)} are left on the disk of {self._copy.folder}",
+                f"only {size_text(free)} is left on the disk of {self._copy.folder}",
                 why="what was copied so far is whole and stays; nothing is half-written",
                 hint="free some space, then run the same command again: it continues",
             )

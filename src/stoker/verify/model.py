@@ -62,7 +62,7 @@ def check_first_loss(subject: Subject) -> Finding | None:
         return failed(f"the loss of the first step is {loss} for {_samples(trial)}", fix, **facts)
     if loss > HIGHEST_START * guess + SCATTER:
         fix = "other weights=, or none" if config.weights else "another model=: its initial weights are far too large"
-        return failed(f"{seen}: the network is surer of wrong classes than a guess", fix, **facts)
+        return failed(f"{seen}: the network is more certain of wrong classes than a guess", fix, **facts)
     if loss < LOWEST_START * guess and config.weights is None and trial.outputs >= LEAST_CLASSES:
         return failed(
             f"{seen}: an untrained network cannot know the classes",
@@ -84,7 +84,7 @@ def check_update(subject: Subject) -> Finding:
         )
     if trial.without_gradient:
         return failed(
-            f"{_named(trial.without_gradient)} got no gradient: never trained, and refused on several GPUs",
+            f"{_named(trial.without_gradient)} got no gradient: never trained, and DDP refuses that on several GPUs",
             "another model=, or freeze these parameters in it",
             **facts,
         )

@@ -170,7 +170,7 @@ def _over_ranks(judge: Callable[[tuple[RankFacts, ...]], Finding]) -> Callable[[
         if isinstance(subject.ranks, tuple):
             return judge(subject.ranks)
         alone = subject.config.devices * subject.config.num_nodes == 1
-        return None if alone else unknown("the ranks did not meet")
+        return None if alone else unknown("the ranks did not connect")
 
     return run
 

@@ -279,11 +279,7 @@ def _step(config: HostConfig, run: Run, saver: Saver) -> StepResult:
 
 
 def _resumed(
-    config: HostConfig,
-    data: Any,
-    device: torch.device,
-    checkpoints: Checkpoints,
-    after: dict[str, Any],
+    config: HostConfig, data: Any, device: torch.device, checkpoints: Checkpoints, after: dict[str, Any]
 ) -> tuple[float, int]:
     """The loss of the second step in a new run that resumed from the checkpoint, and how many tensors of its model
     differ from those of the run that was never interrupted."""

@@ -336,13 +336,13 @@ def test_slow_remote_storage_is_fixed_by_the_exact_command_where_a_disk_has_room
     found = judge(away, (copy,)).findings[0]
     assert found.fix == "stoker stage /mnt/data /nvme/data, then let the script read /nvme/data"
     # 10,000 samples at 381 a second: 26 s an epoch, three quarters of which a copy of 10 s saves.
-    assert "copying 1.0 GB first takes 10 s and pays off after 0.5 epochs; /nvme has 10.0 GB free" in found.seen
+    assert "copying 1 GB first takes 10 s and pays off after 0.5 epochs; /nvme has 10 GB free" in found.seen
     trial = replace(away, source="trial", config="rsb_a3.yaml batch_size=64")
     assert judge(trial, (copy,)).findings[0].fix == "stoker stage rsb_a3.yaml batch_size=64 --to /nvme/data"
     full = replace(trial, storage=replace(facts, local_free_bytes=10**8))
     kept = judge(full, (copy,)).findings[0]
-    assert kept.fix == "cache_dir=/nvme/stoker-cache cache_size=90.0MB: keeps 9% of the data nearby"
-    assert "1.0 GB do not fit: /nvme has 100 MB free" in kept.seen
+    assert kept.fix == "cache_dir=/nvme/stoker-cache cache_size=90MB: keeps 9% of the data nearby"
+    assert "1 GB do not fit: /nvme has 100 MB free" in kept.seen
     unknown = replace(trial, config=None, storage=replace(facts, root=None, local_folder=None))
     assert judge(unknown, (copy,)).findings[0].fix == "stoker stage CONFIG --to /local/disk/data"
     here = replace(trial, storage=replace(facts, remote=False, packed=False))

@@ -229,10 +229,7 @@ NAMES: Table = {
     ),
     "use_ema": _average,
     "pretrained": only(
-        None,
-        False,
-        because="random weights",
-        otherwise="stoker starts from a file of yours: weights: FILE",
+        None, False, because="random weights", otherwise="stoker starts from a file of yours: weights: FILE"
     ),
     "mean": colours(IMAGENET_MEAN),
     "std": colours(IMAGENET_STD),

@@ -111,6 +111,16 @@ def not_needed(why: str) -> Rule:
     return rule
 
 
+def all_renamed(ours: Mapping[str, str]) -> dict[str, Rule]:
+    """Keys of theirs that only have another name here."""
+    return {theirs: renamed(key) for theirs, key in ours.items()}
+
+
+def explained_by(ours: Mapping[str, str]) -> dict[str, Rule]:
+    """Keys of theirs that the rule of another key reads; the reason is beside that one."""
+    return {theirs: not_needed(f"see {key}") for theirs, key in ours.items()}
+
+
 def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
     """Equality that tells 1, 1.0 and True apart: in Lightning, `val_check_interval: 1` is a batch, 1.0 an epoch."""
     return any(type(value) is type(known) and value == known for known in accepted)

@@ -13,7 +13,9 @@ from stoker.config.importing.rules import (
     Table,
     Theirs,
     absolute_lr,
+    all_renamed,
     changed,
+    explained_by,
     lost,
     not_needed,
     number,
@@ -184,18 +186,10 @@ def _size(value: Any, _theirs: Theirs) -> Became:
     return same(img_size=value)
 
 
-def _compile(value: Any, _theirs: Theirs) -> Became:
-    return same(compile_model=bool(value))
-
-
 def _threshold(value: Any, theirs: Theirs) -> Became:
     if value is None or not theirs.get("bce_loss"):
         return same("not used")
     return same(bce_target_threshold=value)
-
-
-def _repeats(value: Any, _theirs: Theirs) -> Became:
-    return same(repeated_augmentation=int(value) if number(value) else 1)
 
 
 def _interpolation(value: Any, theirs: Theirs) -> Became:
@@ -208,11 +202,28 @@ def _off(otherwise: str, *accepted: Any) -> Rule:
     return only(None, False, "", 0, 0.0, [], {}, *accepted, because="off", otherwise=otherwise)
 
 
-_RUNS_ELSEWHERE = not_needed("does not change the training")
-
+_RENAMED = {
+    "data": "data_root", "data_dir": "data_root", "crop_pct": "crop_ratio",
+    "validation_batch_size": "val_batch_size", "grad_accum_steps": "gradient_accumulation",
+    "grad_checkpointing": "gradient_checkpointing", "torchcompile_mode": "compile_mode", "opt_betas": "betas",
+    "scale": "crop_scale", "ratio": "crop_aspect", "hflip": "horizontal_flip", "reprob": "random_erasing",
+    "mixup": "mixup_alpha", "cutmix": "cutmix_alpha", "smoothing": "label_smoothing", "drop": "dropout",
+    "drop_path": "drop_path", "log_interval": "log_every", "checkpoint_hist": "save_top_k", "log_wandb": "wandb",
+}  # fmt: skip
+_EXPLAINED = {
+    "train_interpolation": "interpolation", "amp_dtype": "precision", "amp_impl": "precision",
+    "clip_mode": "clip_grad_norm", "sched_on_updates": "lr_update", "lr_base_size": "lr_base",
+    "lr_base_scale": "lr_base", "warmup_prefix": "lr_scheduler", "model_ema_decay": "ema_decay",
+    "model_ema_warmup": "ema_warmup",
+}  # fmt: skip
+_WITHOUT_EFFECT_ON_TRAINING = (
+    "no_resume_opt", "model_ema_force_cpu", "worker_seeding", "save_images", "no_prefetcher",
+    "use_multi_epochs_loader", "local_rank", "no_ddp_bb", "synchronize_step",
+)  # fmt: skip
 TIMM: Table = {
-    "data": renamed("data_root"),
-    "data_dir": renamed("data_root"),
+    **all_renamed(_RENAMED),
+    **explained_by(_EXPLAINED),
+    **dict.fromkeys(_WITHOUT_EFFECT_ON_TRAINING, not_needed("does not change the training")),
     "dataset": _off("stoker reads class folders and shards", "imagenet", "folder", "imagefolder"),
     "train_split": only(None, "train", because="train/", otherwise="training data is in train/"),
     "val_split": only(None, "val", "validation", because="val/", otherwise="validation data is in val/"),
@@ -220,22 +231,15 @@ TIMM: Table = {
     "pretrained": IMPORT_NAMES["pretrained"],
     "initial_checkpoint": renamed("weights", off=(None, "")),
     "resume": _off("stoker resumes by itself; --resume FILE for another checkpoint"),
-    "no_resume_opt": _RUNS_ELSEWHERE,
     "start_epoch": _off("a run starts at 0 or resumes"),
     "gp": _off("the model's own pooling is used"),
     "in_chans": only(None, 3, because="RGB", otherwise="images are RGB"),
     "img_size": _size,
     "input_size": lambda value, theirs: same("see img_size") if theirs.get("img_size") else _size(value, theirs),
-    "crop_pct": renamed("crop_ratio"),
     "mean": IMPORT_NAMES["mean"],
     "std": IMPORT_NAMES["std"],
     "interpolation": _interpolation,
-    "train_interpolation": not_needed("see interpolation"),
-    "validation_batch_size": renamed("val_batch_size"),
-    "grad_accum_steps": renamed("gradient_accumulation"),
-    "grad_checkpointing": renamed("gradient_checkpointing"),
-    "torchcompile": _compile,
-    "torchcompile_mode": renamed("compile_mode"),
+    "torchcompile": lambda value, _theirs: same(compile_model=bool(value)),
     "torchscript": _off("see compile_model"),
     "fuser": _off("see compile_model"),
     "fast_norm": _off("see precision"),
@@ -243,23 +247,16 @@ TIMM: Table = {
     "head_init_scale": _off("the model's own initial weights are used"),
     "head_init_bias": _off("the model's own initial weights are used"),
     "amp": _amp,
-    "amp_dtype": not_needed("see precision"),
-    "amp_impl": not_needed("see precision"),
     "model_dtype": _off("see precision"),
     "device": not_needed("stoker uses the GPUs that it finds"),
     "opt": _optimizer,
     "opt_eps": _off("stoker uses the optimizer's usual one"),
-    "opt_betas": renamed("betas"),
     "opt_kwargs": _off("stoker's optimizers have no further options"),
     "clip_grad": _clip,
-    "clip_mode": not_needed("see clip_grad_norm"),
     "layer_decay": _off("one learning rate for all layers"),
     "sched": _scheduler,
-    "sched_on_updates": not_needed("see lr_update"),
     "lr": _lr,
     "lr_base": _lr_base,
-    "lr_base_size": not_needed("see lr_base"),
-    "lr_base_scale": not_needed("see lr_base"),
     "lr_noise": _off("the schedule has no noise"),
     "lr_noise_pct": not_needed("for lr_noise"),
     "lr_noise_std": not_needed("for lr_noise"),
@@ -268,7 +265,6 @@ TIMM: Table = {
     "lr_cycle_limit": only(None, 1, because="one cycle", otherwise="one cycle"),
     "lr_k_decay": only(None, 1.0, because="a plain cosine", otherwise="a plain cosine"),
     "warmup_lr": _warmup_start,
-    "warmup_prefix": not_needed("see lr_scheduler"),
     "epoch_repeats": _off("see steps_per_epoch"),
     "decay_milestones": not_needed("only for multistep"),
     "decay_epochs": _if_step("lr_step_epochs"),
@@ -277,37 +273,28 @@ TIMM: Table = {
     "patience_epochs": not_needed("only for plateau"),
     "no_aug": _off("horizontal_flip: 0 and auto_augment: none turn off what can be turned off"),
     "train_crop_mode": _off("random resized crops", "rrc"),
-    "scale": renamed("crop_scale"),
-    "ratio": renamed("crop_aspect"),
-    "hflip": renamed("horizontal_flip"),
     "vflip": _off("stoker does not flip vertically"),
     "color_jitter": _jitter,
     "color_jitter_prob": _off("stoker has no colour jitter"),
     "grayscale_prob": _off("stoker does not draw grey images"),
     "gaussian_blur_prob": _off("stoker does not blur"),
     "aa": _policy,
-    "aug_repeats": _repeats,
+    "aug_repeats": lambda value, _theirs: same(repeated_augmentation=int(value) if number(value) else 1),
     "aug_splits": _off("stoker has no augmentation splits"),
     "jsd_loss": _off("stoker has cross_entropy and bce"),
     "bce_loss": lambda value, _theirs: same(loss="bce" if value else "cross_entropy"),
     "bce_sum": _off("the mean over the classes is used"),
     "bce_target_thresh": _threshold,
     "bce_pos_weight": _off("all classes weigh the same"),
-    "reprob": renamed("random_erasing"),
     "remode": _erasing_mode,
     "recount": only(None, 1, because="one rectangle", otherwise="one rectangle per image"),
     "resplit": _off("no splits"),
-    "mixup": renamed("mixup_alpha"),
-    "cutmix": renamed("cutmix_alpha"),
     "cutmix_minmax": _off("stoker draws areas from the Beta distribution"),
     "mixup_prob": _mixing_only("mix_probability"),
     "mixup_switch_prob": _mixing_only("mix_switch_probability"),
     "mixup_mode": only(None, "batch", because="what stoker does", otherwise="one weight per batch"),
     "mixup_off_epoch": _off("mixing is on for the whole run"),
-    "smoothing": renamed("label_smoothing"),
-    "drop": renamed("dropout"),
     "drop_connect": _off("see drop_path"),
-    "drop_path": renamed("drop_path"),
     "drop_block": _off("stoker has drop_path and dropout"),
     "bn_momentum": _off("the model's own"),
     "bn_eps": _off("the model's own"),
@@ -315,28 +302,15 @@ TIMM: Table = {
     "dist_bn": not_needed("the first rank's batch norm statistics are evaluated; see sync_batchnorm"),
     "split_bn": _off("stoker has no split batch norm"),
     "model_ema": _average,
-    "model_ema_decay": not_needed("see ema_decay"),
-    "model_ema_warmup": not_needed("see ema_warmup"),
-    "model_ema_force_cpu": _RUNS_ELSEWHERE,
-    "worker_seeding": _RUNS_ELSEWHERE,
-    "log_interval": renamed("log_every"),
     "val_interval": only(None, 1, because="what stoker does", otherwise="stoker validates at the end of each epoch"),
     "recovery_interval": renamed("checkpoint_every_steps", off=(None, 0)),
-    "checkpoint_hist": renamed("save_top_k"),
-    "save_images": _RUNS_ELSEWHERE,
     "pin_mem": not_needed("does not change the training; stoker uses page-locked memory where it helps"),
-    "no_prefetcher": _RUNS_ELSEWHERE,
     "output": renamed("runs_dir", off=(None, "")),
     "experiment": renamed("run_name", off=(None, "")),
     "eval_metric": only(None, "top1", because="what stoker does", otherwise="the best are those by val/acc1"),
     "tta": _off("stoker evaluates the centre crop"),
-    "use_multi_epochs_loader": _RUNS_ELSEWHERE,
-    "log_wandb": renamed("wandb"),
     "wandb_tags": _off("stoker sets no tags"),
     "wandb_resume_id": _off("stoker remembers the run's own"),
-    "local_rank": _RUNS_ELSEWHERE,
-    "no_ddp_bb": _RUNS_ELSEWHERE,
-    "synchronize_step": _RUNS_ELSEWHERE,
     "dataset_download": _off("stoker does not download data"),
     "naflex_loader": _off("all images have one size"),
 }

@@ -96,8 +96,10 @@ def processes_with(mark: str) -> list[int]:
     found = []
     with suppress(OSError):
         for entry in PROCESSES.iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and _carries(entry, mark):
-                found.append(int(entry.name))
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with suppress(OSError):  # a zombie has no environment any more
+                    if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
     return found
 
 
@@ -106,14 +108,6 @@ def kill_all(mark: str) -> None:
     for pid in processes_with(mark):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _carries(entry: Path, mark: str) -> bool:
-    try:
-        # A zombie has no environment any more.
-        return mark.encode() in (entry / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
 
 
 ON_PATH = Path(ring.__file__).parent / "on_path"

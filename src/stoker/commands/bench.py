@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption, OverridesArgument
+from stoker.commands.options import Argument, JsonOption, OverridesArgument
 
 group = typer.Typer(help="Measure this host: the loader alone, or storage alone.", no_args_is_help=True)
 
@@ -25,10 +25,9 @@ def bench() -> None:
 def data(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="CONFIG_OR_FOLDER",
             help="A config file, or a folder or URL with train/ or class folders or packed shards.",
-            show_default=False,
         ),
     ],
     overrides: OverridesArgument = None,
@@ -59,11 +58,7 @@ def data(
 def storage(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="PATH_OR_URL",
-            help="A folder of any files, one file, or a URL such as s3://bucket/folder.",
-            show_default=False,
-        ),
+        Argument(metavar="PATH_OR_URL", help="A folder of any files, one file, or a URL such as s3://bucket/folder."),
     ],
     seconds: Annotated[float, typer.Option(min=1.0, help="How long all measurements together may take.")] = 20.0,
     gpu: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument
+from stoker.commands.options import Argument, ConfigArgument, JsonOption, OverridesArgument
 
 group = typer.Typer(
     help="Show a resolved config, the key reference or a JSON schema for editors; import another program's config.",
@@ -50,9 +50,7 @@ def show(config: ConfigArgument, overrides: OverridesArgument = None, json: Json
 
 @group.command(epilog="Example: stoker config keys lr batch_size")
 def keys(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY]...", help="Only these keys.", show_default=False)
-    ] = None,
+    names: Annotated[list[str] | None, Argument(metavar="[KEY]...", help="Only these keys.")] = None,
     json: JsonOption = False,
 ) -> int:
     """Print the type, default, unit and meaning of every key."""
@@ -76,19 +74,10 @@ def schema(json: JsonOption = True) -> int:  # noqa: ARG001 - a schema is always
 
 @group.command("import", epilog="Example: stoker config import args.yaml -o configs/ours.yaml")
 def import_(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="THEIRS", readable=False, help="Config of another program, as YAML.", show_default=False
-        ),
-    ],
+    source: Annotated[Path, Argument(metavar="THEIRS", readable=False, help="Config of another program, as YAML.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Settings of stoker that the file does not say, such as devices=8.",
-            show_default=False,
-        ),
+        Argument(metavar="KEY=VALUE", help="Settings of stoker that the file does not say, such as devices=8."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="OURS", help="File to write; default: print it.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption, WithScript
+from stoker.commands.options import Argument, JsonOption, WithScript
 from stoker.core.errors import EXIT_FINDING, UsageError
 
 
@@ -18,16 +18,10 @@ def register(app: typer.Typer) -> None:
 def doctor(
     context: typer.Context,
     target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CONFIG|RUN_FOLDER",
-            help="A config to try for a minute, or the folder of a run.",
-            show_default=False,
-        ),
+        str | None, Argument(metavar="CONFIG|RUN_FOLDER", help="A config to try for a minute, or the folder of a run.")
     ] = None,
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Keys to set on top of the config.", show_default=False),
+        list[str] | None, Argument(metavar="KEY=VALUE", help="Keys to set on top of the config.")
     ] = None,
     seconds: Annotated[
         float | None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from stoker.commands.options import JsonOption, RawOption, flags_for, without_settings
+from stoker.commands.options import Argument, JsonOption, Option, RawOption, flags_for, without_settings
 from stoker.core.errors import UsageError
 
 
@@ -23,18 +23,17 @@ def evaluate(
     context: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="CKPT [DATA_ROOT] [KEY=VALUE]",
             help="Checkpoint or run folder of `stoker train`, or a file of Lightning, timm, torchvision or "
             "safetensors; left out with --predictions. Then the data. Images: folder or URL with val/, or with class "
             "folders. Volumes: a data set whose labelled volumes are all scored. [default: the checkpoint's, and of "
             "volumes its validation fold] Then keys of its config, such as predict_flips=zyx.",
-            show_default=False,
         ),
     ] = None,
     split: Annotated[
         Literal["val", "train", "all"] | None,
-        typer.Option(help="Which images or volumes; `all` for volumes only. [default: val]", show_default=False),
+        Option(help="Which images or volumes; `all` for volumes only. [default: val]"),
     ] = None,
     per_class: Annotated[bool, typer.Option("--per-class", help="List every class, not only the worst.")] = False,
     real_labels: Annotated[
@@ -54,12 +53,11 @@ def evaluate(
     ] = (1.0, 1.0, 1.0),
     more: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             "--checkpoint",
             metavar="CKPT",
             readable=False,
             help="Volumes: average with this checkpoint; can be repeated.",
-            show_default=False,
         ),
     ] = None,
     predictions: Annotated[
@@ -68,12 +66,11 @@ def evaluate(
     ] = None,
     labels: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             readable=False,
             help="With --predictions: their labels, by the same names; or a data set. Labels that do not count: "
             "ignore_label=N. [default: the data set's; 2 for vesuvius-surface]",
-            show_default=False,
         ),
     ] = None,
     out: Annotated[

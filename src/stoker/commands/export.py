@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from stoker.commands.options import CheckpointArgument, JsonOption, OverridesArgument, RawOption
+from stoker.commands.options import Argument, CheckpointArgument, JsonOption, Option, OverridesArgument, RawOption
 
 
 def register(app: typer.Typer) -> None:
@@ -16,19 +16,18 @@ def register(app: typer.Typer) -> None:
 
 def export(
     checkpoint: CheckpointArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.", show_default=False)],
+    out: Annotated[Path, Argument(metavar="OUT", help="File to write.")],
     to: Annotated[
         Literal["safetensors", "onnx", "torch-export"],
-        typer.Option(help="Only the weights, or a program that contains them.", show_default=False),
+        Option(help="Only the weights, or a program that contains them."),
     ],
     overrides: OverridesArgument = None,
     image: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             readable=False,
             help="Also compare on this image or volume. [default: the first in the checkpoint's data_root, if any]",
-            show_default=False,
         ),
     ] = None,
     raw: RawOption = False,

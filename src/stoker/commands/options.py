@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,24 +18,26 @@ from stoker.core.errors import UsageError
 if TYPE_CHECKING:
     from stoker.tasks.base import Task
 
+Argument = partial(typer.Argument, show_default=False)
+Option = partial(typer.Option, show_default=False)
+"""Their help says what the default means, where that is not obvious."""
+
 ConfigArgument = Annotated[
     Path,
     # The config reader has a better error for files that cannot be read.
-    typer.Argument(metavar="CONFIG", readable=False, help="Config file, e.g. configs/demo.yaml.", show_default=False),
+    Argument(metavar="CONFIG", readable=False, help="Config file, e.g. configs/demo.yaml."),
 ]
 OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Override keys of the config: lr=0.1 epochs=2.", show_default=False),
+    list[str] | None, Argument(metavar="KEY=VALUE", help="Override keys of the config: lr=0.1 epochs=2.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else.")]
 CheckpointArgument = Annotated[
     Path,
     # The checkpoint reader has a better error for files that cannot be read.
-    typer.Argument(
+    Argument(
         metavar="CKPT",
         readable=False,
         help="Checkpoint or run folder of `stoker train`, or a file of Lightning, timm, torchvision or safetensors.",
-        show_default=False,
     ),
 ]
 RawOption = Annotated[
@@ -42,21 +45,16 @@ RawOption = Annotated[
 ]
 FromOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--from",
         metavar="CKPT",
         readable=False,
         help="Begin with the weights of this checkpoint: ours, a run folder, or one of Lightning, timm or torchvision.",
-        show_default=False,
     ),
 ]
 AverageOption = Annotated[
     bool | None,
-    typer.Option(
-        "--ema/--raw",
-        help="With --from: the moving average, or the raw weights. [default: EMA if there]",
-        show_default=False,
-    ),
+    Option("--ema/--raw", help="With --from: the moving average, or the raw weights. [default: EMA if there]"),
 ]
 
 

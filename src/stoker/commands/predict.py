@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from stoker.commands.options import CheckpointArgument, JsonOption, RawOption, flags_for, without_settings
+from stoker.commands.options import (
+    Argument,
+    CheckpointArgument,
+    JsonOption,
+    Option,
+    RawOption,
+    flags_for,
+    without_settings,
+)
 from stoker.core.errors import UsageError
 
 VOLUMES = "For volumes: "
@@ -22,38 +30,30 @@ def predict(
     checkpoint: CheckpointArgument,
     data: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="DATA [KEY=VALUE]",
             help="Image files, or folders with images at any depth; volumes, folders of volumes, data sets, Zarr URLs. "
             "Then keys of the checkpoint's config, such as predict_flips=zyx.",
-            show_default=False,
         ),
     ],
-    top: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="For images: classes to print. [default: 5]", show_default=False),
-    ] = None,
+    top: Annotated[int | None, Option(metavar="N", min=1, help="For images: classes to print. [default: 5]")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help=f"{VOLUMES}folder of the predictions; resumes there.", show_default=False),
+        Path | None, Option(metavar="DIR", help=f"{VOLUMES}folder of the predictions; resumes there.")
     ] = None,
     more: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             "--checkpoint",
             metavar="CKPT",
             readable=False,
             help=f"{VOLUMES}average with this checkpoint; can be repeated.",
-            show_default=False,
         ),
     ] = None,
     format_: Annotated[
-        Literal["tiff", "zarr"] | None,
-        typer.Option("--format", help=f"{VOLUMES}format of the files. [default: tiff]", show_default=False),
+        Literal["tiff", "zarr"] | None, Option("--format", help=f"{VOLUMES}format of the files. [default: tiff]")
     ] = None,
     probabilities: Annotated[
-        Literal["float16", "uint8"] | None,
-        typer.Option(help=f"{VOLUMES}store probabilities (uint8: 0 to 255), not classes.", show_default=False),
+        Literal["float16", "uint8"] | None, Option(help=f"{VOLUMES}store probabilities (uint8: 0 to 255), not classes.")
     ] = None,
     submission: Annotated[bool, typer.Option("--submission", help=f"{VOLUMES}also write submission.zip.")] = False,
     force: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption
+from stoker.commands.options import Argument, JsonOption
 from stoker.core.errors import UsageError
 
 
@@ -19,17 +19,13 @@ def report(
     run: Annotated[
         Path,
         # Not checked here: our own error names the runs that exist.
-        typer.Argument(
+        Argument(
             metavar="RUN",
             readable=False,
             help="Run folder, its name under runs/, the folder of stoker.watch(), or the journal of `stoker tune`.",
-            show_default=False,
         ),
     ],
-    run2: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN2", readable=False, help="A second run to compare with.", show_default=False),
-    ] = None,
+    run2: Annotated[Path | None, Argument(metavar="RUN2", readable=False, help="A second run to compare with.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(

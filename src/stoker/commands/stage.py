@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.commands.options import JsonOption, config_and_overrides, without_settings
+from stoker.commands.options import Argument, JsonOption, Option, config_and_overrides, without_settings
 from stoker.core.errors import Interrupted, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MEASURED_FROM = 1_000_000_000
 """Bytes: below it nobody waits long enough to decide, and measuring would take a good part of the copying."""
 
-Option = partial(typer.Option, show_default=False)
 ImagesOption = partial(Option, rich_help_panel="Part of a data set of images")
 
 
@@ -37,11 +36,10 @@ def register(app: typer.Typer) -> None:
 def stage(
     words: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="SRC DST",
             help="Folder, mount or URL (s3:// gs:// az://), and the folder for its copy. With --to: a config and "
             "KEY=VALUE. With --verify alone: the copy. With --hydrate: a path.",
-            show_default=False,
         ),
     ],
     to: Annotated[

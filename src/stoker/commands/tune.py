@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.commands.options import JsonOption, OverridesArgument, WithScript, config_and_overrides
+from stoker.commands.options import Argument, JsonOption, Option, OverridesArgument, WithScript, config_and_overrides
 from stoker.core.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ def register(app: typer.Typer) -> None:
 def tune(
     context: typer.Context,
     config: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CONFIG", readable=False, help="Config file; or a script after `--`.", show_default=False
-        ),
+        Path | None, Argument(metavar="CONFIG", readable=False, help="Config file; or a script after `--`.")
     ] = None,
     overrides: OverridesArgument = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="How long to search at most.")] = "20min",
@@ -67,11 +64,10 @@ def tune(
     ] = None,
     packed: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="DIR|URL",
             help="The same data packed by `stoker pack`, or a copy of it: tried instead of data_root. Counts only if "
             "every pixel is the same. Can be repeated.",
-            show_default=False,
         ),
     ] = None,
     pack: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption, OverridesArgument, let_threads_sleep, own_command
+from stoker.commands.options import Argument, JsonOption, OverridesArgument, let_threads_sleep, own_command
 from stoker.core.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ def verify(
     config: Annotated[
         Path | None,
         # The config reader has a better error for files that cannot be read.
-        typer.Argument(
-            metavar="CONFIG", readable=False, help="Config file, e.g. configs/demo.yaml.", show_default=False
-        ),
+        Argument(metavar="CONFIG", readable=False, help="Config file, e.g. configs/demo.yaml."),
     ] = None,
     overrides: OverridesArgument = None,
     skip: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption
+from stoker.commands.options import Argument, JsonOption
 
 
 def register(app: typer.Typer) -> None:
@@ -17,11 +17,8 @@ def register(app: typer.Typer) -> None:
 def watch(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN",
-            readable=False,
-            help="Run folder, its name under runs/, or the journal of `stoker tune`.",
-            show_default=False,
+        Argument(
+            metavar="RUN", readable=False, help="Run folder, its name under runs/, or the journal of `stoker tune`."
         ),
     ],
     once: Annotated[bool, typer.Option("--once", help="Show the current state once and exit.")] = False,

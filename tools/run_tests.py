@@ -12,6 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+PROJECT = Path(__file__).parents[1]
+sys.path.insert(0, str(PROJECT))
+
+from tests.support.isolation import isolate  # noqa: E402 - the project's folder is not a package of the environment
+from tests.support.warm_start import start_warm  # noqa: E402
+
 FAILED = Path(".pytest_cache/v/cache/lastfailed")
 NO_TESTS = 5
 MOST_REPEATED = 20  # more than that is a broken program, not an unstable test
@@ -43,6 +49,9 @@ def main() -> int:
     parser.add_argument("--jobs", default="2", help="test processes for tests that do not need real time")
     parser.add_argument("--repeat-failed", action="store_true", help="repeat any failed test, not only real_time ones")
     options, words = parser.parse_known_args()
+    # All test processes are forks of one that has imported torch and the rest: seconds each.
+    isolate()
+    start_warm()
     if words:  # a part of the suite: as the caller wants it, nothing repeated
         return pytest("-n", options.jobs, "--dist", "worksteal", *words)
     first, unstable = run_phase(

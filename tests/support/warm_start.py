@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import gc
 import inspect
 import json
 import os
@@ -46,9 +47,10 @@ MEASURED = (
 )  # fmt: skip
 """How long this machine is measured, in seconds: what comes out matters to no test."""
 OURS = re.compile(
-    r"-m (stoker|torch\.distributed\.run|tests\.[\w.]+) "
+    r"-m (stoker|pytest|torch\.distributed\.run|tests\.[\w.]+) "
+    r"|-c import sys;exec\(eval\(sys\.stdin\.readline\(\)\)\) "  # a test process of pytest-xdist
     r"|-c (from (stoker\.core\.child|multiprocessing\.(forkserver|spawn)) |\n?# warm\n)"
-    rf"|{re.escape(str(PROJECT))}/(train|benchmark_data_loading|bench/document_replica)\.py "
+    rf"|{re.escape(str(PROJECT))}/(train|benchmark_data_loading|bench/document_replica|tools/run_tests)\.py "
     rf"|{re.escape(str(PROJECT))}/tests/support/foreign_scripts/\w+\.py "
 )
 """Programs that are started warm, by their arguments after Python's own flags."""
@@ -194,6 +196,8 @@ def serve_imported(descriptor: int, parent: int) -> None:
     import_module("stoker.run.environment").installed_packages()  # remembered: a tenth of a second of every run
     for module, name, seconds in MEASURED:
         setattr(import_module(module), name, seconds)
+    gc.collect()
+    gc.freeze()  # a collection would write to all memory that forks share
     _serve(socket.socket(fileno=descriptor), parent)
 
 

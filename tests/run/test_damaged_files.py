@@ -104,7 +104,7 @@ def test_pipes_devices_folders_and_endless_lines_in_place_of_files_are_told(run_
     assert "metrics.jsonl was not read: it is not a regular file." in read_document(run_folder)[1]["missing"]
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(line=st.dictionaries(st.sampled_from(["kind", "event", "step", "epoch", "steps", "wait_s", "elapsed_s",
                                              "loader", "cpus", "format", "host", "stages", "batches", "slowest",
                                              "world", "storage", "accelerator"]), JSON))  # fmt: skip

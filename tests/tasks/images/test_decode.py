@@ -170,7 +170,7 @@ def boxes(width: int, height: int) -> st.SearchStrategy[Box]:
 
 
 @every_decoder
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=37, deadline=None)
 @given(box=boxes(157, 119), name=st.sampled_from(sorted(images.jpegs())))
 @example(box=Box(118, 156, 1, 1), name="jpeg-420")
 @example(box=Box(117, 0, 1, 1), name="jpeg-440")
@@ -180,7 +180,7 @@ def test_any_box_of_any_jpeg_is_exactly_pillows(decoder: str, box: Box, name: st
 
 
 @every_decoder
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     box=boxes(157, 119),
     name=st.sampled_from(sorted(GOOD)),

@@ -87,7 +87,7 @@ def test_centres_equal_torchvisions(decoder: str, name: str, interpolation: Inte
         assert largest_difference(centre(decoder, GOOD[name], resize, size, interpolation), expected) == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=37, deadline=None)
 @given(
     width=st.integers(1, 90), height=st.integers(1, 90), resize=st.integers(1, 80), rows=st.integers(1, 80),
     columns=st.integers(1, 80), orientation=st.integers(1, 8), interpolation=st.sampled_from(INTERPOLATIONS),
@@ -106,7 +106,7 @@ def test_any_centre_equals_torchvisions(
     assert found <= 1 or (wasteful and found <= 20)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=37, deadline=None)
 @given(
     top=st.integers(0, 118), left=st.integers(0, 156), height=st.integers(1, 119), width=st.integers(1, 157),
     rows=st.integers(1, 90), columns=st.integers(1, 90), name=st.sampled_from(SEEN),

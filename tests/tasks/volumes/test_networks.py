@@ -162,7 +162,7 @@ def test_a_patch_that_cannot_be_divided_is_refused_with_the_nearest_sizes_that_f
 edges = st.integers(8, 260)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(name=st.sampled_from(["dynunet", "residual_unet"]), patch=st.tuples(edges, edges, edges))
 def test_sizes_that_are_offered_fit_and_lie_around_the_patch(name: str, patch: tuple[int, int, int]) -> None:
     below, above = fitting_patches(name, patch)

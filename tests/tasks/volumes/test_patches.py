@@ -122,7 +122,7 @@ def transforms(draw: st.DrawFn) -> Transform:
 
 
 @given(transform=transforms(), patch=st.tuples(*[st.integers(1, 9)] * 3), start=st.tuples(*[st.integers(-4, 12)] * 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_region_of_a_rotated_patch_is_all_that_resampling_needs(
     transform: Transform, patch: Shape, start: Shape
 ) -> None:
@@ -157,7 +157,7 @@ def test_swapping_and_flipping_is_the_transform_of_a_plain_patch(order: Any, fli
 
 
 @given(size=st.integers(1, 200), length=st.integers(1, 80), overlap=st.floats(0, 0.9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_a_grid_leaves_no_voxel_out(size: int, length: int, overlap: float) -> None:
     starts = grid_starts(size, length, overlap)
     covered = np.zeros(size, bool)

@@ -31,7 +31,7 @@ def box_of(one: Case, shapes: dict[str, Shape]) -> Region:
 
 
 @given(data=data_sets(), folds=st.integers(2, 6), seed=st.integers(0, 9), by=st.sampled_from(["group", "volume"]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_groups_and_volumes_are_never_divided(
     data: tuple[list[Case], dict[str, Shape]], folds: int, seed: int, by: str
 ) -> None:
@@ -57,7 +57,7 @@ def test_groups_and_volumes_are_never_divided(
 
 
 @given(data=data_sets(), folds=st.integers(2, 5), margin=st.integers(0, 12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_regions_keep_their_margin_and_folds_cover_everything(
     data: tuple[list[Case], dict[str, Shape]], folds: int, margin: int
 ) -> None:

@@ -100,7 +100,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(), plain, max_size=4))
 def test_plain_data_of_any_shape_comes_back_with_its_types(state: dict[str, Any]) -> None:
     flat = flatten(state)

@@ -69,7 +69,7 @@ def test_torch_export_accepts_any_batch_size(tmp_path: Path, capsys: pytest.Capt
         assert torch.allclose(program.module()(images), restore_model(checkpoint).model(images), atol=1e-5)
 
 
-@pytest.mark.parametrize("checker", ["onnxruntime", "onnx"])
+@pytest.mark.parametrize("checker", ["onnxruntime", pytest.param("onnx", marks=pytest.mark.release)])
 def test_onnx_accepts_any_batch_size(
     checkpoint: Path,
     tmp_path: Path,

@@ -42,6 +42,7 @@ def wanted(checkpoint: Path, patches: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.release  # docs/segment-volumes.md, whose commands are run, exports to ONNX
 def test_onnx_gives_the_logits_of_the_checkpoint(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

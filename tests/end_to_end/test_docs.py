@@ -40,8 +40,10 @@ SMALL_VOLUMES: dict[str, Any] = {
 NOT_TRAINED = ("plan-a-machine",)
 """Pages whose configs are not made small."""
 VOLUMES = "segment-volumes"
-DIAGNOSED = ("why-is-my-gpu-idle",)
-"""Pages that show a verdict, which a busy machine changes."""
+MARKS = {
+    "why-is-my-gpu-idle": pytest.mark.real_time,  # it shows a verdict, which a busy machine changes
+    "plan-a-machine": pytest.mark.release,  # its networks are large; tests/commands/test_plan.py plans a small one
+}
 
 
 def test_there_is_a_page_for_each_job() -> None:
@@ -88,7 +90,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.real_time if page.stem in DIAGNOSED else ()) for page in RUN],
+    [pytest.param(page, marks=MARKS.get(page.stem, ())) for page in RUN],
     ids=lambda page: page.stem,
 )
 def test_the_commands_of_a_page_run_and_print_what_it_shows(

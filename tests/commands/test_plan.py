@@ -18,8 +18,8 @@ MACHINE = ("--gpu", "a10g", "--cpus", "16", "--ram", "62GB")
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process: what tracing imports takes longer than a trace of a small network."""
+def run(capsys: pytest.CaptureFixture[str], traced_once: None) -> Run:
+    """Runs the command in this process."""
 
     def plan(*words: str) -> Ended:
         code = main(["plan", str(CONFIG), *SMALL, *words])

@@ -258,6 +258,7 @@ def test_a_pace_that_makes_no_sense_is_refused(
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_card_by_name_is_as_fast_as_the_plan_says(large_pictures: Path) -> None:
     from stoker.doctor.pacing import read_pace
     from stoker.plan.planning import WantedMachine, plan_config

@@ -18,7 +18,7 @@ import tifffile
 import torch
 
 from stoker.cli import main
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import ArrayVolume, whole
 from stoker.tasks.volumes.predict import output as volume_output

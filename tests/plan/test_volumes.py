@@ -15,8 +15,8 @@ from stoker.plan.guard import refuse_what_cannot_fit
 from stoker.plan.tracing import trace_forward, trace_step
 from stoker.plan.volumes import volume_findings
 from stoker.profile.host import Machine
+from stoker.tasks.demo import write_scrolls
 from stoker.tasks.images.data import DataFacts
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
 from stoker.tasks.volumes.planning import mean_read_bytes, row_bytes, traceable_step, volume_facts
 from tests.conftest import Run
 

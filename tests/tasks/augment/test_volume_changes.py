@@ -23,7 +23,7 @@ from stoker.tasks.volumes.augment.pipeline import (
     transform_range,
 )
 from stoker.tasks.volumes.augment.resampling import draw_deformation
-from stoker.tasks.volumes.patches.transforms import MOST_DISPLACED, Transform, TransformRange
+from stoker.tasks.volumes.patches.patches import MOST_DISPLACED, Transform, TransformRange
 from tests.support.operators import counted
 from tests.tasks.augment.patches import PATCH, batch_of, drawn, keys_for, part_of, same
 

@@ -17,15 +17,14 @@ from stoker.tasks.building import optimizer_for
 from stoker.tasks.volumes.augment.pipeline import memory_format_of, transform_range
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.cases.survey import image_dtype
-from stoker.tasks.volumes.data import label_rules, list_cases, survey_cases
+from stoker.tasks.volumes.data import label_rules, list_cases, reading_options, survey_cases
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import Shape
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.tasks.volumes.networks import build_volume_model
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import RowLayout
-from stoker.tasks.volumes.patches.transforms import draw_transforms
-from stoker.tasks.volumes.reading_options import reading_options
+from stoker.tasks.volumes.patches.patches import draw_transforms
 from stoker.train.compute import compute_dtype
 from stoker.train.step import TraceableStep, plain_batch
 

@@ -11,7 +11,7 @@ from stoker.core.units import count
 from stoker.tasks.contact_sheet import Picture, Sheet, SheetRow, SheetSection
 from stoker.tasks.volumes.pictures import ERROR_LEGEND, Cut, plain, with_classes, with_errors
 from stoker.tasks.volumes.scores.surface_dice import ISOTROPIC, Spacing
-from stoker.tasks.volumes.scores.whole import ScoreName, VolumeScores, mean_of
+from stoker.tasks.volumes.scores.whole import ClassScores, ScoreName, VolumeScores, mean_of
 
 MOST_LISTED = 20
 """Volumes in the text; `--json` and `--out` have all."""
@@ -44,12 +44,12 @@ class VolumeEvaluation:
     spacing: Spacing
     threshold: float | None
     post: str
-    """What was done to the masks, as `predict_postprocess` says it."""
+    """What was done to the masks, as in `predict_postprocess`."""
     volumes: tuple[VolumeScores, ...]
     unreadable: tuple[tuple[str, str], ...] = ()
     """Name and reason of each volume that was left out."""
     left: int = 0
-    """Volumes that were not scored yet: the evaluation was interrupted."""
+    """Volumes that have not been scored yet, if the evaluation was interrupted."""
 
     def means(self) -> dict[str, float | None]:
         """The means over the volumes: Dice, IoU and surface Dice in percent, the competition's score from 0 to 1."""
@@ -85,18 +85,19 @@ class VolumeEvaluation:
 
 def _record(one: VolumeScores) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "id": one.id, "dice": _percent(one.dice), "iou": _percent(one.iou), "surface_dice": _percent(one.surface_dice),
+        "id": one.id,
+        **_in_percent(one),
         "labelled": 100 * one.labelled,
-    }  # fmt: skip
+    }
     if len(one.classes) > 1:
-        document["classes"] = [
-            {"class": number, "dice": _percent(of.dice), "iou": _percent(of.iou),
-             "surface_dice": _percent(of.surface_dice)}
-            for number, of in enumerate(one.classes, 1)
-        ]  # fmt: skip
+        document["classes"] = [{"class": number, **_in_percent(of)} for number, of in enumerate(one.classes, 1)]
     if one.competition is not None:
         document["competition"] = one.competition.as_dict()
     return document
+
+
+def _in_percent(one: VolumeScores | ClassScores) -> dict[str, float | None]:
+    return {"dice": _percent(one.dice), "iou": _percent(one.iou), "surface_dice": _percent(one.surface_dice)}
 
 
 def evaluation_text(found: VolumeEvaluation, title: str) -> str:

@@ -221,7 +221,7 @@ class TrainedVolumeModel:
     """On the CPU, in evaluation mode, float32."""
     config: HostConfig
     """As it was trained, with the overrides of this command, resolved for this machine. `normalize` says how voxels
-    become inputs: stoker.tasks.volumes.cases.statistics has what it needs."""
+    become inputs: stoker.tasks.volumes.cases.survey has what it needs."""
     rules: LabelRules
     channels: int
     """Images of a case that the network takes together."""

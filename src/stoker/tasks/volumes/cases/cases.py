@@ -93,8 +93,9 @@ def _from_competition(root: Place, part: Part) -> CaseList:
         return CaseList(tuple(Case(name, name, (ref_to(path),), None) for name, path in found.items()))
     images, labels = volumes_in(root / "train_images"), volumes_in(root / "train_labels")
     retired_files: set[str] = set()
-    for folder in root.glob("deprecated_*"):
-        retired_files |= volumes_in(folder).keys()
+    for folder in files_in(root):
+        if folder.name.startswith("deprecated_"):
+            retired_files |= volumes_in(folder).keys()
     cases, retired, lost = [], [], []
     for name, scroll in _rows_of_table(root / "train.csv"):
         if name in images and name in labels:
@@ -147,12 +148,12 @@ def _from_nnunet(root: Place, part: Part) -> CaseList:
     ending = str(meta.get("file_ending", ".nii.gz"))
     images: dict[str, dict[int, Place]] = {}
     folder = root / ("imagesTr" if part == "train" else "imagesTs")
-    for path in _files(folder):
+    for path in files_in(folder):
         found = re.fullmatch(r"(.+)_(\d{4})", path.name.removesuffix(ending)) if path.name.endswith(ending) else None
         if found:
             images.setdefault(found[1], {})[int(found[2])] = path
     wanted = list(range(len(channels)))
-    labels = {path.name: path for path in _files(root / "labelsTr")} if part == "train" else {}
+    labels = {path.name: path for path in files_in(root / "labelsTr")} if part == "train" else {}
     cases, lost = [], []
     for name, files in sorted(images.items()):
         label = labels.get(f"{name}{ending}")
@@ -308,9 +309,9 @@ def _checked(listed: CaseList, place: str) -> CaseList:
             "case-twice",
             f"{place} has {count(len(twice), 'id')} more than once: {some(twice)}",
             why="a case could be in training and in validation at once",
-            hint="give every case an id of its own",
+            hint="give every case a different id",
         )
-    # By the file behind a link: a copy by link in another group would leak into validation.
+    # By the file behind a link: a link to it in another group would leak into validation.
     owners: dict[str, str] = {}
     for case in listed.cases:
         for ref in case.images:
@@ -328,7 +329,7 @@ def _checked(listed: CaseList, place: str) -> CaseList:
 def volumes_in(folder: Place) -> dict[str, Place]:
     """Volumes directly in a folder by their name without suffix; empty if there is no folder."""
     found: dict[str, Place] = {}
-    for path in _files(folder):
+    for path in files_in(folder):
         suffix = suffix_of(path.name)
         if not suffix:
             continue
@@ -343,7 +344,8 @@ def volumes_in(folder: Place) -> dict[str, Place]:
     return found
 
 
-def _files(folder: Place) -> list[Place]:
+def files_in(folder: Place) -> list[Place]:
+    """What is directly in a folder, by name, without what is hidden; nothing if there is no folder."""
     found: list[Place] = []
     try:
         found.extend(folder.iterdir())

@@ -32,14 +32,15 @@ from stoker.tasks.volumes.patches.label_index import build_label_index
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchMaker, PatchPlan, PatchReader, RowLayout
 from stoker.tasks.volumes.patches.patches import (
+    UNCHANGED,
     GridPatches,
     Patches,
     RandomPatches,
     Small,
+    TransformRange,
     check_labelled,
     check_patch_fits,
 )
-from stoker.tasks.volumes.patches.transforms import UNCHANGED, TransformRange
 
 
 @dataclass(frozen=True)

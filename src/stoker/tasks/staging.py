@@ -26,7 +26,7 @@ from stoker.tasks.images.layouts.listing import split_place
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.sample_index import SampleIndex
 from stoker.tasks.images.layouts.splits import list_entries
-from stoker.tasks.volumes.formats.opening import suffix_of
+from stoker.tasks.volumes.formats.opening import VolumeRef, suffix_of
 from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 from stoker.train.ranks import Ranks
 
@@ -56,7 +56,7 @@ class Staging:
         self.filler.make_way(waited)
 
     def settle(self) -> None:
-        """Waits a moment for the last files once training has ended."""
+        """Training has ended; the last files, such as those of its last epoch, may still be on their way."""
         self.filler.settle(SETTLING_S)
 
     def close(self) -> None:
@@ -116,10 +116,9 @@ def stage_volumes(
             raise _cannot(
                 config, f"{redact_text(ref.location)} is outside of it", "the copy has the files of data_root"
             )
-        if suffix_of(ref.location) in ("", ".zarr") or (ref.packed is not None and ref.packed.kind == "zarr"):
-            raise _cannot(config, f"{shown(path)} is a Zarr array", "another library reads its chunks")
-        size, _, version = ref.version.partition(" ")
-        expected[path] = FileVersion(int(size), version) if size else FileVersion(*source.about(path))
+        if _is_zarr(ref):
+            raise _cannot(config, f"{shown(path)} is a Zarr array", "its chunks are read by a library of their own")
+        expected[path] = _expected(ref, source, path)
     place = CopyPlace(place.folder, place.source, expected)
     beside = _beside(root, [], place, [], source)
     order = Files(VolumeFiles(train, place), None if val is None else VolumeFiles(val, place), beside, _share(ranks), 0)
@@ -163,6 +162,17 @@ def _shards(index: SampleIndex, source: SourceStore, below: str) -> Mapping[str,
         }
     except ReadFailure as failure:
         raise UserError("shard-missing", str(failure), why="the index lists it", hint="copy the shards again") from None
+
+
+def _expected(ref: VolumeRef, source: SourceStore, path: str) -> FileVersion:
+    if ref.version:
+        size, _, version = ref.version.partition(" ")
+        return FileVersion(int(size), version)
+    return FileVersion(*source.about(path))
+
+
+def _is_zarr(ref: VolumeRef) -> bool:
+    return suffix_of(ref.location) in ("", ".zarr") or (ref.packed is not None and ref.packed.kind == "zarr")
 
 
 def _beside(

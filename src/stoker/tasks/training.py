@@ -75,7 +75,7 @@ def train_here(job: TrainJob, ranks: Ranks, progress: TrainProgress | None, stac
     `progress` is that of the first rank, which writes and speaks for all. `stack` closes what was opened.
     """
     config, folder, task = job.config, job.folder, task_for(job.config)
-    say: Say = (lambda _text: None) if progress is None else progress.say
+    say = _say_nothing if progress is None else progress.say
     device, machine = _settle(job, ranks, say)
     with progress_bar("listing", None) as advance:
         data = task.open_data(config, say, advance)
@@ -313,3 +313,7 @@ def _summary(run: Run, folder: RunFolder) -> Summary:
         "best_checkpoint": None if best is None else str(best),
         "checkpoints": str(folder.checkpoints) if kept else None,
     }
+
+
+def _say_nothing(_text: str) -> None:
+    """For ranks that print nothing."""

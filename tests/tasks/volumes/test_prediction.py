@@ -20,7 +20,7 @@ from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape
 from stoker.tasks.volumes.patches.patch_collate import PatchMaker, PatchReader
 from stoker.tasks.volumes.patches.plans import PatchRule, plan_validation
-from stoker.tasks.volumes.predict.prediction import (
+from stoker.tasks.volumes.predict.segmenter import (
     CarriedInMemory,
     Segmenter,
     decided,

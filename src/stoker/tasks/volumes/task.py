@@ -52,14 +52,14 @@ class Segment3d(Task):
 
     pack_variants = at(f"{_HERE}.pack.cases_packing:VolumeVariants")
 
-    evaluate = at(f"{_HERE}.evaluation:evaluate")
-    score_masks = at(f"{_HERE}.evaluation:score_masks")
+    evaluate = at(f"{_HERE}.volume_evaluation:evaluate")
+    score_masks = at(f"{_HERE}.volume_evaluation:score_masks")
     predict = at(f"{_HERE}.predict.predict_folder:predict")
-    export = at(f"{_HERE}.exporting:export")
+    export = at(f"{_HERE}.volume_export:export")
     pack = at(f"{_HERE}.pack.cases_packing:pack")
-    preview = at(f"{_HERE}.preview_sheet:preview")
+    preview = at(f"{_HERE}.volume_preview:preview")
     traceable_step = at(f"{_HERE}.planning:step_for")
 
-    step_input = at(f"{_HERE}.verify:step_input")
-    checks = at(f"{_HERE}.verify:checks")
+    step_input = at(f"{_HERE}.volume_checks:step_input")
+    checks = at(f"{_HERE}.volume_checks:checks")
     epoch_length = at(f"{_HERE}.data:epoch_length")

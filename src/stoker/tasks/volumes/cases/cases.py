@@ -68,7 +68,7 @@ def open_cases(root: str | Path, part: Part = "train") -> CaseList:
     if place.suffix.lower() in (".yaml", ".yml") and not place.is_dir():
         listed = _from_list(place)
     elif not place.is_dir():
-        raise UserError("data-not-found", f"{place} does not exist or is no folder", hint="data_root=FOLDER")
+        raise UserError("data-not-found", f"{place} does not exist or is not a folder", hint="data_root=FOLDER")
     elif (place / PACK_INDEX).is_file():
         listed = _from_pack(place, part)
     elif (place / "dataset.json").is_file():
@@ -278,7 +278,7 @@ def _refuse_unknown(path: Place, what: str, entry: Mapping[Any, Any], known: tup
 def _ref(path: Place, location: Any, level: int, gone: list[str]) -> VolumeRef:
     """The volume that a list names; one that is not there is added to `gone`."""
     if not isinstance(location, str) or not location:
-        raise UserError("bad-case", f"{path}: {location!r} is no path", hint="- {image: a.tif, label: b.tif}")
+        raise UserError("bad-case", f"{path}: {location!r} is not a path", hint="- {image: a.tif, label: b.tif}")
     location = local_path(location)
     if is_url(location):
         # Existence is not checked: a bucket may be readable without being listable.
@@ -327,7 +327,7 @@ def _checked(listed: CaseList, place: str) -> CaseList:
 
 
 def volumes_in(folder: Place) -> dict[str, Place]:
-    """Volumes directly in a folder by their name without suffix; empty if there is no folder."""
+    """The volumes directly in a folder, by their name without suffix; empty if there is no such folder."""
     found: dict[str, Place] = {}
     for path in files_in(folder):
         suffix = suffix_of(path.name)
@@ -345,7 +345,7 @@ def volumes_in(folder: Place) -> dict[str, Place]:
 
 
 def files_in(folder: Place) -> list[Place]:
-    """What is directly in a folder, by name, without what is hidden; nothing if there is no folder."""
+    """What is directly in a folder, sorted by name, without hidden names; empty if there is no such folder."""
     found: list[Place] = []
     try:
         found.extend(folder.iterdir())

@@ -24,6 +24,7 @@ from stoker.tasks.volumes.formats.volume import (
     Region,
     Shape,
     Volume,
+    VolumeView,
     Voxels,
     check_extent,
     decoded_cache,
@@ -122,35 +123,17 @@ class RangedVolume:
 
 
 @dataclass(frozen=True)
-class TurnedVolume:
+class TurnedVolume(VolumeView):
     """A volume stored with its axes in the order x, y, z, as Fortran does."""
-
-    stored: Volume
-
-    @property
-    def name(self) -> str:
-        return self.stored.name
 
     @property
     def shape(self) -> Shape:
-        x, y, z = self.stored.shape
+        x, y, z = self.volume.shape
         return z, y, x
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.stored.dtype
-
-    @property
-    def identity(self) -> str:
-        return self.stored.identity
-
-    @property
-    def affine(self) -> NDArray[np.float64] | None:
-        return self.stored.affine
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
         (z, y, x), (z_end, y_end, x_end) = region
-        found = self.stored.read(Region((x, y, z), (x_end, y_end, z_end))).transpose(2, 1, 0)
+        found = self.volume.read(Region((x, y, z), (x_end, y_end, z_end))).transpose(2, 1, 0)
         if out is None:
             return found
         out[...] = found

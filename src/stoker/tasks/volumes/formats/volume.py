@@ -163,19 +163,14 @@ class ArrayVolume:
 
 
 @dataclass(frozen=True)
-class CroppedVolume:
-    """A box of a volume as a separate volume: nothing outside the box can be read through it."""
+class VolumeView:
+    """Another view of a volume, with the name, type and affine of that."""
 
     volume: Volume
-    box: Region
 
     @property
     def name(self) -> str:
         return self.volume.name
-
-    @property
-    def shape(self) -> Shape:
-        return self.box.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -183,11 +178,26 @@ class CroppedVolume:
 
     @property
     def identity(self) -> str:
-        return f"{self.volume.identity} {tuple(self.box)}"
+        return self.volume.identity
 
     @property
     def affine(self) -> NDArray[np.float64] | None:
         return self.volume.affine
+
+
+@dataclass(frozen=True)
+class CroppedVolume(VolumeView):
+    """A box of a volume as a separate volume: nothing outside the box can be read through it."""
+
+    box: Region
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape
+
+    @property
+    def identity(self) -> str:
+        return f"{self.volume.identity} {tuple(self.box)}"
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
         assert region.within(self.shape) == region, "a region outside the box"

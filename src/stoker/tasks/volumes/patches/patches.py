@@ -1,6 +1,6 @@
 """Which patch is at a position of an epoch: a pure function of (seed, epoch, position), with no generator's state.
 
-Training: cases take turns, in an order drawn anew for every turn; a labelled voxel of the case is drawn, and the patch
+Training: cases take turns, in a new random order for every turn; a labelled voxel of the case is drawn, and the patch
 is centred on it, as far as the volume's border allows. Validation: a grid over every case that leaves nothing out.
 
 How a patch lies in its volume is drawn before anything is read, so that only the region it needs is read. Without
@@ -408,7 +408,7 @@ def check_patch_fits(patch: Shape, shapes: Sequence[Shape], names: Sequence[str]
             why=f"an axis of length {min(shape)} looks like colours or channels; a volume has the axes z, y, x"
             if is_colour
             else "what lies outside a volume would be padding, which teaches nothing",
-            hint="save each channel as a volume of its own, and list them as the images of a case"
+            hint="save each channel as a separate volume, and list them as the images of a case"
             if is_colour
             else f"a patch of at most {sizes_text(fits)}, or small_volumes=pad",
         )

@@ -20,7 +20,7 @@ from stoker.run.lease import Lease, LeaseHeld
 from stoker.tasks.volumes.formats.volume import Shape, Volume
 from stoker.tasks.volumes.predict.output import FileFormat, disk_errors, is_begun
 from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain
-from stoker.tasks.volumes.predict.prediction import Scale
+from stoker.tasks.volumes.predict.segmenter import Scale
 from stoker.tasks.volumes.predict.windows import PredictionSize, SlidingWindow
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 

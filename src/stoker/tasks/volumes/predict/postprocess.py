@@ -275,7 +275,7 @@ def _close(source: Planes, target: Planes, radius: int, slab_voxels: int) -> Non
 
 
 def _dilated(mask: NDArray[np.bool_], ball: Sequence[tuple[int, ...]]) -> NDArray[np.bool_]:
-    """Every voxel that has a set one within the ball; beyond the array there is none."""
+    """Every voxel with a set voxel within the ball; beyond the array none are set."""
     grown = np.zeros_like(mask)
     for offset in ball:
         here = tuple(slice(max(0, -step), size - max(0, step)) for step, size in zip(offset, mask.shape, strict=True))

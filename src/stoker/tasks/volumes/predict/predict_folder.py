@@ -48,7 +48,7 @@ from stoker.tasks.volumes.predict.output import (
     write_volume,
 )
 from stoker.tasks.volumes.predict.postprocess import apply_step, parse_chain, working_bytes
-from stoker.tasks.volumes.predict.prediction import (
+from stoker.tasks.volumes.predict.segmenter import (
     Scale,
     Segmenter,
     check_channels,

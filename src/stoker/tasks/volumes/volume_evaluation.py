@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 from typing import Any, Literal
@@ -33,14 +33,14 @@ from stoker.tasks.volumes.formats.volume import ArrayVolume, Volume, whole
 from stoker.tasks.volumes.pack.index import INDEX as PACK_INDEX
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.pictures import worst_cuts
-from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain, parse_chain, post_processed
-from stoker.tasks.volumes.predict.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.postprocess import check_chain, parse_chain, post_processed
+from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
 from stoker.tasks.volumes.predict.windows import SlidingWindow
-from stoker.tasks.volumes.results import Judged, VolumeEvaluation, evaluation_text, sheet_of
 from stoker.tasks.volumes.scores.surface_dice import Spacing
 from stoker.tasks.volumes.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
 from stoker.tasks.volumes.scores.whole import ScoreName, score_volume
 from stoker.tasks.volumes.segment import open_trained
+from stoker.tasks.volumes.volume_results import Judged, ScoreOptions, VolumeEvaluation, evaluation_text, sheet_of
 
 COMPETITION_IGNORE = 2
 MEMORY_SHARE = 0.8
@@ -50,22 +50,6 @@ SCORES_FILE, SHEET_FILE = "scores.json", "worst.png"
 REPORTED, REPORTED_SIDE, REPORTED_BYTES = 4, 180, 1_000_000
 LARGEST_SIDE = 320
 """Side of a picture on the sheet: a volume of the competition is drawn voxel by voxel."""
-
-
-@dataclass(frozen=True)
-class ScoreOptions:
-    """How volumes are scored."""
-
-    score: ScoreName
-    tolerance: float
-    spacing: Spacing
-    """Spacing of the voxels, in the tolerance's unit."""
-    threshold: float | None
-    """Probability above which a voxel is of class 1; None for the most probable class."""
-    post: tuple[PostStep, ...]
-    """What is done to a mask before it is scored."""
-    pictures: int
-    """Number of volumes, the worst ones, of which planes are kept."""
 
 
 def _scoring(config: Config, score: ScoreName, spacing: Spacing, pictures: int) -> ScoreOptions:
@@ -90,20 +74,11 @@ class Chosen:
 
 
 class _Judge:
-    """Scores volumes, sorts them, and keeps planes of the worst. The scores are written after every volume: an
-    evaluation can take a night, and Ctrl-C must not lose it."""
+    """Scores volumes, `about.left` in all, sorts them, and keeps planes of the worst. The scores are written after
+    every volume: an evaluation can take a night, and Ctrl-C must not lose it."""
 
-    def __init__(
-        self,
-        scoring: ScoreOptions,
-        source: dict[str, Any],
-        place: str,
-        total: int,
-        title: str,
-        out: Path | None,
-        run: RunFolder | None = None,
-    ) -> None:
-        self._scoring, self._source, self._place, self._total = scoring, source, place, total
+    def __init__(self, about: VolumeEvaluation, title: str, out: Path | None, run: RunFolder | None = None) -> None:
+        self._about, self._scoring, self._total = about, about.scoring, about.left
         self._title, self._out, self._run = title, out, run
         self._judged: list[Judged] = []
         self._unreadable: list[tuple[str, str]] = []
@@ -169,13 +144,12 @@ class _Judge:
         return Answer(evaluation_text(found, self._title), found.as_dict(), complete)
 
     def _evaluation(self) -> VolumeEvaluation:
-        return VolumeEvaluation(
-            source=self._source, place=self._place, score=self._scoring.score, tolerance=self._scoring.tolerance,
-            spacing=self._scoring.spacing, threshold=self._scoring.threshold,
-            post=",".join(map(str, self._scoring.post)),
-            volumes=tuple(one.scores for one in self._judged), unreadable=tuple(self._unreadable),
+        return replace(
+            self._about,
+            volumes=tuple(one.scores for one in self._judged),
+            unreadable=tuple(self._unreadable),
             left=self._total - len(self._judged) - len(self._unreadable),
-        )  # fmt: skip
+        )
 
     def _processes(self, shape: Sequence[int]) -> int:
         """How many octants are matched at once: as many as there are cores, and as fit into memory."""
@@ -241,7 +215,8 @@ def evaluate(
     keys = {text.partition("=")[0] for text in settings}
     is_own = split == "val" and len(trained) == 1 and keys <= PredictionKeys.model_fields.keys() | {"surface_tolerance"}
     run = run_of(first.path) if is_own else None
-    judge = _Judge(scoring, source, str(config.data_root), len(chosen.cases), title, out, run)
+    about = VolumeEvaluation(source, str(config.data_root), scoring, left=len(chosen.cases))
+    judge = _Judge(about, title, out, run)
     sliding = SlidingWindow(config.predict_overlap, config.predict_flips)
     for number, case in enumerate(chosen.cases):
         try:
@@ -378,7 +353,7 @@ def score_masks(
         ignore = COMPETITION_IGNORE
     volumes = OpenVolumes()
     name = str(predictions)
-    judge = _Judge(scoring, {"predictions": name}, str(labels), len(pairs), name, out)
+    judge = _Judge(VolumeEvaluation({"predictions": name}, str(labels), scoring, left=len(pairs)), name, out)
     for pair in pairs:
         try:
             label = volumes.get(pair.label)

@@ -17,7 +17,7 @@ from stoker.tasks.export_formats import CPU, Exportable
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import Shape, Volume, box_at, read_padded
-from stoker.tasks.volumes.predict.prediction import Segmenter, measured, segmenter_of
+from stoker.tasks.volumes.predict.segmenter import Segmenter, measured, segmenter_of
 from stoker.tasks.volumes.segment import TrainedVolumeModel, open_trained
 
 

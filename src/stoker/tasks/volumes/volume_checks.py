@@ -73,7 +73,7 @@ def check_labelled(subject: Subject) -> Finding:
         )
     if data.rules.classes > 1 and counts[1:].sum() < LEAST_FOREGROUND * labelled:
         return failed(
-            f"{seen}; hardly anything but background", "check that the labels are those of these images", **facts
+            f"{seen}; almost everything is background", "check that the labels are those of these images", **facts
         )
     return passed(seen, **facts)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stoker.core.console import Say
-from stoker.io.storage_speed import measure_local_disk, measure_storage
+from stoker.io.storage_speed import measure_local_disk
 from stoker.io.stores import is_url
 from stoker.profile.accelerators import device_busy_share, measure_transfer
 from stoker.profile.clock_file import HEADER, clock_header, interval_record
@@ -24,7 +24,7 @@ from stoker.profile.host import HostConfig, allowed_cores
 from stoker.profile.local_disk import find_local_disk
 from stoker.profile.step_clock import StepClock
 from stoker.tasks.base import task_for
-from stoker.tasks.images.data import open_samples
+from stoker.tasks.images.data import measure_storage_of, open_samples
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.train.loop import Run, pending, train
 from stoker.train.observer import Silence, loader_shape, run_header
@@ -182,7 +182,7 @@ def storage_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str
     samples = open_samples(config, "train")
     missing: list[str] = []
     store = open_sample_store(samples.index, max_object_bytes=config.max_image_bytes)
-    facts = measure_storage(store, samples, (1 - LOCAL_SHARE) * job["seconds"], missing.append)
+    facts = measure_storage_of(samples, store, (1 - LOCAL_SHARE) * job["seconds"], missing.append)
     if facts.remote and facts.bytes_per_sample:
         disk = find_local_disk()
         folder = config.cache_dir if disk is None else config.cache_dir or disk.folder

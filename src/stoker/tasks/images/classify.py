@@ -17,7 +17,6 @@ from stoker.config import Config, config_values
 from stoker.core.console import Advance, Say
 from stoker.core.errors import UserError
 from stoker.core.files import write_text
-from stoker.io.storage_speed import describe_storage
 from stoker.loader.batch import ImageBatch
 from stoker.loader.collate import BatchPlan
 from stoker.loader.loader import Follow, ImageLoader
@@ -49,6 +48,7 @@ from stoker.tasks.images.data import (
     choose_decoding,
     chosen_record,
     contents_of_samples,
+    describe_storage,
     listing_of_samples,
     measure_speed,
     open_loader,

@@ -17,11 +17,13 @@ from stoker.core.console import Advance, Say
 from stoker.core.errors import StokerError, UserError
 from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace, cache_place
-from stoker.io.stores import ReadFailure, StoreDown, is_url
+from stoker.io.storage_speed import measure_storage, storage_at
+from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
 from stoker.loader.collate import BatchPlan
 from stoker.loader.loader import Follow, ImageLoader
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader, repeated
 from stoker.loader.sampler import Order, Steps
+from stoker.profile.observed import StorageFacts
 from stoker.tasks.building import loader_options, no_data
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
 from stoker.tasks.images.decode.crops import CentreCrop, CropRange, RandomCrop, View
@@ -29,6 +31,7 @@ from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.decode.resizing import Interpolation
 from stoker.tasks.images.layouts.layouts import open_list
 from stoker.tasks.images.layouts.opening import open_index
+from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples
 from stoker.tasks.images.layouts.splits import find_split
@@ -313,6 +316,32 @@ def measure_speed(
     endless = config.model_copy(update={"steps_per_epoch": None, "limit_train_batches": None})
     plan = training_plan(endless, repeated(samples, wanted), decoding)
     return measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
+
+
+def describe_storage(samples: SampleSet) -> StorageFacts:
+    """What is known about the source without reading from it."""
+    index = samples.index
+    sizes = index.sizes
+    total = None if sizes is None else int(sizes.sum() if samples.chosen is None else sizes[samples.chosen].sum())
+    known = StorageFacts(
+        dataset_bytes=total,
+        bytes_per_sample=None if total is None or not len(samples) else total / len(samples),
+        packed=index.shard_of is not None,
+        root=redact_text(index.root),
+    )
+    return storage_at(index.root, known)
+
+
+def measure_storage_of(
+    samples: SampleSet, store: Store, seconds: float, missing: Say = lambda _text: None
+) -> StorageFacts:
+    """The same, and how fast the source is, from reading some of the samples for about `seconds`; reports to `missing`
+    what could not be measured."""
+    facts = describe_storage(samples)
+    if samples.index.facts.get("layout") == PARQUET:
+        missing("the storage's speed: images in parquet files cannot be read alone")
+        return facts
+    return measure_storage(store, samples, facts, seconds, missing)
 
 
 def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:

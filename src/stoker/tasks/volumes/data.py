@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 import xxhash
@@ -16,7 +15,7 @@ from stoker.config import Config
 from stoker.core.console import Advance, Say, some
 from stoker.core.errors import ConfigError, UserError
 from stoker.core.units import count
-from stoker.io.storage_speed import mount_of
+from stoker.io.storage_speed import storage_at
 from stoker.io.stores import is_url
 from stoker.loader.loader import Follow
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader
@@ -79,10 +78,7 @@ class VolumeData:
             bytes_per_sample=float(replace(self.train.layout, most_voxels=int(np.prod(patch))).row_bytes),
             packed=False,
         )
-        if is_url(places[0]):
-            return replace(known, remote=True, kind=urlsplit(places[0]).scheme)
-        mount = mount_of(places[0])
-        return known if mount is None else replace(known, remote=mount.remote, kind=mount.kind)
+        return storage_at(places[0], known)
 
     def names(self, cases: Sequence[int]) -> list[str]:
         """The ids of training cases, from their numbers in the plan."""

@@ -58,11 +58,12 @@ from stoker.tasks.images.data import (
 )
 from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.decode.decoding import Decoding
+from stoker.tasks.images.image_staging import stage_images
 from stoker.tasks.images.label_alarm import LabelWatch
 from stoker.tasks.images.layouts.opening import check_same_classes
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.images.models import build_model, count_parameters, facts_about, with_sync_batchnorm
-from stoker.tasks.staging import Staging, stage_images
+from stoker.tasks.staging import Staging
 from stoker.train.checkpoint.data_changes import Contents, Listings
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.checkpoint.sources import open_source

@@ -28,7 +28,7 @@ from stoker.tasks.building import (
 )
 from stoker.tasks.images.augment.copies import Copy
 from stoker.tasks.images.models import count_parameters, with_sync_batchnorm
-from stoker.tasks.staging import Staging, stage_volumes
+from stoker.tasks.staging import Staging
 from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare, build_volume_augment, build_volume_eval
 from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan, validation_plan
 from stoker.tasks.volumes.losses import build_volume_loss
@@ -37,6 +37,7 @@ from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.patches.plans import PatchLoader
 from stoker.tasks.volumes.scores.counts import VolumeCounts
+from stoker.tasks.volumes.volume_staging import stage_volumes
 from stoker.train.checkpoint.restore import open_state
 from stoker.train.checkpoint.sources import open_source
 from stoker.train.checkpoint.weights import load_weights

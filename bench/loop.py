@@ -25,7 +25,6 @@ from torch.nn import functional
 
 from bench.rounds import Spread, keep
 from stoker.config import Config, load_config
-from stoker.loader.batch import ImageBatch
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile
@@ -33,6 +32,7 @@ from stoker.run.trackers import trackers_for
 from stoker.tasks.demo import write_digits
 from stoker.tasks.images.augment.mixing import soft_targets
 from stoker.tasks.images.classify import build_run, open_data
+from stoker.tasks.images.image_loader import ImageBatch
 from stoker.train.loop import Loader, Run, train
 from stoker.train.observer import RunObserver
 from stoker.train.progress_line import TrainLog, TrainProgress
@@ -116,7 +116,8 @@ def synthetic(config: Config, count: int) -> tuple[list[ImageBatch], list[Prepar
         images = torch.randn(size, 3, config.img_size, config.img_size).to(memory_format=torch.channels_last)
         targets = soft_targets(torch.from_numpy(labels), CLASSES, config.label_smoothing)
         keys, flips = np.zeros(size, np.uint64), np.zeros(size, np.bool_)
-        batches.append(ImageBatch(images, labels, whole, flips, keys, 0, step, (step + 1) * size))
+        place: Any = {"epoch": 0, "step": step, "next_position": (step + 1) * size}
+        batches.append(ImageBatch(labels, whole, flips, images=images, keys=keys, **place))
         prepared.append(Prepared(images, targets, torch.from_numpy(labels), mixed=False))
     return batches, prepared
 

@@ -47,10 +47,6 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 
 NOT_YET = {
-    "loader/collate.py",
-    "loader/loader.py",
-    "loader/loader_memory.py",
-    "loader/loader_speed.py",
     "train/checkpoint/restore.py",
     "train/checkpoint/sources.py",
     "train/evaluate.py",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stoker.loader.collate import LoaderSetup
-from stoker.loader.loader import ImageLoader
 from stoker.loader.worker_pool import Crew
+from stoker.tasks.images.image_loader import ImageLoader
 from tests.loader.test_loader import SAMPLES, entries, ledger, loader_for, make_images
 from tests.support.proxy import Proxy, hold_until_in_flight
 from tests.support.s3_server import S3Server

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from stoker.config import load_config
-from stoker.loader.batch import ImageBatch
 from stoker.loader.buffers import BufferPool, PageLock, SharedSlots
-from stoker.loader.loader import ImageLoader
 from stoker.profile.host import Machine, fit_to_machine
 from stoker.tasks.images.classify import _Loaders, open_data
 from stoker.tasks.images.data import ALONE, choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.image_loader import ImageBatch, ImageLoader
 from tests.support.recording_cudart import RecordingCudart
 from tests.support.tiny_training import write_images
 from tests.support.waiting import DEADLINE_S

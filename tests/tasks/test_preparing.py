@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from stoker.config import Config, load_config
-from stoker.loader.batch import ImageBatch
 from stoker.profile.host import HostConfig
 from stoker.tasks.building import input_dtype
 from stoker.tasks.images.classify import build_run, open_data, traceable_step
+from stoker.tasks.images.image_loader import ImageBatch
 from stoker.tasks.images.prediction import classifier_of
 from stoker.train.checkpoint.restore import Restored
 from stoker.train.loop import Run

@@ -64,6 +64,10 @@ class Steps:
         left = max(0, self.samples - start)
         return left // self.total_batch if self.drop_last else -(-left // self.total_batch)
 
+    def next_position(self, step: int, start: int = 0) -> int:
+        """The position at which a run resumes after a step, counted from `start`."""
+        return min(start + (step + 1) * self.batch_size * self.world, self.samples)
+
     def positions(self, step: int, start: int = 0) -> Positions:
         """This rank's positions in a step, counted from `start`; the last step may have fewer, or none."""
         first = start + step * self.total_batch

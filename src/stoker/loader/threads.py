@@ -18,7 +18,8 @@ from stoker.core.console import Say
 from stoker.io import outage
 from stoker.io.prefetch import HeldBack
 from stoker.loader.buffers import BufferPool
-from stoker.loader.collate import Announcer, LoaderSetup, Made, Maker, beyond_flight
+from stoker.loader.collate import Announcer, LoaderSetup, Made, Maker
+from stoker.loader.loader_memory import beyond_flight
 from stoker.loader.worker_pool import Crew
 
 

@@ -9,8 +9,7 @@ import resource
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stoker.loader.collate import batches_held
-from stoker.loader.loader_memory import STATED, LoaderMemory
+from stoker.loader.loader_memory import STATED, LoaderMemory, batches_held
 from stoker.plan.records import Budget, RamBudget
 
 CHANNELS = 3

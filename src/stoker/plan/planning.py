@@ -18,7 +18,7 @@ from stoker.core.console import Advance, progress_bar, say_notes
 from stoker.core.errors import StokerError, UsageError
 from stoker.core.files import write_text
 from stoker.io.cache import copied_bytes
-from stoker.loader.loader_memory import STATED, measure_loader_memory
+from stoker.loader.loader_memory import STATED
 from stoker.plan.break_even import ANY_DISK, Room
 from stoker.plan.budget import Hardware, MeasuredHere, PlannedRun, StepNeeds, check_counts, make_plan, trace_needs
 from stoker.plan.records import Plan
@@ -35,6 +35,7 @@ from stoker.run.folder import run_folder_for
 from stoker.tasks.building import trial_run
 from stoker.tasks.images import classify
 from stoker.tasks.images.data import DataFacts, choose_decoding, data_facts, measure_speed, open_samples
+from stoker.tasks.images.memory_trial import measure_loader_memory
 from stoker.tasks.volumes import data as volume_data
 from stoker.tasks.volumes import planning as segment_plan
 from stoker.tasks.volumes.planning import VolumeFacts, mean_read_bytes, volume_facts

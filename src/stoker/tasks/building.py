@@ -196,7 +196,7 @@ def loader_options(
         worker_start=config.worker_start,
         lookahead=config.lookahead,
         copy=copy or cache_place(config.cache_dir, config.cache_size),
-        max_image_bytes=config.max_image_bytes,
+        max_object_bytes=config.max_image_bytes,
         max_bad_fraction=config.max_bad_fraction,
         quarantine_file=quarantine_file,
     )

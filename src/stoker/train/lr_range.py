@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from stoker.core.console import Advance
 
 if TYPE_CHECKING:
-    from stoker.loader.batch import ImageBatch
-    from stoker.train.loop import Run
+    from stoker.train.loop import Batch, Run
 
 Curve = NDArray[np.float64]
 
@@ -182,7 +181,7 @@ class _State:
 def _sweep(
     run: Run,
     lrs: Sequence[float],
-    groups: Iterator[tuple[int, list[ImageBatch]]],
+    groups: Iterator[tuple[int, list[Batch]]],
     done: int,
     advance: Callable[[int], None],
 ) -> tuple[list[float | None], float | None]:
@@ -211,7 +210,7 @@ def _advance(progress: Advance, total: int, done: int) -> None:
     progress(done, total)
 
 
-def _groups(run: Run, first: int) -> Iterator[tuple[int, list[ImageBatch]]]:
+def _groups(run: Run, first: int) -> Iterator[tuple[int, list[Batch]]]:
     """The batches of each update, over as many epochs as needed, in the image size of the first."""
     loader = run.input.train_loader(first)
     for epoch in count(first):

@@ -17,9 +17,7 @@ from stoker.config import Config, config_values
 from stoker.core.console import Advance, Say
 from stoker.core.errors import UserError
 from stoker.core.files import write_text
-from stoker.loader.batch import ImageBatch
-from stoker.loader.collate import BatchPlan
-from stoker.loader.loader import Follow, ImageLoader
+from stoker.loader.loader import Follow
 from stoker.loader.loader_speed import LoaderSpeed
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
@@ -58,6 +56,7 @@ from stoker.tasks.images.data import (
 )
 from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.decode.decoding import Decoding
+from stoker.tasks.images.image_loader import BatchPlan, ImageBatch, ImageLoader
 from stoker.tasks.images.image_staging import stage_images
 from stoker.tasks.images.label_alarm import LabelWatch
 from stoker.tasks.images.layouts.opening import check_same_classes

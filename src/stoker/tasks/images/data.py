@@ -19,9 +19,8 @@ from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.io.storage_speed import measure_storage, storage_at
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
-from stoker.loader.collate import BatchPlan
-from stoker.loader.loader import Follow, ImageLoader
-from stoker.loader.loader_speed import LoaderSpeed, measure_loader, repeated
+from stoker.loader.loader import Follow
+from stoker.loader.loader_speed import LoaderSpeed, measure_loader
 from stoker.loader.sampler import Order, Steps
 from stoker.profile.observed import StorageFacts
 from stoker.tasks.building import loader_options, no_data
@@ -29,11 +28,12 @@ from stoker.tasks.images.decode.calibration import CalibrationResult, choose_dec
 from stoker.tasks.images.decode.crops import CentreCrop, CropRange, RandomCrop, View
 from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.decode.resizing import Interpolation
+from stoker.tasks.images.image_loader import BatchPlan, ImageLoader
 from stoker.tasks.images.layouts.layouts import open_list
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
-from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples
+from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples, repeated
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.layouts.subset import Subset, choose_subset, split_samples, subset_record
 from stoker.train.checkpoint.data_changes import Listing, looked_at

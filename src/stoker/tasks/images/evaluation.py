@@ -18,8 +18,8 @@ from stoker.core.errors import ConfigError, UsageError, UserError, did_you_mean
 from stoker.core.files import read_json
 from stoker.core.units import count
 from stoker.io.stores import is_url
-from stoker.loader.loader import ImageLoader
 from stoker.tasks.images.data import Split, choose_decoding, open_loader, open_split, validation_plan
+from stoker.tasks.images.image_loader import ImageLoader
 from stoker.tasks.images.layouts.listing import split_place
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.layouts.splits import find_split

@@ -15,11 +15,11 @@ from stoker.io.filling import WantedFile
 from stoker.io.prefetch import FIRST_ESTIMATE_BYTES
 from stoker.io.stores import ReadFailure, SourceStore, open_store
 from stoker.io.subset_file import keep_subset
-from stoker.loader.collate import BatchPlan
 from stoker.loader.fill_order import Indices, pieces
 from stoker.loader.loader import DEFAULT_PREFETCH
 from stoker.profile.host import HostConfig
 from stoker.tasks.images.data import chosen_record
+from stoker.tasks.images.image_loader import BatchPlan
 from stoker.tasks.images.layouts.listing import split_place
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.sample_index import SampleIndex

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from stoker.config import Config
 from stoker.core.redact import redact_text
-from stoker.loader.batch import ImageBatch
-from stoker.loader.collate import BatchPlan
 from stoker.loader.sampler import excerpt
 from stoker.profile.host import HostConfig
 from stoker.tasks.contact_sheet import COLUMNS, LARGEST_SIDE, Picture, Sheet, SheetRow, SheetSection, shown_side
@@ -45,6 +43,7 @@ from stoker.tasks.images.data import (
     validation_plan,
     validation_view,
 )
+from stoker.tasks.images.image_loader import BatchPlan, ImageBatch
 from stoker.tasks.images.layouts.imagenet import spoken
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.preview import InputRange, Preview, not_shown, range_of, range_text

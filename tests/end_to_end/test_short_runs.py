@@ -108,7 +108,7 @@ def test_limited_validation_takes_the_same_images_of_all_classes_on_any_number_o
         sized = config.model_copy(update={"val_batch_size": batch})
         plans = [validation_plan(sized, data.val, data.decoding, Ranks(rank=r, world=world)) for r in range(world)]
         steps = [(plan, step) for plan in plans for step in range(plan.steps.count())]
-        members = [plan.order.at(0, plan.steps.positions(step))[0] for plan, step in steps]
+        members = [plan.sampler.at(0, plan.steps.positions(step))[0] for plan, step in steps]
         chosen.append(set(np.concatenate(members).tolist()))
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == 8

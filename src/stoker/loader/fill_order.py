@@ -46,7 +46,7 @@ class SplitFiles(Protocol):
 
     @property
     def positions(self) -> int:
-        """How many positions the order has; an epoch may take fewer."""
+        """How many positions the sampler has; an epoch may take fewer."""
 
     def __len__(self) -> int:
         """Number of samples."""

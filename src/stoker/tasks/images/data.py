@@ -21,7 +21,7 @@ from stoker.io.storage_speed import measure_storage, storage_at
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
 from stoker.loader.loader import Follow
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader
-from stoker.loader.sampler import Order, Steps
+from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.observed import StorageFacts
 from stoker.tasks.building import loader_options, no_data
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
@@ -217,7 +217,7 @@ def decoding_with(config: Config, decoder: str = "pillow") -> Decoding:
 
 
 def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
-    """What the training batches of this rank hold; a shorter epoch leaves out the end of its order."""
+    """What the training batches of this rank hold; a shorter epoch leaves out the end of its samples."""
     view = RandomCrop(
         size=config.img_size,
         bounds=CropRange(config.crop_scale, config.crop_aspect),
@@ -225,13 +225,13 @@ def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks:
         mode=config.decode_mode,
         interpolation=training_interpolation(config),
     )
-    order = Order(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
+    sampler = EpochSampler(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
     used = len(samples)
     if config.steps_per_epoch is not None or config.limit_train_batches is not None:
         update = config.batch_size * ranks.world * config.gradient_accumulation
         used = min(used, updates_per_epoch(config, used, ranks.world) * update)
     steps = Steps(used, config.batch_size, ranks.world, ranks.rank, drop_last=True)
-    return BatchPlan(samples, order, steps, view, config.seed, config.horizontal_flip)
+    return BatchPlan(samples, sampler, steps, view, config.seed, config.horizontal_flip)
 
 
 def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
@@ -242,10 +242,10 @@ def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, rank
     """
     view: View = validation_view(config, decoding)
     batch = config.val_batch_size or config.batch_size
-    order = Order(len(samples), config.subset_seed, shuffle=config.limit_val_batches is not None)
+    sampler = EpochSampler(len(samples), config.subset_seed, shuffle=config.limit_val_batches is not None)
     used = validation_samples(config, len(samples), ranks.world)
     steps = Steps(used, batch, ranks.world, ranks.rank, drop_last=False)
-    return BatchPlan(samples, order, steps, view, config.seed, horizontal_flip=0.0)
+    return BatchPlan(samples, sampler, steps, view, config.seed, horizontal_flip=0.0)
 
 
 def updates_per_epoch(config: Config, samples: int, world: int) -> int:

@@ -17,7 +17,7 @@ from stoker.loader.batch import BadSample, LoadedBatch, Quarantine
 from stoker.loader.collate import Allocate, none_readable, replacements
 from stoker.loader.loader import BatchLoader, Follow, LoaderOptions
 from stoker.loader.rng import sample_keys
-from stoker.loader.sampler import Order, Steps
+from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.batch_costs import BatchClock
 from stoker.tasks.images.decode.crops import View, draw_flips
 from stoker.tasks.images.decode.headers import BadImage
@@ -31,7 +31,7 @@ class ImageBatch(LoadedBatch):
 
     labels: NDArray[np.int64]
     indices: NDArray[np.int64]
-    """The samples' indices in the data set, as the order gave them; a bad sample keeps its own."""
+    """The samples' indices in the data set, as the sampler gave them; a bad sample keeps its own."""
     flips: NDArray[np.bool_]
     """Which images the device should mirror."""
 
@@ -41,7 +41,7 @@ class BatchPlan:
     """Everything that determines the content of a batch: the same plan gives the same batches anywhere."""
 
     samples: SampleSet
-    order: Order
+    sampler: EpochSampler
     steps: Steps
     view: View
     seed: int
@@ -54,7 +54,7 @@ class BatchPlan:
 
     def members(self, epoch: int, step: int, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The members of the sample set in a step, and which repeat of a member each is."""
-        return self.order.at(epoch, self.steps.positions(step, start))
+        return self.sampler.at(epoch, self.steps.positions(step, start))
 
 
 class BatchMaker:

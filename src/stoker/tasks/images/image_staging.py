@@ -60,13 +60,13 @@ class ImageFiles:
     """A split of images: each a file, or in shards."""
 
     def __init__(self, plan: BatchPlan, place: CopyPlace) -> None:
-        self._samples, self._order, self.steps = plan.samples, plan.order, plan.steps
+        self._samples, self._sampler, self.steps = plan.samples, plan.sampler, plan.steps
         self._index = plan.samples.index
         below = place.below(self._index.root)
         assert below is not None, "the samples are below the root of the data"
         self._below = f"{below}/" if below else ""
         self._expected = place.expected
-        self.positions = len(plan.samples) * plan.order.repeats
+        self.positions = len(plan.samples) * plan.sampler.repeats
         self.is_sharded = self._index.shard_of is not None
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class ImageFiles:
             yield from self._of(self._samples.indices(members))
 
     def at(self, epoch: int, positions: Indices) -> Iterator[WantedFile]:
-        members, _ = self._order.at(epoch, positions)
+        members, _ = self._sampler.at(epoch, positions)
         if self.is_sharded:
             yield from self._of(self._samples.indices(members))
             return

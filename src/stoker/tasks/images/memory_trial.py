@@ -22,7 +22,7 @@ from stoker.core.errors import StokerError
 from stoker.core.files import remember as remember_figures
 from stoker.loader.loader import LoaderOptions
 from stoker.loader.loader_memory import STATED, LoaderMemory, batches_held
-from stoker.loader.sampler import Order, Steps
+from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.memory import TreeMemory, tree_memory
 from stoker.tasks.images.decode.calibration import choose_decoder
 from stoker.tasks.images.decode.crops import CropRange, RandomCrop
@@ -168,7 +168,7 @@ def run_loaders(job: dict[str, Any], _parent: Parent) -> dict[str, Any]:
 def plan_over(samples: SampleSet, decoding: Decoding, size: int, batch: int) -> BatchPlan:
     """Random crops of these samples."""
     view = RandomCrop(size, CropRange(), decoding)
-    return BatchPlan(samples, Order(len(samples)), Steps(len(samples), batch), view, 0, 0.5)
+    return BatchPlan(samples, EpochSampler(len(samples)), Steps(len(samples), batch), view, 0, 0.5)
 
 
 def run_loader(plan: BatchPlan, options: LoaderOptions) -> tuple[TreeMemory, int, float]:

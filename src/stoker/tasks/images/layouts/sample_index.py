@@ -268,7 +268,7 @@ class IndexUnreadable(UserError):
 class SampleSet:
     """All samples of an index, or a subset of them with its own labels.
 
-    Its samples are numbered 0 .. n-1 as members, which are what an order permutes."""
+    Its samples are numbered 0 .. n-1 as members, which are what a sampler permutes."""
 
     index: SampleIndex
     classes: tuple[str, ...]

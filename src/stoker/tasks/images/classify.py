@@ -56,7 +56,7 @@ from stoker.tasks.images.data import (
 )
 from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.decode.decoding import Decoding
-from stoker.tasks.images.image_loader import BatchPlan, ImageBatch, ImageLoader
+from stoker.tasks.images.image_loader import ImageBatch, ImageLoader, ImagePlan
 from stoker.tasks.images.image_staging import stage_images
 from stoker.tasks.images.label_alarm import LabelWatch
 from stoker.tasks.images.layouts.opening import check_same_classes
@@ -295,7 +295,7 @@ class _Loaders:
             if loader is not None:
                 loader.close()
 
-    def _loader(self, config: HostConfig, plan: BatchPlan, accumulation: int, follow: Follow | None) -> ImageLoader:
+    def _loader(self, config: HostConfig, plan: ImagePlan, accumulation: int, follow: Follow | None) -> ImageLoader:
         held = batches_in_hand(accumulation, on_gpu=self._on_gpu)
         return open_loader(
             config, plan, workers=config.num_workers, held=held, quarantine_file=self._quarantine_file,
@@ -315,7 +315,7 @@ def image_size_of(config: Config, epoch: int) -> int:
     return image_size(epoch, config.start_img_size, config.img_size, until)
 
 
-def checked_training_plan(config: Config, data: TrainingData, ranks: Ranks) -> BatchPlan:
+def checked_training_plan(config: Config, data: TrainingData, ranks: Ranks) -> ImagePlan:
     """What the training batches of this rank hold; raises UserError if they do not fill an epoch."""
     plan = training_plan(config, data.train, data.decoding, ranks)
     _check_length(config, len(data.train), plan.steps.total_batch * config.gradient_accumulation)

@@ -28,7 +28,7 @@ from stoker.tasks.images.decode.calibration import CalibrationResult, choose_dec
 from stoker.tasks.images.decode.crops import CentreCrop, CropRange, RandomCrop, View
 from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.decode.resizing import Interpolation
-from stoker.tasks.images.image_loader import BatchPlan, ImageLoader
+from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.layouts import open_list
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
@@ -216,7 +216,7 @@ def decoding_with(config: Config, decoder: str = "pillow") -> Decoding:
     )
 
 
-def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
+def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> ImagePlan:
     """What the training batches of this rank hold; a shorter epoch leaves out the end of its samples."""
     view = RandomCrop(
         size=config.img_size,
@@ -231,10 +231,10 @@ def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks:
         update = config.batch_size * ranks.world * config.gradient_accumulation
         used = min(used, updates_per_epoch(config, used, ranks.world) * update)
     steps = Steps(used, config.batch_size, ranks.world, ranks.rank, drop_last=True)
-    return BatchPlan(samples, sampler, steps, view, config.seed, config.horizontal_flip)
+    return ImagePlan(samples, sampler, steps, view, config.seed, config.horizontal_flip)
 
 
-def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
+def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> ImagePlan:
     """What the validation batches of this rank hold: every sample once, in order, nothing random.
 
     With `limit_val_batches`, a part of them: spread over all classes, which follow one another, and the same part in
@@ -245,7 +245,7 @@ def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, rank
     sampler = EpochSampler(len(samples), config.subset_seed, shuffle=config.limit_val_batches is not None)
     used = validation_samples(config, len(samples), ranks.world)
     steps = Steps(used, batch, ranks.world, ranks.rank, drop_last=False)
-    return BatchPlan(samples, sampler, steps, view, config.seed, horizontal_flip=0.0)
+    return ImagePlan(samples, sampler, steps, view, config.seed, horizontal_flip=0.0)
 
 
 def updates_per_epoch(config: Config, samples: int, world: int) -> int:
@@ -292,7 +292,7 @@ def validation_interpolation(config: Config) -> Interpolation:
 
 def open_loader(
     config: Config,
-    plan: BatchPlan,
+    plan: ImagePlan,
     *,
     workers: int,
     held: int = 1,

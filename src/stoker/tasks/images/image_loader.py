@@ -37,7 +37,7 @@ class ImageBatch(LoadedBatch):
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class ImagePlan:
     """Everything that determines the content of a batch: the same plan gives the same batches anywhere."""
 
     samples: SampleSet
@@ -57,10 +57,10 @@ class BatchPlan:
         return self.sampler.at(epoch, self.steps.positions(step, start))
 
 
-class BatchMaker:
+class ImageMaker:
     """Makes batches for one worker; several threads may share it."""
 
-    def __init__(self, plan: BatchPlan, reader: Reader) -> None:
+    def __init__(self, plan: ImagePlan, reader: Reader) -> None:
         self.plan = plan
         self.reader = reader
 
@@ -145,7 +145,7 @@ class ImageLoader(BatchLoader[ImageBatch]):
 
     def __init__(
         self,
-        plan: BatchPlan,
+        plan: ImagePlan,
         options: LoaderOptions,
         say: Say = lambda _line: None,
         follow: Follow | None = None,
@@ -155,7 +155,7 @@ class ImageLoader(BatchLoader[ImageBatch]):
         super().__init__(plan, partial(_open_maker, plan, options), quarantine, options, say, follow)
 
 
-def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:
+def _open_maker(plan: ImagePlan, options: LoaderOptions) -> ImageMaker:
     index = plan.samples.index
     store = open_sample_store(index, copy=options.copy, max_object_bytes=options.max_object_bytes)
-    return BatchMaker(plan, open_reader(store, index, lookahead_bytes=options.lookahead // options.readers))
+    return ImageMaker(plan, open_reader(store, index, lookahead_bytes=options.lookahead // options.readers))

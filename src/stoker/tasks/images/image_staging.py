@@ -19,7 +19,7 @@ from stoker.loader.fill_order import Indices, pieces
 from stoker.loader.loader import DEFAULT_PREFETCH
 from stoker.profile.host import HostConfig
 from stoker.tasks.images.data import chosen_record
-from stoker.tasks.images.image_loader import BatchPlan
+from stoker.tasks.images.image_loader import ImagePlan
 from stoker.tasks.images.layouts.listing import split_place
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.sample_index import SampleIndex
@@ -28,7 +28,7 @@ from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside
 from stoker.train.ranks import Ranks
 
 
-def stage_images(config: HostConfig, train: BatchPlan, val: BatchPlan | None, ranks: Ranks, say: Say) -> Staging | None:
+def stage_images(config: HostConfig, train: ImagePlan, val: ImagePlan | None, ranks: Ranks, say: Say) -> Staging | None:
     """Opens the copy of `stage_to` for class folders or shards; None without that key. Raises UserError for a layout
     that can only be staged before training."""
     if config.stage_to is None:
@@ -59,7 +59,7 @@ def stage_images(config: HostConfig, train: BatchPlan, val: BatchPlan | None, ra
 class ImageFiles:
     """A split of images: each a file, or in shards."""
 
-    def __init__(self, plan: BatchPlan, place: CopyPlace) -> None:
+    def __init__(self, plan: ImagePlan, place: CopyPlace) -> None:
         self._samples, self._sampler, self.steps = plan.samples, plan.sampler, plan.steps
         self._index = plan.samples.index
         below = place.below(self._index.root)
@@ -119,7 +119,7 @@ def _shards(index: SampleIndex, source: SourceStore, below: str) -> Mapping[str,
         raise UserError("shard-missing", str(failure), why="the index lists it", hint="copy the shards again") from None
 
 
-def _fetched_ahead(config: HostConfig, plan: BatchPlan, ranks: Ranks) -> int:
+def _fetched_ahead(config: HostConfig, plan: ImagePlan, ranks: Ranks) -> int:
     """Positions, over all ranks, that the readers of training fetch before they are needed."""
     sizes = plan.samples.index.sizes
     mean = FIRST_ESTIMATE_BYTES if sizes is None or not len(sizes) else max(1.0, float(sizes.mean()))

@@ -27,7 +27,7 @@ from stoker.profile.memory import TreeMemory, tree_memory
 from stoker.tasks.images.decode.calibration import choose_decoder
 from stoker.tasks.images.decode.crops import CropRange, RandomCrop
 from stoker.tasks.images.decode.decoding import Decoding
-from stoker.tasks.images.image_loader import BatchPlan, ImageLoader
+from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import SampleSet, all_samples, repeated
 
@@ -165,13 +165,13 @@ def run_loaders(job: dict[str, Any], _parent: Parent) -> dict[str, Any]:
     return {"before": asdict(before), "image_bytes": image_bytes, "runs": runs}
 
 
-def plan_over(samples: SampleSet, decoding: Decoding, size: int, batch: int) -> BatchPlan:
+def plan_over(samples: SampleSet, decoding: Decoding, size: int, batch: int) -> ImagePlan:
     """Random crops of these samples."""
     view = RandomCrop(size, CropRange(), decoding)
-    return BatchPlan(samples, EpochSampler(len(samples)), Steps(len(samples), batch), view, 0, 0.5)
+    return ImagePlan(samples, EpochSampler(len(samples)), Steps(len(samples), batch), view, 0, 0.5)
 
 
-def run_loader(plan: BatchPlan, options: LoaderOptions) -> tuple[TreeMemory, int, float]:
+def run_loader(plan: ImagePlan, options: LoaderOptions) -> tuple[TreeMemory, int, float]:
     """Memory of the process tree and open files of this process at the peak, and the mean bytes per image.
 
     The consumer waits until everything in flight is made, takes as many batches again, and waits once more: a loader

@@ -43,7 +43,7 @@ from stoker.tasks.images.data import (
     validation_plan,
     validation_view,
 )
-from stoker.tasks.images.image_loader import BatchPlan, ImageBatch
+from stoker.tasks.images.image_loader import ImageBatch, ImagePlan
 from stoker.tasks.images.layouts.imagenet import spoken
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.preview import InputRange, Preview, not_shown, range_of, range_text
@@ -183,7 +183,7 @@ def _with_partners(positions: NDArray[np.int64], count: int) -> NDArray[np.int64
     return positions if 2 * count >= len(positions) else np.concatenate([positions[:count], positions[-count:]])
 
 
-def _make(config: Config, plan: BatchPlan, positions: NDArray[np.int64], epoch: int) -> ImageBatch:
+def _make(config: Config, plan: ImagePlan, positions: NDArray[np.int64], epoch: int) -> ImageBatch:
     """The batch of these positions. In this thread: for a few samples, starting workers would take longer."""
     loader = open_loader(config.model_copy(update={"loader": "thread", "pin_memory": False}),
                          replace(plan, steps=excerpt(positions)), workers=0)  # fmt: skip

@@ -15,7 +15,7 @@ from stoker.report.document import read_document
 from stoker.tasks.building import trial_run
 from stoker.tasks.images.classify import open_data
 from stoker.tasks.images.data import DataFacts, updates_per_epoch, validation_plan
-from stoker.train.checkpoint.restore import restore_model
+from stoker.tasks.images.trained_model import restore_model
 from stoker.train.ranks import Ranks
 from tests.end_to_end.conftest import Ledger
 from tests.support.ready_process import ReadyProcess

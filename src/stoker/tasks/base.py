@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stoker.loader.loader_speed import LoaderSpeed
     from stoker.profile.host import HostConfig
     from stoker.run.folder import RunFolder
+    from stoker.tasks.building import RunContext
     from stoker.tasks.checks import Check, EpochLength, StepInput
     from stoker.tasks.export_formats import Exportable
     from stoker.tasks.packing import PackVariants
@@ -123,19 +124,9 @@ class Task(ABC):
     # Training
 
     @abstractmethod
-    def build_run(
-        self,
-        config: HostConfig,
-        data: Any,
-        ranks: Ranks,
-        device: torch.device,
-        *,
-        quarantine_file: Path | None = None,
-        staging: Staging | None = None,
-        say: Say = lambda _text: None,
-    ) -> Run:
+    def build_run(self, config: HostConfig, data: Any, context: RunContext) -> Run:
         """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
-        rank."""
+        rank. `resume` moves it to where a checkpoint was saved."""
 
     @abstractmethod
     def describe_run(self, config: Config, run: Run, data: Any) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from stoker.io.cache import CopyPlace, cache_place
 from stoker.loader.loader import LoaderOptions
 from stoker.profile.step_clock import StepClock
 from stoker.tasks.base import metric_of
+from stoker.train.checkpoint.weights import load_weights, open_source
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator, Scoring
@@ -28,6 +30,21 @@ from stoker.train.optimization import build_optimizer
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import EarlyStopping, Horizon, Progress, Schedule, scaled_lr
 from stoker.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from stoker.tasks.staging import Staging
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Where a run is built: its rank and device, and what its loaders use beside the data."""
+
+    ranks: Ranks
+    device: torch.device
+    say: Say = lambda _text: None
+    quarantine_file: Path | None = None
+    staging: Staging | None = None
+    """The local copy that training fills."""
 
 
 def no_data(config: Config) -> ConfigError:
@@ -71,26 +88,44 @@ def peak_lr_of(config: Config, ranks: Ranks) -> float:
     return scaled_lr(config.lr, total_batch_of(config, ranks), config.lr_reference_batch, config.scale_lr)
 
 
+def ready_model(config: Config, model: nn.Module, context: RunContext) -> nn.Module:
+    """The model with the weights that the config names, and batch norm over all ranks if it says so, on its device."""
+    if config.weights is not None:
+        context.say(load_weights(model, open_source(Path(config.weights), context.say)[0]).describe())
+    if config.sync_batchnorm and context.ranks.world > 1 and context.device.type == "cuda":
+        model = with_sync_batchnorm(model)
+    return model.to(context.device)
+
+
+def with_sync_batchnorm(model: nn.Module) -> nn.Module:
+    """The model with batch norm statistics over all ranks; for GPUs only, and before optimizer, EMA and DDP."""
+    from stoker.tasks.light_timm import timm
+
+    # timm's conversion, not torch's, which would lose the activation of timm's joint norm-and-activation layers.
+    converted: nn.Module = timm.layers.convert_sync_batchnorm(model)
+    return converted
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters, trained or frozen, without buffers."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def train_step(
-    config: Config,
-    model: nn.Module,
-    loss: Callable[[Any, Tensor], Tensor],
-    ranks: Ranks,
-    device: torch.device,
-    say: Say,
+    config: Config, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], context: RunContext
 ) -> TrainStep:
     """The step that updates a model on its device."""
+    ranks = context.ranks
     return TrainStep(
-        for_computing(config, model, ranks, device, say), optimizer_for(config, model, peak_lr_of(config, ranks)), loss,
-        Precision(config.precision, device), ranks, micro_batch=config.batch_size,
-        clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=say,
+        for_computing(config, model, context), optimizer_for(config, model, peak_lr_of(config, ranks)), loss,
+        Precision(config.precision, context.device), ranks, micro_batch=config.batch_size,
+        clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=context.say,
     )  # fmt: skip
 
 
 def assemble_run(
     config: Config,
-    ranks: Ranks,
-    device: torch.device,
+    context: RunContext,
     *,
     model: nn.Module,
     step: TrainStep,
@@ -100,6 +135,7 @@ def assemble_run(
     record: RunRecord,
 ) -> Run:
     """A run at its beginning, from what its task has built and the config's schedule, average and metric."""
+    ranks, device = context.ranks, context.device
     horizon = horizon_for(config, pipeline.train_loader(0).steps())
     metric = metric_of(config_values(config))
     stopping = None
@@ -138,11 +174,11 @@ def optimizer_for(config: Config, model: nn.Module, lr: float) -> torch.optim.Op
     )  # fmt: skip
 
 
-def for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch.device, say: Say) -> nn.Module:
+def for_computing(config: Config, model: nn.Module, context: RunContext) -> nn.Module:
     """The model as the step calls it: compiled, and wrapped for several ranks."""
-    computing = Compiled(model, config.compile_mode, say) if config.compile_model else model
-    if ranks.world > 1:
-        ids = [device.index] if device.type == "cuda" else None
+    computing = Compiled(model, config.compile_mode, context.say) if config.compile_model else model
+    if context.ranks.world > 1:
+        ids = [context.device.index] if context.device.type == "cuda" else None
         # Batch norm's statistics are shared before each validation; sending them at each step would only cost time.
         known = inspect.signature(DistributedDataParallel).parameters
         every_step = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.15

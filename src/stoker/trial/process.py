@@ -24,10 +24,11 @@ from stoker.profile.host import HostConfig, allowed_cores
 from stoker.profile.local_disk import find_local_disk
 from stoker.profile.step_clock import StepClock
 from stoker.tasks.base import task_for
+from stoker.tasks.building import RunContext
 from stoker.tasks.images.data import open_samples
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.train.loop import Run, pending, train
-from stoker.train.observer import Silence, loader_shape, run_header
+from stoker.train.observer import Observer, loader_shape, run_header
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import Progress
 from stoker.train.step import Prepared
@@ -216,7 +217,7 @@ def open_run(config: HostConfig, cpus: int, say: Say = lambda _text: None) -> tu
         torch.set_num_threads(cpus)
     task = task_for(config)
     data = replace(task.open_data(config, say), val=None)
-    return task.build_run(config, data, Ranks(), device, say=say), data
+    return task.build_run(config, data, RunContext(Ranks(), device, say)), data
 
 
 def _endless_run(config: HostConfig, job: Job) -> tuple[Run, Header]:
@@ -242,7 +243,7 @@ def train_for(
     """Trains until the measurement is over."""
     batches = config.gradient_accumulation
 
-    class Until(Silence):
+    class Until(Observer):
         def step(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:  # noqa: ARG002
             if measurement.step(batches, batches * config.batch_size) and may_end():
                 raise _TimeIsUp

@@ -35,11 +35,11 @@ class Classify(Task):
     pack_variants = at(f"{_HERE}.pack.split_packing:ImageVariants")
     utilisation_of = at("stoker.train.compute:utilisation_of")
 
-    evaluate = at(f"{_HERE}.evaluation:evaluate")
-    predict = at(f"{_HERE}.prediction:predict")
-    export = at(f"{_HERE}.exporting:export")
+    evaluate = at(f"{_HERE}.image_evaluation:evaluate")
+    predict = at(f"{_HERE}.image_prediction:predict")
+    export = at(f"{_HERE}.image_export:export")
     pack = at(f"{_HERE}.pack.split_packing:pack")
-    preview = at(f"{_HERE}.preview_sheet:preview")
+    preview = at(f"{_HERE}.image_preview:preview")
 
     traceable_step = at(f"{_HERE}.classify:traceable_step")
 

@@ -20,14 +20,16 @@ from stoker.core.units import count
 from stoker.loader.loader import Follow
 from stoker.profile.host import HostConfig
 from stoker.tasks.building import (
+    RunContext,
     assemble_run,
+    count_parameters,
     describe_schedule,
     input_dtype,
     ready_device,
+    ready_model,
     train_step,
 )
-from stoker.tasks.images.augment.copies import Copy
-from stoker.tasks.images.models import count_parameters, with_sync_batchnorm
+from stoker.tasks.device_copies import Copy
 from stoker.tasks.staging import Staging, stage_volumes
 from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare, build_volume_augment, build_volume_eval
 from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan, validation_plan
@@ -38,8 +40,7 @@ from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.patches.plans import PatchLoader
 from stoker.tasks.volumes.scores.counts import VolumeCounts
 from stoker.train.checkpoint.restore import open_state
-from stoker.train.checkpoint.sources import open_source
-from stoker.train.checkpoint.weights import load_weights
+from stoker.train.evaluate import Remark
 from stoker.train.loop import InputPipeline, Run, RunRecord
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
@@ -47,22 +48,13 @@ from stoker.train.step import Prepared
 from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
 
-def build_run(
-    config: HostConfig,
-    data: VolumeData,
-    ranks: Ranks,
-    device: torch.device,
-    *,
-    quarantine_file: Path | None = None,
-    staging: Staging | None = None,
-    say: Say = lambda _text: None,
-) -> Run:
-    """The run that the config describes, at its beginning: network, optimizer, loaders, augmentation; alike on every
-    rank. `resume` moves it to where a checkpoint was saved. `staging` is the local copy that it fills."""
+def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
+    """The run that the config describes, at its beginning."""
+    ranks, device, say, staging = context.ranks, context.device, context.say, context.staging
     ready_device(config, device)
     loss = build_volume_loss(config.volume_loss, data.rules.classes, data.rules.outside)
-    model = build_network(config, data, device, ranks, say)
-    step = train_step(config, model, loss, ranks, device, say)
+    model = build_network(config, data, context)
+    step = train_step(config, model, loss, context)
     uploader = Uploader(queue_of(device))
     held = batches_in_hand(config.gradient_accumulation, on_gpu=uploader.queue is not None)
     opened: list[PatchLoader] = []
@@ -74,7 +66,7 @@ def build_run(
         opened.append(
             open_loader(
                 config, plan, reading,
-                workers=config.num_workers, held=held, quarantine_file=quarantine_file, follow=follow, say=say,
+                workers=config.num_workers, held=held, quarantine_file=context.quarantine_file, follow=follow, say=say,
             )
         )  # fmt: skip
         return opened[-1]
@@ -96,7 +88,7 @@ def build_run(
         data={"classes": rules.classes, "ignore": rules.ignore, "channels": data.channels},
     )  # fmt: skip
     return assemble_run(
-        config, ranks, device, model=model, step=step, pipeline=pipeline, val_loss=loss,
+        config, context, model=model, step=step, pipeline=pipeline, val_loss=loss,
         scoring=VolumeScoring(data.val, rules, device, config.surface_tolerance), record=record,
     )  # fmt: skip
 
@@ -106,7 +98,7 @@ def open_staging(config: HostConfig, data: VolumeData, ranks: Ranks, say: Say) -
     return stage_volumes(config, training_plan(config, data, ranks), validation_plan(config, data, ranks), ranks, say)
 
 
-def build_network(config: Config, data: VolumeData, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
+def build_network(config: Config, data: VolumeData, context: RunContext) -> nn.Module:
     """The network that the config describes, on its device."""
     assert config.patch_size is not None, "the config was checked"
     model: nn.Module = build_volume_model(
@@ -115,12 +107,7 @@ def build_network(config: Config, data: VolumeData, device: torch.device, ranks:
         indivisible=config.indivisible_patch, channels_last=config.channels_last, dropout=config.dropout,
         seed=config.seed,
     )  # fmt: skip
-    if config.weights is not None:
-        file, _ = open_source(Path(config.weights), say)
-        say(load_weights(model, file).describe())
-    if config.sync_batchnorm and ranks.world > 1 and device.type == "cuda":
-        model = with_sync_batchnorm(model)
-    model = model.to(device)
+    model = ready_model(config, model, context)
     for weight in model.parameters():
         if weight.ndim == 5 and weight.shape[2:].numel() == 1:
             # The strides of axes of length one mean nothing, but DistributedDataParallel compares them with those of
@@ -196,15 +183,15 @@ class VolumeScoring:
         total, patches = self._loss.tolist()
         return ({"loss": total / patches} if patches else {}) | self._counts.result()
 
-    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    def look(self, metrics: Mapping[str, Any]) -> Remark | None:
         """Says once that no validation patch could be scored: an epoch without metrics must not go unnoticed."""
         if "val/loss" in metrics or self._told:
             return None
         self._told = True
-        return "nothing_validated", {
-            "why": "no validation patch could be read, or none has a labelled voxel",
-            "hint": "quarantine.jsonl names volumes that could not be read; fold: N validates on others",
-        }
+        why = "no validation patch could be read, or none has a labelled voxel"
+        hint = "quarantine.jsonl names volumes that could not be read; fold: N validates on others"
+        text = f"warning: no validation metrics: {why}\nhint: {hint}"
+        return Remark("nothing_validated", {"why": why, "hint": hint}, text)
 
 
 def _close(loaders: Sequence[PatchLoader]) -> None:

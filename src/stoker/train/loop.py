@@ -296,7 +296,7 @@ class _Reports:
         if progress.bad_steps > run.schedule.max_bad_steps:
             more = f" and {len(samples) - NAMED_SAMPLES} more" if len(samples) > NAMED_SAMPLES else ""
             raise UserError(
-                "loss-is-no-number",
+                "loss-not-finite",
                 f"the loss or its gradient was NaN or infinite for {progress.bad_steps} steps in a row, up to step "
                 f"{step.number}; last for {', '.join(samples[:NAMED_SAMPLES])}{more}",
                 why="every one of these steps was skipped, so the model no longer learns",

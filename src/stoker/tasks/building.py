@@ -78,6 +78,22 @@ def ready_device(config: Config, device: torch.device) -> None:
     choose_fastest_kernels(device)
 
 
+def updates_per_epoch(config: Config, samples: int, world: int) -> int:
+    """Updates in an epoch of this many samples: all whole ones, or as many as the config says."""
+    batches = samples // (config.batch_size * world)
+    updates = batches // config.gradient_accumulation
+    if config.limit_train_batches is not None:
+        wanted = max(1, limited(batches, config.limit_train_batches) // config.gradient_accumulation)
+    else:
+        wanted = config.steps_per_epoch or updates
+    return min(updates, wanted)
+
+
+def limited(batches: int, limit: float) -> int:
+    """This many batches, or that share of all, as Lightning counts them: rounded down; here at least one."""
+    return min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
+
+
 def total_batch_of(config: Config, ranks: Ranks) -> int:
     """Samples of one update, over all ranks."""
     return config.batch_size * ranks.world * config.gradient_accumulation

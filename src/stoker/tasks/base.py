@@ -45,11 +45,15 @@ if TYPE_CHECKING:
 
 
 class RunData(Protocol):
-    """What training needs to know about a task's data."""
+    """What training needs to know about a task's data, a dataclass: a trial has it with None for `val`."""
 
     @property
     def samples(self) -> int:
         """Samples to train on; for random patches, those of an epoch."""
+
+    @property
+    def val(self) -> Any:
+        """What to validate on, if anything."""
 
     def storage(self) -> StorageFacts: ...
 
@@ -133,9 +137,12 @@ class Task(ABC):
         """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
         rank. `resume` moves it to where a checkpoint was saved."""
 
-    @abstractmethod
     def describe_run(self, config: Config, run: Run, data: Any) -> str:
         """What is about to be trained, in a few lines that people check before they go home."""
+        from stoker.tasks.building import describe_schedule
+
+        lines = describe_schedule(config, run.ranks, run.device, run.schedule.horizon)
+        return "\n".join([f"{config.model}: {data.samples:,} training {self.items}", *lines])
 
     def keep_preview(self, file: Path, config: HostConfig, data: Any, world: int, say: Say) -> None:
         """Draws what the network of a run gets, into `file`; a run begins without it if that fails."""
@@ -150,9 +157,12 @@ class Task(ABC):
     def open_training_loader(self, config: HostConfig, data: Any) -> BatchLoader[Any]:
         """The loader of one process, without a model to feed."""
 
-    @abstractmethod
     def measure_speed(self, config: HostConfig, data: Any, *, workers: int, seconds: float) -> LoaderSpeed:
         """How fast the loader is for a consumer that takes no time."""
+        from stoker.loader.loader_speed import measure_loader
+
+        with_these = config.model_copy(update={"num_workers": workers})
+        return measure_loader(lambda: self.open_training_loader(with_these, data), workers, seconds)
 
     def measure_storage(self, config: HostConfig, seconds: float) -> tuple[StorageFacts, list[str]]:
         """How fast the storage of the data is, in about `seconds`, and what could not be measured."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,15 @@ from stoker.tasks.base import metric_of
 from stoker.train.checkpoint.weights import load_weights, open_source
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
-from stoker.train.evaluate import Accumulator, Scoring
+from stoker.train.evaluate import Accumulator, Scoring, named_scores
 from stoker.train.launch import StopRequest
 from stoker.train.loop import InputPipeline, Run, RunRecord, RunScores
 from stoker.train.optimization import build_optimizer
+from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import EarlyStopping, Horizon, Progress, Schedule, scaled_lr
-from stoker.train.step import TrainStep
+from stoker.train.step import Prepared, TraceableStep, TrainStep
+from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
 if TYPE_CHECKING:
     from stoker.tasks.staging import Staging
@@ -139,6 +142,35 @@ def train_step(
     )  # fmt: skip
 
 
+def input_pipeline(
+    config: Config,
+    context: RunContext,
+    open_loader: Callable[[Any, int], Any],
+    plans: tuple[Any, Any],
+    prepare: Callable[..., Prepared],
+    prepare_val: Callable[..., Prepared],
+    name_samples: Callable[[Sequence[int]], list[str]],
+) -> InputPipeline:
+    """Loaders of the two plans, the second of which may be None, as they feed a device. `open_loader` gets a plan and
+    how many of its batches the loop holds; what prepares a batch gets a function that copies to the device, the batch
+    and, for training, its place: epoch, step, number within the step."""
+    uploader = Uploader(queue_of(context.device))
+    train, val = plans
+    opened = [open_loader(train, batches_in_hand(config.gradient_accumulation, on_gpu=uploader.queue is not None))]
+    if val is not None:
+        opened.append(open_loader(val, 1))
+
+    def close() -> None:
+        for loader in opened:
+            loader.close()
+
+    return InputPipeline(
+        train_loader=lambda _epoch: opened[0], val_loader=None if val is None else opened[1], uploader=uploader,
+        prepare=partial(prepare, uploader.copy), prepare_val=partial(prepare_val, uploader.copy),
+        name_samples=name_samples, close=close, guard_memory=PrefetchGuard(context.say).check,
+    )  # fmt: skip
+
+
 def assemble_run(
     config: Config,
     context: RunContext,
@@ -165,6 +197,38 @@ def assemble_run(
         model=model, ema=average_of(config, model, horizon), step=step, input=pipeline,
         scores=RunScores(val_loss, scoring, metric, Accumulator(device)), schedule=schedule, record=record,
         ranks=ranks, device=device, progress=Progress(), stop=StopRequest(), clock=StepClock(device),
+    )  # fmt: skip
+
+
+class ClassScoring:
+    """Loss and accuracy over samples that have one class each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = Accumulator(device)
+        self.reset = self._sums.reset
+
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: Any, piece: slice) -> None:  # noqa: ARG002
+        self._sums.add(logits, labels, loss)
+
+    def result(self) -> dict[str, float]:
+        return named_scores(self._sums.result())
+
+    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:  # noqa: ARG002
+        return None
+
+
+def traceable_step(
+    config: Config,
+    build_model: Callable[[], nn.Module],
+    loss: Callable[[Any, Tensor], Tensor],
+    make_batch: Callable[[int], Prepared],
+    checkpointed: TraceableStep | None = None,
+) -> TraceableStep:
+    """The step that the config describes, for a plan to trace."""
+    return TraceableStep(
+        build_model=build_model, build_optimizer=partial(optimizer_for, config, lr=config.lr), loss=loss,
+        make_batch=make_batch, batch_size=config.batch_size, precision=config.precision, ema_decay=config.ema_decay,
+        accumulation=config.gradient_accumulation, clip_grad_norm=config.clip_grad_norm, checkpointed=checkpointed,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from stoker.loader.loader_speed import LoaderSpeed
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
 from stoker.run.folder import RunFolder
+from stoker.tasks import building
 from stoker.tasks.base import metric_of
 from stoker.tasks.building import (
     RunContext,
@@ -31,7 +32,6 @@ from stoker.tasks.building import (
     count_parameters,
     describe_schedule,
     input_dtype,
-    optimizer_for,
     ready_device,
     ready_model,
     train_step,
@@ -425,15 +425,7 @@ def traceable_step(config: Config, num_classes: int | None = None) -> TraceableS
         return Prepared(*augment(images, *nothing, 0, 0))
 
     checkpointing = config.model_copy(update={"gradient_checkpointing": True})
-    return TraceableStep(
-        build_model=build,
-        build_optimizer=partial(optimizer_for, config, lr=config.lr),
-        loss=build_loss(config),
-        make_batch=make_batch,
-        batch_size=config.batch_size,
-        precision=config.precision,
-        ema_decay=config.ema_decay,
-        accumulation=config.gradient_accumulation,
-        clip_grad_norm=config.clip_grad_norm,
+    return building.traceable_step(
+        config, build, build_loss(config), make_batch,
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, num_classes),
-    )
+    )  # fmt: skip

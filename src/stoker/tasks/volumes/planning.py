@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from stoker.core.console import Advance
 from stoker.core.errors import StokerError
 from stoker.core.units import count
 from stoker.loader.rng import sample_keys
-from stoker.tasks.building import optimizer_for
+from stoker.tasks import building
 from stoker.tasks.plan_facts import DataFacts
 from stoker.tasks.volumes.augment.pipeline import memory_format_of, transform_range
 from stoker.tasks.volumes.cases.cases import Case
@@ -118,21 +117,13 @@ def traceable_step(config: Config, channels: int, classes: int) -> TraceableStep
         )  # fmt: skip
 
     checkpointing = config.model_copy(update={"gradient_checkpointing": True})
-    return TraceableStep(
-        build_model=build,
-        build_optimizer=partial(optimizer_for, config, lr=config.lr),
-        # Which label is ignored does not change what is computed.
-        loss=build_volume_loss(config.volume_loss, classes, ignore=classes),
-        # A plan is for a GPU, wherever it is made.
-        make_batch=plain_batch(
-            (channels, *patch), target=patch, dtype=compute_dtype(config.precision),
-            memory_format=memory_format_of(config),
-        ),
-        batch_size=config.batch_size,
-        precision=config.precision,
-        ema_decay=config.ema_decay,
-        accumulation=config.gradient_accumulation,
-        clip_grad_norm=config.clip_grad_norm,
+    # Which label is ignored does not change what is computed.
+    loss = build_volume_loss(config.volume_loss, classes, ignore=classes)
+    # A plan is for a GPU, wherever it is made.
+    dtype = compute_dtype(config.precision)
+    return building.traceable_step(
+        config, build, loss,
+        plain_batch((channels, *patch), target=patch, dtype=dtype, memory_format=memory_format_of(config)),
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, channels, classes),
     )  # fmt: skip
 

@@ -17,7 +17,6 @@ from stoker.config import Config, config_values
 from stoker.core.console import Say
 from stoker.core.errors import UserError
 from stoker.core.units import count
-from stoker.loader.loader import Follow
 from stoker.profile.host import HostConfig
 from stoker.tasks.building import (
     RunContext,
@@ -25,6 +24,7 @@ from stoker.tasks.building import (
     count_parameters,
     describe_schedule,
     input_dtype,
+    input_pipeline,
     ready_device,
     ready_model,
     train_step,
@@ -41,11 +41,9 @@ from stoker.tasks.volumes.patches.plans import PatchLoader
 from stoker.tasks.volumes.scores.counts import VolumeCounts
 from stoker.train.checkpoint.restore import open_state
 from stoker.train.evaluate import Remark
-from stoker.train.loop import InputPipeline, Run, RunRecord
-from stoker.train.prefetch_guard import PrefetchGuard
+from stoker.train.loop import Run, RunRecord
 from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared
-from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
 
 def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
@@ -55,32 +53,23 @@ def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
     loss = build_volume_loss(config.volume_loss, data.rules.classes, data.rules.outside)
     model = build_network(config, data, context)
     step = train_step(config, model, loss, context)
-    uploader = Uploader(queue_of(device))
-    held = batches_in_hand(config.gradient_accumulation, on_gpu=uploader.queue is not None)
-    opened: list[PatchLoader] = []
-
     reading = data.reading if staging is None else replace(data.reading, copy=staging.place)
     follow, make_way = (None, None) if staging is None else (staging.follow, staging.make_way)
 
-    def load(plan: PatchPlan, held: int, follow: Follow | None) -> PatchLoader:
-        opened.append(
-            open_loader(
-                config, plan, reading,
-                workers=config.num_workers, held=held, quarantine_file=context.quarantine_file, follow=follow, say=say,
-            )
-        )  # fmt: skip
-        return opened[-1]
-
     train, val = training_plan(config, data, ranks), validation_plan(config, data, ranks)
-    train_loader = load(train, held, follow)
+
+    def load(plan: PatchPlan, held: int) -> PatchLoader:
+        return open_loader(
+            config, plan, reading, workers=config.num_workers, held=held, quarantine_file=context.quarantine_file,
+            follow=follow if plan is train else make_way, say=say,
+        )  # fmt: skip
+
     dtype = input_dtype(config, device)
     augment = build_volume_augment(config, *data.statistics(data.train), dtype)
     evaluated = augment if data.val is None else build_volume_eval(config, *data.statistics(data.val), dtype)
-    pipeline = InputPipeline(
-        train_loader=lambda _epoch: train_loader, val_loader=None if val is None else load(val, 1, make_way),
-        uploader=uploader, prepare=partial(prepare_batch, augment, uploader.copy),
-        prepare_val=partial(prepare_val_batch, evaluated, uploader.copy, data.rules.outside),
-        name_samples=data.names, close=lambda: _close(opened), guard_memory=PrefetchGuard(say).check,
+    pipeline = input_pipeline(
+        config, context, load, (train, val), partial(prepare_batch, augment),
+        partial(prepare_val_batch, evaluated, data.rules.outside), data.names,
     )  # fmt: skip
     rules = data.rules
     record = RunRecord(
@@ -145,7 +134,7 @@ def prepare_batch(augment: VolumeEvalPrepare, copy: Copy, batch: PatchBatch, *_o
     return Prepared(inputs, labels, labels, mixed=False)
 
 
-def prepare_val_batch(prepare: VolumeEvalPrepare, copy: Copy, outside: int, batch: PatchBatch) -> Prepared:
+def prepare_val_batch(prepare: VolumeEvalPrepare, outside: int, copy: Copy, batch: PatchBatch) -> Prepared:
     """A validation batch on the device; nothing of a patch that could not be read counts."""
     inputs, labels = prepare.prepare(batch, copy)
     assert labels is not None, "a validation plan has labels"
@@ -192,11 +181,6 @@ class VolumeScoring:
         hint = "quarantine.jsonl names volumes that could not be read; fold: N validates on others"
         text = f"warning: no validation metrics: {why}\nhint: {hint}"
         return Remark("nothing_validated", {"why": why, "hint": hint}, text)
-
-
-def _close(loaders: Sequence[PatchLoader]) -> None:
-    for loader in loaders:
-        loader.close()
 
 
 @dataclass(frozen=True)

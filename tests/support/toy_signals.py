@@ -114,8 +114,7 @@ def open_loader(config: Any, ranks: Ranks, plan: SignalData, held: int = 1) -> B
 
 
 class Signals(Task):
-    unit = items = "signals"
-    metric, classifies = "acc1", True
+    unit, items, metric, classifies = "signals", "signals", "acc1", True
 
     def open_data(self, config: Any, say: Any, progress: Any = None, split: str = "train") -> SignalData:
         if not (files := sorted(Path(config.data_root, split).glob("*.npy"))):

@@ -30,7 +30,9 @@ def main() -> int:
             for prefetch in PREFETCH:
                 for batch in BATCHES:
                     cell = (workers, prefetch, batch)
-                    predicted = sum(loader_parts(LoaderSettings(engine, *cell, SIZE), memory).values())
+                    predicted = sum(
+                        loader_parts(LoaderSettings(engine, *cell, 3 * SIZE**2, whole_files=True), memory).values()
+                    )
                     with start_trial(engine, [cell], images=arguments.images) as child:
                         trial = trial_of(child)
                     peak = trial.peaks[0]

@@ -29,6 +29,7 @@ from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import trackers_for
+from stoker.tasks.building import RunContext
 from stoker.tasks.demo import write_digits
 from stoker.tasks.images.augment.mixing import soft_targets
 from stoker.tasks.images.classify import build_run, open_data
@@ -125,7 +126,7 @@ def synthetic(config: Config, count: int) -> tuple[list[ImageBatch], list[Prepar
 def our_run(config: HostConfig, batches: list[ImageBatch], prepared: list[Prepared]) -> Run:
     """A run as `stoker train` builds it, except that its batches come from memory, already augmented."""
     data = open_data(config, lambda _text: None)
-    run = build_run(config, data, Ranks(), torch.device("cpu"))
+    run = build_run(config, data, RunContext(Ranks(), torch.device("cpu")))
     by_identity = {id(batch): ready for batch, ready in zip(batches, prepared, strict=True)}
     return replace(
         run, input=replace(run.input, prepare=lambda batch, *_place: by_identity[id(batch)], val_loader=None)

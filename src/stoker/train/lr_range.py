@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +106,7 @@ def measure_range(run: Run, lrs: Sequence[float], progress: Advance, *, sweeps: 
     for sweep in range(sweeps):
         if sweep > 0:
             start.restore()
-        losses, end = _sweep(run, lrs, groups, sweep * len(lrs), partial(_advance, progress, sweeps * len(lrs)))
+        losses, end = _sweep(run, lrs, groups, sweep * len(lrs), lambda done: progress(done, sweeps * len(lrs)))
         found.append(losses)
         diverged += [] if end is None else [end]
     return LrCurve(list(lrs[: max(map(len, found))]), found, min(diverged, default=None))
@@ -204,10 +203,6 @@ def _sweep(
             return losses, lr
         best = min(best, mean)
     return losses, None
-
-
-def _advance(progress: Advance, total: int, done: int) -> None:
-    progress(done, total)
 
 
 def _groups(run: Run, first: int) -> Iterator[tuple[int, list[Batch]]]:

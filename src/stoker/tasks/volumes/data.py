@@ -21,7 +21,7 @@ from stoker.loader.loader import Follow
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
-from stoker.tasks.building import loader_options, no_data
+from stoker.tasks.building import limited, loader_options, no_data
 from stoker.tasks.checks import EpochLength
 from stoker.tasks.volumes.augment.pipeline import transform_range
 from stoker.tasks.volumes.cases.cases import Case, CaseList, open_cases
@@ -200,15 +200,13 @@ def patch_rule(config: Config) -> PatchRule:
     return PatchRule(config.patch_size, config.small_volumes, config.foreground_patches, transform_range(config))
 
 
-def updates_per_epoch(config: Config) -> int:
-    """Updates in an epoch, whatever the batch."""
+def updates_per_epoch(config: Config, *_size: int | None) -> int:
+    """Updates in an epoch, however many samples and ranks there are."""
     updates = config.steps_per_epoch or DEFAULT_STEPS_PER_EPOCH
     if config.limit_train_batches is None:
         return updates
     batches = updates * config.gradient_accumulation
-    limit = config.limit_train_batches
-    wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
-    return max(1, wanted // config.gradient_accumulation)
+    return max(1, limited(batches, config.limit_train_batches) // config.gradient_accumulation)
 
 
 def epoch_length(config: HostConfig, data: VolumeData | None) -> EpochLength:
@@ -245,8 +243,7 @@ def validation_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> P
     used = total
     if limit is not None:
         batches = -(-total // (batch * ranks.world))
-        wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
-        used = min(total, wanted * batch * ranks.world)
+        used = min(total, limited(batches, limit) * batch * ranks.world)
     steps = replace(data.val.steps, samples=used, batch_size=batch, world=ranks.world, rank=ranks.rank)
     patches = data.val.patches if used == total else SomeOf(data.val.patches, total, used)
     return replace(data.val, patches=patches, steps=steps)

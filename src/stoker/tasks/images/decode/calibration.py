@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ def choose_fastest(
     found = remember(CACHE_FILE, key, measure_now, lambda value: _usable(value, available))
     if not found:
         return CalibrationResult(available[0], {}, remembered=False)
-    return CalibrationResult(_fastest(found), found, remembered=not measured)
+    return CalibrationResult(min(found, key=lambda name: found[name]), found, remembered=not measured)
 
 
 def measure(
@@ -182,10 +182,6 @@ def _seconds(
     except Exception:  # any error: this decoder cannot decode these files
         return None
     return time.perf_counter() - start
-
-
-def _fastest(microseconds: Mapping[str, float]) -> str:
-    return min(microseconds, key=lambda name: microseconds[name])
 
 
 def _usable(value: Any, names: Sequence[str]) -> bool:

@@ -13,10 +13,11 @@ from stoker.config.reading import load_for_command
 from stoker.core.console import format_table, progress_bar, say, say_notes
 from stoker.core.errors import UsageError
 from stoker.loader.loader import choose_engine
-from stoker.loader.loader_speed import LoaderSpeed, decode_limit
+from stoker.loader.loader_speed import LoaderSpeed
 from stoker.profile.datasheets import PublishedRate, published_rate
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.images.data import choose_decoding, files_for_measuring, measure_speed, open_samples
+from stoker.tasks.images.decode.calibration import decode_limit
 from stoker.tasks.images.layouts.splits import find_split
 
 CONFIG_ENDINGS = (".yaml", ".yml")

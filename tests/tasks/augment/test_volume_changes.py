@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.config import load_config
-from stoker.tasks.images.augment.copies import copy_to
+from stoker.tasks.device_copies import copy_to
 from stoker.tasks.volumes.augment import intensity
 from stoker.tasks.volumes.augment.intensity import Chances, Changes, blur_arrays, change_voxels, draw_changes, normals
 from stoker.tasks.volumes.augment.pipeline import (

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 import xxhash
@@ -17,13 +16,13 @@ from stoker.core.console import Advance, Say, some
 from stoker.core.errors import ConfigError, UserError
 from stoker.core.units import count, size_text
 from stoker.io.cache import cache_place
-from stoker.io.storage_speed import mount_of
+from stoker.io.storage_speed import storage_at
 from stoker.io.stores import is_url
 from stoker.loader.loader import Follow, choose_engine
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
-from stoker.tasks.building import loader_options, no_data
+from stoker.tasks.building import limited, loader_options, no_data
 from stoker.tasks.checks import EpochLength
 from stoker.tasks.volumes.augment.pipeline import transform_range
 from stoker.tasks.volumes.cases.cases import Case, CaseList, open_cases
@@ -80,10 +79,7 @@ class VolumeData:
             bytes_per_sample=float(replace(self.train.layout, most_voxels=int(np.prod(patch))).row_bytes),
             packed=False,
         )
-        if is_url(places[0]):
-            return replace(known, remote=True, kind=urlsplit(places[0]).scheme)
-        mount = mount_of(places[0])
-        return known if mount is None else replace(known, remote=mount.remote, kind=mount.kind)
+        return storage_at(places[0], known)
 
     def names(self, cases: Sequence[int]) -> list[str]:
         """The ids of training cases, from their numbers in the plan."""
@@ -243,15 +239,13 @@ def patch_rule(config: Config) -> PatchRule:
     return PatchRule(config.patch_size, config.small_volumes, config.foreground_patches, transform_range(config))
 
 
-def updates_per_epoch(config: Config) -> int:
-    """Updates in an epoch, whatever the batch."""
+def updates_per_epoch(config: Config, *_size: int | None) -> int:
+    """Updates in an epoch, however many samples and ranks there are."""
     updates = config.steps_per_epoch or DEFAULT_STEPS_PER_EPOCH
     if config.limit_train_batches is None:
         return updates
     batches = updates * config.gradient_accumulation
-    limit = config.limit_train_batches
-    wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
-    return max(1, wanted // config.gradient_accumulation)
+    return max(1, limited(batches, config.limit_train_batches) // config.gradient_accumulation)
 
 
 def epoch_length(config: HostConfig, data: VolumeData | None) -> EpochLength:
@@ -283,8 +277,7 @@ def validation_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> P
     used = total
     if limit is not None:
         batches = -(-total // (batch * ranks.world))
-        wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
-        used = min(total, wanted * batch * ranks.world)
+        used = min(total, limited(batches, limit) * batch * ranks.world)
     steps = replace(data.val.steps, samples=used, batch_size=batch, world=ranks.world, rank=ranks.rank)
     assert isinstance(data.val.patches, GridPatches), "validation patches are a grid"
     return replace(data.val, patches=replace(data.val.patches, used=None if used == total else used), steps=steps)

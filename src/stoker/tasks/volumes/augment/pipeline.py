@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.config import Config
-from stoker.tasks.images.augment.copies import Copy, pack
+from stoker.tasks.device_copies import Copy, pack
 from stoker.tasks.volumes.augment.intensity import Chances, Changes, blur_arrays, change_voxels, deviation, draw_changes
 from stoker.tasks.volumes.augment.resampling import Points, displace, draw_deformation, resample, turned
 from stoker.tasks.volumes.cases.survey import Normalization, Statistics

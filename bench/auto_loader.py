@@ -35,15 +35,16 @@ from bench.loaders import PROJECT
 from bench.rounds import interleave, keep, ratio
 from bench.what_if_loaders import BLOCK, BLOCK_S
 from stoker.config import load_config
-from stoker.loader.batch import ImageBatch, Quarantine
+from stoker.loader.batch import Quarantine
 from stoker.loader.loader import BatchLoader, LoaderOptions
-from stoker.loader.loader_memory import generate_images
-from stoker.loader.loader_speed import repeated
 from stoker.loader.sampler import Steps
 from stoker.profile.batch_costs import BatchClock
 from stoker.profile.host import usable_cpus, workers_for
 from stoker.profile.step_clock import StepClock
 from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.image_loader import ImageBatch
+from stoker.tasks.images.layouts.sample_index import repeated
+from stoker.tasks.images.memory_trial import generate_images
 from stoker.train.loader_adjuster import LoaderAdjuster
 from stoker.train.loader_changes import outcome_text
 
@@ -113,13 +114,12 @@ class _BlockingMaker:
         clock.cost.samples = BATCH
         nothing = np.zeros(BATCH, dtype=np.int64)
         return ImageBatch(
-            images, nothing, nothing, nothing > 0, nothing.astype(np.uint64), epoch, step, step, clock.finish()
-        )
+            nothing, nothing, nothing > 0, images=images, keys=nothing.astype(np.uint64),
+            epoch=epoch, step=step, next_position=step, cost=clock.finish(),
+        )  # fmt: skip
 
 
 class _BlockingLoader(BatchLoader[ImageBatch]):
-    batch_bytes = 3 * BATCH
-
     def __init__(self, workers: int) -> None:
         plan, quarantine = _Plan(), Quarantine(None, 1.0, LONG)
         options = LoaderOptions(engine="thread", workers=workers)
@@ -182,7 +182,7 @@ class Consumer:
                         time.sleep(self._pace_s)
                     clock.step_ends([batch])
                     if self.adjuster is not None:
-                        decided = self.adjuster.after_step(self.loader, clock)  # type: ignore[arg-type]
+                        decided = self.adjuster.after_step(self.loader, clock)
                         if decided is not None:
                             self.decisions.append(decided)
                     yield batch

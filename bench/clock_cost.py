@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from bench.rounds import Spread, interleave, keep
-from stoker.loader.batch import ImageBatch
 from stoker.profile.batch_costs import BatchClock, BatchCost
 from stoker.profile.clock_file import ClockFile, clock_header
 from stoker.profile.host import HostWatch
 from stoker.profile.observed import LoaderShape
 from stoker.profile.step_clock import StepClock
+from stoker.tasks.images.image_loader import ImageBatch
 
 STEP_S = 0.02
 LARGEST_SHARE = 0.01
@@ -87,7 +87,7 @@ class Sides:
         return (time.thread_time() - began) / self.steps
 
     def making(self, kind: type[BatchClock] | type[NoBatchClock]) -> float:
-        """CPU seconds that making one batch spends on its clock (stoker.loader.collate)."""
+        """CPU seconds that making one batch spends on its clock (stoker.tasks.images.image_loader)."""
         began = time.thread_time()
         for _ in range(self.batches):
             clock = kind()
@@ -115,7 +115,10 @@ class Sides:
         cost = clock.finish()
         cost.samples, cost.batch_bytes, cost.slowest_sample, cost.slowest_s = 256, 38_535_168, 7, 0.01
         labels = np.zeros(256, np.int64)
-        return ImageBatch(None, labels, labels, labels.astype(bool), labels.astype(np.uint64), 0, 0, 256, cost)
+        return ImageBatch(
+            labels, labels, labels.astype(bool), images=None, keys=labels.astype(np.uint64),
+            epoch=0, step=0, next_position=256, cost=cost,
+        )  # fmt: skip
 
 
 def open_file(folder: Path) -> ClockFile:

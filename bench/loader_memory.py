@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.rounds import keep
-from stoker.loader.loader_memory import SIZE, Engine, measure_loader_memory, start_trial, trial_of
 from stoker.plan.host_memory import LoaderSettings, loader_parts
+from stoker.tasks.images.memory_trial import SIZE, Engine, measure_loader_memory, start_trial, trial_of
 
 WORKERS, PREFETCH, BATCHES = (1, 2, 4), (2, 4), (32, 128)
 ENGINES: tuple[Engine, ...] = ("thread", "process")
@@ -30,7 +30,9 @@ def main() -> int:
             for prefetch in PREFETCH:
                 for batch in BATCHES:
                     cell = (workers, prefetch, batch)
-                    predicted = sum(loader_parts(LoaderSettings(engine, *cell, SIZE), memory).values())
+                    predicted = sum(
+                        loader_parts(LoaderSettings(engine, *cell, 3 * SIZE**2, whole_files=True), memory).values()
+                    )
                     with start_trial(engine, [cell], images=arguments.images) as child:
                         trial = trial_of(child)
                     peak = trial.peaks[0]

@@ -25,14 +25,15 @@ from torch.nn import functional
 
 from bench.rounds import Spread, keep
 from stoker.config import Config, load_config
-from stoker.loader.batch import ImageBatch
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.run.folder import RunFolder
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import trackers_for
+from stoker.tasks.building import RunContext
 from stoker.tasks.demo import write_digits
 from stoker.tasks.images.augment.mixing import soft_targets
 from stoker.tasks.images.classify import build_run, open_data
+from stoker.tasks.images.image_loader import ImageBatch
 from stoker.train.loop import Loader, Run, train
 from stoker.train.observer import RunObserver
 from stoker.train.progress_line import TrainLog, TrainProgress
@@ -116,7 +117,8 @@ def synthetic(config: Config, count: int) -> tuple[list[ImageBatch], list[Prepar
         images = torch.randn(size, 3, config.img_size, config.img_size).to(memory_format=torch.channels_last)
         targets = soft_targets(torch.from_numpy(labels), CLASSES, config.label_smoothing)
         keys, flips = np.zeros(size, np.uint64), np.zeros(size, np.bool_)
-        batches.append(ImageBatch(images, labels, whole, flips, keys, 0, step, (step + 1) * size))
+        place: Any = {"epoch": 0, "step": step, "next_position": (step + 1) * size}
+        batches.append(ImageBatch(labels, whole, flips, images=images, keys=keys, **place))
         prepared.append(Prepared(images, targets, torch.from_numpy(labels), mixed=False))
     return batches, prepared
 
@@ -124,7 +126,7 @@ def synthetic(config: Config, count: int) -> tuple[list[ImageBatch], list[Prepar
 def our_run(config: HostConfig, batches: list[ImageBatch], prepared: list[Prepared]) -> Run:
     """A run as `stoker train` builds it, except that its batches come from memory, already augmented."""
     data = open_data(config, lambda _text: None)
-    run = build_run(config, data, Ranks(), torch.device("cpu"))
+    run = build_run(config, data, RunContext(Ranks(), torch.device("cpu")))
     by_identity = {id(batch): ready for batch, ready in zip(batches, prepared, strict=True)}
     return replace(
         run, input=replace(run.input, prepare=lambda batch, *_place: by_identity[id(batch)], val_loader=None)

@@ -20,8 +20,8 @@ from tests.support.s3_server import BUCKET, running_s3_server
 from bench.loaders import PROJECT, Running, link_copies
 from bench.rounds import interleave, keep, ratio
 from stoker.config import load_config
-from stoker.loader.loader import ImageLoader
 from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.image_loader import ImageLoader
 
 LATENCY_MS = 50
 COPIES = 3

@@ -18,10 +18,9 @@ import torch
 
 from bench.rounds import Spread, interleave, keep, ratio
 from stoker.config import load_config
-from stoker.loader.batch import ImageBatch
-from stoker.loader.loader import ImageLoader
-from stoker.loader.loader_speed import repeated
 from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.image_loader import ImageBatch, ImageLoader
+from stoker.tasks.images.layouts.sample_index import repeated
 
 SMALLEST_SHARE = 0.97
 # The consumer's pace relative to the throughput of the loader alone.

@@ -20,9 +20,10 @@ from bench.quiet import wait_for_quiet
 from bench.rounds import Spread, interleave, keep
 from stoker.config import load_config
 from stoker.plan.budget import PlannedRun, step_s_of, trace_needs
-from stoker.plan.planning import SPREAD, WantedMachine, facts_of, hardware_for, samples_per_core_second, step_of
+from stoker.plan.planning import SPREAD, WantedMachine, hardware_for, samples_per_core_second
 from stoker.profile.accelerators import measure_cpu
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine, usable_cpus
+from stoker.tasks.base import task_for
 from stoker.tasks.images.data import choose_decoding, measure_speed, open_samples
 from stoker.tasks.images.layouts.sample_index import SampleSet
 
@@ -58,8 +59,8 @@ def loader_rate(config: HostConfig, samples: SampleSet) -> float:
 
 
 def _job(config: HostConfig) -> PlannedRun:
-    data, volumes = facts_of(config)
-    return PlannedRun(config, hardware_for(config, None, WantedMachine(), read_machine()), data, volumes=volumes)
+    hardware = hardware_for(config, None, WantedMachine(), read_machine())
+    return PlannedRun(config, hardware, task_for(config).plan_facts(config))
 
 
 def main() -> int:
@@ -74,7 +75,7 @@ def main() -> int:
         keys = [f"data_root={root}", f"index_dir={name}/index", "model=resnet18", "batch_size=32"]
         config, _ = fit_to_machine(load_config(None, keys).config, read_machine())
         job = _job(config)
-        needs = trace_needs(job, step_of(job))
+        needs = trace_needs(job)
         assert needs.trace is not None
         trace = needs.trace
 

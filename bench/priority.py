@@ -24,10 +24,10 @@ from torch import nn
 from bench.rounds import interleave, keep, ratio
 from stoker.config import load_config
 from stoker.core import priority
-from stoker.loader.loader import ImageLoader
-from stoker.loader.loader_speed import repeated
 from stoker.profile.host import usable_cpus
 from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.image_loader import ImageLoader
+from stoker.tasks.images.layouts.sample_index import repeated
 
 BURST_S, PAUSE_S = 2e-3, 2e-3
 WARM_UP_BATCHES = 4

@@ -27,10 +27,10 @@ from bench.loaders import PROJECT, link_copies
 from bench.object_store import epoch_rate
 from bench.rounds import interleave, keep, ratio
 from stoker.config import load_config
-from stoker.loader.loader import ImageLoader
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.tasks.images import classify
 from stoker.tasks.images.data import open_loader
+from stoker.tasks.images.image_loader import ImageLoader
 from stoker.tasks.staging import Staging
 from stoker.train.ranks import Ranks
 

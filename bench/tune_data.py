@@ -18,7 +18,7 @@ from tests.support.s3_server import BUCKET, S3Server, running_s3_server
 from bench.cures import proxied
 from bench.loaders import link_copies
 from bench.tune_scenarios import Scenario
-from stoker.tasks.volumes.cases.scrolls import scroll_volume, write_scrolls
+from stoker.tasks.demo import scroll_volume, write_scrolls
 
 # Each file is linked many times, so that an epoch is longer than a trial: its start is not what is measured here.
 DIFFERENT, SAMPLES = 96, 4800

@@ -27,7 +27,7 @@ from bench.peers.environments import python_of
 from bench.quiet import wait_for_quiet
 from bench.rounds import RESULTS, keep
 from bench.verdict_cases.cases import CASES, HABITS, LOOP, Case, Script
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.demo import write_scrolls
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "bench" / "verdict_cases"

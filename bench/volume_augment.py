@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from bench.loaders import Running
 from bench.peers.environments import PEERS, python_of
 from bench.rounds import Spread, interleave, keep, ratio
-from stoker.tasks.volumes.cases.scrolls import scroll_volume
+from stoker.tasks.demo import scroll_volume
 
 PROJECT = Path(__file__).parents[1]
 BATCH = 2

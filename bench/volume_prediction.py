@@ -51,10 +51,9 @@ def predict(argument: dict[str, Any]) -> dict[str, Any]:
     from stoker.config import load_config
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.tasks.volumes.patches.labels import LabelRules
-    from stoker.tasks.volumes.predict.inputs import cases_to_predict
     from stoker.tasks.volumes.predict.manifest import PredictionOptions
     from stoker.tasks.volumes.predict.postprocess import parse_chain
-    from stoker.tasks.volumes.predict.predict_folder import predict_folder
+    from stoker.tasks.volumes.predict.predict_folder import cases_to_predict, predict_folder
     from stoker.tasks.volumes.segment import TrainedVolumeModel
 
     patch = min(PATCH, argument["patch"])

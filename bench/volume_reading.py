@@ -31,7 +31,7 @@ from bench.loaders import PROJECT, Running
 from bench.peers.environments import PEERS, python_of
 from bench.rounds import Spread, interleave, keep, ratio
 from stoker.io.storage_speed import drop_from_cache
-from stoker.tasks.volumes.cases.scrolls import scroll_volume
+from stoker.tasks.demo import scroll_volume
 
 BATCH = 2
 SETTINGS = "settings.json"

@@ -31,8 +31,8 @@ from tests.support.s3_server import BUCKET, S3Server, running_s3_server
 from bench.object_store import cpu_seconds
 from bench.rounds import interleave, keep, ratio
 from stoker.loader.loader import LoaderOptions
+from stoker.tasks.demo import scroll_volume
 from stoker.tasks.volumes.cases.cases import open_cases
-from stoker.tasks.volumes.cases.scrolls import scroll_volume
 from stoker.tasks.volumes.cases.survey import survey
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import ReadingOptions, Shape

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from bench.quiet import busy_seconds
 from stoker.attach.stage_clock import read_schedule
-from stoker.loader.batch import ImageBatch
 from stoker.loader.threads import ThreadEngine
 from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed
+from stoker.tasks.images.image_loader import ImageBatch
 
 KINDS = {"io": (0.0, 24e-3), "cpu": (14e-3, 0.0), "mixed": (8e-3, 16e-3)}
 """Seconds per batch spent computing and sleeping."""
@@ -103,8 +103,9 @@ class _Maker:
         cost = make_batch(self.kind, step)
         images = np.zeros((SAMPLES, 1, 1, 3), dtype=np.uint8)
         return ImageBatch(
-            images, nothing, nothing, nothing > 0, nothing.astype(np.uint64), epoch, step, step, cast(Any, cost)
-        )
+            nothing, nothing, nothing > 0, images=images, keys=nothing.astype(np.uint64),
+            epoch=epoch, step=step, next_position=step, cost=cast(Any, cost),
+        )  # fmt: skip
 
 
 def batches_of(engine: str, kind: str, workers: int, prefetch: int) -> Iterator[BatchTime]:

@@ -12,9 +12,8 @@ from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.survey import survey
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import ReadingOptions
-from stoker.tasks.volumes.patches.patches import training_steps
+from stoker.tasks.volumes.patches.patches import UNCHANGED, TransformRange, training_steps
 from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
-from stoker.tasks.volumes.patches.transforms import UNCHANGED, TransformRange
 
 STEPS = 1000
 NNUNET = TransformRange(flips=(0.5, 0.5, 0.5), rotation=0.2, scaling=0.2)

@@ -22,9 +22,8 @@ from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import ReadingOptions
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch
-from stoker.tasks.volumes.patches.patches import training_steps
+from stoker.tasks.volumes.patches.patches import UNCHANGED, training_steps
 from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
-from stoker.tasks.volumes.patches.transforms import UNCHANGED
 
 # nnU-Net blurs, or lowers the resolution of, each channel with probability 1/2 once it has decided to; and its two
 # gamma corrections are 0.1 and 0.3.

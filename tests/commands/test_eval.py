@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from stoker.cli import main
-from stoker.tasks.images.results import Evaluation
+from stoker.tasks.images.image_evaluation import Evaluation
 from tests.support.trained import COLOURS, train_on_colours, write_colours, write_images, write_untrained
 
 IMAGENET = [f"n{number:08d}" for number in range(1000)]

@@ -14,12 +14,12 @@ from PIL import Image
 
 from stoker.cli import main
 from stoker.report.run_files import read_evaluation
-from stoker.tasks.volumes import evaluation as volume_evaluation
-from stoker.tasks.volumes.evaluation import choose_cases, read_label
+from stoker.tasks.volumes import volume_evaluation
 from stoker.tasks.volumes.predict.postprocess import parse_chain, post_processed
-from stoker.tasks.volumes.predict.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
 from stoker.tasks.volumes.scores.whole import score_volume
 from stoker.tasks.volumes.segment import open_trained
+from stoker.tasks.volumes.volume_evaluation import choose_cases, read_label
 from tests.support.volumes import needs_matcher
 
 

@@ -11,8 +11,8 @@ import pytest
 import tifffile
 
 from stoker.cli import main
+from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.cases.cases import open_cases
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
 from stoker.tasks.volumes.formats.opening import open_volume
 from stoker.tasks.volumes.formats.volume import whole
 from tests.support.ready_process import ReadyProcess

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ import tifffile
 import torch
 
 from stoker.cli import main
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import ArrayVolume, whole
 from stoker.tasks.volumes.predict import output as volume_output
 from stoker.tasks.volumes.predict import predict_folder as volume_folder
 from stoker.tasks.volumes.predict.postprocess import parse_chain, post_processed
-from stoker.tasks.volumes.predict.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
 from stoker.tasks.volumes.predict.windows import SlidingWindow
 from stoker.tasks.volumes.segment import open_trained
 from tests.support.trained_volumes import write_untrained_volumes
@@ -55,12 +56,13 @@ def predicted(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: 
     return found.get("error", found)
 
 
-def wanted_mask(checkpoints: list[Path], image: Path, threshold: float | None = None, **sliding: Any) -> np.ndarray:
+def wanted_mask(
+    checkpoints: list[Path], image: Path, threshold: float | None = None, batch: int | None = None, **sliding: Any
+) -> np.ndarray:
     segmenter = segmenter_of([open_trained(one) for one in checkpoints])
+    segmenter = segmenter if batch is None else replace(segmenter, batch=batch)
     array = tifffile.imread(image)
-    return predicted_mask(
-        segmenter, [ArrayVolume("", array)], threshold=threshold, sliding=SlidingWindow(**sliding)
-    )  # fmt: skip
+    return predicted_mask(segmenter, [ArrayVolume("", array)], threshold=threshold, sliding=SlidingWindow(**sliding))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -312,7 +314,7 @@ def test_a_network_of_prepared_voxels_warns_about_raw_ones(
 
 KILLED = """# warm
 import os, sys
-from stoker.tasks.volumes.predict import prediction as volume_prediction
+from stoker.tasks.volumes.predict import segmenter as volume_prediction
 from stoker.cli import main
 import torch
 torch.set_num_threads(1)

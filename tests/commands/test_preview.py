@@ -19,11 +19,11 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.contact_sheet import LARGEST_SIDE, drawable, fitting, regular, shown_side
+from stoker.tasks.images.class_losses import build_loss
 from stoker.tasks.images.classify import build_network, colours_of, colours_of_name, open_data
+from stoker.tasks.images.image_preview import caption_of, look, sheet_of, spread_over_classes
 from stoker.tasks.images.layouts.imagenet import spoken
 from stoker.tasks.images.models import build_model
-from stoker.tasks.images.preview_sheet import caption_of, look, sheet_of, spread_over_classes
-from stoker.train.optimization import build_loss
 from tests.support.images import encode, noise
 from tests.support.tiny_training import write_config, write_images
 
@@ -172,7 +172,7 @@ def test_a_run_keeps_its_preview_once_and_trains_alike_without_it(
     def broken(*arguments: Any, **options: Any) -> None:
         raise ValueError("cannot be drawn")
 
-    monkeypatch.setattr("stoker.tasks.images.preview_sheet.look", broken)
+    monkeypatch.setattr("stoker.tasks.images.image_preview.look", broken)
     assert main(["train", str(config), "epochs=1", "--fresh"]) == 0
     assert not file.exists(), "the earlier one belongs to the earlier run"
     assert all(map(torch.equal, with_preview, tapped["train"]))

@@ -18,9 +18,9 @@ from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.volumes.augment.pipeline import build_volume_augment
 from stoker.tasks.volumes.data import open_data, open_loader, training_plan
 from stoker.tasks.volumes.formats.volume import ArrayVolume
-from stoker.tasks.volumes.patches.transforms import TransformRange, draw_transforms
+from stoker.tasks.volumes.patches.patches import TransformRange, draw_transforms
 from stoker.tasks.volumes.pictures import as_grey, worst_cuts
-from stoker.tasks.volumes.preview_sheet import look, placed
+from stoker.tasks.volumes.volume_preview import look, placed
 from stoker.train.transfers import Uploader
 from tests.support.volumes import write_scroll_config
 

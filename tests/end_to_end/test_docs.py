@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.demo import write_scrolls
 from tests.support.documents import (
     PROJECT,
     BadPage,

@@ -24,7 +24,7 @@ from stoker.tasks.volumes.formats.volume import ReadingOptions
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patches import training_steps
 from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
-from stoker.tasks.volumes.scores.competition import foreground, score_surface
+from stoker.tasks.volumes.scores.whole import foreground, score_surface
 from tests.conftest import Run
 from tests.support.published_scores import published_score
 from tests.support.volumes import needs_matcher

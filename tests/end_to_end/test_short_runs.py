@@ -12,10 +12,11 @@ from stoker.config import load_config
 from stoker.core.errors import UserError
 from stoker.plan.budget import Hardware, PlannedRun
 from stoker.report.document import read_document
-from stoker.tasks.building import trial_run
+from stoker.tasks.building import trial_run, updates_per_epoch
 from stoker.tasks.images.classify import open_data
-from stoker.tasks.images.data import DataFacts, updates_per_epoch, validation_plan
-from stoker.train.checkpoint.restore import restore_model
+from stoker.tasks.images.data import validation_plan
+from stoker.tasks.images.trained_model import restore_model
+from stoker.tasks.plan_facts import DataFacts
 from stoker.train.ranks import Ranks
 from tests.end_to_end.conftest import Ledger
 from tests.support.ready_process import ReadyProcess
@@ -93,7 +94,7 @@ def test_an_epoch_has_the_limited_number_of_updates_and_the_plan_counts_them(
     settings = [f"{key}={value}".replace("True", "true") for key, value in {"batch_size": 4, **keys}.items()]
     config = trial_run(load_config(None, settings).config)
     assert updates_per_epoch(config, samples=99, world=2) == updates  # 12 whole batches of two times four
-    job = PlannedRun(config, Hardware(gpus=2, nodes=1, cpus=2), DataFacts(3, samples=99))
+    job = PlannedRun(config, Hardware(gpus=2, nodes=1, cpus=2), DataFacts(1, 1, samples=99))
     assert job.steps_per_epoch == updates
 
 
@@ -108,7 +109,7 @@ def test_limited_validation_takes_the_same_images_of_all_classes_on_any_number_o
         sized = config.model_copy(update={"val_batch_size": batch})
         plans = [validation_plan(sized, data.val, data.decoding, Ranks(rank=r, world=world)) for r in range(world)]
         steps = [(plan, step) for plan in plans for step in range(plan.steps.count())]
-        members = [plan.order.at(0, plan.steps.positions(step))[0] for plan, step in steps]
+        members = [plan.sampler.at(0, plan.steps.positions(step))[0] for plan, step in steps]
         chosen.append(set(np.concatenate(members).tolist()))
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == 8

@@ -17,8 +17,8 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.report.document import RunReader
 from stoker.report.live_view import frame_lines
+from stoker.tasks.demo import scroll_volume
 from stoker.tasks.volumes.cases.cases import open_cases
-from stoker.tasks.volumes.cases.scrolls import scroll_volume
 from stoker.tasks.volumes.cases.split import divide
 from stoker.tasks.volumes.cases.survey import survey
 from stoker.tasks.volumes.data import split_rule

@@ -29,10 +29,10 @@ def main():
     (group / "cgroup.procs").write_text(str(os.getpid()))
     from stoker.tasks.images.decode.calibration import choose_decoder
     from stoker.tasks.images.layouts.opening import open_index
-    from stoker.tasks.images.layouts.sample_index import all_samples
-    from stoker.loader.loader import ImageLoader, LoaderOptions
-    from stoker.loader.loader_memory import generate_images, plan_over
-    from stoker.loader.loader_speed import repeated
+    from stoker.tasks.images.layouts.sample_index import all_samples, repeated
+    from stoker.loader.loader import LoaderOptions
+    from stoker.tasks.images.image_loader import ImageLoader
+    from stoker.tasks.images.memory_trial import generate_images, plan_over
     from stoker.profile.memory import read_memory
     from stoker.train.prefetch_guard import PrefetchGuard
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.io.storage_speed import describe_storage, drop_from_cache, measure_storage
+from stoker.io.storage_speed import drop_from_cache
 from stoker.io.stores import open_store
 from stoker.profile.observed import StorageFacts
+from stoker.tasks.images.data import describe_storage, measure_storage_of
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import SampleSet, all_samples
 from tests.support.proxy import Proxy
@@ -68,7 +69,7 @@ def measured_cold(samples: SampleSet, seconds: float) -> tuple[StorageFacts, lis
 
     def is_cold() -> bool:
         missing: list[str] = []
-        facts = measure_storage(open_store(samples.index.root), samples, seconds, missing.append)
+        facts = measure_storage_of(samples, open_store(samples.index.root), seconds, missing.append)
         found[:] = [(facts, missing)]
         return facts.cold_bytes_per_second is not None and facts.parallel_bytes_per_second is not None
 
@@ -108,7 +109,7 @@ def test_what_stays_in_memory_is_not_called_cold() -> None:
     try:
         samples = write_files(root, 12, 10_000)
         missing: list[str] = []
-        facts = measure_storage(open_store(samples.index.root), samples, 0.2, missing.append)
+        facts = measure_storage_of(samples, open_store(samples.index.root), 0.2, missing.append)
     finally:
         for path in sorted(root.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
@@ -156,7 +157,7 @@ def test_an_object_store_is_remote_and_its_latency_is_that_of_a_request(
         s3_server.put(f"doctor/train/class{number % 2}/{number:02d}.jpg", os.urandom(2000))
     samples = all_samples(open_index(f"s3://{BUCKET}/doctor", "train", index_dir=tmp_path))
     s3_proxy.latency = 0.2  # far above what a busy machine adds
-    facts = measure_storage(open_store(samples.index.root), samples, 3)
+    facts = measure_storage_of(samples, open_store(samples.index.root), 3)
     assert facts.remote is True
     assert facts.kind == "s3"
     assert facts.latency_s is not None

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stoker.loader.collate import LoaderSetup
-from stoker.loader.loader import ImageLoader
-from stoker.loader.worker_pool import Crew
+from stoker.loader.worker_pool import WorkerPool
+from stoker.tasks.images.image_loader import ImageLoader
 from tests.loader.test_loader import SAMPLES, entries, ledger, loader_for, make_images
 from tests.support.proxy import Proxy, hold_until_in_flight
 from tests.support.s3_server import S3Server
@@ -79,8 +79,8 @@ def test_worker_processes_cannot_be_adjusted(data: Path) -> None:
         loader.close()
 
 
-def test_a_crew_grows_and_shrinks_at_once() -> None:
-    crew: Crew[int] = Crew(1)
+def test_a_worker_pool_grows_and_shrinks_at_once() -> None:
+    pool: WorkerPool[int] = WorkerPool(1)
     lock, gate, at_work = threading.Lock(), threading.Semaphore(0), 0
 
     def work(number: int) -> int:
@@ -94,11 +94,11 @@ def test_a_crew_grows_and_shrinks_at_once() -> None:
             raise ValueError("seven")
         return number
 
-    futures = [crew.submit(lambda number=number: work(number)) for number in range(20)]  # type: ignore[misc]
+    futures = [pool.submit(lambda number=number: work(number)) for number in range(20)]  # type: ignore[misc]
     wait_until(lambda: at_work == 1)
-    crew.resize(4)
+    pool.resize(4)
     wait_until(lambda: at_work == 4)
-    crew.resize(2)
+    pool.resize(2)
     gate.release(3)
     wait_until(lambda: sum(future.done() for future in futures) == 3)
     wait_until(lambda: at_work == 2)
@@ -110,7 +110,7 @@ def test_a_crew_grows_and_shrinks_at_once() -> None:
     assert [future.result() for number, future in enumerate(futures) if number not in (7, 12)] == [
         number for number in range(20) if number not in (7, 12)
     ]
-    crew.close()
+    pool.close()
 
 
 def test_more_requests_and_bytes_are_under_way_once_they_are_allowed(

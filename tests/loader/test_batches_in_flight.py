@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from stoker.config import load_config
-from stoker.loader.loader import ImageLoader
 from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan, validation_plan
+from stoker.tasks.images.image_loader import ImageLoader
 from tests.support.delayed_device import LATEST, DelayedDevice, Event
 from tests.support.recording_cudart import RecordingCudart
 from tests.support.tiny_training import write_images

@@ -20,9 +20,8 @@ from PIL import Image
 from stoker.config import Config, load_config
 from stoker.core.errors import UserError
 from stoker.loader import deaths
-from stoker.loader.batch import ImageBatch, TooManyBad
+from stoker.loader.batch import TooManyBad
 from stoker.loader.deaths import Casualties, WorkerDied, killed_for_memory
-from stoker.loader.loader import ImageLoader
 from stoker.tasks.images.data import (
     ALONE,
     choose_decoding,
@@ -31,6 +30,7 @@ from stoker.tasks.images.data import (
     training_plan,
     validation_plan,
 )
+from stoker.tasks.images.image_loader import ImageBatch, ImageLoader
 from stoker.train.ranks import Ranks
 from tests.support.waiting import is_running, wait_until
 

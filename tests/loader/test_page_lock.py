@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from stoker.config import load_config
-from stoker.loader.batch import ImageBatch
 from stoker.loader.buffers import BufferPool, PageLock, SharedSlots
-from stoker.loader.loader import ImageLoader
 from stoker.profile.host import Machine, fit_to_machine
+from stoker.tasks.building import RunContext
 from stoker.tasks.images.classify import _Loaders, open_data
 from stoker.tasks.images.data import ALONE, choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.image_loader import ImageBatch, ImageLoader
 from tests.support.recording_cudart import RecordingCudart
 from tests.support.tiny_training import write_images
 from tests.support.waiting import DEADLINE_S
@@ -191,7 +191,8 @@ def test_progressive_resizing_unregisters_the_old_loader_and_repeats_no_line(
     config, _ = fit_to_machine(loaded, Machine(cpus=2, accelerators=1))
     said: list[str] = []
     samples = open_data(config, said.append)
-    loaders = _Loaders(config, samples, ALONE, None, None, said.append, on_gpu=False)
+    context = RunContext(ALONE, torch.device("cpu"), said.append)
+    loaders = _Loaders(config, samples, context, on_gpu=False)
     sizes = set()
     for epoch in range(4):
         loader = loaders.of_epoch(epoch)
@@ -202,7 +203,8 @@ def test_progressive_resizing_unregisters_the_old_loader_and_repeats_no_line(
     loaders.close()
     assert cudart.registered == {}
     cudart.fails_from = 0
-    loaders = _Loaders(config, samples, ALONE, None, None, said.append, on_gpu=False)
+    context = RunContext(ALONE, torch.device("cpu"), said.append)
+    loaders = _Loaders(config, samples, context, on_gpu=False)
     for epoch in range(4):
         loaders.of_epoch(epoch)
     loaders.validation()

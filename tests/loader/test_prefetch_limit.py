@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 from stoker.loader.buffers import BufferPool, SharedSlots
-from stoker.loader.loader import Engine, ImageLoader, LoaderOptions
-from stoker.loader.loader_memory import plan_over
-from stoker.loader.loader_speed import repeated
+from stoker.loader.loader import Engine, LoaderOptions
 from stoker.profile.memory import tree_memory
 from stoker.tasks.images.decode.calibration import choose_decoder
+from stoker.tasks.images.image_loader import ImageLoader
 from stoker.tasks.images.layouts.opening import open_index
-from stoker.tasks.images.layouts.sample_index import all_samples
+from stoker.tasks.images.layouts.sample_index import all_samples, repeated
+from stoker.tasks.images.memory_trial import plan_over
 from tests.support.waiting import wait_until
 
 WORKERS, PREFETCH = 2, 4

@@ -1,4 +1,4 @@
-"""The order: every sample once, unpredictable positions, and the same for every caller and every starting point."""
+"""The sampler: every sample once, unpredictable positions, and the same for every caller and every starting point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.loader.sampler import SORTED_UP_TO, Order, Steps, permute
+from stoker.loader.sampler import SORTED_UP_TO, EpochSampler, Steps, permute
 
 TINY = (2, 3, 4, 5, 10, 16, 100)
 # A fair shuffle exceeds this in one of a million tests; four rounds of a Feistel network gave 20 and more for sets
@@ -51,7 +51,7 @@ def test_no_two_samples_share_a_position_in_large_sets(size: int, key: int, data
 
 def test_epochs_and_seeds_differ() -> None:
     positions = np.arange(1000)
-    orders = [Order(1000, seed=seed).at(epoch, positions)[0] for seed in (0, 1, 2**40) for epoch in range(4)]
+    orders = [EpochSampler(1000, seed=seed).at(epoch, positions)[0] for seed in (0, 1, 2**40) for epoch in range(4)]
     for number, one in enumerate(orders):
         for other in orders[:number]:
             # Two shuffles agree on one position on average.
@@ -97,17 +97,17 @@ def test_neighbours_are_independent_where_the_network_shuffles(size: int) -> Non
 
 
 def test_the_same_position_in_two_epochs_is_independent() -> None:
-    order = Order(50_000, seed=5)
-    epochs = np.stack([16 * order.at(epoch, np.arange(512))[0] // 50_000 for epoch in range(61)])
+    sampler = EpochSampler(50_000, seed=5)
+    epochs = np.stack([16 * sampler.at(epoch, np.arange(512))[0] // 50_000 for epoch in range(61)])
     pairs = np.bincount((16 * epochs[1:] + epochs[:-1]).ravel(), minlength=256)
     assert abs(chi_square_z(pairs, pairs.sum() / 256, 255)) < LARGEST_Z
 
 
 def test_a_billion_samples_take_no_memory() -> None:
-    order = Order(10**9, seed=1)
-    order.at(0, np.arange(8))
+    sampler = EpochSampler(10**9, seed=1)
+    sampler.at(0, np.arange(8))
     tracemalloc.start()
-    samples, _ = order.at(3, np.arange(10**9 - 256, 10**9))
+    samples, _ = sampler.at(3, np.arange(10**9 - 256, 10**9))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(np.unique(samples)) == 256
@@ -116,26 +116,26 @@ def test_a_billion_samples_take_no_memory() -> None:
 
 @pytest.mark.parametrize("size", [7, 1000, 100_003])
 def test_any_position_is_known_at_once(size: int) -> None:
-    order = Order(size, seed=9)
-    whole = order.at(2, np.arange(size))[0]
+    sampler = EpochSampler(size, seed=9)
+    whole = sampler.at(2, np.arange(size))[0]
     asked = np.random.default_rng(0).integers(0, size, 50)
-    assert np.array_equal(order.at(2, asked)[0], whole[asked])
-    assert [int(order.at(2, np.array([one]))[0][0]) for one in asked[:5]] == whole[asked[:5]].tolist()
+    assert np.array_equal(sampler.at(2, asked)[0], whole[asked])
+    assert [int(sampler.at(2, np.array([one]))[0][0]) for one in asked[:5]] == whole[asked[:5]].tolist()
 
 
 def test_without_shuffling_the_order_is_that_of_the_listing() -> None:
-    samples, repeats = Order(10, shuffle=False).at(4, np.arange(10))
+    samples, repeats = EpochSampler(10, shuffle=False).at(4, np.arange(10))
     assert samples.tolist() == list(range(10))
     assert not repeats.any()
 
 
-def drawn(order: Order, steps: list[Steps], epoch: int = 0, start: int = 0) -> list[list[tuple[int, int]]]:
+def drawn(sampler: EpochSampler, steps: list[Steps], epoch: int = 0, start: int = 0) -> list[list[tuple[int, int]]]:
     """The samples of every step, over all ranks."""
     found = []
     for step in range(steps[0].count(start)):
         content: list[tuple[int, int]] = []
         for rank in steps:
-            samples, repeats = order.at(epoch, rank.positions(step, start))
+            samples, repeats = sampler.at(epoch, rank.positions(step, start))
             content += zip(samples.tolist(), repeats.tolist(), strict=True)
         found.append(content)
     return found
@@ -150,10 +150,10 @@ def ranks(samples: int, batch_size: int, world: int, drop_last: bool) -> list[St
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_nothing_is_lost_or_repeated(world: int, batch_size: int, drop_last: bool) -> None:
     samples = 211
-    order, steps = Order(samples, seed=4), ranks(samples, batch_size, world, drop_last)
-    in_order = order.at(1, np.arange(samples))[0].tolist()
+    sampler, steps = EpochSampler(samples, seed=4), ranks(samples, batch_size, world, drop_last)
+    in_order = sampler.at(1, np.arange(samples))[0].tolist()
     for start in (0, 1, 7, 100, samples - 1, samples):
-        contents = drawn(order, steps, epoch=1, start=start)
+        contents = drawn(sampler, steps, epoch=1, start=start)
         seen = [sample for content in contents for sample, _ in content]
         left = samples - start
         expected = left - left % (world * batch_size) if drop_last else left
@@ -163,19 +163,19 @@ def test_nothing_is_lost_or_repeated(world: int, batch_size: int, drop_last: boo
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_step_holds_the_same_samples_for_any_world_of_the_same_total_batch(drop_last: bool) -> None:
-    order = Order(1000, seed=2)
-    alone = [sorted(content) for content in drawn(order, ranks(1000, 24, 1, drop_last), start=37)]
+    sampler = EpochSampler(1000, seed=2)
+    alone = [sorted(content) for content in drawn(sampler, ranks(1000, 24, 1, drop_last), start=37)]
     for world in (2, 3, 4):
-        shared = [sorted(one) for one in drawn(order, ranks(1000, 24 // world, world, drop_last), start=37)]
+        shared = [sorted(one) for one in drawn(sampler, ranks(1000, 24 // world, world, drop_last), start=37)]
         assert shared == alone
 
 
 def test_a_different_world_size_resumes_where_one_stopped() -> None:
     """Two ranks for ten steps, then a resume on four, then on one, with different batch sizes."""
-    order, position, seen = Order(5003, seed=8), 0, []
+    sampler, position, seen = EpochSampler(5003, seed=8), 0, []
     for world, batch_size, stop_after in ((2, 16, 10), (4, 7, 20), (1, 50, None)):
         steps = ranks(5003, batch_size, world, drop_last=False)
-        for content in drawn(order, steps, start=position)[:stop_after]:
+        for content in drawn(sampler, steps, start=position)[:stop_after]:
             seen += [sample for sample, _ in content]
             position += len(content)
     assert sorted(seen) == list(range(5003))
@@ -185,32 +185,32 @@ def test_a_different_world_size_resumes_where_one_stopped() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_validation_counts_each_sample_once(samples: int, world: int) -> None:
     """Prime sizes, which no batch size or world size divides: ranks may have fewer samples, or none, at the end."""
-    contents = drawn(Order(samples, shuffle=False), ranks(samples, 16, world, drop_last=False))
+    contents = drawn(EpochSampler(samples, shuffle=False), ranks(samples, 16, world, drop_last=False))
     assert sorted(sample for content in contents for sample, _ in content) == list(range(samples))
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 4])
 def test_repeats_are_adjacent_and_keep_the_length_of_the_epoch(repeats: int) -> None:
     samples = 240
-    drawn_samples, numbers = Order(samples, seed=3, repeats=repeats).at(0, np.arange(samples))
+    drawn_samples, numbers = EpochSampler(samples, seed=3, repeats=repeats).at(0, np.arange(samples))
     groups = drawn_samples.reshape(-1, repeats)
     assert (groups == groups[:, :1]).all()
     assert len(set(groups[:, 0].tolist())) == samples // repeats
     assert (numbers.reshape(-1, repeats) == np.arange(repeats)).all()
     for world in (1, 2, 4):
-        content = drawn(Order(samples, seed=3, repeats=repeats), ranks(samples, 12, world, drop_last=True))
+        content = drawn(EpochSampler(samples, seed=3, repeats=repeats), ranks(samples, 12, world, drop_last=True))
         assert sum(map(len, content)) == samples
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 4])
 def test_repeats_of_an_image_land_on_different_ranks_where_there_are_enough(repeats: int) -> None:
     samples = 480
-    order = Order(samples, seed=3, repeats=repeats)
+    sampler = EpochSampler(samples, seed=3, repeats=repeats)
     for world in range(repeats, 6):
         where: dict[int, list[int]] = {}
         for rank in ranks(samples, 10, world, drop_last=False):
             for step in range(rank.count()):
-                for sample in order.at(0, rank.positions(step))[0].tolist():
+                for sample in sampler.at(0, rank.positions(step))[0].tolist():
                     where.setdefault(sample, []).append(rank.rank)
         assert all(len(places) == len(set(places)) == repeats for places in where.values())
 

@@ -20,13 +20,14 @@ from stoker.plan.host_memory import (
 )
 
 GB = 1_000_000_000
-PROCESSES = LoaderSettings("process", workers=12, prefetch=3, batch=256, size=224)
+SAMPLE_BYTES = 3 * 224 * 224
+PROCESSES = LoaderSettings("process", workers=12, prefetch=3, batch=256, sample_bytes=SAMPLE_BYTES, whole_files=True)
 THREADS = replace(PROCESSES, engine="thread")
-BATCH_BYTES = 256 * 224 * 224 * 3
+BATCH_BYTES = 256 * SAMPLE_BYTES
 
 
 def test_a_float_batch_of_256_has_the_reported_size() -> None:
-    assert torch_loader_bytes(1, 1, 256, 224) == pytest.approx(230_000_000)
+    assert torch_loader_bytes(1, 1, 256, SAMPLE_BYTES) == pytest.approx(230_000_000)
     assert 256 * 3 * 224 * 224 * 4 == 154_140_672
 
 
@@ -35,15 +36,17 @@ def test_a_float_batch_of_256_has_the_reported_size() -> None:
     [(12, 3, "safe"), (8, 4, "safe"), (16, 4, "risky"), (32, 8, "refused")],
 )
 def test_the_table_for_62_gb_is_reproduced(workers: int, prefetch: int, verdict: str) -> None:
-    assert torch_loader_verdict(workers, prefetch, 256, 224, 62 * GB) == verdict
+    assert torch_loader_verdict(workers, prefetch, 256, SAMPLE_BYTES, 62 * GB) == verdict
 
 
 def test_more_memory_never_makes_a_verdict_worse_and_more_workers_never_better() -> None:
     order = ["refused", "risky", "safe"]
-    by_memory = [order.index(torch_loader_verdict(16, 4, 256, 224, size * GB)) for size in range(8, 200, 4)]
+    by_memory = [order.index(torch_loader_verdict(16, 4, 256, SAMPLE_BYTES, size * GB)) for size in range(8, 200, 4)]
     assert by_memory == sorted(by_memory)
     assert (by_memory[0], by_memory[-1]) == (0, 2)
-    by_workers = [order.index(torch_loader_verdict(workers, 4, 256, 224, 62 * GB)) for workers in range(1, 128)]
+    by_workers = [
+        order.index(torch_loader_verdict(workers, 4, 256, SAMPLE_BYTES, 62 * GB)) for workers in range(1, 128)
+    ]
     assert by_workers == sorted(by_workers, reverse=True)
 
 

@@ -13,8 +13,6 @@ from stoker.plan.break_even import Room
 from stoker.plan.budget import check_counts
 from stoker.plan.records import Rate, TimeBudget
 from stoker.plan.timing import (
-    FASTER_THAN_TORCH,
-    FASTER_THAN_TORCH_RANGE,
     cores_worth,
     loader_rate,
     read_storage,
@@ -22,6 +20,7 @@ from stoker.plan.timing import (
     time_findings,
     torch_loader_rate,
 )
+from stoker.tasks.images.plan_facts import FASTER_THAN_TORCH, FASTER_THAN_TORCH_RANGE, loader_figures
 from tests.conftest import PROJECT
 
 
@@ -50,7 +49,9 @@ def test_unknown_times_are_not_reported() -> None:
 
 
 def findings(time: TimeBudget) -> dict[str, str]:
-    found = time_findings(time, cpus=8, nodes=1, sample_bytes=100_000, dataset_bytes=1e11, config="x.yaml")
+    found = time_findings(
+        time, cpus=8, nodes=1, sample_bytes=100_000, dataset_bytes=1e11, config="x.yaml", packing_speedup=1.5
+    )
     assert all(finding.speedup is None or finding.speedup.low <= finding.speedup.high for finding in found)
     return {finding.name: finding.seen for finding in found}
 
@@ -95,28 +96,28 @@ def test_slow_storage_is_fixed_by_staging_where_there_is_room(free: int | None, 
 
 
 def test_workers_beyond_the_cores_gain_nothing() -> None:
-    few = loader_rate(4, 8, 1, 1, 224, None).images_per_second
-    enough = loader_rate(8, 8, 1, 1, 224, None).images_per_second
-    many = loader_rate(64, 8, 1, 1, 224, None).images_per_second
-    assert few < enough == many
-    assert loader_rate(4, 8, 3, 1, 224, None).images_per_second == pytest.approx(3 * few)
-    assert 0 < loader_rate(0, 8, 1, 1, 224, None).images_per_second < few
-    assert loader_rate(4, 8, 1, 1, 448, None).images_per_second < few
-    measured = loader_rate(4, 8, 1, 1, 224, 700.0)
-    assert measured.images_per_second == 2800.0
-    assert "measured here" in measured.source
+    few, enough, many, none = (
+        loader_rate(workers, 8, 1, 1, 700.0, "made up").images_per_second for workers in (4, 8, 64, 0)
+    )
+    assert few == 2800.0
+    assert 0 < none < few < enough == many
+    assert loader_rate(4, 8, 3, 1, 700.0, "made up").images_per_second == pytest.approx(3 * few)
+
+
+def test_larger_images_take_longer_to_prepare() -> None:
+    assert loader_figures(448).samples_per_core_second < loader_figures(224).samples_per_core_second == 628.0
 
 
 def test_a_second_thread_of_a_core_adds_less_than_a_core() -> None:
     assert cores_worth(6, 8) == 6
     assert 8 < cores_worth(16, 8) < 12
-    alone, shared = (loader_rate(14, 16, 2, 1, 224, None, cores=cores) for cores in (16, 8))
+    alone, shared = (loader_rate(14, 16, 2, 1, 628.0, "made up", cores=cores) for cores in (16, 8))
     assert alone.images_per_second == pytest.approx(14 / cores_worth(14, 8) * shared.images_per_second)
     assert alone.source.startswith("28 cores x")
     assert shared.source.startswith("28 threads on 16 cores = 19.6 cores x")
     # As long as every thread has a core of its own, it makes no difference.
-    assert loader_rate(8, 16, 1, 1, 224, None, cores=8).images_per_second == pytest.approx(
-        loader_rate(8, 16, 1, 1, 224, None, cores=16).images_per_second
+    assert loader_rate(8, 16, 1, 1, 628.0, "made up", cores=8).images_per_second == pytest.approx(
+        loader_rate(8, 16, 1, 1, 628.0, "made up", cores=16).images_per_second
     )
 
 
@@ -126,7 +127,7 @@ def test_what_torch_s_loader_would_reach_comes_from_the_published_ratio() -> Non
     of_torch = ratios["torch + PIL"]["stoker"]["rounds"] + ratios["torch + PIL"]["stoker threads"]["rounds"]
     assert pytest.approx(statistics.median(of_torch), abs=0.1) == FASTER_THAN_TORCH
     assert pytest.approx((min(of_torch), max(of_torch)), abs=0.06) == FASTER_THAN_TORCH_RANGE
-    theirs = torch_loader_rate(Rate(3200.0, "made up"))
+    theirs = torch_loader_rate(Rate(3200.0, "made up"), loader_figures(224))
     assert theirs.images_per_second == pytest.approx(3200 / FASTER_THAN_TORCH)
     assert "results/loaders" in theirs.source
     time = budget(accelerator=1000.0, loader=2000.0)

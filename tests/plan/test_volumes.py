@@ -10,14 +10,12 @@ import pytest
 from stoker.config import Config, load_config
 from stoker.core.errors import UserError
 from stoker.plan.allocator import replay
-from stoker.plan.budget import Hardware, PlannedRun
 from stoker.plan.guard import refuse_what_cannot_fit
 from stoker.plan.tracing import trace_forward, trace_step
-from stoker.plan.volumes import volume_findings
 from stoker.profile.host import Machine
-from stoker.tasks.images.data import DataFacts
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
-from stoker.tasks.volumes.planning import mean_read_bytes, row_bytes, traceable_step, volume_facts
+from stoker.tasks.demo import write_scrolls
+from stoker.tasks.volumes.plan_part import volume_findings
+from stoker.tasks.volumes.planning import traceable_step, volume_facts
 from tests.conftest import Run
 
 GIB = 1 << 30
@@ -91,11 +89,11 @@ def test_volumes_that_can_be_reached_are_looked_at_and_measured(stoker: Run, tmp
 
 
 def test_rotated_patches_read_more_than_they_are() -> None:
-    facts = volume_facts(config())
-    plain = config("volume_rotation=0", "volume_scaling=0")
-    assert mean_read_bytes(plain, facts) == row_bytes(plain, facts)[0] == 2 * 32**3
-    turned = mean_read_bytes(config("volume_rotation=1"), facts)
-    assert 1.2 * 2 * 32**3 < turned < row_bytes(config("volume_rotation=1"), facts)[0]
+    plain = volume_facts(config("volume_rotation=0", "volume_scaling=0"))
+    assert plain.sample_bytes == plain.row_bytes == plain.val_row_bytes == 2 * 32**3
+    turned = volume_facts(config("volume_rotation=1"))
+    assert turned.sample_bytes is not None
+    assert 1.2 * turned.val_row_bytes < turned.sample_bytes < turned.row_bytes
 
 
 def test_a_step_that_does_not_fit_is_refused_with_one_that_does() -> None:
@@ -121,5 +119,5 @@ def test_a_forward_pass_keeps_nothing_for_gradients() -> None:
     [("2.9.1+cu128", "bf16-mixed", True), ("2.9.0", "32", False), ("2.15.0", "bf16-mixed", False)],
 )
 def test_a_version_of_torch_with_slow_convolutions_is_named(version: str, precision: str, found: bool) -> None:
-    job = PlannedRun(config(f"precision={precision}"), Hardware(1, 1, 8), DataFacts(2))
-    assert [finding.name for finding in volume_findings(job, version)] == (["slow-conv3d"] if found else [])
+    named = [finding.name for finding in volume_findings(config(f"precision={precision}"), version)]
+    assert named == (["slow-conv3d"] if found else [])

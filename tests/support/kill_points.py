@@ -42,7 +42,7 @@ def install() -> None:
             left -= 1
 
     training.Checkpoints = partial(Checkpoints, stop=reached)  # type: ignore[misc, assignment]
-    for observer in (training.RunObserver, training.Silence):
+    for observer in (training.RunObserver, training.Observer):
         for call in CALLS:
             if hasattr(observer, call):
                 setattr(observer, call, _telling(getattr(observer, call), call, reached))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.tasks.volumes.cases.scrolls import scroll_volume, write_scrolls
+from stoker.tasks.demo import scroll_volume, write_scrolls
 
 KEYS: dict[str, Any] = {
     "task": "segment3d",

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.cli import main
 from stoker.core.errors import UserError
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.scores.topology import load_matcher
 from tests.support.tiny_volumes import write_volume_config
 

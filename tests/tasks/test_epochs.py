@@ -52,7 +52,7 @@ def test_every_epoch_draws_from_all_images_and_ranks_share_the_limit(tmp_path: P
         for rank in range(2):
             plan = training_plan(config, data.train, data.decoding, Ranks(rank=rank, world=2))
             assert plan.steps.count() == 2
-            both += [plan.order.at(epoch, plan.steps.positions(step))[0] for step in range(2)]
+            both += [plan.sampler.at(epoch, plan.steps.positions(step))[0] for step in range(2)]
         members = np.concatenate(both)
         assert len(set(members.tolist())) == 2 * 2 * 4
         drawn.append(members)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from stoker.config import Config, load_config
-from stoker.loader.batch import ImageBatch
 from stoker.profile.host import HostConfig
-from stoker.tasks.building import input_dtype
+from stoker.tasks.building import RunContext, input_dtype
 from stoker.tasks.images.classify import build_run, open_data, traceable_step
-from stoker.tasks.images.prediction import classifier_of
-from stoker.train.checkpoint.restore import Restored
+from stoker.tasks.images.image_loader import ImageBatch
+from stoker.tasks.images.image_prediction import classifier_of
+from stoker.tasks.images.trained_model import TrainedImageModel
 from stoker.train.loop import Run
 from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared
@@ -36,7 +36,7 @@ def config_of(images: Path, **keys: Any) -> HostConfig:
 
 
 def run_of(config: HostConfig, rank: int = 0) -> Run:
-    return build_run(config, open_data(config, lambda _text: None), Ranks(rank=rank), CPU)
+    return build_run(config, open_data(config, lambda _text: None), RunContext(Ranks(rank=rank), CPU))
 
 
 def batches_of(run: Run, position: int = 0) -> list[ImageBatch]:
@@ -55,11 +55,13 @@ def test_every_input_has_the_layout_of_the_config(images: Path, channels_last: b
     assert run.input.val_loader is not None
     try:
         train, val = batches_of(run)[0], next(iter(run.input.val_loader.epoch(0)))
-        restored = Restored(Path("none"), run.model, config, run.record.classes, averaged=False, epoch=0, step=0)
+        trained = TrainedImageModel(
+            Path("none"), run.model, config, run.record.classes, averaged=False, epoch=0, step=0
+        )
         inputs = {
             "training": run.input.prepare(train, 0, 0, 0).inputs,
             "validation": run.input.prepare_val(val).inputs,
-            "eval and predict": classifier_of(restored, CPU).prepare(val.images),
+            "eval and predict": classifier_of(trained, CPU).prepare(val.images),
         }
     finally:
         run.input.close()

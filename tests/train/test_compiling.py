@@ -12,6 +12,7 @@ from torch import nn
 
 from stoker.config import load_config
 from stoker.profile.host import fit_to_machine, read_machine
+from stoker.tasks.building import RunContext
 from stoker.tasks.images.classify import build_run, open_data
 from stoker.train.compute import Compiled
 from stoker.train.loop import train
@@ -95,7 +96,7 @@ def test_each_image_size_is_compiled_once_and_the_last_validation_batch_is_not_c
     keys = {"start_img_size": 32, "img_size": 64, "epochs": 2, "resize_epochs": 1, "compile_model": True}
     config = load_config(write_config(tmp_path, images, **keys), []).config
     fitted, _ = fit_to_machine(config, read_machine())
-    run = build_run(fitted, open_data(fitted, lambda _text: None), Ranks(), torch.device("cpu"))
+    run = build_run(fitted, open_data(fitted, lambda _text: None), RunContext(Ranks(), torch.device("cpu")))
     assert isinstance(run.step.model, Compiled)
     train(run)
     run.input.close()

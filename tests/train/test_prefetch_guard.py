@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from stoker.loader.loader import ImageLoader, LoaderOptions
-from stoker.loader.loader_memory import generate_images, plan_over
+from stoker.loader.loader import LoaderOptions
 from stoker.profile.memory import MemoryState
 from stoker.tasks.images.decode.calibration import choose_decoder
+from stoker.tasks.images.image_loader import ImageLoader
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import all_samples
+from stoker.tasks.images.memory_trial import generate_images, plan_over
 from stoker.train.prefetch_guard import GROW_AFTER_S, SETTLE_S, PrefetchGuard, in_flight_levels
 
 GB = 1_000_000_000

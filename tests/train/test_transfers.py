@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stoker.config import load_config
 from stoker.profile.host import fit_to_machine, read_machine
+from stoker.tasks.building import RunContext
 from stoker.tasks.images.classify import build_run, open_data
 from stoker.train import transfers
 from stoker.train.loop import Run, train
@@ -60,7 +61,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     keys = {"model": "test_resnet", "batch_size": 4, "num_workers": 2, "mixup_alpha": 0.2, "epochs": 1}
     config = load_config(write_config(folder, images, loader=request.param, gradient_accumulation=2, **keys), []).config
     fitted, _ = fit_to_machine(config, read_machine())
-    built = build_run(fitted, open_data(fitted, lambda _text: None), Ranks(), torch.device("cpu"))
+    built = build_run(fitted, open_data(fitted, lambda _text: None), RunContext(Ranks(), torch.device("cpu")))
     yield built
     built.input.close()
     torch.set_num_threads(threads)

@@ -16,16 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.core.console import Say
-from stoker.core.redact import redact_text
+from stoker.io.prefetch import Located
 from stoker.io.stores import Location, ReadFailure, Store, is_url
 from stoker.profile.local_disk import MOUNTINFO
 from stoker.profile.observed import StorageFacts
-from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 
 # As the kernel and the usual clients name them.
 NETWORK_KINDS = frozenset(
@@ -120,39 +121,41 @@ class Reading:
         return self.bytes / self.seconds if self.bytes and self.seconds > 0 else None
 
 
-def describe_storage(samples: SampleSet) -> StorageFacts:
-    """What is known about the source without reading from it."""
-    index = samples.index
-    sizes = index.sizes
-    total = None if sizes is None else int(sizes.sum() if samples.chosen is None else sizes[samples.chosen].sum())
-    known = StorageFacts(
-        dataset_bytes=total,
-        bytes_per_sample=None if total is None or not len(samples) else total / len(samples),
-        packed=index.shard_of is not None,
-        root=redact_text(index.root),
-    )
-    if is_url(index.root):
-        return replace(known, remote=True, kind=urlsplit(index.root).scheme)
-    mount = mount_of(index.root)
+class StoredSamples(Protocol):
+    """The samples of a data set that are its members 0 .. n-1, and where they are stored."""
+
+    @property
+    def index(self) -> Located: ...
+
+    def __len__(self) -> int: ...
+
+    def indices(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The members' numbers in the index."""
+        ...
+
+
+def storage_at(place: str, known: StorageFacts) -> StorageFacts:
+    """The known facts, and what can be said about a folder or URL without reading from it."""
+    if is_url(place):
+        return replace(known, remote=True, kind=urlsplit(place).scheme)
+    mount = mount_of(place)
     return known if mount is None else replace(known, remote=mount.remote, kind=mount.kind)
 
 
 def measure_storage(
-    store: Store, samples: SampleSet, seconds: float, missing: Say = lambda _text: None
+    store: Store, samples: StoredSamples, facts: StorageFacts, seconds: float, missing: Say = lambda _text: None
 ) -> StorageFacts:
-    """Reads some of the data for about `seconds`; reports to `missing` what could not be measured."""
-    facts = describe_storage(samples)
-    if samples.index.facts.get("layout") == "parquet":
-        missing("the storage's speed: images in parquet files cannot be read alone")
-        return facts
+    """The known facts, and the speed of reading some of the samples for about `seconds`; reports to `missing` what
+    could not be measured."""
     root = None if store.is_remote else store.url
     alone, together = _two_draws(samples)
+    whole = samples.index.are_files
     memory = facts.kind in IN_MEMORY  # files there are never cold
-    one = None if memory else _read_cold(store, samples.index, alone, seconds * _SHARES[0], root)
+    one = None if memory else _read_cold(store, alone, seconds * _SHARES[0], root, whole=whole)
     # Nothing of an object store is cached on this side.
-    warm = None if root is None else _read_warm(store, samples.index, alone, seconds * _SHARES[1])
+    warm = None if root is None else _read_warm(store, alone, seconds * _SHARES[1], whole=whole)
     readers = REMOTE_READERS if store.is_remote else LOCAL_READERS
-    many = None if memory else _read_together(store, samples.index, together, seconds * _SHARES[2], root, readers)
+    many = None if memory else _read_together(store, together, seconds * _SHARES[2], root, readers, whole=whole)
     if one is None and warm is None:
         missing("storage: none of the samples we tried could be read")
     elif one is None:
@@ -170,32 +173,31 @@ def measure_storage(
     )
 
 
-def _two_draws(samples: SampleSet) -> tuple[list[int], list[int]]:
+def _two_draws(samples: StoredSamples) -> tuple[list[Location], list[Location]]:
     """Two sets of samples, disjoint where there are enough: a server caches files that it has just read."""
     count = min(len(samples), 2 * MOST_SAMPLES)
     members = np.random.default_rng(0).choice(len(samples), count, replace=False).astype(np.int64)
-    numbers = [int(number) for number in samples.indices(members)]
+    places = list(samples.index.locations(samples.indices(members).tolist()))
     if count < 2 * LEAST_SAMPLES:
-        return numbers, numbers
-    return numbers[: count // 2], numbers[count // 2 :]
+        return places, places
+    return places[: count // 2], places[count // 2 :]
 
 
 def _read_cold(
-    store: Store, index: SampleIndex, numbers: Sequence[int], seconds: float, root: str | None
+    store: Store, places: Sequence[Location], seconds: float, root: str | None, *, whole: bool
 ) -> Reading | None:
     """Reads samples one by one that are not in the page cache; None if all of them are."""
     began, took, read, latencies = time.perf_counter(), 0.0, 0, list[float]()
-    for number in numbers:
+    for place in places:
         if time.perf_counter() - began > seconds:
             break
-        place = index.location(number)
         if root is not None and not drop_from_cache(f"{root}/{place.path}", place.offset, place.size):
             continue
         try:
             start = time.perf_counter()
             _first_byte(store, place, root)
             first = time.perf_counter()
-            read += len(_read(store, index, place))
+            read += len(store.read(*place, whole=whole))
         except ReadFailure:
             continue  # training reports it when it reads that sample
         # From an object store the first byte is a separate request, which real reads do without.
@@ -204,14 +206,14 @@ def _read_cold(
     return Reading(read, len(latencies), took, statistics.median(latencies)) if latencies else None
 
 
-def _read_warm(store: Store, index: SampleIndex, numbers: Sequence[int], seconds: float) -> Reading | None:
+def _read_warm(store: Store, places: Sequence[Location], seconds: float, *, whole: bool) -> Reading | None:
     """Reads a few samples repeatedly; the first pass is not counted."""
-    places = [index.location(number) for number in numbers[:WARM_SAMPLES]]
+    places = places[:WARM_SAMPLES]
     began = counted_from = time.perf_counter()
     read = count = 0
     for number in itertools.count():
         try:
-            size = len(_read(store, index, places[number % len(places)]))
+            size = len(store.read(*places[number % len(places)], whole=whole))
         except ReadFailure:
             size = 0
         now = time.perf_counter()
@@ -225,45 +227,40 @@ def _read_warm(store: Store, index: SampleIndex, numbers: Sequence[int], seconds
 
 
 def _read_together(
-    store: Store, index: SampleIndex, numbers: Sequence[int], seconds: float, root: str | None, readers: int
+    store: Store, places: Sequence[Location], seconds: float, root: str | None, readers: int, *, whole: bool
 ) -> Reading | None:
     if root is not None:
-        numbers = _dropped(index, numbers, seconds, root)
-    if len(numbers) < LEAST_SAMPLES:
+        places = _dropped(places, seconds, root)
+    if len(places) < LEAST_SAMPLES:
         return None
     began = time.perf_counter()
 
-    def read_in_time(number: int) -> tuple[int, float]:
+    def read_in_time(place: Location) -> tuple[int, float]:
         """Bytes read, and when the last one arrived."""
         if time.perf_counter() - began > seconds:
             return 0, 0.0
         try:
-            return len(_read(store, index, index.location(number))), time.perf_counter()
+            return len(store.read(*place, whole=whole)), time.perf_counter()
         except ReadFailure:
             return 0, 0.0
 
-    with ThreadPoolExecutor(min(readers, len(numbers))) as pool:
-        found = [(size, end) for size, end in pool.map(read_in_time, numbers) if size]
+    with ThreadPoolExecutor(min(readers, len(places))) as pool:
+        found = [(size, end) for size, end in pool.map(read_in_time, places) if size]
     if not found:
         return None
     return Reading(sum(size for size, _ in found), len(found), max(end for _, end in found) - began)
 
 
-def _dropped(index: SampleIndex, numbers: Sequence[int], seconds: float, root: str) -> list[int]:
+def _dropped(places: Sequence[Location], seconds: float, root: str) -> list[Location]:
     """The samples that left the page cache, as far as time allows: if none does, each costs some pauses."""
     end = time.perf_counter() + seconds
-    out: list[int] = []
-    for number in numbers:
-        place = index.location(number)
+    out: list[Location] = []
+    for place in places:
         if drop_from_cache(f"{root}/{place.path}", place.offset, place.size):
-            out.append(number)
+            out.append(place)
         if time.perf_counter() > end:
             break
     return out
-
-
-def _read(store: Store, index: SampleIndex, place: Location) -> bytes | memoryview:
-    return store.read(place.path, place.offset, place.size, whole=index.shard_of is None)
 
 
 def _first_byte(store: Store, place: Location, root: str | None) -> None:

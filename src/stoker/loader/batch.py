@@ -31,17 +31,13 @@ class BadSample:
     """Index of the sample in its place."""
 
 
-@dataclass
-class ImageBatch:
-    """The samples of one step on one rank, as bytes: the device converts, flips and mixes them."""
+@dataclass(kw_only=True)
+class LoadedBatch:
+    """The samples of one step on one rank. A kind of data adds what its samples are, beside their bytes."""
 
     images: Any
-    """uint8 (samples, height, width, 3): a numpy array while the batch is made, a tensor afterwards."""
-    labels: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    """The samples' indices in the data set, as the order gave them; a bad sample keeps its own."""
-    flips: NDArray[np.bool_]
-    """Which images the device should mirror."""
+    """The batch's memory, uint8, the samples first: a numpy array while the batch is made, then a slot's number or a
+    tensor."""
     keys: NDArray[np.uint64]
     """Each sample's key, from which every further random choice about it follows (stoker.loader.rng)."""
     epoch: int
@@ -52,7 +48,7 @@ class ImageBatch:
     bad: tuple[BadSample, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.keys)
 
 
 class TooManyBad(UserError):

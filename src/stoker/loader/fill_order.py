@@ -1,4 +1,4 @@
-"""Which files a local copy should have, and the order in which training will need them: of images, and of volumes."""
+"""Which files a local copy should have, and the order in which training will need them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.io.cache import CopyPlace
 from stoker.io.filling import WantedFile
-from stoker.loader.collate import BatchPlan
 from stoker.loader.sampler import Steps
-from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 
 _PIECE = 4096
 Indices = NDArray[np.int64]
@@ -49,7 +46,7 @@ class SplitFiles(Protocol):
 
     @property
     def positions(self) -> int:
-        """How many positions the order has; an epoch may take fewer."""
+        """How many positions the sampler has; an epoch may take fewer."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -106,12 +103,12 @@ class Files:
 
     def _own(self, part: SplitFiles, epoch: int, start: int) -> Iterator[WantedFile]:
         steps = part.steps
-        for positions in _pieces(start + steps.rank, _end(steps, start), steps.world):
+        for positions in pieces(start + steps.rank, _end(steps, start), steps.world):
             yield from part.at(epoch, positions)
 
     def _others(self, part: SplitFiles, epoch: int, start: int) -> Iterator[WantedFile]:
         end = _end(part.steps, start)
-        for positions in _pieces(0, part.positions, 1):
+        for positions in pieces(0, part.positions, 1):
             taken = (positions >= start) & (positions < end)
             here = taken & self.share.are_here((positions - start) % part.steps.world)
             for wanted in part.at(epoch, positions[~here]):
@@ -119,74 +116,10 @@ class Files:
                     yield wanted._replace(position=None)
 
 
-class ImageFiles:
-    """A split of images: each a file, or in shards."""
-
-    def __init__(self, plan: BatchPlan, place: CopyPlace) -> None:
-        self._samples, self._order, self.steps = plan.samples, plan.order, plan.steps
-        self._index = plan.samples.index
-        below = place.below(self._index.root)
-        assert below is not None, "the samples are below the root of the data"
-        self._below = f"{below}/" if below else ""
-        self._expected = place.expected
-        self.positions = len(plan.samples) * plan.order.repeats
-        self.is_sharded = self._index.shard_of is not None
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def files(self) -> Iterator[WantedFile]:
-        for members in _pieces(0, len(self._samples), 1):
-            yield from self._of(self._samples.indices(members))
-
-    def at(self, epoch: int, positions: Indices) -> Iterator[WantedFile]:
-        members, _ = self._order.at(epoch, positions)
-        if self.is_sharded:
-            yield from self._of(self._samples.indices(members))
-            return
-        last = -1
-        for position, index in zip(positions.tolist(), self._samples.indices(members).tolist(), strict=True):
-            if index != last:  # repeats of a sample are neighbours
-                yield self._file(index)._replace(position=position)
-            last = index
-
-    def _of(self, indices: Indices) -> Iterator[WantedFile]:
-        if self._index.shard_of is None:
-            yield from (self._file(index) for index in indices.tolist())
-            return
-        shards, first = np.unique(self._index.shard_of[indices], return_index=True)
-        for shard in shards[np.argsort(first)].tolist():
-            path = self._below + self._index.shards[shard]
-            yield WantedFile(path, *self._expected[path])
-
-    def _file(self, index: int) -> WantedFile:
-        sizes = self._index.sizes
-        return WantedFile(self._below + self._index.name(index), None if sizes is None else int(sizes[index]))
-
-
-class VolumeFiles:
-    """A split of volumes: the images and labels of its cases."""
-
-    def __init__(self, plan: PatchPlan, place: CopyPlace) -> None:
-        self._patches, self.steps = plan.patches, plan.steps
-        self._cases = [
-            [_volume(ref.location, place) for ref in (*case.images, case.label) if ref is not None]
-            for case in plan.cases
-        ]
-        self.positions = self.steps.samples
-
-    def __len__(self) -> int:
-        return self.positions
-
-    def files(self) -> Iterator[WantedFile]:
-        for case in self._cases:
-            yield from case
-
-    def at(self, epoch: int, positions: Indices) -> Iterator[WantedFile]:
-        # Every case comes up within two turns; each of its later patches reads the same files.
-        cases = self._patches.cases(epoch, positions).tolist()
-        for case in dict.fromkeys(cases):
-            yield from self._cases[case]
+def pieces(start: int, end: int, step: int) -> Iterator[Indices]:
+    """A range in arrays of some thousand numbers."""
+    for first in range(start, end, _PIECE * step):
+        yield np.arange(first, min(first + _PIECE * step, end), step, dtype=np.int64)
 
 
 def _once(found: Iterator[WantedFile]) -> Iterator[WantedFile]:
@@ -198,17 +131,6 @@ def _once(found: Iterator[WantedFile]) -> Iterator[WantedFile]:
             yield wanted
 
 
-def _volume(location: str, place: CopyPlace) -> WantedFile:
-    path = place.below(location)
-    assert path is not None, "the volumes are below the root of the data"
-    return WantedFile(path, *place.expected[path])
-
-
 def _end(steps: Steps, start: int) -> int:
     """The first position that the rest of an epoch does not take."""
     return min(steps.samples, start + steps.count(start) * steps.total_batch)
-
-
-def _pieces(start: int, end: int, step: int) -> Iterator[Indices]:
-    for first in range(start, end, _PIECE * step):
-        yield np.arange(first, min(first + _PIECE * step, end), step, dtype=np.int64)

@@ -1,22 +1,21 @@
-"""Loaders of batches: each chooses the engine and opens the store. Images here, patches in volumes/plans.py."""
+"""The loader of any kind of data: it chooses the engine, and watches for bad samples."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, Literal
 
 from stoker.core.console import Say
 from stoker.io.cache import CopyPlace
-from stoker.io.prefetch import HeldBack, open_reader
-from stoker.loader.batch import ImageBatch, Quarantine
+from stoker.io.prefetch import HeldBack
+from stoker.loader.batch import Quarantine
 from stoker.loader.buffers import PageLock
-from stoker.loader.collate import BatchMaker, BatchPlan, EnginePlan, LoaderSetup, Made, Maker
+from stoker.loader.collate import EnginePlan, LoaderSetup, Made, Maker
 from stoker.loader.processes import ProcessEngine
 from stoker.loader.threads import ThreadEngine
-from stoker.tasks.images.layouts.parquet_files import open_sample_store
 
 Engine = Literal["auto", "process", "thread"]
 Follow = Callable[[int, int, bool | None, bool], None]
@@ -44,9 +43,14 @@ class LoaderOptions:
     lookahead: int = 256_000_000
     copy: CopyPlace | None = None
     """The local copy that keeps what is read: a cache, or one that training fills."""
-    max_image_bytes: int = 256_000_000
+    max_object_bytes: int = 256_000_000
     max_bad_fraction: float = 0.01
     quarantine_file: Path | None = None
+
+    @property
+    def readers(self) -> int:
+        """Each worker process reads its own steps ahead; threads share one reader."""
+        return max(1, self.workers) if choose_engine(self.engine, self.workers) == "process" else 1
 
 
 class BatchLoader(Generic[Made]):
@@ -65,6 +69,8 @@ class BatchLoader(Generic[Made]):
         self.engine = choose_engine(options.engine, options.workers)
         self.quarantine = quarantine
         self._steps = plan.steps
+        self.batch_bytes = math.prod(plan.batch_shape)
+        """Memory of one batch."""
         prefetch = options.prefetch or DEFAULT_PREFETCH
         self._processes = options.workers
         self._engine: ThreadEngine[Made] | ProcessEngine[Made]
@@ -150,26 +156,6 @@ class BatchLoader(Generic[Made]):
         self._engine.close()
 
 
-class ImageLoader(BatchLoader[ImageBatch]):
-    """The loader of a split of images."""
-
-    def __init__(
-        self,
-        plan: BatchPlan,
-        options: LoaderOptions,
-        say: Say = lambda _line: None,
-        follow: Follow | None = None,
-    ) -> None:
-        self.plan = plan
-        quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))
-        super().__init__(plan, partial(_open_maker, plan, options), quarantine, options, say, follow)
-
-    @property
-    def batch_bytes(self) -> int:
-        """Memory of one batch's images."""
-        return self.plan.steps.batch_size * self.plan.view.size**2 * 3
-
-
 def choose_engine(wanted: Engine, workers: int, *, volumes: bool = False) -> Literal["process", "thread"]:
     """The wanted engine; for 'auto', threads as long as the GIL lets them run in parallel, else processes.
 
@@ -178,10 +164,3 @@ def choose_engine(wanted: Engine, workers: int, *, volumes: bool = False) -> Lit
     if wanted != "auto":
         return wanted
     return "thread" if volumes or workers <= MOST_THREADS else "process"
-
-
-def _open_maker(plan: BatchPlan, options: LoaderOptions) -> BatchMaker:
-    index = plan.samples.index
-    store = open_sample_store(index, copy=options.copy, max_object_bytes=options.max_image_bytes)
-    workers = max(1, options.workers) if choose_engine(options.engine, options.workers) == "process" else 1
-    return BatchMaker(plan, open_reader(store, index, lookahead_bytes=options.lookahead // workers))

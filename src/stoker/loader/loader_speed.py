@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from stoker.loader.loader import BatchLoader
 from stoker.profile.batch_costs import BatchCost
-from stoker.tasks.images.layouts.sample_index import SampleSet
 
 # The first batches include the start of the workers and an empty pipeline.
 WARM_UP_BATCHES = 2
@@ -92,40 +87,6 @@ class LinkBalance:
             return 1.0
         stored = sum(self._ready.values()) - sum(self._at_first.values())
         return min(1.0, max(LEAST_CAME, 1 + stored / self._consumed))
-
-
-def repeated(samples: SampleSet, at_least: int) -> SampleSet:
-    """The samples repeated into one long epoch: with a small folder we would otherwise measure epoch starts."""
-    times = -(-at_least // len(samples))
-    if times <= 1:
-        return samples
-    members = np.tile(np.arange(len(samples), dtype=np.int64), times)
-    labels = samples.labels(members).astype(np.int32)
-    return SampleSet(samples.index, samples.classes, samples.indices(members), labels)
-
-
-def decode_limit(files: list[bytes], workers: int, seconds: float) -> float | None:
-    """Images a second that libjpeg-turbo alone decodes in full from memory on `workers` threads; None without JPEGs."""
-    import simplejpeg
-
-    jpegs = [data for data in files if simplejpeg.is_jpeg(data)]
-    if not jpegs:
-        return None
-    ends = time.perf_counter() + seconds
-
-    def decode_for_a_while(offset: int) -> int:
-        done = 0
-        while time.perf_counter() < ends:
-            # CMYK and damaged files do not matter for the limit.
-            with suppress(ValueError):
-                simplejpeg.decode_jpeg(jpegs[(offset + done) % len(jpegs)])
-            done += 1
-        return done
-
-    started = time.perf_counter()
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        done = sum(pool.map(decode_for_a_while, range(0, max(1, workers) * 7, 7)))
-    return done / (time.perf_counter() - started)
 
 
 def _endless(loader: BatchLoader[Any]) -> Iterator[Any]:

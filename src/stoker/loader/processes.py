@@ -27,8 +27,9 @@ from stoker.core.errors import StokerError
 from stoker.core.priority import step_back
 from stoker.io import outage
 from stoker.loader.buffers import PageLock, SharedSlots, no_shared_memory, shared_array
-from stoker.loader.collate import Announcer, EnginePlan, Made, Maker, batches_held, beyond_flight
+from stoker.loader.collate import Announcer, EnginePlan, Made, Maker
 from stoker.loader.deaths import Casualties
+from stoker.loader.loader_memory import batches_held, beyond_flight
 
 Request = tuple[int, int, int, int | None]
 """Epoch, step, start, and the slot to fill; None if none was free."""
@@ -166,7 +167,7 @@ class ProcessEngine(Generic[Made]):
         self._iterator: LimitedIterator | None = None
         self._casualties = Casualties()
         if start_method == "forkserver" and workers:
-            _preload_forkserver()
+            _preload_forkserver(type(plan).__module__)
         self._loader = LimitedLoader(
             _Batches(open_maker, lookahead, self._slots.tensors if self._slots is not None else []),
             batch_sampler=self._steps,
@@ -244,13 +245,10 @@ def _unchanged(batch: Any) -> Any:
 
 def _prepare_worker(environment: dict[str, str], outages: Any, _worker: int) -> None:
     """Sets up a worker for one core: more threads would only delay the other workers."""
-    import cv2
-
     os.environ.clear()
     os.environ.update(environment)
     outage.adopt(outages)
     step_back()
-    cv2.setNumThreads(0)
     torch.set_num_threads(1)
     # Ctrl-C is handled by the parent, which shuts its workers down.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -269,8 +267,7 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _preload_forkserver() -> None:
-    """Makes the fork server import what every worker needs, so that a worker starts in milliseconds."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["stoker.loader.processes", "stoker.tasks.images.decode.decoding"]
-    )
+def _preload_forkserver(kind: str) -> None:
+    """Makes the fork server import what every worker needs, so that a worker starts in milliseconds: the engine, and
+    the module of what it makes."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["stoker.loader.processes", kind])

@@ -1,7 +1,7 @@
 """The samples of every step: a pure function of (seed, epoch, position).
 
 A sample has an index, its number in the data set, and a position, its place in the epoch. A subset numbers its samples
-anew: these numbers, the members, are what an order permutes (without a subset they equal the indices).
+anew: these numbers, the members, are what a sampler permutes (without a subset they equal the indices).
 
 A keyed permutation (a Feistel network with cycle walking; a sort by hash for small sets) replaces a shuffled list, so
 the sample at any position of a billion is known at once, without memory, and resuming needs one integer.
@@ -29,8 +29,8 @@ SORTED_UP_TO = 1024
 
 
 @dataclass(frozen=True)
-class Order:
-    """The sequence of samples of every epoch."""
+class EpochSampler:
+    """Which sample is at each position of every epoch; `Steps` divides the positions among steps and ranks."""
 
     samples: int
     seed: int = 0
@@ -63,6 +63,10 @@ class Steps:
         """Steps from a position to the end of the epoch; a last partial step counts unless it is dropped."""
         left = max(0, self.samples - start)
         return left // self.total_batch if self.drop_last else -(-left // self.total_batch)
+
+    def next_position(self, step: int, start: int = 0) -> int:
+        """The position at which a run resumes after a step, counted from `start`."""
+        return min(start + (step + 1) * self.batch_size * self.world, self.samples)
 
     def positions(self, step: int, start: int = 0) -> Positions:
         """This rank's positions in a step, counted from `start`; the last step may have fewer, or none."""

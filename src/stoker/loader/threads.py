@@ -18,8 +18,9 @@ from stoker.core.console import Say
 from stoker.io import outage
 from stoker.io.prefetch import HeldBack
 from stoker.loader.buffers import BufferPool
-from stoker.loader.collate import Announcer, LoaderSetup, Made, Maker, beyond_flight
-from stoker.loader.worker_pool import Crew
+from stoker.loader.collate import Announcer, LoaderSetup, Made, Maker
+from stoker.loader.loader_memory import beyond_flight
+from stoker.loader.worker_pool import WorkerPool
 
 
 class ThreadEngine(Generic[Made]):
@@ -42,7 +43,7 @@ class ThreadEngine(Generic[Made]):
         self._limit: int | None = None
         self._most_so_far = self.most_in_flight
         self._buffers = BufferPool(pinned=pin_memory, say=say)
-        self._crew: Crew[Made] | None = None
+        self._pool: WorkerPool[Made] | None = None
         self._announcer: Announcer | None = None
         self._pending: deque[Future[Made]] = deque()
 
@@ -65,8 +66,8 @@ class ThreadEngine(Generic[Made]):
         assert (setup.workers == 0) == (self.setup.workers == 0), "batches are made by threads, or in the consumer's"
         self.setup = setup
         self._most_so_far = max(self._most_so_far, self.most_in_flight)
-        if self._crew is not None:
-            self._crew.resize(setup.workers)
+        if self._pool is not None:
+            self._pool.resize(setup.workers)
         if self._announcer is not None:
             self._announcer.budget = setup.lookahead_bytes
         self._maker.reader.allow(setup.lookahead_bytes, setup.requests)
@@ -92,8 +93,8 @@ class ThreadEngine(Generic[Made]):
             finally:
                 self._maker.reader.forget()
             return
-        if self._crew is None:
-            self._crew = Crew(self.setup.workers)
+        if self._pool is None:
+            self._pool = WorkerPool(self.setup.workers)
         stopped = threading.Event()
         pending = self._pending = deque()
         step = 0
@@ -101,7 +102,7 @@ class ThreadEngine(Generic[Made]):
             while step < count or pending:
                 while step < count and len(pending) < self.in_flight:
                     announcer.before(step)
-                    pending.append(self._crew.submit(partial(self._make_unless, stopped, epoch, step, start)))
+                    pending.append(self._pool.submit(partial(self._make_unless, stopped, epoch, step, start)))
                     step += 1
                 yield pending.popleft().result()
                 if self.in_flight < self._most_so_far:
@@ -118,9 +119,9 @@ class ThreadEngine(Generic[Made]):
         outage.leave()
         # First: a batch may be waiting for it.
         self._maker.reader.close()
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _make_unless(self, stopped: threading.Event, epoch: int, step: int, start: int) -> Made:
         if stopped.is_set():

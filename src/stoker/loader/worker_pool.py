@@ -16,7 +16,7 @@ MOST_THREADS = 4096
 """The most that `num_workers` may ask for; a thread is only started when all others are busy."""
 
 
-class Crew(Generic[Result]):
+class WorkerPool(Generic[Result]):
     """Runs the jobs in the order in which they are submitted, with `size` threads at once."""
 
     def __init__(self, size: int) -> None:

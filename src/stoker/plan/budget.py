@@ -19,9 +19,8 @@ from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
 from stoker.profile.datasheets import Datasheet
 from stoker.profile.host import workers_for
-from stoker.tasks.images.data import DataFacts, updates_per_epoch
-from stoker.tasks.volumes.data import updates_per_epoch as volume_updates
-from stoker.tasks.volumes.planning import VolumeFacts, row_bytes
+from stoker.tasks.base import Task, task_for
+from stoker.tasks.plan_facts import DataFacts
 from stoker.train.schedule import lr_warning, scaled_lr
 from stoker.train.step import TraceableStep
 from stoker.train.transfers import batches_in_hand
@@ -127,8 +126,14 @@ class PlannedRun:
     hardware: Hardware
     data: DataFacts
     measured: MeasuredHere = field(default_factory=MeasuredHere)
-    volumes: VolumeFacts | None = None
-    """Only for `task: segment3d`."""
+
+    @property
+    def task(self) -> Task:
+        return task_for(self.config)
+
+    @property
+    def step(self) -> TraceableStep:
+        return self.task.traceable_step(self.config, self.data)
 
     @property
     def total_batch(self) -> int:
@@ -143,36 +148,28 @@ class PlannedRun:
         return workers_for(self.hardware.cpus, self.hardware.gpus, on_gpu=not self.hardware.on_cpu)
 
     @property
-    def unit(self) -> str:
-        """What a sample is called."""
-        return "images" if self.volumes is None else "patches"
-
-    @property
     def prefetch(self) -> int:
         return self.config.prefetch_factor or DEFAULT_PREFETCH
 
     @property
     def steps_per_epoch(self) -> int | None:
-        if self.volumes is not None:
-            return volume_updates(self.config)
-        if self.data.samples is None:
-            return None
-        return updates_per_epoch(self.config, self.data.samples, self.hardware.world)
+        return self.task.updates_per_epoch(self.config, self.data.samples, self.hardware.world)
 
     @property
     def lr(self) -> float:
         return scaled_lr(self.config.lr, self.total_batch, self.config.lr_reference_batch, self.config.scale_lr)
 
 
-def trace_needs(job: PlannedRun, step: TraceableStep, *, search: bool = True) -> StepNeeds:
+def trace_needs(job: PlannedRun, *, search: bool = True) -> StepNeeds:
     """VRAM and time of the real step, from tracing it. Without `search`, the largest batch is only searched for if this
     one does not fit: that takes three more traces."""
     config, hardware = job.config, job.hardware
     vram, trace = trace_vram(
-        step, config.batch_size, hardware.vram_bytes, compiled=config.compile_model, gpus=hardware.world, search=search
-    )
+        job.step, config.batch_size, hardware.vram_bytes, compiled=config.compile_model, gpus=hardware.world,
+        search=search,
+    )  # fmt: skip
     if not search and vram.fits is False:
-        return trace_needs(job, step)
+        return trace_needs(job)
     return StepNeeds(vram, None if trace is None else step_s_of(job, trace), trace)
 
 
@@ -190,13 +187,12 @@ def step_s_of(job: PlannedRun, trace: Trace) -> float | None:
 
 def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config", scaling: bool = True) -> Plan:
     """Puts the parts together. Without `needs` the plan leaves out the accelerator."""
-    config, hardware, data = job.config, job.hardware, job.data
+    config, hardware, data, unit = job.config, job.hardware, job.data, job.task.unit
     rates = _rates(job, None if needs is None else needs.step_s)
     time = time_budget(
         rates, total_batch=job.total_batch, steps_per_epoch=job.steps_per_epoch, epochs=config.epochs,
         nodes=hardware.nodes, price_per_hour=hardware.price_per_hour,
-        # For volumes, torch's loader was not measured.
-        torch_loader=torch_loader_rate(rates["loader"]) if job.volumes is None and "loader" in rates else None,
+        torch_loader=None if data.figures is None else torch_loader_rate(rates["loader"], data.figures),
     )  # fmt: skip
     vram = needs.vram if needs is not None and not hardware.on_cpu else None
     shape, ram = _ram(job, needs)
@@ -210,16 +206,14 @@ def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config",
 
     found = [
         *batch_finding(job.total_batch, data.samples),
-        *vram_findings(
-            vram, config.batch_size, config.gradient_accumulation,
-            "a smaller patch_size=" if job.volumes is not None else "a smaller img_size=",
-        ),
+        *vram_findings(vram, config.batch_size, config.gradient_accumulation, job.task.size_key),
         *ram_findings(ram, job.workers, job.prefetch, ram_with),
         *budget_findings(shm, disk, files),
         *time_findings(
             time, cpus=hardware.cpus, nodes=hardware.nodes, sample_bytes=data.sample_bytes,
             dataset_bytes=data.dataset_bytes, config=name, data_root=config.data_root, room=hardware.room,
-            unit=job.unit, on_cpu=hardware.on_cpu, cores=hardware.cores,
+            unit=unit, packing_speedup=None if data.figures is None else data.figures.packing_speedup,
+            on_cpu=hardware.on_cpu, cores=hardware.cores,
         ),
     ]  # fmt: skip
     if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:
@@ -228,7 +222,7 @@ def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config",
         hardware=hardware.describe(), batch_size=config.batch_size, total_batch=job.total_batch, lr=job.lr,
         steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, vram=vram, ram=ram, shm=shm, disk=disk,
         open_files=files, time=time, scaling=_scaling(job, needs) if scaling else (),
-        findings=tuple(found), assumptions=_assumptions(job, ram), unit=job.unit,
+        findings=tuple(found), assumptions=_assumptions(job, ram), unit=unit,
         on_cpu=hardware.on_cpu, cpus=hardware.cpus, cores=hardware.cores or hardware.cpus,
     )  # fmt: skip
 
@@ -238,11 +232,12 @@ def _rates(job: PlannedRun, step_s: float | None) -> dict[str, Rate]:
     hardware, rates = job.hardware, {}
     if step_s and hardware.sheet is not None:
         rates["accelerator"] = Rate(job.total_batch / step_s, f"roofline of {hardware.world} x {hardware.sheet.title}")
-    # No default for volumes: their format and location make a difference of a factor of fifty.
-    measured = job.measured.images_per_core_second
-    if job.volumes is None or measured is not None:
+    per_core, source = job.measured.images_per_core_second, "measured here"
+    if per_core is None and job.data.figures is not None:
+        per_core, source = job.data.figures.samples_per_core_second, "assumed; results/loaders"
+    if per_core is not None:
         rates["loader"] = loader_rate(
-            job.workers, hardware.cpus, hardware.nodes, hardware.gpus, job.config.img_size, measured, unit=job.unit,
+            job.workers, hardware.cpus, hardware.nodes, hardware.gpus, per_core, source, unit=job.task.unit,
             cores=hardware.cores,
         )  # fmt: skip
     if hardware.storage is not None and job.data.sample_bytes is not None:
@@ -252,22 +247,21 @@ def _rates(job: PlannedRun, step_s: float | None) -> dict[str, Rate]:
 
 def host_shape(job: PlannedRun, needs: StepNeeds | None) -> HostShape:
     """What runs on one host of the job."""
-    config, hardware = job.config, job.hardware
-    engine = choose_engine(config.loader, job.workers, volumes=config.task == "segment3d")
+    config, hardware, data = job.config, job.hardware, job.data
+    engine = choose_engine(config.loader, job.workers, volumes=job.task.releases_gil)
     on_gpu = not hardware.on_cpu
-    row, val_row = (None, None) if job.volumes is None else row_bytes(config, job.volumes)
     train = LoaderSettings(
-        engine, job.workers, job.prefetch, config.batch_size, config.img_size,
-        held=batches_in_hand(config.gradient_accumulation, on_gpu=on_gpu), sample_bytes=row,
+        engine, job.workers, job.prefetch, config.batch_size, data.row_bytes, data.whole_files,
+        held=batches_in_hand(config.gradient_accumulation, on_gpu=on_gpu),
     )  # fmt: skip
-    val = LoaderSettings(
-        engine, job.workers, job.prefetch, config.val_batch_size or config.batch_size,
-        config.val_img_size or config.img_size, held=batches_in_hand(1, on_gpu=on_gpu), sample_bytes=val_row,
+    val = replace(
+        train, batch=config.val_batch_size or config.batch_size, sample_bytes=data.val_row_bytes,
+        held=batches_in_hand(1, on_gpu=on_gpu),
     )  # fmt: skip
     parts = {} if needs is None else needs.vram.parts
     weights = parts.get("parameters", 0)
     state = weights + parts.get("optimizer", 0) + parts.get("ema", 0)
-    samples = None if job.data.samples is None else int(job.data.samples * (1 + VALIDATION_SHARE))
+    samples = None if data.samples is None else int(data.samples * (1 + VALIDATION_SHARE))
     # On the CPU the step uses host memory, and there is no driver and no caching allocator.
     outside = sum(parts.get(name, 0) for name in ("context", "workspace", "fragmentation"))
     return HostShape(
@@ -275,7 +269,7 @@ def host_shape(job: PlannedRun, needs: StepNeeds | None) -> HostShape:
         on_gpu=on_gpu, pinned=config.pin_memory, samples=samples, lookahead_bytes=config.lookahead,
         remote="://" in (config.data_root or ""), model_bytes=weights, state_bytes=state,
         step_bytes=needs.vram.peak_bytes - outside if needs is not None and hardware.on_cpu else 0,
-        cache_bytes=0 if job.volumes is None else config.volume_cache,
+        cache_bytes=job.task.kept_bytes(config),
     )  # fmt: skip
 
 
@@ -323,14 +317,14 @@ def _scaling(job: PlannedRun, needs: StepNeeds | None) -> tuple[ScalingRow, ...]
 
 
 def _assumptions(job: PlannedRun, ram: RamBudget) -> tuple[str, ...]:
-    said = [*job.data.assumptions, *(job.volumes.assumptions if job.volumes is not None else ()), *job.hardware.stated]
+    said, task, figures = [*job.data.assumptions, *job.hardware.stated], job.task, job.data.figures
     if not ram.measured:
         said.append("memory per worker: figures for torch 2.15 on Linux; --measure measures it here")
     if job.measured.images_per_core_second is None:
         said.append(
-            "images/s per core: figures for ImageNet's files; --measure measures it on yours"
-            if job.volumes is None
-            else "reading: unknown, so no limit is assumed; --measure measures it on your volumes"
+            f"reading: unknown, so no limit is assumed; --measure measures it on your {task.items}"
+            if figures is None
+            else f"{task.unit}/s per core: figures for {figures.source}; --measure measures it on yours"
         )
     if job.hardware.storage is None:
         said.append("storage: unknown, so no limit is assumed; --storage fsx, s3, gp3 or 500MB/s")

@@ -15,9 +15,10 @@ LOCAL_COPY = "local copy"
 
 
 def vram_findings(
-    vram: VramBudget | None, batch_size: int, accumulation: int, smaller: str = "a smaller img_size="
+    vram: VramBudget | None, batch_size: int, accumulation: int, size_key: str | None = None
 ) -> list[Finding]:
-    """Whether the step fits on the accelerator, and the batch size that does; `smaller` is what helps if none does."""
+    """Whether the step fits on the accelerator, and the batch size that does; `size_key` is the config key for the size
+    of a sample."""
     if vram is None or vram.limit_bytes is None:
         return []
     needed, limit = size_text(vram.peak_bytes), size_text(vram.limit_bytes)
@@ -36,7 +37,8 @@ def vram_findings(
     if checkpointed and checkpointed > (vram.largest_batch or 0):
         fixes.append(f"gradient_checkpointing=true batch_size={min(batch_size, checkpointed)}")
     if not fixes:
-        fixes.append(f"{smaller}, a smaller model, or an accelerator with more memory")
+        smaller = "" if size_key is None else f"a smaller {size_key}=, "
+        fixes.append(f"{smaller}a smaller model, or an accelerator with more memory")
     return [Finding(sizes, "; or ".join(fixes), name="vram-exceeded", status="failed")]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from pathlib import Path
 
 from stoker.config import Config
@@ -10,21 +10,15 @@ from stoker.core.console import say
 from stoker.core.errors import UserError
 from stoker.loader.loader_memory import STATED
 from stoker.plan.budget import MeasuredHere, PlannedRun, StepNeeds, make_plan, trace_needs
-from stoker.plan.planning import WantedMachine, hardware_for, step_of
+from stoker.plan.planning import WantedMachine, hardware_for
 from stoker.plan.records import Plan, VramBudget
 from stoker.plan.tracing import build_without_memory
 from stoker.profile.host import Machine
 from stoker.profile.memory import used_by_others_bytes
-from stoker.tasks.images.data import DataFacts
-from stoker.tasks.volumes.planning import volume_facts
-from stoker.train.step import TraceableStep
+from stoker.tasks.base import task_for
 
-UNKNOWN_CLASSES = 1000
-# Bytes of activations per byte of float input: 30 for the smallest timm networks, 150 for ResNet-50. If the input times
-# this stays below a tenth of the memory, the step need not be traced, which takes seconds.
-MOST_ACTIVATIONS_PER_INPUT = 200
-# The same for networks of volumes: 1,900 for the case study's in float32, with its padding 3,000.
-MOST_ACTIVATIONS_PER_VOXEL_INPUT = 4000
+# If the most activations that networks keep stay below a tenth of the memory, the step need not be traced, which takes
+# seconds.
 WORTH_A_TRACE = 0.1
 
 
@@ -50,31 +44,29 @@ def refuse_what_cannot_fit(config: Config, path: Path | None, machine: Machine, 
 def quick_plan(config: Config, path: Path | None, machine: Machine) -> Plan:
     """What the config needs and this machine has; takes less than a second unless the step has to be traced."""
     hardware = hardware_for(config, path, WantedMachine(), machine, for_start=True)
-    measured = MeasuredHere(STATED, None, used_by_others_bytes())
-    if config.task == "classify":
-        job = PlannedRun(config, hardware, DataFacts(config.num_classes or UNKNOWN_CLASSES), measured)
-        most_bytes = config.batch_size * 3 * config.img_size**2 * 4 * MOST_ACTIVATIONS_PER_INPUT
-    else:
-        # Without opening the data: a second channel would hardly change what a network keeps.
-        facts = volume_facts(config.model_copy(update={"data_root": None}))
-        job = PlannedRun(config, hardware, DataFacts(facts.rules.classes), measured, facts)
-        most_bytes = config.batch_size * math.prod(config.patch_size or ()) * 4 * MOST_ACTIVATIONS_PER_VOXEL_INPUT
-    step = step_of(job)
+    # The data is not opened: more classes or channels would hardly change what a network keeps, and the number and size
+    # of the samples would only be assumed.
+    task = task_for(config)
+    facts = replace(task.plan_facts(config.model_copy(update={"data_root": None})), samples=None, sample_bytes=None)
+    job = PlannedRun(config, hardware, facts, MeasuredHere(STATED, None, used_by_others_bytes()))
+    taken = task.step_input(config)
+    most_bytes = config.batch_size * taken.values * 4 * taken.activations
     heavy = most_bytes > WORTH_A_TRACE * (hardware.ram_bytes or 0)
     if not heavy and hardware.on_cpu:
-        return make_plan(job, _weights_only(config, step), scaling=False)
-    return make_plan(job, trace_needs(job, step, search=False), scaling=False)
+        return make_plan(job, _weights_only(job), scaling=False)
+    return make_plan(job, trace_needs(job, search=False), scaling=False)
 
 
-def _weights_only(config: Config, step: TraceableStep) -> StepNeeds:
+def _weights_only(job: PlannedRun) -> StepNeeds:
     """What is known without a trace: the sizes of model, optimizer state and moving average."""
-    model = build_without_memory(step.build_model)
+    optimizer = job.config.optimizer
+    model = build_without_memory(job.step.build_model)
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     parts = {
         "parameters": weights,
         "gradients": weights,
-        "optimizer": weights if config.optimizer == "sgd" else 2 * weights,
-        "ema": weights if step.ema_decay is not None else 0,
-        "temporary": weights if config.optimizer == "lamb" else 0,  # its scratch buffer
+        "optimizer": weights if optimizer == "sgd" else 2 * weights,
+        "ema": weights if job.config.ema_decay is not None else 0,
+        "temporary": weights if optimizer == "lamb" else 0,  # its scratch buffer
     }
     return StepNeeds(VramBudget(sum(parts.values()), parts), None)

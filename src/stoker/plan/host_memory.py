@@ -9,11 +9,9 @@ import resource
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stoker.loader.collate import batches_held
-from stoker.loader.loader_memory import STATED, LoaderMemory
+from stoker.loader.loader_memory import STATED, LoaderMemory, batches_held
 from stoker.plan.records import Budget, RamBudget
 
-CHANNELS = 3
 # Our index of the data set (results/index).
 INDEX_BYTES_PER_SAMPLE = 42
 # The first use of CUDA takes 1,203 MiB of host memory per process (github.com/pytorch/pytorch/issues/106511).
@@ -51,15 +49,16 @@ class LoaderSettings:
     workers: int
     prefetch: int
     batch: int
-    size: int
+    sample_bytes: int
+    """What a batch reserves for a sample."""
+    whole_files: bool = False
+    """Whether a worker holds the files of all samples of the batch that it makes, as one of torch's does."""
     held: int = 1
     """Batches that the consumer holds when it asks for the next: with gradient accumulation, those of an update."""
-    sample_bytes: int | None = None
-    """Size of a sample in a batch, if it is not an RGB image of `size` pixels."""
 
     @property
     def batch_bytes(self) -> int:
-        return self.batch * (self.size * self.size * CHANNELS if self.sample_bytes is None else self.sample_bytes)
+        return self.batch * self.sample_bytes
 
     @property
     def batches(self) -> int:
@@ -144,22 +143,19 @@ def ram_budget(
         limit_bytes=limit_bytes,
         measured=memory.measured,
     )
-    if train.sample_bytes is not None:
-        return budget  # how others' loaders of volumes use memory is not known
+    if not train.whole_files:
+        return budget  # how others' loaders of such samples use memory is not known
+    wanted = (shape.processes * train.workers, train.prefetch, train.batch, train.sample_bytes)
     return replace(
         budget,
-        torch_loader_bytes=shape.processes * torch_loader_bytes(train.workers, train.prefetch, train.batch, train.size),
-        torch_loader_verdict=None
-        if limit_bytes is None
-        else torch_loader_verdict(
-            shape.processes * train.workers, train.prefetch, train.batch, train.size, limit_bytes
-        ),
+        torch_loader_bytes=torch_loader_bytes(*wanted),
+        torch_loader_verdict=None if limit_bytes is None else torch_loader_verdict(*wanted, limit_bytes),
     )
 
 
 def loader_parts(loader: LoaderSettings, memory: LoaderMemory) -> dict[str, int]:
     """One process with one loader, without the bytes fetched ahead."""
-    held = loader.batch * memory.image_bytes if loader.sample_bytes is None else 0  # voxels are read in place
+    held = loader.batch * memory.image_bytes if loader.whole_files else 0
     each = memory.worker if loader.engine == "process" else memory.thread
     server = memory.fork_server if loader.engine == "process" and loader.workers else 0
     return {
@@ -219,15 +215,15 @@ def open_files_budget(shape: HostShape, limit: int | None = None) -> Budget:
     return Budget(sum(parts.values()), limit, parts)
 
 
-def torch_loader_bytes(workers: int, prefetch: int, batch: int, size: int) -> int:
-    """Memory of the batches in flight in torch's own loader, which returns float32."""
-    return round(workers * prefetch * batch * CHANNELS * size * size * FLOAT_BYTES * TORCH_BATCH_OVERHEAD)
+def torch_loader_bytes(workers: int, prefetch: int, batch: int, sample_bytes: int) -> int:
+    """Memory of the batches in flight in torch's own loader, which returns a float32 for each of our bytes."""
+    return round(workers * prefetch * batch * sample_bytes * FLOAT_BYTES * TORCH_BATCH_OVERHEAD)
 
 
-def torch_loader_verdict(workers: int, prefetch: int, batch: int, size: int, ram_bytes: int) -> Verdict:
+def torch_loader_verdict(workers: int, prefetch: int, batch: int, sample_bytes: int, ram_bytes: int) -> Verdict:
     """Whether torch's own loader would fit in addition to everything else: `refused` if not, `risky` if it leaves no
     room for a validation loader and as much page cache."""
-    needed = torch_loader_bytes(workers, prefetch, batch, size)
+    needed = torch_loader_bytes(workers, prefetch, batch, sample_bytes)
     needed += OS_BYTES + TORCH_PROCESS_BYTES + workers * TORCH_WORKER_BYTES
     if needed > ram_bytes:
         return "refused"

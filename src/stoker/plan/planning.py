@@ -14,56 +14,43 @@ from stoker.config import Config, config_values, load_config
 from stoker.config.fields import parse_bytes
 from stoker.config.reading import load_for_command
 from stoker.config.reference import write_scalar
-from stoker.core.console import Advance, progress_bar, say_notes
+from stoker.core.console import progress_bar, say_notes
 from stoker.core.errors import StokerError, UsageError
 from stoker.core.files import write_text
 from stoker.io.cache import copied_bytes
-from stoker.loader.loader_memory import STATED, measure_loader_memory
+from stoker.loader.loader_memory import STATED
 from stoker.plan.break_even import ANY_DISK, Room
 from stoker.plan.budget import Hardware, MeasuredHere, PlannedRun, StepNeeds, check_counts, make_plan, trace_needs
 from stoker.plan.records import Plan
+from stoker.plan.step_costs import with_part
 from stoker.plan.tiers import TierSetting, choose_tiers
 from stoker.plan.timing import CLOUD_THREADS_PER_CORE, SECOND_THREAD_GAIN, cores_worth, read_storage
-from stoker.plan.volumes import with_volumes
 from stoker.plan.vram import VramSearch
 from stoker.profile.accelerators import measure_cpu
 from stoker.profile.datasheets import Datasheet, datasheet_for_device, load_datasheet
-from stoker.profile.host import Machine, fit_to_machine, physical_cores, read_machine, usable_cpus
+from stoker.profile.host import HostConfig, Machine, fit_to_machine, physical_cores, read_machine, usable_cpus
 from stoker.profile.local_disk import find_local_disk
 from stoker.profile.memory import used_by_others_bytes
 from stoker.run.folder import run_folder_for
+from stoker.tasks.base import task_for
 from stoker.tasks.building import trial_run
-from stoker.tasks.images import classify
-from stoker.tasks.images.data import DataFacts, choose_decoding, data_facts, measure_speed, open_samples
-from stoker.tasks.volumes import data as volume_data
-from stoker.tasks.volumes import planning as segment_plan
-from stoker.tasks.volumes.planning import VolumeFacts, mean_read_bytes, volume_facts
-from stoker.train.step import TraceableStep
+from stoker.tasks.images.memory_trial import measure_loader_memory
 
 TRIAL_S = 3.0
 MOST_BATCH = 64
 
 
-def samples_per_core_second(config: Config) -> float | None:
-    """Images, or patches of volumes, per second and physical core; None if the data cannot be read from here."""
-    workers = usable_cpus()
-    cores = cores_worth(workers, physical_cores(workers) or workers)
-    if config.task != "classify":
-        try:
-            data = volume_data.open_data(config, lambda _line: None)
-        except StokerError:
-            return None
-        speed = volume_data.measure_speed(config, data, workers=workers, seconds=TRIAL_S)
-        return speed.images_per_second / cores
+def samples_per_core_second(config: HostConfig) -> float | None:
+    """Samples per second and physical core; None if the data cannot be read from here."""
+    task, workers = task_for(config), usable_cpus()
+    # Small batches: the first ones are ready sooner, and only samples are counted.
+    small = config.model_copy(update={"batch_size": min(config.batch_size, MOST_BATCH), "pin_memory": False})
     try:
-        samples = open_samples(config, "train")
+        data = task.open_data(small, lambda _line: None)
     except StokerError:
         return None
-    # Small batches: the first ones are ready sooner, and only images are counted.
-    small = config.model_copy(update={"batch_size": min(config.batch_size, MOST_BATCH), "pin_memory": False})
-    decoding, _ = choose_decoding(small, samples.index)
-    speed = measure_speed(small, samples, decoding, workers=workers, seconds=TRIAL_S)
-    return speed.images_per_second / cores
+    speed = task.measure_speed(small, data, workers=workers, seconds=TRIAL_S)
+    return speed.images_per_second / cores_worth(workers, physical_cores(workers) or workers)
 
 
 # The default size limit of a tmpfs is half of the memory (Linux, Documentation/filesystems/tmpfs).
@@ -99,7 +86,6 @@ class Planned:
 
     plan: Plan
     job: PlannedRun
-    step: TraceableStep
     needs: StepNeeds
     path: Path
     overridden: dict[str, Any]
@@ -119,32 +105,12 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: WantedMachine) -> 
     )
     say_notes(notes)
     with progress_bar("listing", None) as advance:
-        data, volumes = facts_of(config, wanted.samples, advance)
-    job = PlannedRun(config, hardware, data, _measured(config, hardware, wanted), volumes)
-    step = step_of(job)
+        data = task_for(config).plan_facts(config, wanted.samples, advance)
+    job = PlannedRun(config, hardware, data, _measured(config, hardware, wanted))
     with progress_bar("tracing the step", None):
-        needs = trace_needs(job, step)
-        plan = make_plan(job, needs, name=path.name)
-        if job.volumes is not None:
-            plan = with_volumes(plan, job, needs)
-    return Planned(plan, job, step, needs, path, overridden)
-
-
-def facts_of(
-    config: Config, samples: int | None = None, advance: Advance | None = None
-) -> tuple[DataFacts, VolumeFacts | None]:
-    """What is known about the config's data, and about its volumes if it has such."""
-    if config.task == "classify":
-        return data_facts(config, samples, advance), None
-    volumes = volume_facts(config, advance)
-    return DataFacts(volumes.rules.classes, sample_bytes=mean_read_bytes(config, volumes)), volumes
-
-
-def step_of(job: PlannedRun) -> TraceableStep:
-    """The training step of the job's task."""
-    if job.volumes is not None:
-        return segment_plan.traceable_step(job.config, job.volumes.channels, job.volumes.rules.classes)
-    return classify.traceable_step(job.config, job.data.num_classes)
+        needs = trace_needs(job)
+        plan = with_part(make_plan(job, needs, name=path.name), job, needs)
+    return Planned(plan, job, needs, path, overridden)
 
 
 @dataclass(frozen=True)
@@ -230,7 +196,7 @@ def tiers_of(planned: Planned) -> list[TierSetting]:
     """The settings of each tier on the planned machine."""
     job, vram_bytes = planned.job, planned.job.hardware.vram_bytes
     searches = {
-        compiled: VramSearch(planned.step, job.config.batch_size, compiled=compiled, gpus=job.hardware.world)
+        compiled: VramSearch(job.step, job.config.batch_size, compiled=compiled, gpus=job.hardware.world)
         for compiled in (False, True)
     }
 
@@ -279,7 +245,7 @@ def _accelerator(config: Config, wanted: WantedMachine, machine: Machine, *, for
     return _Accelerator(None if for_start else measure_cpu(), None, 1, on_cpu=True)
 
 
-def _measured(config: Config, hardware: Hardware, wanted: WantedMachine) -> MeasuredHere:
+def _measured(config: HostConfig, hardware: Hardware, wanted: WantedMachine) -> MeasuredHere:
     others = used_by_others_bytes() if hardware.is_here else None
     if not wanted.measure:
         return MeasuredHere(STATED, None, others)

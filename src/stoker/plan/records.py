@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.core.finding import Finding, as_json
+
+if TYPE_CHECKING:
+    from stoker.tasks.plan_facts import PlanPart
 
 PACKED_BYTES = 54_000
 """The mean of 400 of ImageNet's images, packed at 500 px and quality 90; their files have 113,000 on average. Smaller
@@ -133,50 +136,6 @@ class ScalingRow:
 
 
 @dataclass(frozen=True)
-class PatchRow:
-    """A step with another batch or patch size."""
-
-    patch: tuple[int, int, int]
-    batch: int
-    live_bytes: int
-    """Live tensors at the peak."""
-    vram_bytes: int
-    """What the allocator reserves for them, and the rest of what nvidia-smi would show."""
-    fits: bool | None
-    patches_per_second: float | None
-
-
-@dataclass(frozen=True)
-class PredictionBudget:
-    """What predicting one volume takes."""
-
-    volume: tuple[int, int, int]
-    windows: int
-    seconds: float | None
-    vram_bytes: int | None
-    disk_bytes: int
-
-
-@dataclass(frozen=True)
-class VolumePlan:
-    """What only a run over volumes has."""
-
-    rows: tuple[PatchRow, ...]
-    """What other batch and patch sizes would take; the config's own is among them."""
-    patch_bytes: int
-    """Image and label of a patch as they are stored, uncompressed."""
-    read_bytes: float
-    """Mean of what is read for a patch, with the surroundings that rotated and scaled ones need."""
-    read_bytes_per_second: float | None
-    """What the accelerators of all nodes can take."""
-    worker_bytes: int
-    """Memory of one worker and the batches that it has in flight."""
-    cache_bytes: int
-    """Decoded chunks of compressed volumes, of one node."""
-    prediction: PredictionBudget
-
-
-@dataclass(frozen=True)
 class Plan:
     """One budget for everything that can run out."""
 
@@ -199,7 +158,8 @@ class Plan:
     """What was assumed instead of measured, one line each."""
     unit: str = "images"
     """What a sample is called."""
-    volumes: VolumePlan | None = None
+    part: PlanPart | None = None
+    """What only a plan of this task has."""
     on_cpu: bool = False
     """Whether the model computes on the host's cores."""
     cpus: int | None = None
@@ -214,7 +174,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The document that `--json` prints."""
         document = asdict(self)
-        del document["on_cpu"]
+        del document["on_cpu"], document["part"]
+        document["volumes"] = None if self.part is None else asdict(self.part.document)  # the first task that had any
         for name in ("vram", "ram", "shm", "disk", "open_files"):
             if (budget := getattr(self, name)) is not None:
                 document[name]["fits"] = budget.fits

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.core.console import finding_lines, format_table
 from stoker.core.units import duration_text, number_text, size_text
-from stoker.plan.records import Plan, Rate, ScalingRow, TimeBudget, VolumePlan, VramBudget
+from stoker.plan.records import Plan, Rate, ScalingRow, TimeBudget, VramBudget
 from stoker.plan.timing import FED
 
 BAR = 32
@@ -25,8 +25,8 @@ def plan_text(plan: Plan, name: str) -> str:
     lines = [f"{name}: {verdict}", f"for {plan.hardware}", "", *_budgets(plan), "", *_time_lines(plan)]
     if plan.vram is not None:
         lines += ["", *_vram_lines(plan.vram)]
-    if plan.volumes is not None:
-        lines += ["", *_volume_lines(plan.volumes)]
+    if plan.part is not None:
+        lines += ["", *plan.part.lines]
     lines += ["", "RAM by part:", *_parts(plan.ram.parts, plan.ram.total_bytes)]
     if plan.ram.torch_loader_bytes is not None:
         verdict = "" if plan.ram.torch_loader_verdict is None else f": {plan.ram.torch_loader_verdict}"
@@ -117,46 +117,6 @@ def _vram_lines(vram: VramBudget) -> list[str]:
     if vram.note:
         lines.append(vram.note)
     return lines
-
-
-def _volume_lines(volumes: VolumePlan) -> list[str]:
-    lines = []
-    if volumes.rows:
-        table = [
-            [
-                _by(row.patch), str(row.batch), size_text(row.live_bytes), size_text(row.vram_bytes),
-                "?" if row.patches_per_second is None else number_text(row.patches_per_second),
-                "TOO MUCH" if row.fits is False else "",
-            ]
-            for row in volumes.rows
-        ]  # fmt: skip
-        heads = ["patch", "batch", "live tensors", "VRAM", "patches/s", ""]
-        lines += ["other batch and patch sizes:", textwrap.indent(format_table(table, heads).rstrip(), "  "), ""]
-    needed = volumes.read_bytes_per_second
-    lines.append(
-        f"reading: a patch with its label is {size_text(volumes.patch_bytes)}, "
-        f"{volumes.read_bytes / volumes.patch_bytes:.1f} times that is read for it on average"
-        + ("" if needed is None else f"; the accelerators can take {size_text(round(needed))}/s")
-    )
-    lines.append(
-        f"RAM: {size_text(volumes.worker_bytes)} for each worker and its batches; if the volumes are compressed, up to "
-        f"{size_text(volumes.cache_bytes)} of decoded chunks on a node (volume_cache)"
-    )
-    found = volumes.prediction
-    parts = [f"{found.windows:,} windows"]
-    if found.seconds is not None:
-        parts.append(duration_text(found.seconds))
-    if found.vram_bytes is not None:
-        parts.append(f"{size_text(found.vram_bytes)} of VRAM")
-    parts.append(f"up to {size_text(found.disk_bytes)} of disk")
-    lines.append(
-        f"predicting a volume of {_by(found.volume)}: {', '.join(parts)}; each test-time flip takes as long again"
-    )
-    return lines
-
-
-def _by(shape: tuple[int, int, int]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def _parts(parts: Mapping[str, int], total: int) -> list[str]:

@@ -15,7 +15,7 @@ from stoker.core.finding import Estimate, Finding
 from stoker.core.units import size_text
 from stoker.plan.break_even import Room, break_even, break_even_text, staging_fix
 from stoker.plan.records import PACKED_BYTES, Rate, TimeBudget
-from stoker.tasks.images.pack.split_packing import PACKING_SPEEDUP
+from stoker.tasks.plan_facts import LoaderFigures
 
 # Requests that our reader keeps in flight per rank (io/prefetch.py).
 REQUESTS_IN_FLIGHT = 64
@@ -67,9 +67,6 @@ def read_storage(word: str) -> StorageKind:
     return StorageKind(name, fields["source"], **numbers)
 
 
-# Images per second that one physical core prepares from ImageNet's files at 224 px: 1,256 with two threads on the two
-# cores of results/loaders.
-IMAGES_PER_CORE_SECOND = 628.0
 # What the second hyper-thread adds to a busy core. No measurement of decoding images is published that we know of; of
 # other integer work one is: 4 and 8 threads on 4 cores took 9.21 and 7.07 s, 1.30 times as fast (Mercurial, 'perf: add
 # threading capability to perfbdiff').
@@ -77,13 +74,6 @@ SECOND_THREAD_GAIN = 0.30
 # Instances of the large clouds have two unless asked for one (EC2, CpuOptions: ThreadsPerCore; Google Cloud,
 # AdvancedMachineFeatures: threads_per_core).
 CLOUD_THREADS_PER_CORE = 2
-# Our loader's images per second by those of torch's DataLoader with PIL, same files, same workers (results/loaders).
-FASTER_THAN_TORCH = 3.2
-FASTER_THAN_TORCH_RANGE = (2.5, 4.1)
-# The image size at which it was measured: resizing costs as many pixels as it writes, and decoding comes on top.
-MEASURED_AT_PX = 224
-# Share of resizing in preparing an image: 285 us next to 660 us for decoding the crop, on one core.
-RESIZING_SHARE = 0.3
 # The rest is for the training loop, the driver and the kernel: with every core decoding, GPU kernels start late.
 SHARE_OF_CORES = 0.9
 # An accelerator that gets this share of the images it could process counts as busy.
@@ -100,13 +90,13 @@ def loader_rate(
     cpus: int,
     nodes: int,
     gpus: int,
-    size: int,
-    measured_per_core: float | None,
-    unit: str = "images",
+    per_core: float,
+    source: str,
     *,
+    unit: str = "images",
     cores: int | None = None,
 ) -> Rate:
-    """Samples per second of all loaders together; more workers than CPUs add nothing.
+    """Samples per second of all loaders together, at this rate per physical core; more workers than CPUs add nothing.
 
     `cores` are the physical ones behind the CPUs; without them each CPU counts as one.
     """
@@ -116,21 +106,14 @@ def loader_rate(
     what = f"{busy * nodes:.3g} cores"
     if busy < threads:
         what = f"{threads * nodes:g} threads on {(cores or cpus) * nodes} cores = {what}"
-    if measured_per_core is not None:
-        per_core, source = measured_per_core, "measured here"
-    else:
-        # Decoding hardly depends on the output size; resizing does.
-        per_core = IMAGES_PER_CORE_SECOND / (1 - RESIZING_SHARE + RESIZING_SHARE * (size / MEASURED_AT_PX) ** 2)
-        source = "assumed; results/loaders"
     return Rate(busy * nodes * per_core, f"{what} x {per_core:.0f} {unit}/s ({source})")
 
 
-def torch_loader_rate(ours: Rate) -> Rate:
+def torch_loader_rate(ours: Rate, figures: LoaderFigures) -> Rate:
     """What torch's DataLoader with PIL would reach with as many workers, from the ratio that was measured."""
-    low, high = FASTER_THAN_TORCH_RANGE
+    times, (low, high) = figures.faster_than_torch, figures.faster_than_torch_range
     return Rate(
-        ours.images_per_second / FASTER_THAN_TORCH,
-        f"ours is {FASTER_THAN_TORCH:g} times as fast ({low:g} to {high:g}; results/loaders)",
+        ours.images_per_second / times, f"ours is {times:g} times as fast ({low:g} to {high:g}; results/loaders)"
     )
 
 
@@ -167,12 +150,14 @@ def time_findings(
     data_root: str | None = None,
     room: Room | None = None,
     unit: str = "images",
+    packing_speedup: float | None = None,
     on_cpu: bool = False,
     cores: int | None = None,
 ) -> list[Finding]:
     """What would have to change for the accelerator to be the slowest part, and the speed-up from it.
 
-    `room` is the local disk that a copy of the data could go to, if one is known.
+    `room` is the local disk that a copy of the data could go to, if one is known; `packing_speedup` how many times as
+    fast packed samples are prepared, if that was measured.
     """
     accelerator = time.rates.get("accelerator")
     if accelerator is None or time.images_per_second is None:
@@ -203,14 +188,14 @@ def time_findings(
                 name="loader-bound",
             )
         )
-        packed = min(slow * PACKING_SPEEDUP, others)  # of images
-        large = sample_bytes is None or sample_bytes >= PACKED_BYTES
-        if unit == "images" and large and packed > 1.02 * time.images_per_second:
+        packed = 0.0 if packing_speedup is None else slow * packing_speedup
+        gain = min(packed, others) / time.images_per_second
+        if gain > 1.02 and (sample_bytes is None or sample_bytes >= PACKED_BYTES):
             found.append(
                 Finding(
-                    f"packed at 500 px, the same cores prepare about {slow * PACKING_SPEEDUP:,.0f} images/s",
+                    f"packed at 500 px, the same cores prepare about {packed:,.0f} {unit}/s",
                     "stoker pack DATA_ROOT PACKED --longest 500 --quality 90",
-                    _at_most(packed / time.images_per_second),
+                    _at_most(gain),
                     name="packing-helps",
                 )
             )

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from stoker.config import Config
 from stoker.config.task_names import BUILT_IN, place_of_task
 from stoker.core.console import Answer, Say
-from stoker.core.errors import UserError
+from stoker.core.errors import StokerError, UserError
 from stoker.profile.observed import StorageFacts
 from stoker.run.metric import Metric
 
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from stoker.loader.loader_speed import LoaderSpeed
     from stoker.profile.host import HostConfig
     from stoker.run.folder import RunFolder
+    from stoker.tasks.building import RunContext
     from stoker.tasks.checks import Check, EpochLength, StepInput
     from stoker.tasks.export_formats import Exportable
     from stoker.tasks.packing import PackVariants
+    from stoker.tasks.plan_facts import DataFacts, PlanPart, StepCosts
     from stoker.tasks.preview import Preview
     from stoker.tasks.staging import Staging
     from stoker.train.checkpoint.data_changes import Contents, Listings
@@ -43,11 +45,15 @@ if TYPE_CHECKING:
 
 
 class RunData(Protocol):
-    """What training needs to know about a task's data."""
+    """What training needs to know about a task's data, a dataclass: a trial has it with None for `val`."""
 
     @property
     def samples(self) -> int:
         """Samples to train on; for random patches, those of an epoch."""
+
+    @property
+    def val(self) -> Any:
+        """What to validate on, if anything."""
 
     def storage(self) -> StorageFacts: ...
 
@@ -100,6 +106,10 @@ class Task(ABC):
     def open_data(self, config: HostConfig, say: Say, progress: Any = None) -> Any:
         """The data to train and to validate on; raises UserError if it cannot be trained on."""
 
+    def prepare_data(self, config: HostConfig, say: Say) -> None:
+        """Lists, calibrates and indexes once: processes that open the data afterwards find what was saved."""
+        self.open_data(config, say)
+
     @abstractmethod
     def listings(self, data: Any) -> Listings:
         """Which samples the data has, in order."""
@@ -123,23 +133,16 @@ class Task(ABC):
     # Training
 
     @abstractmethod
-    def build_run(
-        self,
-        config: HostConfig,
-        data: Any,
-        ranks: Ranks,
-        device: torch.device,
-        *,
-        quarantine_file: Path | None = None,
-        staging: Staging | None = None,
-        say: Say = lambda _text: None,
-    ) -> Run:
+    def build_run(self, config: HostConfig, data: Any, context: RunContext) -> Run:
         """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
-        rank."""
+        rank. `resume` moves it to where a checkpoint was saved."""
 
-    @abstractmethod
     def describe_run(self, config: Config, run: Run, data: Any) -> str:
         """What is about to be trained, in a few lines that people check before they go home."""
+        from stoker.tasks.building import describe_schedule
+
+        lines = describe_schedule(config, run.ranks, run.device, run.schedule.horizon)
+        return "\n".join([f"{config.model}: {data.samples:,} training {self.items}", *lines])
 
     def keep_preview(self, file: Path, config: HostConfig, data: Any, world: int, say: Say) -> None:
         """Draws what the network of a run gets, into `file`; a run begins without it if that fails."""
@@ -154,9 +157,17 @@ class Task(ABC):
     def open_training_loader(self, config: HostConfig, data: Any) -> BatchLoader[Any]:
         """The loader of one process, without a model to feed."""
 
-    @abstractmethod
     def measure_speed(self, config: HostConfig, data: Any, *, workers: int, seconds: float) -> LoaderSpeed:
         """How fast the loader is for a consumer that takes no time."""
+        from stoker.loader.loader_speed import measure_loader
+
+        with_these = config.model_copy(update={"num_workers": workers})
+        return measure_loader(lambda: self.open_training_loader(with_these, data), workers, seconds)
+
+    def measure_storage(self, config: HostConfig, seconds: float) -> tuple[StorageFacts, list[str]]:
+        """How fast the storage of the data is, in about `seconds`, and what could not be measured."""
+        facts: StorageFacts = self.open_data(config, lambda _text: None).storage()
+        return facts, ["the storage's speed: it is measured for images only"]
 
     def kept_bytes(self, config: Config) -> int:
         """What the loaders of a node may keep of decoded data, all together."""
@@ -229,9 +240,32 @@ class Task(ABC):
 
     # Plan
 
+    def plan_facts(self, config: Config, samples: int | None = None, progress: Any = None) -> DataFacts:
+        """What is known about the data, or assumed if it cannot be opened here; `samples` replaces their number."""
+        from stoker.tasks.plan_facts import DataFacts
+
+        row, reason = 4 * self.step_input(config).values, "no data_root"  # floats
+        if config.data_root is not None:
+            try:
+                data = self.open_data(cast("HostConfig", config), lambda _text: None, progress)
+                return DataFacts(row, row, samples or data.samples, data.storage().bytes_per_sample)
+            except StokerError as error:
+                reason = error.seen
+        return DataFacts(row, row, samples, assumptions=(f"data: of unknown size ({reason})",))
+
     @abstractmethod
     def traceable_step(self, config: Config, facts: Any = None) -> TraceableStep:
         """The training step, to be traced without a device; `facts` are what is known about the data, else assumed."""
+
+    def updates_per_epoch(self, config: Config, samples: int | None, world: int) -> int | None:
+        """Updates in an epoch of this many samples; None if it depends on their number and that is not known."""
+        from stoker.tasks.building import updates_per_epoch
+
+        return None if samples is None else updates_per_epoch(config, samples, world)
+
+    def plan_part(self, config: Config, facts: Any, costs: StepCosts) -> PlanPart | None:
+        """What only a plan of this task has."""
+        return None
 
     # Verify
 
@@ -247,10 +281,9 @@ class Task(ABC):
         """Steps of an epoch; without data, what the config says or the task assumes. None if nothing is known."""
         from stoker.tasks.checks import EpochLength
 
-        if data is None:
-            return None
-        total = config.batch_size * config.devices * config.num_nodes * config.gradient_accumulation
-        return EpochLength(config.steps_per_epoch or data.samples // total, samples=data.samples)
+        samples = None if data is None else data.samples
+        updates = self.updates_per_epoch(config, samples, config.devices * config.num_nodes)
+        return None if updates is None else EpochLength(updates, samples=samples)
 
     def random_data(self, config: HostConfig, folder: Path) -> tuple[Any, HostConfig] | None:
         """Random samples below a folder, opened, to try a step while the real data is not there, and the config for

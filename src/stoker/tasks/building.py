@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +21,33 @@ from stoker.io.cache import CopyPlace, cache_place
 from stoker.loader.loader import LoaderOptions
 from stoker.profile.step_clock import StepClock
 from stoker.tasks.base import metric_of
+from stoker.train.checkpoint.weights import load_weights, open_source
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
-from stoker.train.evaluate import Accumulator, Scoring
+from stoker.train.evaluate import Accumulator, Scoring, named_scores
 from stoker.train.launch import StopRequest
 from stoker.train.loop import InputPipeline, Run, RunRecord, RunScores
 from stoker.train.optimization import build_optimizer
+from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import EarlyStopping, Horizon, Progress, Schedule, scaled_lr
-from stoker.train.step import TrainStep
+from stoker.train.step import Prepared, TraceableStep, TrainStep
+from stoker.train.transfers import Uploader, batches_in_hand, queue_of
+
+if TYPE_CHECKING:
+    from stoker.tasks.staging import Staging
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Where a run is built: its rank and device, and what its loaders use beside the data."""
+
+    ranks: Ranks
+    device: torch.device
+    say: Say = lambda _text: None
+    quarantine_file: Path | None = None
+    staging: Staging | None = None
+    """The local copy that training fills."""
 
 
 def no_data(config: Config) -> ConfigError:
@@ -61,6 +81,22 @@ def ready_device(config: Config, device: torch.device) -> None:
     choose_fastest_kernels(device)
 
 
+def updates_per_epoch(config: Config, samples: int, world: int) -> int:
+    """Updates in an epoch of this many samples: all whole ones, or as many as the config says."""
+    batches = samples // (config.batch_size * world)
+    updates = batches // config.gradient_accumulation
+    if config.limit_train_batches is not None:
+        wanted = max(1, limited(batches, config.limit_train_batches) // config.gradient_accumulation)
+    else:
+        wanted = config.steps_per_epoch or updates
+    return min(updates, wanted)
+
+
+def limited(batches: int, limit: float) -> int:
+    """This many batches, or that share of all, as Lightning counts them: rounded down; here at least one."""
+    return min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
+
+
 def total_batch_of(config: Config, ranks: Ranks) -> int:
     """Samples of one update, over all ranks."""
     return config.batch_size * ranks.world * config.gradient_accumulation
@@ -71,26 +107,73 @@ def peak_lr_of(config: Config, ranks: Ranks) -> float:
     return scaled_lr(config.lr, total_batch_of(config, ranks), config.lr_reference_batch, config.scale_lr)
 
 
+def ready_model(config: Config, model: nn.Module, context: RunContext) -> nn.Module:
+    """The model with the weights that the config names, and batch norm over all ranks if it says so, on its device."""
+    if config.weights is not None:
+        context.say(load_weights(model, open_source(Path(config.weights), context.say)[0]).describe())
+    if config.sync_batchnorm and context.ranks.world > 1 and context.device.type == "cuda":
+        model = with_sync_batchnorm(model)
+    return model.to(context.device)
+
+
+def with_sync_batchnorm(model: nn.Module) -> nn.Module:
+    """The model with batch norm statistics over all ranks; for GPUs only, and before optimizer, EMA and DDP."""
+    from stoker.tasks.light_timm import timm
+
+    # timm's conversion, not torch's, which would lose the activation of timm's joint norm-and-activation layers.
+    converted: nn.Module = timm.layers.convert_sync_batchnorm(model)
+    return converted
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters, trained or frozen, without buffers."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def train_step(
-    config: Config,
-    model: nn.Module,
-    loss: Callable[[Any, Tensor], Tensor],
-    ranks: Ranks,
-    device: torch.device,
-    say: Say,
+    config: Config, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], context: RunContext
 ) -> TrainStep:
     """The step that updates a model on its device."""
+    ranks = context.ranks
     return TrainStep(
-        for_computing(config, model, ranks, device, say), optimizer_for(config, model, peak_lr_of(config, ranks)), loss,
-        Precision(config.precision, device), ranks, micro_batch=config.batch_size,
-        clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=say,
+        for_computing(config, model, context), optimizer_for(config, model, peak_lr_of(config, ranks)), loss,
+        Precision(config.precision, context.device), ranks, micro_batch=config.batch_size,
+        clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=context.say,
+    )  # fmt: skip
+
+
+def input_pipeline(
+    config: Config,
+    context: RunContext,
+    open_loader: Callable[[Any, int], Any],
+    plans: tuple[Any, Any],
+    prepare: Callable[..., Prepared],
+    prepare_val: Callable[..., Prepared],
+    name_samples: Callable[[Sequence[int]], list[str]],
+) -> InputPipeline:
+    """Loaders of the two plans, the second of which may be None, as they feed a device. `open_loader` gets a plan and
+    how many of its batches the loop holds; what prepares a batch gets a function that copies to the device, the batch
+    and, for training, its place: epoch, step, number within the step."""
+    uploader = Uploader(queue_of(context.device))
+    train, val = plans
+    opened = [open_loader(train, batches_in_hand(config.gradient_accumulation, on_gpu=uploader.queue is not None))]
+    if val is not None:
+        opened.append(open_loader(val, 1))
+
+    def close() -> None:
+        for loader in opened:
+            loader.close()
+
+    return InputPipeline(
+        train_loader=lambda _epoch: opened[0], val_loader=None if val is None else opened[1], uploader=uploader,
+        prepare=partial(prepare, uploader.copy), prepare_val=partial(prepare_val, uploader.copy),
+        name_samples=name_samples, close=close, guard_memory=PrefetchGuard(context.say).check,
     )  # fmt: skip
 
 
 def assemble_run(
     config: Config,
-    ranks: Ranks,
-    device: torch.device,
+    context: RunContext,
     *,
     model: nn.Module,
     step: TrainStep,
@@ -100,6 +183,7 @@ def assemble_run(
     record: RunRecord,
 ) -> Run:
     """A run at its beginning, from what its task has built and the config's schedule, average and metric."""
+    ranks, device = context.ranks, context.device
     horizon = horizon_for(config, pipeline.train_loader(0).steps())
     metric = metric_of(config_values(config))
     stopping = None
@@ -113,6 +197,38 @@ def assemble_run(
         model=model, ema=average_of(config, model, horizon), step=step, input=pipeline,
         scores=RunScores(val_loss, scoring, metric, Accumulator(device)), schedule=schedule, record=record,
         ranks=ranks, device=device, progress=Progress(), stop=StopRequest(), clock=StepClock(device),
+    )  # fmt: skip
+
+
+class ClassScoring:
+    """Loss and accuracy over samples that have one class each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = Accumulator(device)
+        self.reset = self._sums.reset
+
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: Any, piece: slice) -> None:  # noqa: ARG002
+        self._sums.add(logits, labels, loss)
+
+    def result(self) -> dict[str, float]:
+        return named_scores(self._sums.result())
+
+    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:  # noqa: ARG002
+        return None
+
+
+def traceable_step(
+    config: Config,
+    build_model: Callable[[], nn.Module],
+    loss: Callable[[Any, Tensor], Tensor],
+    make_batch: Callable[[int], Prepared],
+    checkpointed: TraceableStep | None = None,
+) -> TraceableStep:
+    """The step that the config describes, for a plan to trace."""
+    return TraceableStep(
+        build_model=build_model, build_optimizer=partial(optimizer_for, config, lr=config.lr), loss=loss,
+        make_batch=make_batch, batch_size=config.batch_size, precision=config.precision, ema_decay=config.ema_decay,
+        accumulation=config.gradient_accumulation, clip_grad_norm=config.clip_grad_norm, checkpointed=checkpointed,
     )  # fmt: skip
 
 
@@ -138,11 +254,11 @@ def optimizer_for(config: Config, model: nn.Module, lr: float) -> torch.optim.Op
     )  # fmt: skip
 
 
-def for_computing(config: Config, model: nn.Module, ranks: Ranks, device: torch.device, say: Say) -> nn.Module:
+def for_computing(config: Config, model: nn.Module, context: RunContext) -> nn.Module:
     """The model as the step calls it: compiled, and wrapped for several ranks."""
-    computing = Compiled(model, config.compile_mode, say) if config.compile_model else model
-    if ranks.world > 1:
-        ids = [device.index] if device.type == "cuda" else None
+    computing = Compiled(model, config.compile_mode, context.say) if config.compile_model else model
+    if context.ranks.world > 1:
+        ids = [context.device.index] if context.device.type == "cuda" else None
         # Batch norm's statistics are shared before each validation; sending them at each step would only cost time.
         known = inspect.signature(DistributedDataParallel).parameters
         every_step = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before 2.15
@@ -196,7 +312,7 @@ def loader_options(
         worker_start=config.worker_start,
         lookahead=config.lookahead,
         copy=copy or cache_place(config.cache_dir, config.cache_size),
-        max_image_bytes=config.max_image_bytes,
+        max_object_bytes=config.max_image_bytes,
         max_bad_fraction=config.max_bad_fraction,
         quarantine_file=quarantine_file,
     )

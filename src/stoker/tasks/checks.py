@@ -1,4 +1,4 @@
-"""What a check before a run is, what it looks at, and what a task tells about a run that is checked."""
+"""A check before a run, what it looks at, and what a task says about the run."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Subject:
-    """The config that is checked, and its data. What takes time is made once, when the first check asks for it; if that
-    fails, the same error is raised for each check."""
+    """The config that is checked, and its data. What takes time is made once, when the first check needs it; if that
+    fails, every check that needs it gets the same error."""
 
     config: HostConfig
     path: Path

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +13,11 @@ from stoker.config.reading import load_for_command
 from stoker.core.console import format_table, progress_bar, say, say_notes
 from stoker.core.errors import UsageError
 from stoker.loader.loader import choose_engine
-from stoker.loader.loader_speed import decode_limit
-from stoker.profile.datasheets import published_rate
+from stoker.loader.loader_speed import LoaderSpeed
+from stoker.profile.datasheets import PublishedRate, published_rate
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.images.data import choose_decoding, files_for_measuring, measure_speed, open_samples
+from stoker.tasks.images.decode.calibration import decode_limit
 from stoker.tasks.images.layouts.splits import find_split
 
 CONFIG_ENDINGS = (".yaml", ".yml")
@@ -56,9 +58,7 @@ class DataBench:
     rates: tuple[WorkerRate, ...]
     decode_limit_images_per_second: float | None
     """Whole images decoded by libjpeg-turbo alone, with as many threads as the fastest rate has workers."""
-    gpu: str | None = None
-    gpu_images_per_second: float | None = None
-    gpu_source: str | None = None
+    gpu: PublishedRate | None = None
     patch_size: tuple[int, ...] | None = None
     """None for images."""
 
@@ -80,9 +80,7 @@ class DataBench:
     @property
     def share_of_gpu(self) -> float | None:
         """This host's images/s as a share of what the accelerator can process."""
-        if self.gpu_images_per_second is None:
-            return None
-        return self.best.images_per_second / self.gpu_images_per_second
+        return None if self.gpu is None else self.best.images_per_second / self.gpu.images_per_second
 
     def as_dict(self) -> dict[str, Any]:
         """The document that `--json` prints."""
@@ -101,9 +99,9 @@ class DataBench:
             "engine": self.engine,
             "decoder": self.decoder,
             "decoder_us": self.decoder_us,
-            "gpu": self.gpu,
-            "gpu_images_per_second": self.gpu_images_per_second,
-            "gpu_source": self.gpu_source,
+            "gpu": None if self.gpu is None else self.gpu.name,
+            "gpu_images_per_second": None if self.gpu is None else self.gpu.images_per_second,
+            "gpu_source": None if self.gpu is None else self.gpu.source,
             "share_of_gpu": self.share_of_gpu,
         }
 
@@ -112,9 +110,8 @@ def bench_data(
     source: str, overrides: Sequence[str], worker_counts: Sequence[int], seconds: float, gpu: str | None
 ) -> DataBench:
     """Measures the loader of a config or folder with each number of workers."""
-    rate = (
-        published_rate(gpu) if gpu is not None else None
-    )  # raises on a typo before the measurements, which take a minute
+    # First, so that a typo does not cost a minute of measurements.
+    rate = None if gpu is None else published_rate(gpu)
     loaded, split = _config_of(source, overrides)
     machine = read_machine()
     config, notes = fit_to_machine(loaded, machine)
@@ -127,29 +124,29 @@ def bench_data(
     if config.subset_classes is not None:
         say(f"classes: {', '.join(samples.classes)}")
     decoding, calibration = choose_decoding(config, samples.index)
-    rates = []
+    measure = partial(measure_speed, config, samples, decoding, seconds=seconds)
     with progress_bar("measuring", len(counts) + 1) as advance:
-        for number, workers in enumerate(counts):
-            speed = measure_speed(config, samples, decoding, workers=workers, seconds=seconds)
-            rates.append(WorkerRate(workers, speed.images_per_second, speed.first_batch_s, speed.cost.per_image()))
-            advance(number + 1, len(counts) + 1)
-        best = max(rates, key=lambda rate: rate.images_per_second)
+        rates, best = _rates(counts, measure, lambda done: advance(done, len(counts) + 1))
         limit = decode_limit(files_for_measuring(config, samples.index), max(1, best.workers), min(seconds, 3.0))
         advance(len(counts) + 1, len(counts) + 1)
     return DataBench(
-        source=source,
-        samples=len(samples),
-        batch_size=config.batch_size,
-        img_size=config.img_size,
-        engine=choose_engine(config.loader, best.workers),
-        decoder=decoding.decoder,
-        decoder_us=None if calibration is None else calibration.microseconds,
-        rates=tuple(rates),
-        decode_limit_images_per_second=limit,
-        gpu=None if rate is None else rate.name,
-        gpu_images_per_second=None if rate is None else rate.images_per_second,
-        gpu_source=None if rate is None else rate.source,
-    )
+        source=source, samples=len(samples), batch_size=config.batch_size, img_size=config.img_size,
+        engine=choose_engine(config.loader, best.workers), decoder=decoding.decoder,
+        decoder_us=None if calibration is None else calibration.microseconds, rates=rates,
+        decode_limit_images_per_second=limit, gpu=rate,
+    )  # fmt: skip
+
+
+def _rates(
+    counts: Sequence[int], measure: Callable[..., LoaderSpeed], advance: Callable[[int], None]
+) -> tuple[tuple[WorkerRate, ...], WorkerRate]:
+    """The rate with each number of workers, and the best of them."""
+    rates = []
+    for number, workers in enumerate(counts, 1):
+        speed = measure(workers=workers)
+        rates.append(WorkerRate(workers, speed.images_per_second, speed.first_batch_s, speed.cost.per_image()))
+        advance(number)
+    return tuple(rates), max(rates, key=lambda rate: rate.images_per_second)
 
 
 def _bench_volumes(
@@ -163,16 +160,12 @@ def _bench_volumes(
 
     with progress_bar("indexing", None) as advance:
         data = open_data(config, say, advance)
-    rates = []
     with progress_bar("measuring", len(counts)) as advance:
-        for number, workers in enumerate(counts, 1):
-            speed = measure_patches(config, data, workers=workers, seconds=seconds)
-            rates.append(WorkerRate(workers, speed.images_per_second, speed.first_batch_s, speed.cost.per_image()))
-            advance(number, len(counts))
-    best = max(rates, key=lambda rate: rate.images_per_second)
+        measure = partial(measure_patches, config, data, seconds=seconds)
+        rates, best = _rates(counts, measure, lambda done: advance(done, len(counts)))
     return DataBench(
         source=source, samples=len(data.train.cases), batch_size=config.batch_size, img_size=None,
-        engine=choose_engine(config.loader, best.workers), decoder=None, decoder_us=None, rates=tuple(rates),
+        engine=choose_engine(config.loader, best.workers), decoder=None, decoder_us=None, rates=rates,
         decode_limit_images_per_second=None, patch_size=config.patch_size,
     )  # fmt: skip
 
@@ -218,8 +211,9 @@ def bench_data_text(report: DataBench) -> str:
             f"whole-image decoding alone: {limit:,.0f} images/s; the loader reaches "
             f"{best.images_per_second / limit:.2f}x that (it decodes only what the crops need)",
         ]
-    if report.share_of_gpu is not None and report.gpu_images_per_second is not None:
-        lines += ["", _gpu_line(report, report.share_of_gpu, report.gpu_images_per_second)]
+    if (gpu := report.gpu) is not None and (share := report.share_of_gpu) is not None:
+        answer = "this host can feed it" if share >= 1 else f"this host can supply {share:.0%} of that"
+        lines += ["", f"{gpu.name} processes {gpu.images_per_second:,.0f} images/s: {answer}", f"  ({gpu.source})"]
     return "\n".join(lines)
 
 
@@ -234,10 +228,10 @@ def plot_bench_data(report: DataBench, path: Path) -> None:
     names = [str(rate.workers) for rate in report.rates]
     bars = axes.bar(names, [rate.images_per_second for rate in report.rates], color="#3b6ea5", width=0.6)
     axes.bar_label(bars, fmt="{:,.0f}")
-    for value, label, colour in (
-        (report.decode_limit_images_per_second, "whole-image decoding alone", "#c05621"),
-        (report.gpu_images_per_second, f"{report.gpu} (published)", "#2f855a"),
-    ):
+    limits = [(report.decode_limit_images_per_second, "whole-image decoding alone", "#c05621")]
+    if report.gpu is not None:
+        limits.append((report.gpu.images_per_second, f"{report.gpu.name} (published)", "#2f855a"))
+    for value, label, colour in limits:
         if value is not None:
             axes.axhline(value, color=colour, linestyle="--", label=f"{label}: {value:,.0f}")
     axes.set_xlabel("workers")
@@ -266,8 +260,3 @@ def _stage_lines(report: DataBench) -> list[str]:
         shares = [f"{label} {(times[key] or 0.0) / wall:.0%}" for key, label in _THREAD_PARTS] if wall else []
         lines.append("  of that: " + ", ".join(shares))
     return lines
-
-
-def _gpu_line(report: DataBench, share: float, wanted: float) -> str:
-    answer = "this host can feed it" if share >= 1 else f"this host can supply {share:.0%} of that"
-    return f"{report.gpu} processes {wanted:,.0f} images/s: {answer}\n  ({report.gpu_source})"

@@ -61,7 +61,7 @@ class ExportFormat:
     """How a format is written, and loaded again to be checked."""
 
     write: Callable[[Exportable, nn.Module, Path], None]
-    """What is exported, a copy of its model to work on, the path."""
+    """Takes what is exported, a copy of its model to work on, and the path."""
     load: Callable[[Path, Exportable, nn.Module], tuple[Runner, str]]
     """The file as a function, and what loaded it; the model gives the architecture, and may be changed."""
     packages: tuple[str, ...] = ()

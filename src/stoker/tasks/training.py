@@ -21,6 +21,7 @@ from stoker.run.folder import RunFolder, record_config
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
 from stoker.tasks.base import RunData, metric_of, task_for
+from stoker.tasks.building import RunContext
 from stoker.train.checkpoint.branching import Start, begin, own_checkpoint
 from stoker.train.checkpoint.changes import changes_since
 from stoker.train.checkpoint.data_changes import (
@@ -40,7 +41,7 @@ from stoker.train.devices import device_of
 from stoker.train.loader_adjuster import LoaderAdjuster
 from stoker.train.loader_changes import Knob
 from stoker.train.loop import Run, train
-from stoker.train.observer import RunObserver, Silence, run_header
+from stoker.train.observer import Observer, RunObserver, run_header
 from stoker.train.progress_line import TrainProgress
 from stoker.train.ranks import Ranks, from_first, process_group
 from stoker.train.schedule import lr_warning
@@ -91,7 +92,7 @@ def train_here(job: TrainJob, ranks: Ranks, progress: TrainProgress | None, stac
     staging = task.open_staging(config, data, ranks, say)
     if staging is not None:
         stack.callback(staging.close)
-    run = task.build_run(config, data, ranks, device, quarantine_file=folder.quarantine_file, staging=staging, say=say)
+    run = task.build_run(config, data, RunContext(ranks, device, say, folder.quarantine_file, staging))
     stack.callback(run.input.close)
     contents: Contents = {} if config.fast_dev_run else from_first(lambda: task.contents(config, data), ranks)
     run = _completed(run, config, machine.cpus / _ranks_here(config, ranks), fingerprint(listings), contents)
@@ -100,7 +101,7 @@ def train_here(job: TrainJob, ranks: Ranks, progress: TrainProgress | None, stac
     run = begun.run
     if run.progress.finished:
         return _already_finished(run, folder, say)
-    observer: RunObserver | Silence = Silence()
+    observer: Observer = Observer()
     if progress is not None:
         observer = _open_observer(config, folder, run, data, found, machine, progress)
         stack.callback(observer.close)
@@ -291,7 +292,7 @@ def _announce(
         say(f"warning: {warning}")
 
 
-def _leaving(error: StokerError, run: Run, config: HostConfig, observer: RunObserver | Silence) -> StokerError:
+def _leaving(error: StokerError, run: Run, config: HostConfig, observer: Observer) -> StokerError:
     """The error that ends the run, reported; that of a `fast_dev_run` says that nothing is saved."""
     observer.event("left", run.progress.step, {"ending": error.name, "why": error.seen})
     if config.fast_dev_run and isinstance(error, Interrupted | Preempted):

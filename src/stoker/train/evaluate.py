@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.core.errors import UserError
-from stoker.tasks.images.label_alarm import LabelWatch
 from stoker.train.compute import Compiled
 from stoker.train.launch import LeaveValidation
 from stoker.train.observer import Observer
@@ -119,6 +118,15 @@ class Accumulator:
         )
 
 
+class Remark(NamedTuple):
+    """What an epoch's metrics give reason to say."""
+
+    event: str
+    details: dict[str, Any]
+    text: str
+    """For people."""
+
+
 class Scoring(Protocol):
     """How a task scores its validation; one for a run, used again in each epoch."""
 
@@ -133,33 +141,8 @@ class Scoring(Protocol):
         """The scores over all ranks, which all have to call it, by their names without `val/`."""
         ...
 
-    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """An event, name and details, if an epoch's metrics give reason for one. Every rank has to call it."""
-
-
-class ImageScoring:
-    """Loss and accuracies; watches for labels that belong to other classes."""
-
-    def __init__(self, device: torch.device, labels: LabelWatch) -> None:
-        self._sums = Accumulator(device)
-        self._watch = labels
-
-    def reset(self) -> None:
-        self._sums.reset()
-        if self._watch.confusion is not None:
-            self._watch.confusion.reset()
-
-    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: Any, piece: slice) -> None:  # noqa: ARG002
-        self._sums.add(logits, labels, loss)
-        if self._watch.confusion is not None:
-            self._watch.confusion.add(logits, labels)
-
-    def result(self) -> dict[str, float]:
-        return named_scores(self._sums.result())
-
-    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        alarm = self._watch.look(metrics)
-        return None if alarm is None else ("labels?", alarm.details())
+    def look(self, metrics: Mapping[str, Any]) -> Remark | None:
+        """What an epoch's metrics give reason to say, if anything. Every rank has to call it."""
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """LAMB in a few dozen kernels for any number of parameters, and without ever waiting for the device.
 
-The numbers are those of timm's Lamb without its own clipping. That one issues about 14 operators for each parameter,
-2,210 an update for ResNet-50, most of them so small that launching them takes longer than computing. Here there are 44:
+The numbers are those of timm's Lamb without its own clipping. timm issues about 14 operators for each parameter, 2,210
+an update for ResNet-50, most of them so small that launching them takes longer than computing. Here there are 44:
 the moments of all parameters lie in two flat buffers, so that arithmetic is one operator over everything. What needs
 each parameter by itself, such as norms, goes through `_foreach_` calls over views into the buffers. A view has its
 parameter's own strides: lists that agree in shapes, strides and types run in a few kernels, and others in one for each

@@ -36,7 +36,7 @@ LOOK_STEPS = 8
 LOOKS = 5
 """Looks before and after a change; their spread shows what is noise."""
 IDLE_LOOKS = 15
-"""Unneeded workers only get in the way of others: no hurry."""
+"""An idle worker costs little, so there is no hurry to end it."""
 READY_EVERY = 8
 """Not at each step: counting what is ready takes a microsecond for each batch in flight."""
 STALLED_TIMES = 5
@@ -163,7 +163,7 @@ class LoaderAdjuster:
         return self._decide(loader) if trial is None else self._judge(loader, trial)
 
     def _adopt(self, loader: Adjustable) -> None:
-        """Another image size: the same set-up, and everything may be tried anew."""
+        """Takes over the loader of another image size: with the same set-up, and everything may be tried again."""
         self._loader, setup = loader, loader.setup
         assert setup is not None
         self._first_requests = self._first_requests or setup.requests

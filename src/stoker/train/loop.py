@@ -25,7 +25,7 @@ from stoker.train.checkpoint.saver import Saver
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator, Scoring, evaluate, named_scores
 from stoker.train.launch import LeaveValidation, LeaveWait, StopRequest
-from stoker.train.observer import Observer, Silence
+from stoker.train.observer import Observer
 from stoker.train.optimization import set_lr
 from stoker.train.ranks import Agreement, Ranks, agree, any_rank, gather
 from stoker.train.schedule import Progress, Schedule
@@ -130,7 +130,7 @@ class Run:
 
 def train(run: Run, observer: Observer | None = None, saver: Saver | None = None) -> Progress:
     """Trains from the run's progress to its end; if `run.stop` asks to leave, saves a checkpoint and raises."""
-    observer, saver = observer or Silence(), saver or Saver(run, checkpoints=None)
+    observer, saver = observer or Observer(), saver or Saver(run, checkpoints=None)
     progress = run.progress
     loader: Loader | None = None
     reports = _Reports(run, observer)
@@ -158,7 +158,7 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
             metrics |= {"seconds": time.monotonic() - began, "clock": run.clock}
             observer.epoch_ends(progress.step, progress.epoch, metrics)
             if (seen := run.scores.scoring.look(metrics)) is not None:
-                observer.event(seen[0], progress.step, seen[1])
+                observer.event(seen.event, progress.step, seen.details, seen.text)
             _close_epoch(run, observer, saver, metrics.get(run.scores.metric.key))
             if not progress.finished and any_rank(run.stop.wanted, run.ranks):
                 _leave(run, saver)
@@ -296,7 +296,7 @@ class _Reports:
         if progress.bad_steps > run.schedule.max_bad_steps:
             more = f" and {len(samples) - NAMED_SAMPLES} more" if len(samples) > NAMED_SAMPLES else ""
             raise UserError(
-                "loss-is-no-number",
+                "loss-not-finite",
                 f"the loss or its gradient was NaN or infinite for {progress.bad_steps} steps in a row, up to step "
                 f"{step.number}; last for {', '.join(samples[:NAMED_SAMPLES])}{more}",
                 why="every one of these steps was skipped, so the model no longer learns",

@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,7 @@ from numpy.typing import NDArray
 from stoker.core.console import Advance
 
 if TYPE_CHECKING:
-    from stoker.loader.batch import ImageBatch
-    from stoker.train.loop import Run
+    from stoker.train.loop import Batch, Run
 
 Curve = NDArray[np.float64]
 
@@ -108,7 +106,7 @@ def measure_range(run: Run, lrs: Sequence[float], progress: Advance, *, sweeps: 
     for sweep in range(sweeps):
         if sweep > 0:
             start.restore()
-        losses, end = _sweep(run, lrs, groups, sweep * len(lrs), partial(_advance, progress, sweeps * len(lrs)))
+        losses, end = _sweep(run, lrs, groups, sweep * len(lrs), lambda done: progress(done, sweeps * len(lrs)))
         found.append(losses)
         diverged += [] if end is None else [end]
     return LrCurve(list(lrs[: max(map(len, found))]), found, min(diverged, default=None))
@@ -182,7 +180,7 @@ class _State:
 def _sweep(
     run: Run,
     lrs: Sequence[float],
-    groups: Iterator[tuple[int, list[ImageBatch]]],
+    groups: Iterator[tuple[int, list[Batch]]],
     done: int,
     advance: Callable[[int], None],
 ) -> tuple[list[float | None], float | None]:
@@ -207,11 +205,7 @@ def _sweep(
     return losses, None
 
 
-def _advance(progress: Advance, total: int, done: int) -> None:
-    progress(done, total)
-
-
-def _groups(run: Run, first: int) -> Iterator[tuple[int, list[ImageBatch]]]:
+def _groups(run: Run, first: int) -> Iterator[tuple[int, list[Batch]]]:
     """The batches of each update, over as many epochs as needed, in the image size of the first."""
     loader = run.input.train_loader(first)
     for epoch in count(first):

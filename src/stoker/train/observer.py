@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from stoker.profile.host import HostConfig
 from stoker.profile.observed import AcceleratorFacts, LoaderShape, StorageFacts
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import Trackers
-from stoker.tasks.images.label_alarm import alarm_text
 from stoker.train.loader_changes import outcome_text
 from stoker.train.progress_line import TrainProgress
 
@@ -24,8 +23,11 @@ if TYPE_CHECKING:
     from stoker.train.loop import Run
 
 
-class Observer(Protocol):
-    """Gets the reports of a run, which prints nothing itself; must not delay a step."""
+class Observer:
+    """Gets the reports of a run, which prints nothing itself; must not delay a step.
+
+    This one ignores them all: for ranks other than the first, and for measuring.
+    """
 
     def epoch_begins(self, epoch: int, steps: int, done: int) -> None: ...
 
@@ -36,31 +38,13 @@ class Observer(Protocol):
 
     def validation_step(self) -> None: ...
 
-    def epoch_ends(self, step: int, epoch: int, metrics: dict[str, float]) -> None: ...
+    def epoch_ends(self, step: int, epoch: int, metrics: dict[str, Any]) -> None: ...
 
-    def event(self, name: str, step: int, details: dict[str, Any]) -> None:
-        """Something other than a metric: resumed, a checkpoint, a bad step, labels in doubt."""
+    def event(self, name: str, step: int, details: dict[str, Any], text: str | None = None) -> None:
+        """Something other than a metric: resumed, a checkpoint, a bad step, labels in doubt; `text` is for people."""
 
     def sync(self) -> None:
         """Called before a checkpoint is written, in the writer's thread: what it relies on must be on the disk."""
-
-
-class Silence:
-    """Ignores all reports: for ranks other than the first, and for measuring."""
-
-    def epoch_begins(self, epoch: int, steps: int, done: int) -> None: ...
-
-    def step(self, step: int, epoch: int, metrics: dict[str, Any]) -> None: ...
-
-    def validation_begins(self, steps: int) -> None: ...
-
-    def validation_step(self) -> None: ...
-
-    def epoch_ends(self, step: int, epoch: int, metrics: dict[str, float]) -> None: ...
-
-    def event(self, name: str, step: int, details: dict[str, Any]) -> None: ...
-
-    def sync(self) -> None: ...
 
 
 def loader_shape(
@@ -124,7 +108,7 @@ def _accelerator_facts(device: torch.device) -> AcceleratorFacts | None:
     return AcceleratorFacts(name=torch.cuda.get_device_name(device), count=torch.cuda.device_count())
 
 
-class RunObserver:
+class RunObserver(Observer):
     """The first rank's observer: passes every report on to the files, the trackers and the progress line."""
 
     def __init__(
@@ -184,9 +168,11 @@ class RunObserver:
         # Files keep one name for the rate of every task; the terminal names the unit.
         self._progress.epoch_ends({name.replace("images_per", f"{self._unit}_per"): v for name, v in figures.items()})
 
-    def event(self, name: str, step: int, details: dict[str, Any]) -> None:
+    def event(self, name: str, step: int, details: dict[str, Any], text: str | None = None) -> None:
         self._metrics.event(name, step, **details)
-        if name == "bad_step":
+        if text is not None:
+            self._progress.say(text)
+        elif name == "bad_step":
             samples = details["samples"]
             self._progress.say(
                 f"warning: step {step} was skipped: its loss is NaN or infinite; metrics.jsonl lists its "
@@ -194,10 +180,6 @@ class RunObserver:
             )
         elif name == "stopped_early":
             self._progress.say(f"stopped after epoch {details['epoch']}: {details['why']}")
-        elif name == "labels?":
-            self._progress.say(alarm_text(details))
-        elif name == "nothing_validated":
-            self._progress.say(f"warning: no validation metrics: {details['why']}\nhint: {details['hint']}")
         elif name == "loader_adjusted":
             if self._clock_file is not None and details["knob"] in ("workers", "prefetch"):
                 now = details["from" if details["decision"] == "undone" else "to"]

@@ -14,7 +14,7 @@ from stoker.core.units import size_text
 from stoker.profile.memory import MemoryState, read_memory
 
 CHECK_EVERY_S = 1.0
-# Acts before earlyoom, which kills processes at 10 % free memory; but a large host with 8 GB left is not short of it.
+# Acts before earlyoom, which kills processes when 10 % of the memory is left; but 8 GB are enough on any host.
 LOW_SHARE = 0.12
 LOW_AT_MOST_BYTES = 8_000_000_000
 # With half of that left there is no time to reduce step by step.

@@ -94,19 +94,15 @@ def process_group(ranks: Ranks, backend: str, timeout_s: float) -> Iterator[Rank
         yield replace(ranks, control=control)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "by peer" in str(error):
-            raise _rank_lost(ranks, error) from None
+            raise UserError(
+                "rank-lost",
+                f"rank {ranks.rank} lost the others: {str(error).splitlines()[0]}",
+                why="a rank that dies ends the run: the others would wait for its gradients",
+                hint="see the message of the rank that ended first; the same command resumes from the last checkpoint",
+            ) from None
         raise
     finally:
         dist.destroy_process_group()
-
-
-def _rank_lost(ranks: Ranks, error: RuntimeError) -> UserError:
-    return UserError(
-        "rank-lost",
-        f"rank {ranks.rank} lost the others: {str(error).splitlines()[0]}",
-        why="a rank that dies ends the run: the others would wait for its gradients",
-        hint="see the message of the rank that ended first; the same command resumes from the last checkpoint",
-    )
 
 
 def from_first(make: Callable[[], T], ranks: Ranks) -> T:

@@ -10,24 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from stoker.core.console import Say
-from stoker.io.storage_speed import measure_local_disk, measure_storage
 from stoker.io.stores import is_url
 from stoker.profile.accelerators import device_busy_share, measure_transfer
 from stoker.profile.clock_file import HEADER, clock_header, interval_record
 from stoker.profile.host import HostConfig, allowed_cores
-from stoker.profile.local_disk import find_local_disk
 from stoker.profile.step_clock import StepClock
 from stoker.tasks.base import task_for
-from stoker.tasks.images.data import open_samples
-from stoker.tasks.images.layouts.parquet_files import open_sample_store
+from stoker.tasks.building import RunContext
 from stoker.train.loop import Run, pending, train
-from stoker.train.observer import Silence, loader_shape, run_header
+from stoker.train.observer import Observer, loader_shape, run_header
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import Progress
 from stoker.train.step import Prepared
@@ -36,8 +32,6 @@ from stoker.trial.measuring import WARM_UP_STEPS, Measurement, ReportSeconds
 
 FEWEST_BATCHES = 20
 """Workers hand over several batches at once: with fewer, the last of them would decide the rate."""
-LOCAL_SHARE = 0.2
-"""Share of the storage trial's time for writing to a local disk and reading it back, if the data is remote."""
 REPLAYED_BATCHES = 4
 """More than one, so that caches do not hold a single batch; few, so that they fit into memory."""
 ENDLESS = 1_000_000_000
@@ -176,25 +170,7 @@ def loader_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str,
 
 def storage_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[str, Any]:  # noqa: ARG001
     """Latency and throughput of the storage that the data is on."""
-    if config.task != "classify":
-        facts = task_for(config).open_data(config, lambda _text: None).storage()
-        return {"storage": asdict(facts), "missing": ["the storage's speed: it is measured for images only"]}
-    samples = open_samples(config, "train")
-    missing: list[str] = []
-    store = open_sample_store(samples.index, max_object_bytes=config.max_image_bytes)
-    facts = measure_storage(store, samples, (1 - LOCAL_SHARE) * job["seconds"], missing.append)
-    if facts.remote and facts.bytes_per_sample:
-        disk = find_local_disk()
-        folder = config.cache_dir if disk is None else config.cache_dir or disk.folder
-        seconds = LOCAL_SHARE * job["seconds"] / 2
-        facts = replace(
-            facts,
-            local_bytes_per_second=measure_local_disk(
-                None if folder is None else Path(folder), facts.bytes_per_sample, seconds
-            ),
-            local_folder=None if disk is None else disk.folder,
-            local_free_bytes=None if disk is None else disk.free_bytes,
-        )
+    facts, missing = task_for(config).measure_storage(config, job["seconds"])
     return {"storage": asdict(facts), "missing": missing}
 
 
@@ -216,7 +192,7 @@ def open_run(config: HostConfig, cpus: int, say: Say = lambda _text: None) -> tu
         torch.set_num_threads(cpus)
     task = task_for(config)
     data = replace(task.open_data(config, say), val=None)
-    return task.build_run(config, data, Ranks(), device, say=say), data
+    return task.build_run(config, data, RunContext(Ranks(), device, say)), data
 
 
 def _endless_run(config: HostConfig, job: Job) -> tuple[Run, Header]:
@@ -242,7 +218,7 @@ def train_for(
     """Trains until the measurement is over."""
     batches = config.gradient_accumulation
 
-    class Until(Silence):
+    class Until(Observer):
         def step(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:  # noqa: ARG002
             if measurement.step(batches, batches * config.batch_size) and may_end():
                 raise _TimeIsUp

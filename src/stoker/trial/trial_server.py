@@ -10,7 +10,7 @@ from stoker.config import config_values
 from stoker.profile.clock_reading import observed_from
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import Observed
-from stoker.tasks.images.data import choose_decoding, open_samples
+from stoker.tasks.base import task_for
 from stoker.trial.fork_server import Ended, ForkServer
 
 ALONE = {"devices": 1, "num_nodes": 1, "sync_batchnorm": False}
@@ -19,12 +19,7 @@ ALONE = {"devices": 1, "num_nodes": 1, "sync_batchnorm": False}
 
 def open_once(config: HostConfig, say: Callable[[str], None]) -> None:
     """Lists, calibrates and indexes once, here: the trials find the saved results."""
-    if config.task == "classify":
-        choose_decoding(config, open_samples(config, "train", say=say).index)
-    else:
-        from stoker.tasks.volumes.data import open_data  # which imports torch
-
-        open_data(config, say)
+    task_for(config).prepare_data(config, say)
 
 
 def trial_server() -> ForkServer:

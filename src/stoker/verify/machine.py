@@ -33,15 +33,15 @@ def plan_of(subject: Subject) -> Plan:
 def _make_plan(subject: Subject) -> Plan:
     from stoker.loader.loader_memory import STATED
     from stoker.plan.budget import MeasuredHere, PlannedRun, make_plan, trace_needs
-    from stoker.plan.planning import WantedMachine, facts_of, hardware_for, step_of
+    from stoker.plan.planning import WantedMachine, hardware_for
     from stoker.profile.memory import used_by_others_bytes
 
     config = subject.config
     wanted = WantedMachine(price=subject.price_per_hour)
     hardware = hardware_for(config, subject.path, wanted, subject.machine)
-    data, volumes = facts_of(config)
-    job = PlannedRun(config, hardware, data, MeasuredHere(STATED, None, used_by_others_bytes()), volumes)
-    return make_plan(job, trace_needs(job, step_of(job), search=False), name=subject.path.name, scaling=False)
+    data = task_for(config).plan_facts(config)
+    job = PlannedRun(config, hardware, data, MeasuredHere(STATED, None, used_by_others_bytes()))
+    return make_plan(job, trace_needs(job, search=False), name=subject.path.name, scaling=False)
 
 
 def check_ram(subject: Subject) -> Finding:

@@ -23,6 +23,7 @@ from stoker.plan.tracing import build_without_memory
 from stoker.profile.host import HostConfig
 from stoker.profile.memory import read_memory
 from stoker.tasks.base import task_for
+from stoker.tasks.building import RunContext
 from stoker.tasks.checks import Subject
 from stoker.train.checkpoint.folder import Checkpoints
 from stoker.train.checkpoint.restore import load_for_resume, resume
@@ -197,7 +198,7 @@ def _data(subject: Subject, config: HostConfig, folder: Path) -> tuple[Any, Host
 def _running(config: HostConfig, data: Any, device: torch.device) -> Iterator[Run]:
     """The run that the config describes, closed at the end of the block."""
     try:
-        run = build_run(config, data, Ranks(), device)
+        run = build_run(config, data, RunContext(Ranks(), device))
     except StokerError:
         raise
     except Exception as error:

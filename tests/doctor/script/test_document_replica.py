@@ -13,7 +13,7 @@ from stoker.cli import main
 from stoker.profile import host
 from stoker.profile.host import usable_cpus
 from stoker.profile.memory import MemoryState
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
+from stoker.tasks.demo import write_scrolls
 
 REPLICA = Path(__file__).parents[3] / "bench" / "document_replica.py"
 WIDTH = ("--width", "2")

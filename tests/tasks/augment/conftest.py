@@ -2,6 +2,6 @@
 
 import torch
 
-import stoker.train.light_timm  # noqa: F401  # before timm, which would import wandb: a second
+import stoker.tasks.light_timm  # noqa: F401  # before timm, which would import wandb: a second
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from stoker.loader.rng import sample_keys
 from stoker.tasks.volumes.formats.volume import Shape
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, RowLayout
-from stoker.tasks.volumes.patches.transforms import Transform, TransformRange, draw_transforms
+from stoker.tasks.volumes.patches.patches import Transform, TransformRange, draw_transforms
 
 PATCH = (10, 12, 14)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision.transforms import functional
 
-from stoker.tasks.images.augment.copies import copy_to, pack
+from stoker.tasks.device_copies import copy_to, pack
 from stoker.tasks.images.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, flip, to_float
 from tests.tasks.augment.images import some_batch
 

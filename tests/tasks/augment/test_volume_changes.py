@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.config import load_config
-from stoker.tasks.images.augment.copies import copy_to
+from stoker.tasks.device_copies import copy_to
 from stoker.tasks.volumes.augment import intensity
 from stoker.tasks.volumes.augment.intensity import Chances, Changes, blur_arrays, change_voxels, draw_changes, normals
 from stoker.tasks.volumes.augment.pipeline import (
@@ -23,7 +23,7 @@ from stoker.tasks.volumes.augment.pipeline import (
     transform_range,
 )
 from stoker.tasks.volumes.augment.resampling import draw_deformation
-from stoker.tasks.volumes.patches.transforms import MOST_DISPLACED, Transform, TransformRange
+from stoker.tasks.volumes.patches.patches import MOST_DISPLACED, Transform, TransformRange
 from tests.support.operators import counted
 from tests.tasks.augment.patches import PATCH, batch_of, drawn, keys_for, part_of, same
 

@@ -10,7 +10,7 @@ import torch
 from scipy.ndimage import map_coordinates
 
 from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare
-from stoker.tasks.volumes.patches.transforms import Transform, TransformRange
+from stoker.tasks.volumes.patches.patches import Transform, TransformRange
 from tests.tasks.augment.patches import PATCH, batch_of, drawn, same
 
 TURNED = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.7)

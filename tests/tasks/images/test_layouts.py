@@ -17,11 +17,10 @@ import scipy.io
 
 from stoker.config import load_config
 from stoker.core.errors import UserError
-from stoker.io.storage_speed import measure_storage
 from stoker.io.stores import StoreDown
 from stoker.loader.sampler import permute
 from stoker.tasks.images.classify import open_data
-from stoker.tasks.images.data import open_samples
+from stoker.tasks.images.data import measure_storage_of, open_samples
 from stoker.tasks.images.layouts import imagenet_labels
 from stoker.tasks.images.layouts.imagenet import real_labels, synsets
 from stoker.tasks.images.layouts.opening import open_index
@@ -399,7 +398,7 @@ def test_the_speed_of_storage_is_not_measured_on_parquet_files(folders: Path, tm
     pytest.importorskip("pyarrow")
     parquet(folders, tmp_path)
     samples, missing = opened(tmp_path, "train"), []
-    measure_storage(open_sample_store(samples.index), samples, 0.1, missing.append)
+    measure_storage_of(samples, open_sample_store(samples.index), 0.1, missing.append)
     assert missing == ["the storage's speed: images in parquet files cannot be read alone"]
 
 

@@ -8,7 +8,8 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 
 from stoker.core.errors import UserError
-from stoker.tasks.images.models import build_model, count_parameters, with_sync_batchnorm
+from stoker.tasks.building import count_parameters, with_sync_batchnorm
+from stoker.tasks.images.models import build_model
 
 
 def drop_probabilities(model: nn.Module) -> list[float]:

@@ -12,8 +12,8 @@ import pytest
 import tifffile
 
 from stoker.core.errors import UserError
+from stoker.tasks.demo import UNLABELLED, scroll_volume, write_scrolls
 from stoker.tasks.volumes.cases.cases import Case, open_cases
-from stoker.tasks.volumes.cases.scrolls import UNLABELLED, scroll_volume, write_scrolls
 from stoker.tasks.volumes.cases.survey import survey
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume

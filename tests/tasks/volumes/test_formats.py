@@ -16,6 +16,7 @@ import pytest
 import tifffile
 import zarr
 
+from stoker.core.errors import UserError
 from stoker.io.stores import ReadFailure, StoreDown
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import (
@@ -175,6 +176,23 @@ def test_a_missing_volume_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(ReadFailure) as caught:
         open_volume(VolumeRef(str(tmp_path / name)))
     assert (caught.value.path, caught.value.reason) == (str(tmp_path / name), "missing")
+
+
+@pytest.mark.parametrize(
+    ("file", "package", "reader"),
+    [("a.tif", "tifffile", "tiff"), ("a.nii", "nibabel", "arrays"), ("a.zarr", "tensorstore", "zarr_volume")],
+)
+def test_the_package_that_a_format_needs_is_named(
+    file: str, package: str, reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.tif").write_bytes(b"II")
+    (tmp_path / "a.nii").write_bytes(bytes(352))
+    monkeypatch.setitem(sys.modules, package, None)
+    if reader != "arrays":
+        monkeypatch.delitem(sys.modules, f"stoker.tasks.volumes.formats.{reader}", raising=False)
+    with pytest.raises(UserError, match=f"{package} is not installed"):
+        open_volume(VolumeRef(str(tmp_path / file)))
 
 
 def test_damaged_pages_are_refused_when_they_are_read(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stoker.tasks.demo import scroll_volume
 from stoker.tasks.volumes.cases.cases import Case
-from stoker.tasks.volumes.cases.scrolls import scroll_volume
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape
 from stoker.tasks.volumes.patches import label_index

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stoker.core.errors import UserError
-from stoker.tasks.images.models import count_parameters
+from stoker.tasks.building import count_parameters
 from stoker.tasks.volumes.networks import (
     RESENC_PATCHES,
     VolumeModel,

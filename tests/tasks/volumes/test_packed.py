@@ -12,10 +12,9 @@ import pytest
 from stoker.core.errors import UserError
 from stoker.io.stores import ReadFailure
 from stoker.loader.loader import LoaderOptions
+from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.cases.cases import Case, open_cases
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
-from stoker.tasks.volumes.cases.statistics import statistics_of
-from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.cases.survey import statistics_of, survey
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, Region, box_at, whole
 from stoker.tasks.volumes.pack import layout_trial as trial
@@ -27,9 +26,8 @@ from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, prepare_image
 from stoker.tasks.volumes.pack.sizes import look
 from stoker.tasks.volumes.pack.write_volume import LAYOUTS, checksum, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules
-from stoker.tasks.volumes.patches.patches import training_steps
+from stoker.tasks.volumes.patches.patches import TransformRange, training_steps
 from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
-from stoker.tasks.volumes.patches.transforms import TransformRange
 from tests.support.s3_server import S3Server
 from tests.tasks.volumes.test_loader import digest
 

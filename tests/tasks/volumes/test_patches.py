@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.ndimage import map_coordinates
 
 from stoker.core.errors import UserError
-from stoker.tasks.volumes.cases.scrolls import scroll_volume
+from stoker.tasks.demo import scroll_volume
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape, read_padded, whole
 from stoker.tasks.volumes.patches.label_index import LabelIndex, map_labels
 from stoker.tasks.volumes.patches.labels import LabelRules
@@ -21,12 +21,14 @@ from stoker.tasks.volumes.patches.patches import (
     GridPatches,
     Placement,
     RandomPatches,
+    Transform,
+    TransformRange,
     check_labelled,
     check_patch_fits,
+    draw_transforms,
     grid_starts,
     training_steps,
 )
-from stoker.tasks.volumes.patches.transforms import Transform, TransformRange, draw_transforms
 
 RULES = LabelRules(2, ignore=2)
 PATCH = (8, 12, 14)

@@ -15,13 +15,12 @@ from stoker.core.errors import UserError
 from stoker.io.stores import ReadFailure
 from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare
 from stoker.tasks.volumes.cases.cases import Case
-from stoker.tasks.volumes.cases.statistics import statistics_of
-from stoker.tasks.volumes.cases.survey import CaseFacts, Survey
+from stoker.tasks.volumes.cases.survey import CaseFacts, Survey, statistics_of
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape
 from stoker.tasks.volumes.patches.patch_collate import PatchMaker, PatchReader
 from stoker.tasks.volumes.patches.plans import PatchRule, plan_validation
-from stoker.tasks.volumes.predict.prediction import (
+from stoker.tasks.volumes.predict.segmenter import (
     CarriedInMemory,
     Segmenter,
     decided,
@@ -161,8 +160,8 @@ def blended_by_hand(model: nn.Module, array: np.ndarray, sliding: SlidingWindow)
 def test_row_by_row_is_the_same_to_the_bit_as_with_sums_of_the_whole_volume() -> None:
     model, image = convolution(), volume((40, 50, 30))
     for overlap in (0.0, 0.4, 0.7):
-        sliding = SlidingWindow(overlap, batch=1)
-        found = probabilities_of(segmenter(model), [image], sliding=sliding)
+        sliding = SlidingWindow(overlap)
+        found = probabilities_of(segmenter(model, batch=1), [image], sliding=sliding)
         assert np.array_equal(found, blended_by_hand(model, image.array, sliding))
 
 
@@ -182,8 +181,8 @@ class Stop(Exception):
 
 
 def test_a_prediction_that_resumes_at_any_layer_has_the_same_bits() -> None:
-    model, image, sliding = convolution(), volume((50, 40, 20)), SlidingWindow(0.6, batch=4)
-    wanted = probabilities_of(segmenter(model), [image], sliding=sliding)
+    model, image, sliding = convolution(), volume((50, 40, 20)), SlidingWindow(0.6)
+    wanted = probabilities_of(segmenter(model, batch=4), [image], sliding=sliding)
     grid = WindowGrid(image.shape, PATCH, sliding.overlap)
     assert grid.layers > 4
     for layer in range(1, grid.layers):
@@ -202,9 +201,9 @@ def test_a_prediction_that_resumes_at_any_layer_has_the_same_bits() -> None:
 
         carried.layer_done = layer_done
         with pytest.raises(Stop):
-            predict_volume(segmenter(model), [image], take, sliding=sliding, carried=carried)
+            predict_volume(segmenter(model, batch=4), [image], take, sliding=sliding, carried=carried)
         carried.first_layer, carried.layer_done = layer, forget
-        predict_volume(segmenter(model), [image], take, sliding=sliding, carried=carried)
+        predict_volume(segmenter(model, batch=4), [image], take, sliding=sliding, carried=carried)
         assert np.array_equal(result, wanted)
 
 

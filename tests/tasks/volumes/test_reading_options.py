@@ -9,8 +9,8 @@ import pytest
 from stoker.config import load_config
 from stoker.io.cache import cache_place
 from stoker.tasks.volumes.cases.cases import Case
+from stoker.tasks.volumes.data import reading_options
 from stoker.tasks.volumes.formats.opening import VolumeRef
-from stoker.tasks.volumes.reading_options import reading_options
 
 
 def case(image: str, label: str) -> Case:

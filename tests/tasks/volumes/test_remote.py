@@ -20,8 +20,8 @@ from stoker.io.cache import cache_place
 from stoker.io.prefetch import Prefetcher
 from stoker.io.stores import ReadFailure, StoreDown
 from stoker.loader.loader import LoaderOptions
+from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.cases.cases import CaseList, open_cases
-from stoker.tasks.volumes.cases.scrolls import write_scrolls
 from stoker.tasks.volumes.cases.survey import survey
 from stoker.tasks.volumes.formats import byte_source as sources
 from stoker.tasks.volumes.formats import zarr_volume
@@ -31,9 +31,8 @@ from stoker.tasks.volumes.patches import patch_collate as making
 from stoker.tasks.volumes.patches.label_index import build_label_index
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchPlan
-from stoker.tasks.volumes.patches.patches import training_steps
+from stoker.tasks.volumes.patches.patches import TransformRange, training_steps
 from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
-from stoker.tasks.volumes.patches.transforms import TransformRange
 from tests.io.test_cache import kept_files
 from tests.support.proxy import Proxy, hold_until_in_flight
 from tests.support.s3_server import BUCKET, S3Server

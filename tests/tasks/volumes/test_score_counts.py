@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from stoker.core.errors import UserError
-from stoker.tasks.volumes.cases.scrolls import scroll_volume
+from stoker.tasks.demo import scroll_volume
 from stoker.tasks.volumes.scores.counts import VolumeCounts
 
 IGNORE = 999

@@ -12,6 +12,7 @@ import torch
 from stoker.config import load_config
 from stoker.core.errors import ConfigError, UserError
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
+from stoker.tasks.building import RunContext
 from stoker.tasks.volumes.cases.cases import CaseList
 from stoker.tasks.volumes.data import label_rules, open_data, updates_per_epoch, validation_plan
 from stoker.tasks.volumes.patches.labels import LabelRules
@@ -58,7 +59,7 @@ def test_patches_that_were_not_read_and_patches_without_labels_do_not_count(tmp_
 
 def test_nothing_of_an_unreadable_patch_reaches_a_score(tmp_path: Path, scrolls: Path) -> None:
     config = configured(tmp_path, scrolls)
-    run = build_run(config, open_data(config, lambda _text: None), Ranks(), CPU)
+    run = build_run(config, open_data(config, lambda _text: None), RunContext(Ranks(), CPU))
     try:
         assert run.input.val_loader is not None
         batch = next(run.input.val_loader.epoch(0))

@@ -9,7 +9,7 @@ import pytest
 
 from stoker.io.stores import ReadFailure
 from stoker.tasks.volumes.cases.cases import Case
-from stoker.tasks.volumes.cases.statistics import measure, statistics_of
+from stoker.tasks.volumes.cases.survey import measure, statistics_of
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Voxels
 
@@ -66,9 +66,7 @@ def test_volumes_are_measured_once_and_again_when_their_file_changes(
     np.testing.assert_allclose(means[:, 0], [np.load(c.images[0].location).mean() for c in cases], rtol=1e-6)
     np.testing.assert_allclose(stds[:, 0], [np.load(c.images[0].location).std() for c in cases], rtol=1e-6)
     measured: list[int] = []
-    monkeypatch.setattr(
-        "stoker.tasks.volumes.cases.statistics.measure", lambda volume: measured.append(1) or (5.0, 2.0)
-    )
+    monkeypatch.setattr("stoker.tasks.volumes.cases.survey.measure", lambda volume: measured.append(1) or (5.0, 2.0))
     again, _ = statistics_of(cases, OpenVolumes(), "volume")
     assert (again == means).all()
     assert not measured

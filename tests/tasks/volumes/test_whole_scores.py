@@ -16,13 +16,12 @@ from scipy import ndimage
 from skimage.metrics import variation_of_information as published_variation
 
 from stoker.core.errors import UserError
-from stoker.tasks.volumes.cases.scrolls import scroll_volume
+from stoker.tasks.demo import scroll_volume
 from stoker.tasks.volumes.scores import surface_dice as surfaces
 from stoker.tasks.volumes.scores import topology
-from stoker.tasks.volumes.scores.competition import foreground, score_surface, variation_of_information
 from stoker.tasks.volumes.scores.surface_dice import areas_by_code, surface_dice
 from stoker.tasks.volumes.scores.topology import Topology, compare_topology, load_matcher, octants
-from stoker.tasks.volumes.scores.whole import score_volume
+from stoker.tasks.volumes.scores.whole import foreground, score_surface, score_volume, variation_of_information
 from tests.support.published_scores import published_score, published_surface_dice, published_topology
 from tests.support.volumes import needs_matcher
 

@@ -6,35 +6,34 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stoker.config import Config, config_values
 from stoker.core.console import Advance, Say
 from stoker.core.errors import UserError
 from stoker.core.files import write_text
-from stoker.io.storage_speed import describe_storage
-from stoker.loader.batch import ImageBatch
-from stoker.loader.collate import BatchPlan
-from stoker.loader.loader import Follow, ImageLoader
+from stoker.loader.loader import Follow
 from stoker.loader.loader_speed import LoaderSpeed
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
 from stoker.run.folder import RunFolder
+from stoker.tasks import building
 from stoker.tasks.base import metric_of
 from stoker.tasks.building import (
+    RunContext,
     assemble_run,
+    count_parameters,
     describe_schedule,
     input_dtype,
-    optimizer_for,
     ready_device,
+    ready_model,
     train_step,
 )
-from stoker.tasks.images.augment.copies import Copy
+from stoker.tasks.device_copies import Copy
 from stoker.tasks.images.augment.pipeline import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -44,11 +43,13 @@ from stoker.tasks.images.augment.pipeline import (
     build_train_augment,
     memory_format_of,
 )
+from stoker.tasks.images.class_losses import build_loss, cross_entropy
 from stoker.tasks.images.data import (
     IMAGENET_CLASSES,
     choose_decoding,
     chosen_record,
     contents_of_samples,
+    describe_storage,
     listing_of_samples,
     measure_speed,
     open_loader,
@@ -58,21 +59,18 @@ from stoker.tasks.images.data import (
 )
 from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.decode.decoding import Decoding
-from stoker.tasks.images.label_alarm import LabelWatch
+from stoker.tasks.images.image_loader import ImageBatch, ImageLoader, ImagePlan
+from stoker.tasks.images.image_staging import stage_images
+from stoker.tasks.images.label_alarm import MOST_CLASSES, Confusion, Figures, is_suspicious, judge_labels
 from stoker.tasks.images.layouts.opening import check_same_classes
 from stoker.tasks.images.layouts.sample_index import SampleSet
-from stoker.tasks.images.models import build_model, count_parameters, facts_about, with_sync_batchnorm
-from stoker.tasks.staging import Staging, stage_images
+from stoker.tasks.images.models import build_model, facts_about
+from stoker.tasks.staging import Staging
 from stoker.train.checkpoint.data_changes import Contents, Listings
 from stoker.train.checkpoint.folder import FoundCheckpoint
-from stoker.train.checkpoint.sources import open_source
-from stoker.train.checkpoint.weights import load_weights
-from stoker.train.compute import (
-    compute_dtype,
-)
-from stoker.train.evaluate import ImageScoring
+from stoker.train.compute import compute_dtype
+from stoker.train.evaluate import Accumulator, Remark, named_scores
 from stoker.train.loop import InputPipeline, Run, RunRecord
-from stoker.train.optimization import build_loss, cross_entropy
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import default_resize_epochs, image_size
@@ -166,42 +164,63 @@ def measure_training_speed(config: HostConfig, data: TrainingData, *, workers: i
     return measure_speed(config, data.train, data.decoding, workers=workers, seconds=seconds)
 
 
-def build_run(
-    config: HostConfig,
-    data: TrainingData,
-    ranks: Ranks,
-    device: torch.device,
-    *,
-    quarantine_file: Path | None = None,
-    staging: Staging | None = None,
-    say: Say = lambda _text: None,
-) -> Run:
-    """The run that the config describes, at its beginning: model, optimizer, loaders, augmentation; alike on every
-    rank. `resume` moves it to where a checkpoint was saved. `staging` is the local copy that it fills."""
+def build_run(config: HostConfig, data: TrainingData, context: RunContext) -> Run:
+    """The run that the config describes, at its beginning."""
+    device = context.device
     ready_device(config, device)
     num_classes = config.num_classes or len(data.train.classes)
-    model = build_network(config, num_classes, device, ranks, say)
-    step = train_step(config, model, build_loss(config), ranks, device, say)
+    model = build_network(config, num_classes, context)
+    step = train_step(config, model, build_loss(config), context)
     uploader = Uploader(queue_of(device))
-    loaders = _Loaders(config, data, ranks, quarantine_file, staging, say, on_gpu=uploader.queue is not None)
+    loaders = _Loaders(config, data, context, on_gpu=uploader.queue is not None)
     val_loader = loaders.validation()
     colours = colours_of(model)
     augment = train_augment(config, num_classes, colours, device)
-    labels = LabelWatch(
-        data.train.classes, device, outputs=None if val_loader is None else num_classes,
-        measures_cross_entropy=config.loss == "cross_entropy",
-    )  # fmt: skip
     pipeline = InputPipeline(
         train_loader=loaders.of_epoch, val_loader=val_loader, uploader=uploader,
-        prepare=partial(prepare_batch, augment, uploader.copy, ranks.rank * config.gradient_accumulation),
+        prepare=partial(prepare_batch, augment, uploader.copy, context.ranks.rank * config.gradient_accumulation),
         prepare_val=partial(prepare_val_batch, eval_prepare(config, colours, device), uploader.copy),
-        name_samples=data.names, close=loaders.close, guard_memory=PrefetchGuard(say).check,
+        name_samples=data.names, close=loaders.close, guard_memory=PrefetchGuard(context.say).check,
     )  # fmt: skip
     return assemble_run(
-        config, ranks, device, model=model, step=step, pipeline=pipeline, val_loss=cross_entropy,
-        scoring=ImageScoring(device, labels),
+        config, context, model=model, step=step, pipeline=pipeline, val_loss=cross_entropy,
+        scoring=ImageScoring(device, data.train.classes, None if val_loader is None else num_classes, config.loss),
         record=RunRecord(config_values(config), data.train.classes, decoder=data.decoding.decoder),
     )  # fmt: skip
+
+
+class ImageScoring:
+    """Loss and accuracies; asks once whether the labels belong to other classes."""
+
+    def __init__(self, device: torch.device, classes: Sequence[str], outputs: int | None, loss: str) -> None:
+        """Confusions are counted between `outputs` classes; without it, or with too many, only the metrics are used."""
+        self._sums = Accumulator(device)
+        self._classes, self._loss = classes, loss
+        self._confusion = None if outputs is None or outputs > MOST_CLASSES else Confusion(outputs, device)
+        self._asked = False
+
+    def reset(self) -> None:
+        self._sums.reset()
+        if self._confusion is not None:
+            self._confusion.reset()
+
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: Any, piece: slice) -> None:  # noqa: ARG002
+        self._sums.add(logits, labels, loss)
+        if self._confusion is not None:
+            self._confusion.add(logits, labels)
+
+    def result(self) -> dict[str, float]:
+        return named_scores(self._sums.result())
+
+    def look(self, metrics: Mapping[str, Any]) -> Remark | None:
+        loss = metrics.get("train/loss") if self._loss == "cross_entropy" else None
+        figures = Figures(metrics.get("val/acc1"), metrics.get("train/acc1"), loss)
+        if self._asked or not is_suspicious(figures, len(self._classes)):
+            return None
+        counts = None if self._confusion is None else self._confusion.total()
+        alarm = judge_labels(figures, counts, self._classes)
+        self._asked = alarm is not None
+        return None if alarm is None else Remark("labels?", alarm.details(), alarm.text())
 
 
 def open_staging(config: HostConfig, data: TrainingData, ranks: Ranks, say: Say) -> Staging | None:
@@ -238,7 +257,7 @@ def with_decoder_of(found: FoundCheckpoint, config: HostConfig, data: TrainingDa
             "decoder-missing",
             f"the images of this run were decoded by {began}, which is not installed here, or does not work",
             why="with decode_mode: draft, other decoders give other pixels",
-            hint=f"install it, or decoder={here} to go on with other pixels",
+            hint=f"install it, or decoder={here} to continue with other pixels",
         )
     say(f"note: {began}, which decoded the images of this run, is not available here; {here} gives the same pixels")
     return data
@@ -247,47 +266,31 @@ def with_decoder_of(found: FoundCheckpoint, config: HostConfig, data: TrainingDa
 class _Loaders:
     """The loaders of a run; progressive resizing opens a new one when the image size changes."""
 
-    def __init__(
-        self,
-        config: HostConfig,
-        data: TrainingData,
-        ranks: Ranks,
-        quarantine_file: Path | None,
-        staging: Staging | None,
-        say: Say,
-        *,
-        on_gpu: bool,
-    ) -> None:
-        self._staging = staging
-        self._on_gpu = on_gpu
-        self._config = config
-        self._data = data
-        self._ranks = ranks
-        self._quarantine_file = quarantine_file
-        self._say = say
+    def __init__(self, config: HostConfig, data: TrainingData, context: RunContext, *, on_gpu: bool) -> None:
+        self._config, self._data, self._context, self._on_gpu = config, data, context, on_gpu
         self._said: set[str] = set()
         self._open: ImageLoader | None = None
         self._size: int | None = None
         self._val: ImageLoader | None = None
 
     def of_epoch(self, epoch: int) -> ImageLoader:
-        config = self._config
+        config, staging = self._config, self._context.staging
         sized = config.model_copy(update={"img_size": image_size_of(config, epoch)})
         if self._open is None or sized.img_size != self._size:
             if self._open is not None:
                 self._open.close()
-            plan = checked_training_plan(sized, self._data, self._ranks)
-            follow = None if self._staging is None else self._staging.follow
+            plan = checked_training_plan(sized, self._data, self._context.ranks)
+            follow = None if staging is None else staging.follow
             self._open = self._loader(sized, plan, config.gradient_accumulation, follow)
             self._size = sized.img_size
         return self._open
 
     def validation(self) -> ImageLoader | None:
-        if self._data.val is None or self._config.limit_val_batches == 0:
+        config, staging = self._config, self._context.staging
+        if self._data.val is None or config.limit_val_batches == 0:
             return None
-        config = self._config
-        plan = validation_plan(config, self._data.val, self._data.decoding, self._ranks)
-        self._val = self._loader(config, plan, 1, None if self._staging is None else self._staging.make_way)
+        plan = validation_plan(config, self._data.val, self._data.decoding, self._context.ranks)
+        self._val = self._loader(config, plan, 1, None if staging is None else staging.make_way)
         return self._val
 
     def close(self) -> None:
@@ -295,18 +298,18 @@ class _Loaders:
             if loader is not None:
                 loader.close()
 
-    def _loader(self, config: HostConfig, plan: BatchPlan, accumulation: int, follow: Follow | None) -> ImageLoader:
-        held = batches_in_hand(accumulation, on_gpu=self._on_gpu)
+    def _loader(self, config: HostConfig, plan: ImagePlan, accumulation: int, follow: Follow | None) -> ImageLoader:
+        context, held = self._context, batches_in_hand(accumulation, on_gpu=self._on_gpu)
         return open_loader(
-            config, plan, workers=config.num_workers, held=held, quarantine_file=self._quarantine_file,
-            copy=None if self._staging is None else self._staging.place, follow=follow, say=self._once,
+            config, plan, workers=config.num_workers, held=held, quarantine_file=context.quarantine_file,
+            copy=None if context.staging is None else context.staging.place, follow=follow, say=self._once,
         )  # fmt: skip
 
     def _once(self, line: str) -> None:
         """Progressive resizing opens many loaders: a message that applies to all of them is printed once."""
         if line not in self._said:
             self._said.add(line)
-            self._say(line)
+            self._context.say(line)
 
 
 def image_size_of(config: Config, epoch: int) -> int:
@@ -315,7 +318,7 @@ def image_size_of(config: Config, epoch: int) -> int:
     return image_size(epoch, config.start_img_size, config.img_size, until)
 
 
-def checked_training_plan(config: Config, data: TrainingData, ranks: Ranks) -> BatchPlan:
+def checked_training_plan(config: Config, data: TrainingData, ranks: Ranks) -> ImagePlan:
     """What the training batches of this rank hold; raises UserError if they do not fill an epoch."""
     plan = training_plan(config, data.train, data.decoding, ranks)
     _check_length(config, len(data.train), plan.steps.total_batch * config.gradient_accumulation)
@@ -341,20 +344,14 @@ def _check_length(config: Config, samples: int, total: int) -> None:
         )
 
 
-def build_network(config: Config, num_classes: int, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
+def build_network(config: Config, num_classes: int, context: RunContext) -> nn.Module:
     """The network that the config describes, on its device."""
-    sizes = [size for size in (config.val_img_size, config.start_img_size) if size is not None]
     model = build_model(
-        config.model, num_classes, img_size=config.img_size, other_sizes=sizes, drop_path=config.drop_path,
-        dropout=config.dropout, gradient_checkpointing=config.gradient_checkpointing,
-        channels_last=config.channels_last, seed=config.seed,
+        config.model, num_classes, img_size=config.img_size,
+        other_sizes=(config.val_img_size, config.start_img_size), drop_path=config.drop_path, dropout=config.dropout,
+        gradient_checkpointing=config.gradient_checkpointing, channels_last=config.channels_last, seed=config.seed,
     )  # fmt: skip
-    if config.weights is not None:
-        file, _ = open_source(Path(config.weights), say)
-        say(load_weights(model, file).describe())
-    if config.sync_batchnorm and ranks.world > 1 and device.type == "cuda":
-        model = with_sync_batchnorm(model)
-    return model.to(device)
+    return ready_model(config, model, context)
 
 
 def colours_of(model: nn.Module) -> tuple[Colour, Colour]:
@@ -413,7 +410,7 @@ def traceable_step(config: Config, num_classes: int | None = None) -> TraceableS
 
     def build() -> nn.Module:
         # While a step is traced, the default device is meta: nothing is allocated.
-        return build_network(fresh, num_classes, torch.get_default_device(), Ranks(), lambda _text: None)
+        return build_network(fresh, num_classes, RunContext(Ranks(), torch.get_default_device()))
 
     always = {"mix_probability": 1.0, "mix_switch_probability": 0.0 if config.mixup_alpha > 0 else 1.0}
     plain = {"auto_augment": "none", "random_erasing": 0.0}
@@ -428,15 +425,7 @@ def traceable_step(config: Config, num_classes: int | None = None) -> TraceableS
         return Prepared(*augment(images, *nothing, 0, 0))
 
     checkpointing = config.model_copy(update={"gradient_checkpointing": True})
-    return TraceableStep(
-        build_model=build,
-        build_optimizer=partial(optimizer_for, config, lr=config.lr),
-        loss=build_loss(config),
-        make_batch=make_batch,
-        batch_size=config.batch_size,
-        precision=config.precision,
-        ema_decay=config.ema_decay,
-        accumulation=config.gradient_accumulation,
-        clip_grad_norm=config.clip_grad_norm,
+    return building.traceable_step(
+        config, build, build_loss(config), make_batch,
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, num_classes),
-    )
+    )  # fmt: skip

@@ -1,9 +1,9 @@
-"""The images of a classification: from a config to the samples of a split, a loader over them, and facts for a plan."""
+"""The images of a classification: from a config to the samples of a split, a loader over them, and its speed."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,23 +14,27 @@ from numpy.typing import NDArray
 
 from stoker.config import Config
 from stoker.core.console import Advance, Say
-from stoker.core.errors import StokerError, UserError
+from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace, cache_place
-from stoker.io.stores import ReadFailure, StoreDown, is_url
-from stoker.loader.collate import BatchPlan
-from stoker.loader.loader import Follow, ImageLoader
-from stoker.loader.loader_speed import LoaderSpeed, measure_loader, repeated
-from stoker.loader.sampler import Order, Steps
-from stoker.tasks.building import loader_options, no_data
+from stoker.io.storage_speed import measure_local_disk, measure_storage, storage_at
+from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
+from stoker.loader.loader import Follow
+from stoker.loader.loader_speed import LoaderSpeed, measure_loader
+from stoker.loader.sampler import EpochSampler, Steps
+from stoker.profile.local_disk import find_local_disk
+from stoker.profile.observed import StorageFacts
+from stoker.tasks.building import limited, loader_options, no_data, updates_per_epoch
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
 from stoker.tasks.images.decode.crops import CentreCrop, CropRange, RandomCrop, View
 from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.decode.resizing import Interpolation
+from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.layouts import open_list
 from stoker.tasks.images.layouts.opening import open_index
+from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
-from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples
+from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples, repeated
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.layouts.subset import Subset, choose_subset, split_samples, subset_record
 from stoker.train.checkpoint.data_changes import Listing, looked_at
@@ -38,14 +42,12 @@ from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
 CALIBRATION_FILES = 48
-IMAGENET_SAMPLES = 1_281_167
 IMAGENET_CLASSES = 1000
-# MLPerf Storage's figure for an ImageNet file.
-IMAGENET_SAMPLE_BYTES = 114_660.0
-MOST_FILES_SIZED = 200
 # More than any host decodes in a second with one worker.
 MOST_IMAGES_PER_WORKER_SECOND = 20_000
 ALONE = Ranks()
+# Share of the storage trial's time for writing to a local disk and reading it back, if the data is remote.
+LOCAL_SHARE = 0.2
 # Requests at once for the few samples whose contents are compared.
 READERS = 16
 
@@ -213,8 +215,8 @@ def decoding_with(config: Config, decoder: str = "pillow") -> Decoding:
     )
 
 
-def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
-    """What the training batches of this rank hold; a shorter epoch leaves out the end of its order."""
+def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> ImagePlan:
+    """What the training batches of this rank hold; a shorter epoch leaves out the end of its samples."""
     view = RandomCrop(
         size=config.img_size,
         bounds=CropRange(config.crop_scale, config.crop_aspect),
@@ -222,16 +224,16 @@ def training_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks:
         mode=config.decode_mode,
         interpolation=training_interpolation(config),
     )
-    order = Order(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
+    sampler = EpochSampler(len(samples), config.seed, shuffle=True, repeats=config.repeated_augmentation)
     used = len(samples)
     if config.steps_per_epoch is not None or config.limit_train_batches is not None:
         update = config.batch_size * ranks.world * config.gradient_accumulation
         used = min(used, updates_per_epoch(config, used, ranks.world) * update)
     steps = Steps(used, config.batch_size, ranks.world, ranks.rank, drop_last=True)
-    return BatchPlan(samples, order, steps, view, config.seed, config.horizontal_flip)
+    return ImagePlan(samples, sampler, steps, view, config.seed, config.horizontal_flip)
 
 
-def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> BatchPlan:
+def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, ranks: Ranks = ALONE) -> ImagePlan:
     """What the validation batches of this rank hold: every sample once, in order, nothing random.
 
     With `limit_val_batches`, a part of them: spread over all classes, which follow one another, and the same part in
@@ -239,21 +241,10 @@ def validation_plan(config: Config, samples: SampleSet, decoding: Decoding, rank
     """
     view: View = validation_view(config, decoding)
     batch = config.val_batch_size or config.batch_size
-    order = Order(len(samples), config.subset_seed, shuffle=config.limit_val_batches is not None)
+    sampler = EpochSampler(len(samples), config.subset_seed, shuffle=config.limit_val_batches is not None)
     used = validation_samples(config, len(samples), ranks.world)
     steps = Steps(used, batch, ranks.world, ranks.rank, drop_last=False)
-    return BatchPlan(samples, order, steps, view, config.seed, horizontal_flip=0.0)
-
-
-def updates_per_epoch(config: Config, samples: int, world: int) -> int:
-    """Updates in an epoch of this many samples: all whole ones, or as many as the config says."""
-    batches = samples // (config.batch_size * world)
-    updates = batches // config.gradient_accumulation
-    if config.limit_train_batches is not None:
-        wanted = max(1, _limited(batches, config.limit_train_batches) // config.gradient_accumulation)
-    else:
-        wanted = config.steps_per_epoch or updates
-    return min(updates, wanted)
+    return ImagePlan(samples, sampler, steps, view, config.seed, horizontal_flip=0.0)
 
 
 def validation_samples(config: Config, samples: int, world: int) -> int:
@@ -261,12 +252,7 @@ def validation_samples(config: Config, samples: int, world: int) -> int:
     if config.limit_val_batches is None:
         return samples
     together = (config.val_batch_size or config.batch_size) * world
-    return min(samples, _limited(-(-samples // together), config.limit_val_batches) * together)
-
-
-def _limited(batches: int, limit: float) -> int:
-    """This many batches, or that share of all, as Lightning counts them: rounded down; here at least one."""
-    return min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
+    return min(samples, limited(-(-samples // together), config.limit_val_batches) * together)
 
 
 def validation_view(config: Config, decoding: Decoding) -> CentreCrop:
@@ -289,7 +275,7 @@ def validation_interpolation(config: Config) -> Interpolation:
 
 def open_loader(
     config: Config,
-    plan: BatchPlan,
+    plan: ImagePlan,
     *,
     workers: int,
     held: int = 1,
@@ -315,6 +301,32 @@ def measure_speed(
     return measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
 
 
+def describe_storage(samples: SampleSet) -> StorageFacts:
+    """What is known about the source without reading from it."""
+    index = samples.index
+    sizes = index.sizes
+    total = None if sizes is None else int(sizes.sum() if samples.chosen is None else sizes[samples.chosen].sum())
+    known = StorageFacts(
+        dataset_bytes=total,
+        bytes_per_sample=None if total is None or not len(samples) else total / len(samples),
+        packed=index.shard_of is not None,
+        root=redact_text(index.root),
+    )
+    return storage_at(index.root, known)
+
+
+def measure_storage_of(
+    samples: SampleSet, store: Store, seconds: float, missing: Say = lambda _text: None
+) -> StorageFacts:
+    """The same, and how fast the source is, from reading some of the samples for about `seconds`; reports to `missing`
+    what could not be measured."""
+    facts = describe_storage(samples)
+    if samples.index.facts.get("layout") == PARQUET:
+        missing("the storage's speed: images in parquet files cannot be read alone")
+        return facts
+    return measure_storage(store, samples, facts, seconds, missing)
+
+
 def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
     """The contents of files spread over the index, to measure on the user's own data."""
     store = open_sample_store(index, max_object_bytes=config.max_image_bytes)
@@ -329,66 +341,23 @@ def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
     return files
 
 
-@dataclass(frozen=True)
-class DataFacts:
-    """What a plan needs to know about the data."""
-
-    num_classes: int
-    samples: int | None = None
-    sample_bytes: float | None = None
-    """Mean size of a stored image."""
-    assumptions: tuple[str, ...] = ()
-
-    @property
-    def dataset_bytes(self) -> float | None:
-        return None if self.samples is None or self.sample_bytes is None else self.samples * self.sample_bytes
+def prepare_data(config: Config, say: Say) -> None:
+    """Lists, calibrates and indexes once: processes that open the data afterwards find what was saved."""
+    choose_decoding(config, open_samples(config, "train", say=say).index)
 
 
-def data_facts(config: Config, samples: int | None, progress: Advance | None = None) -> DataFacts:
-    """Counts the config's data if it can be reached from here; `samples` overrides the count.
-
-    A plan is often made far from the data: data out of reach is assumed to be ImageNet, and the plan says so.
-    """
-    try:
-        found = None if config.data_root is None else open_samples(config, "train", progress=progress)
-        reason = "no data_root"
-    except StokerError as error:
-        found, reason = None, error.seen
-    if found is not None:
-        stored = _mean_bytes(found)
-        assumed = () if stored is not None else ("114,660 bytes per image (MLPerf Storage); the real size is unknown",)
-        classes = config.num_classes or len(found.classes)
-        return DataFacts(classes, samples or len(found), stored or IMAGENET_SAMPLE_BYTES, assumed)
-    return _assumed(config, samples, reason)
-
-
-def _assumed(config: Config, samples: int | None, reason: str) -> DataFacts:
-    classes = config.num_classes or config.subset_classes or IMAGENET_CLASSES
-    count = samples
-    if count is None:
-        count = IMAGENET_SAMPLES
-        if config.subset_classes is not None:
-            count = IMAGENET_SAMPLES * config.subset_classes // IMAGENET_CLASSES
-        if config.subset_train_per_class is not None:
-            count = min(count, classes * config.subset_train_per_class)
-    assumed = f"data: {count:,} images of 114,660 bytes in {classes} classes, as in ImageNet ({reason})"
-    return DataFacts(classes, count, IMAGENET_SAMPLE_BYTES, (assumed,))
-
-
-def _mean_bytes(samples: SampleSet) -> float | None:
-    """Over all images if the index knows their sizes, else over some files spread over it."""
-    index, members = samples.index, np.arange(len(samples), dtype=np.int64)
-    if index.sizes is not None:
-        return float(index.sizes[samples.indices(members)].mean()) if len(members) else None
-    if "mean_bytes" in index.facts:
-        return float(index.facts["mean_bytes"])
-    if "://" in index.root:
-        return None
-    chosen = members[:: max(1, len(members) // MOST_FILES_SIZED)]
-    sizes = []
-    for number in samples.indices(chosen):
-        try:
-            sizes.append((Path(index.root) / index.location(int(number)).path).stat().st_size)
-        except OSError:
-            continue  # reported when training reads it
-    return float(np.mean(sizes)) if sizes else None
+def storage_trial(config: Config, seconds: float) -> tuple[StorageFacts, list[str]]:
+    """Latency and throughput of the storage that the training images are on and, if it is remote, of a local disk."""
+    samples, missing = open_samples(config, "train"), list[str]()
+    store = open_sample_store(samples.index, max_object_bytes=config.max_image_bytes)
+    facts = measure_storage_of(samples, store, (1 - LOCAL_SHARE) * seconds, missing.append)
+    if not (facts.remote and facts.bytes_per_sample):
+        return facts, missing
+    disk = find_local_disk()
+    folder = config.cache_dir or (None if disk is None else disk.folder)
+    place, seconds = None if folder is None else Path(folder), LOCAL_SHARE * seconds / 2
+    speed = measure_local_disk(place, facts.bytes_per_sample, seconds)
+    facts = replace(facts, local_bytes_per_second=speed)
+    if disk is not None:
+        facts = replace(facts, local_folder=disk.folder, local_free_bytes=disk.free_bytes)
+    return facts, missing

@@ -7,7 +7,7 @@ of 100 classes, 1 % in validation, and the learning rate was blamed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,12 @@ class LabelAlarm:
         """For the event in metrics.jsonl."""
         return {"seen": self.seen, "permutation": self.permutation, "hint": HINT}
 
+    def text(self) -> str:
+        """The alarm in words."""
+        permuted = f"the folders of val/ seem to be permuted: {self.permutation}"
+        likely = permuted if self.permutation else "no order of the folders of val/ explains it"
+        return f"warning: labels? {self.seen}; {likely}\nhint: {HINT}"
+
 
 def is_suspicious(figures: Figures, classes: int) -> bool:
     """Whether to look at which class was taken for which: validation is at chance level, training is not."""
@@ -85,13 +91,6 @@ def judge_labels(figures: Figures, counts: NDArray[Any] | None, classes: Sequenc
     return LabelAlarm(seen, None) if learned and number >= FEW_CLASSES else None
 
 
-def alarm_text(details: Mapping[str, Any]) -> str:
-    """The alarm in words, from the details of its event."""
-    how = details.get("permutation")
-    likely = f"the folders of val/ seem to be permuted: {how}" if how else "no order of the folders of val/ explains it"
-    return f"warning: labels? {details['seen']}; {likely}\nhint: {details['hint']}"
-
-
 class Confusion:
     """Counts what validation images are taken for, on the device and without waiting for it."""
 
@@ -114,37 +113,6 @@ class Confusion:
             dist.all_reduce(self._counts)
         counts: NDArray[np.int32] = self._counts.reshape(self._classes, self._classes).cpu().numpy()
         return counts
-
-
-class LabelWatch:
-    """Looks at each epoch's results, and raises the alarm once."""
-
-    def __init__(
-        self,
-        classes: Sequence[str],
-        device: torch.device,
-        *,
-        outputs: int | None = None,
-        measures_cross_entropy: bool = True,
-    ) -> None:
-        """Confusions are counted between `outputs` classes; without it, or with too many, only the metrics are used."""
-        self._classes = classes
-        self._measures_cross_entropy = measures_cross_entropy
-        self._raised = False
-        self.confusion = None if outputs is None or outputs > MOST_CLASSES else Confusion(outputs, device)
-
-    def look(self, metrics: Mapping[str, Any]) -> LabelAlarm | None:
-        """The alarm at the first epoch that gives reason for it. Every rank has to call it, with the same metrics."""
-        if self._raised:
-            return None
-        loss = metrics.get("train/loss") if self._measures_cross_entropy else None
-        figures = Figures(metrics.get("val/acc1"), metrics.get("train/acc1"), loss)
-        if not is_suspicious(figures, len(self._classes)):
-            return None
-        counts = None if self.confusion is None else self.confusion.total()
-        alarm = judge_labels(figures, counts, self._classes)
-        self._raised = alarm is not None
-        return alarm
 
 
 def _accuracy(share: float, classes: int) -> float:

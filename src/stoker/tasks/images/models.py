@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stoker.core.errors import UserError, did_you_mean
-from stoker.train.light_timm import timm
+from stoker.tasks.light_timm import timm
 
 _UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
 _KEY_OF_ARGUMENT = {"drop_path_rate": "drop_path", "drop_rate": "dropout"}
@@ -22,7 +22,7 @@ def build_model(
     num_classes: int,
     *,
     img_size: int | None = None,
-    other_sizes: Sequence[int] = (),
+    other_sizes: Sequence[int | None] = (),
     drop_path: float = 0.0,
     dropout: float = 0.0,
     gradient_checkpointing: bool = False,
@@ -31,11 +31,11 @@ def build_model(
 ) -> nn.Module:
     """The network with random weights, on the CPU.
 
-    `other_sizes` are the image sizes it will get besides `img_size` (validation, progressive resizing). With a seed the
-    weights depend only on it, and torch's generator is not changed.
+    `other_sizes` are the image sizes it will get besides `img_size` (validation, progressive resizing); None counts for
+    nothing. With a seed the weights depend only on it, and torch's generator is not changed.
     """
     _check_name(name)
-    variable = any(size != img_size for size in other_sizes)
+    variable = any(size not in (None, img_size) for size in other_sizes)
     arguments = {
         "num_classes": num_classes,
         # Always passed, even 0: some architectures have their own default (Swin drops 10 % of its paths).
@@ -61,18 +61,6 @@ def facts_about(name: str) -> dict[str, Any]:
     _check_name(name)
     known = timm.get_pretrained_cfg(name)
     return {} if known is None else known.to_dict()
-
-
-def count_parameters(model: nn.Module) -> int:
-    """The number of parameters, trained or frozen, without buffers."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def with_sync_batchnorm(model: nn.Module) -> nn.Module:
-    """The model with batch norm statistics over all ranks; for GPUs only, and before optimizer, EMA and DDP."""
-    # timm's conversion, not torch's, which would lose the activation of timm's joint norm-and-activation layers.
-    converted: nn.Module = timm.layers.convert_sync_batchnorm(model)
-    return converted
 
 
 def _check_name(name: str) -> None:
@@ -111,7 +99,11 @@ def _create(name: str, arguments: dict[str, Any], seed: int | None) -> nn.Module
             lacking = _UNKNOWN_ARGUMENT.search(str(error))
             argument = lacking.group(1) if lacking and isinstance(error, TypeError) else None
             if argument not in wanted:
-                raise _not_built(name, str(error) or type(error).__name__) from error
+                raise UserError(
+                    "model-not-built",
+                    f"model: {name} could not be built: {str(error) or type(error).__name__}",
+                    hint="check model, img_size and num_classes",
+                ) from error
             if argument in _KEY_OF_ARGUMENT and wanted[argument]:
                 raise _not_supported(name, _KEY_OF_ARGUMENT[argument], wanted[argument]) from None
             # Sizes are tried out by _check_sizes.
@@ -138,9 +130,10 @@ def _check_sizes(model: nn.Module, name: str, sizes: list[int]) -> None:
                 with torch.no_grad():
                     model(torch.zeros(1, 3, size, size))
             except Exception as error:
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
                 raise UserError(
                     "model-refuses-size",
-                    f"model: {name} does not take images of {size} px: {_first_line(error)}",
+                    f"model: {name} does not take images of {size} px: {reason}",
                     why="its weights are tied to positions in the image",
                     hint=f"img_size={config['input_size'][-1]}, with no other val_img_size or start_img_size",
                 ) from error
@@ -157,13 +150,3 @@ def _not_supported(name: str, key: str, value: object) -> UserError:
         why="this architecture does not support it; the setting would have no effect",
         hint=f"{key}={off}",
     )
-
-
-def _not_built(name: str, reason: str) -> UserError:
-    return UserError(
-        "model-not-built", f"model: {name} could not be built: {reason}", hint="check model, img_size and num_classes"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -21,6 +21,7 @@ class Classify(Task):
     classifies = True
 
     open_data = at(f"{_HERE}.classify:open_data")
+    prepare_data = at(f"{_HERE}.data:prepare_data")
     listings = at(f"{_HERE}.classify:listings")
     contents = at(f"{_HERE}.classify:contents")
     record_choice = at(f"{_HERE}.classify:record_choice")
@@ -33,15 +34,17 @@ class Classify(Task):
     open_training_loader = at(f"{_HERE}.classify:open_training_loader")
     measure_speed = at(f"{_HERE}.classify:measure_training_speed")
     pack_variants = at(f"{_HERE}.pack.split_packing:ImageVariants")
+    measure_storage = at(f"{_HERE}.data:storage_trial")
     utilisation_of = at("stoker.train.compute:utilisation_of")
 
-    evaluate = at(f"{_HERE}.evaluation:evaluate")
-    predict = at(f"{_HERE}.prediction:predict")
-    export = at(f"{_HERE}.exporting:export")
+    evaluate = at(f"{_HERE}.image_evaluation:evaluate")
+    predict = at(f"{_HERE}.image_prediction:predict")
+    export = at(f"{_HERE}.image_export:export")
     pack = at(f"{_HERE}.pack.split_packing:pack")
-    preview = at(f"{_HERE}.preview_sheet:preview")
+    preview = at(f"{_HERE}.image_preview:preview")
 
-    traceable_step = at(f"{_HERE}.classify:traceable_step")
+    plan_facts = at(f"{_HERE}.plan_facts:image_facts")
+    traceable_step = at(f"{_HERE}.plan_facts:step_for")
 
     step_input = at(f"{_HERE}.verify.run_facts:step_input")
     checks = at(f"{_HERE}.verify:checks")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 import xxhash
@@ -15,28 +14,27 @@ import xxhash
 from stoker.config import Config
 from stoker.core.console import Advance, Say, some
 from stoker.core.errors import ConfigError, UserError
-from stoker.core.units import count
-from stoker.io.storage_speed import mount_of
+from stoker.core.units import count, size_text
+from stoker.io.cache import cache_place
+from stoker.io.storage_speed import storage_at
 from stoker.io.stores import is_url
-from stoker.loader.loader import Follow
+from stoker.loader.loader import Follow, choose_engine
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
-from stoker.tasks.building import loader_options, no_data
+from stoker.tasks.building import limited, loader_options, no_data
 from stoker.tasks.checks import EpochLength
 from stoker.tasks.volumes.augment.pipeline import transform_range
 from stoker.tasks.volumes.cases.cases import Case, CaseList, open_cases
 from stoker.tasks.volumes.cases.split import SplitRule, divide
-from stoker.tasks.volumes.cases.statistics import Normalization, Statistics, statistics_of
-from stoker.tasks.volumes.cases.survey import Survey, survey
-from stoker.tasks.volumes.formats.opening import OpenVolumes
+from stoker.tasks.volumes.cases.survey import Normalization, Statistics, Survey, statistics_of, survey
+from stoker.tasks.volumes.formats.opening import OpenVolumes, suffix_of
 from stoker.tasks.volumes.formats.volume import ReadingOptions
 from stoker.tasks.volumes.patches.label_index import build_label_index
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchPlan
-from stoker.tasks.volumes.patches.patches import RandomPatches, SomeOf, training_steps
+from stoker.tasks.volumes.patches.patches import GridPatches, RandomPatches, training_steps
 from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training, plan_validation
-from stoker.tasks.volumes.reading_options import reading_options
 from stoker.train.checkpoint.data_changes import Listing, Listings, listing_of
 from stoker.train.ranks import Ranks
 
@@ -44,6 +42,8 @@ DEFAULT_STEPS_PER_EPOCH = 250
 """Updates of an epoch if the config does not say: nnU-Net's number. Random patches have no 'pass over the data'."""
 # More than any host reads in a second with one worker.
 MOST_PATCHES_PER_WORKER_SECOND = 20_000
+# Training and validation have separate workers, and both stay alive between epochs.
+_LOADERS = 2
 ALONE = Ranks()
 
 
@@ -79,10 +79,7 @@ class VolumeData:
             bytes_per_sample=float(replace(self.train.layout, most_voxels=int(np.prod(patch))).row_bytes),
             packed=False,
         )
-        if is_url(places[0]):
-            return replace(known, remote=True, kind=urlsplit(places[0]).scheme)
-        mount = mount_of(places[0])
-        return known if mount is None else replace(known, remote=mount.remote, kind=mount.kind)
+        return storage_at(places[0], known)
 
     def names(self, cases: Sequence[int]) -> list[str]:
         """The ids of training cases, from their numbers in the plan."""
@@ -122,11 +119,48 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
             )
         check_labels(parts.val, volumes, rules, say, progress)
         val = plan_validation(parts.val, surveyed, rules, replace(patch_rule(config), overlap=0.0), 1)
-    data = VolumeData(train, val, rules, reading, config.normalize, _patches_per_epoch(config))
+    processes = config.num_nodes * (config.devices if isinstance(config.devices, int) else 1)
+    samples = updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * processes
+    data = VolumeData(train, val, rules, reading, config.normalize, samples)
     for plan in (train, val):
         if plan is not None:
             data.statistics(plan)  # the first time takes a while: do it now, not when the workers are waiting
     return data
+
+
+def reading_options(
+    config: Config,
+    cases: Sequence[Case] = (),
+    *,
+    ranks: int = 1,
+    workers: int = 0,
+    say: Say = lambda _line: None,
+) -> ReadingOptions:
+    """The options of each process of a rank; `ranks` counts those of this node, `workers` those of one loader.
+
+    Threads share the cache of their process. Worker processes cannot, so each gets its part of `volume_cache`."""
+    engine = choose_engine(config.loader, workers, volumes=True)
+    processes = 1 + (_LOADERS * workers if engine == "process" else 0)
+    share = config.volume_cache // (max(1, ranks) * processes)
+    if processes > 1:
+        say(
+            f"volume_cache: {size_text(config.volume_cache)} of this node are divided among "
+            f"{count(max(1, ranks) * processes, 'process', 'processes')}, {size_text(share)} each; "
+            "loader=thread has one cache for all workers of a rank"
+        )
+    return ReadingOptions(
+        # Chunks are kept by tensorstore, decoded pages and files by us: two caches only if the data needs both.
+        cache_bytes=share // max(1, _caches(cases)),
+        missing_chunks="fill" if config.missing_chunks == "fill" else "error",
+        copy=cache_place(config.cache_dir, config.cache_size),
+    )
+
+
+def _caches(cases: Sequence[Case]) -> int:
+    """How many kinds of cache these volumes need; .npy and .nii files are mapped, and need none."""
+    refs = [ref for case in cases for ref in (*case.images, case.label) if ref is not None]
+    suffixes = {suffix_of(ref.location) for ref in refs}
+    return len({"pages" if suffix.startswith((".tif", ".nii")) else "chunks" for suffix in suffixes - {".npy", ".nii"}})
 
 
 def listings(data: VolumeData) -> Listings:
@@ -148,11 +182,12 @@ def _listing(plan: PatchPlan) -> Listing:
 def check_labels(
     cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, say: Say, progress: Advance | None = None
 ) -> None:
-    """Reads the labels of validation cases once, as training's are: wrong ones are refused now, not after an epoch."""
+    """Reads the labels of validation cases once, like those of training: wrong ones are refused now, not after an
+    epoch."""
     labels = build_label_index(cases, volumes, rules, progress=progress, say=say)
     unread = {one.id: one.reason for one in labels.bad}
     for name, reason in unread.items():
-        say(f"warning: the labels of {name}, which is validated on, cannot be read: {reason}")
+        say(f"warning: the labels of {name}, a validation volume, cannot be read: {reason}")
     empty = [case.id for case, found in zip(cases, labels.counts.sum(axis=1), strict=True) if not found]
     if empty := [name for name in empty if name not in unread]:
         say(f"{count(len(empty), 'validation volume')} without a labelled voxel, not scored: {some(empty)}")
@@ -204,15 +239,13 @@ def patch_rule(config: Config) -> PatchRule:
     return PatchRule(config.patch_size, config.small_volumes, config.foreground_patches, transform_range(config))
 
 
-def updates_per_epoch(config: Config) -> int:
-    """Updates in an epoch, whatever the batch."""
+def updates_per_epoch(config: Config, *_size: int | None) -> int:
+    """Updates in an epoch, however many samples and ranks there are."""
     updates = config.steps_per_epoch or DEFAULT_STEPS_PER_EPOCH
     if config.limit_train_batches is None:
         return updates
     batches = updates * config.gradient_accumulation
-    limit = config.limit_train_batches
-    wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
-    return max(1, wanted // config.gradient_accumulation)
+    return max(1, limited(batches, config.limit_train_batches) // config.gradient_accumulation)
 
 
 def epoch_length(config: HostConfig, data: VolumeData | None) -> EpochLength:
@@ -223,11 +256,6 @@ def epoch_length(config: HostConfig, data: VolumeData | None) -> EpochLength:
     together = (config.val_batch_size or config.batch_size) * config.devices * config.num_nodes
     patches = data.val.steps.samples
     return EpochLength(updates, patches, -(-patches // together))
-
-
-def _patches_per_epoch(config: Config) -> int:
-    ranks = config.num_nodes * (config.devices if isinstance(config.devices, int) else 1)
-    return updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * ranks
 
 
 def training_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> PatchPlan:
@@ -249,11 +277,10 @@ def validation_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> P
     used = total
     if limit is not None:
         batches = -(-total // (batch * ranks.world))
-        wanted = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
-        used = min(total, wanted * batch * ranks.world)
+        used = min(total, limited(batches, limit) * batch * ranks.world)
     steps = replace(data.val.steps, samples=used, batch_size=batch, world=ranks.world, rank=ranks.rank)
-    patches = data.val.patches if used == total else SomeOf(data.val.patches, total, used)
-    return replace(data.val, patches=patches, steps=steps)
+    assert isinstance(data.val.patches, GridPatches), "validation patches are a grid"
+    return replace(data.val, patches=replace(data.val.patches, used=None if used == total else used), steps=steps)
 
 
 def open_loader(

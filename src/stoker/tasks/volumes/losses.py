@@ -23,7 +23,7 @@ SMOOTHING = 1e-5
 CLDICE_SMOOTHING = 1.0
 FOCAL_GAMMA = 2.0
 FALSE_POSITIVES, FALSE_NEGATIVES = 0.3, 0.7
-"""Tversky's weights: a voxel missed costs more than one too many, which suits thin structures."""
+"""Tversky's weights: a missed voxel costs more than an extra one, which suits thin structures."""
 CLDICE_EROSIONS = 3
 """As in MONAI: enough for structures up to seven voxels thick."""
 SKELETON_EROSIONS = 8
@@ -42,7 +42,7 @@ def build_volume_loss(text: str, classes: int, ignore: int) -> VolumeLoss:
     if classes < 2:
         raise UserError(
             "bad-volume-loss",
-            f"num_classes: {classes} leaves nothing to tell apart",
+            f"num_classes: {classes} leaves nothing to distinguish",
             why="class 0 is the background, and every other class is compared with it",
             hint="num_classes=2",
         )
@@ -159,7 +159,7 @@ def _cross_entropy(case: LossInputs) -> Tensor:
 
 
 def _focal(case: LossInputs) -> Tensor:
-    """Cross-entropy that counts a voxel less, the better it is predicted (arXiv 1708.02002)."""
+    """Cross-entropy that weighs a voxel less the better it is predicted (arXiv 1708.02002)."""
     missing = -torch.expm1(-case.cross_entropies)
     return case.mean_of_labelled(missing**FOCAL_GAMMA * case.cross_entropies)
 
@@ -227,7 +227,7 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def _soft_skeleton(mask: Tensor, erosions: int, *, core: bool = False) -> Tensor:
-    """What openings take away from a mask, and from the mask eroded more and more; `core` adds what is left then."""
+    """What openings remove from a mask and from its repeated erosions; `core` adds what is left at the end."""
     skeleton = torch.relu(mask - _dilated(_eroded(mask)))
     for _ in range(erosions):
         mask = _eroded(mask)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from stoker.core.console import silent_libraries
 from stoker.core.errors import UserError, did_you_mean
 from stoker.tasks.volumes import unets
-from stoker.tasks.volumes.formats.volume import Shape
+from stoker.tasks.volumes.formats.volume import Shape, as_shape, sizes_text
 
 _USUAL: Shape = (32, 32, 32)
 SMALLEST_EDGE = 4
@@ -85,7 +85,7 @@ class VolumeModel(nn.Module):
         if not self.pads:
             raise UserError(
                 "patch-does-not-fit",
-                f"a patch of {_by(size)} voxels cannot be divided by {_by(self.divisor)}",
+                f"a patch of {sizes_text(size)} voxels cannot be divided by {sizes_text(self.divisor)}",
                 why="the network halves each axis that often",
                 hint="indivisible_patch=pad",
             )
@@ -124,7 +124,7 @@ def build_volume_model(
 ) -> VolumeModel:
     """The network with random weights that follow from the seed alone, on torch's default device."""
     architecture = _architecture(name)
-    patch = (patch[0], patch[1], patch[2])
+    patch = as_shape(patch)
     if deep_supervision and not architecture.supervised:
         others = [other for other, known in ARCHITECTURES.items() if known.supervised]
         raise _not_supported(name, "deep_supervision: true", f"model: {', '.join(others)}")
@@ -136,7 +136,7 @@ def build_volume_model(
         raise UserError(
             "patch-too-small",
             f"patch_size: {list(patch)} is too small for model: {name}",
-            why="nothing, or a single voxel, would be left of it at the lowest level",
+            why="at the lowest level nothing, or a single voxel, would be left of it",
             hint=f"patch_size={[2 * max(edge, SMALLEST_EDGE) for edge in _product(architecture.strides(_USUAL))]}",
         )
     if indivisible == "refuse" and any(edge % step for edge, step in zip(patch, divisor, strict=True)):
@@ -188,27 +188,22 @@ def monai(module: str) -> Any:
 
 
 def nnunet_strides(patch: Shape) -> list[Shape]:
-    """nnU-Net's rule for cubic voxels: an axis is halved while four voxels would be left of it; a single axis only
-    while six would."""
+    """nnU-Net's rule for cubic voxels: an axis is halved while at least four voxels would be left of it, or six if no
+    other axis is halved with it."""
     sizes = list(patch)
     strides: list[Shape] = []
     while True:
         halved = [size >= 2 * SMALLEST_EDGE for size in sizes]
         if not any(halved):
             return strides
-        # An axis that was halved less often than another is as fine as that one once was: it is halved alone.
-        voxels = [_halvings(strides, axis) for axis in range(3)]
+        # An axis that was halved less often than the others is halved alone.
+        voxels = [sum(stride[axis] == 2 for stride in strides) for axis in range(3)]
         finest = min(voxels[axis] for axis in range(3) if halved[axis])
         halved = [halved[axis] and voxels[axis] == finest for axis in range(3)]
         if sum(halved) == 1 and sizes[halved.index(True)] < 3 * SMALLEST_EDGE:
             return strides
-        z, y, x = (2 if half else 1 for half in halved)
-        strides.append((z, y, x))
-        sizes = [-(-size // stride) for size, stride in zip(sizes, (z, y, x), strict=True)]
-
-
-def _halvings(strides: list[Shape], axis: int) -> int:
-    return sum(stride[axis] == 2 for stride in strides)
+        strides.append(as_shape(2 if half else 1 for half in halved))
+        sizes = [-(-size // stride) for size, stride in zip(sizes, strides[-1], strict=True)]
 
 
 def _halved(times: int) -> Callable[[Shape], list[Shape]]:
@@ -216,8 +211,7 @@ def _halved(times: int) -> Callable[[Shape], list[Shape]]:
 
 
 def _product(strides: Sequence[Shape]) -> Shape:
-    z, y, x = (math.prod(stride[axis] for stride in strides) for axis in range(3))
-    return z, y, x
+    return as_shape(math.prod(stride[axis] for stride in strides) for axis in range(3))
 
 
 def _nearest(patch: Shape, strides: Callable[[Shape], list[Shape]], step: int) -> Shape | None:
@@ -227,10 +221,10 @@ def _nearest(patch: Shape, strides: Callable[[Shape], list[Shape]], step: int) -
         while True:
             if sizes[axis] < 1:
                 return None
-            if sizes[axis] % _product(strides((sizes[0], sizes[1], sizes[2])))[axis] == 0:
+            if sizes[axis] % _product(strides(as_shape(sizes)))[axis] == 0:
                 break
             sizes[axis] += step
-    return sizes[0], sizes[1], sizes[2]
+    return as_shape(sizes)
 
 
 def _does_not_fit(name: str, patch: Shape, divisor: Shape, strides: Callable[[Shape], list[Shape]]) -> UserError:
@@ -239,14 +233,11 @@ def _does_not_fit(name: str, patch: Shape, divisor: Shape, strides: Callable[[Sh
     more = math.prod(padded) / math.prod(patch)
     return UserError(
         "patch-does-not-fit",
-        f"patch_size: {list(patch)} cannot be divided by {_by(divisor)}, as model: {name} needs",
-        why=f"it halves each axis that often; padded to {_by(padded)}, a step computes {more:.2f} times the voxels",
+        f"patch_size: {list(patch)} cannot be divided by {sizes_text(divisor)}, as model: {name} needs",
+        why=f"it halves each axis that often; "
+        f"padded to {sizes_text(padded)}, a step computes {more:.2f} times the voxels",
         hint=" or ".join(f"patch_size={list(size)}" for size in near) + ", or indivisible_patch=pad",
     )
-
-
-def _by(sizes: Sequence[int]) -> str:
-    return " x ".join(map(str, sizes))
 
 
 # Networks.

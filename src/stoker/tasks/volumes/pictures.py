@@ -6,14 +6,13 @@ darkened and hatched, so that nobody takes them for background.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.tasks.volumes.formats.volume import Region, Shape, Volume
+from stoker.tasks.volumes.formats.volume import Region, Volume, as_shape
 
 Pixels = NDArray[np.uint8]
 Plane = NDArray[Any]
@@ -70,7 +69,9 @@ def worst_cuts(image: Volume, label: Plane, prediction: Plane, ignore: int | Non
         counts = wrong[axis] if wrong[axis].any() else foreground[axis]
         position = int(counts.argmax())
         plane = label.take(position, axis)
-        grey = as_grey(_read_plane(image, axis, position))
+        start, stop = [0, 0, 0], list(image.shape)
+        start[axis], stop[axis] = position, position + 1
+        grey = as_grey(image.read(Region(as_shape(start), as_shape(stop))).squeeze(axis))
         cuts.append(
             Cut(axis, position, grey, plane, prediction.take(position, axis), _known(plane, ignore),
                 int(wrong[axis][position]))
@@ -80,18 +81,6 @@ def worst_cuts(image: Volume, label: Plane, prediction: Plane, ignore: int | Non
 
 def _known(label: Plane, ignore: int | None) -> NDArray[np.bool_]:
     return np.ones(label.shape, bool) if ignore is None else label != ignore
-
-
-def _read_plane(image: Volume, axis: int, position: int) -> Plane:
-    start, stop = [0, 0, 0], list(image.shape)
-    start[axis], stop[axis] = position, position + 1
-    region = Region(_shape(start), _shape(stop))
-    return image.read(region).squeeze(axis)
-
-
-def _shape(values: Sequence[int]) -> Shape:
-    z, y, x = values
-    return z, y, x
 
 
 def as_grey(plane: Plane) -> Pixels:
@@ -114,7 +103,8 @@ def with_classes(grey: Pixels, classes: Plane, known: NDArray[np.bool_] | None =
     pixels = np.repeat(grey[..., None], 3, axis=2).astype(np.float32)
     for number in np.unique(classes):
         if number > 0:
-            _paint(pixels, (classes == number) & (True if known is None else known), colour_of(int(number)))
+            colour = CLASS_COLOURS[(int(number) - 1) % len(CLASS_COLOURS)]
+            _paint(pixels, (classes == number) & (True if known is None else known), colour)
     return _finished(pixels, known)
 
 
@@ -126,11 +116,6 @@ def with_errors(cut: Cut) -> Pixels:
     _paint(pixels, cut.known & ~same & (cut.label != 0), MISSED)
     _paint(pixels, cut.known & ~same & (cut.label == 0), INVENTED)
     return _finished(pixels, cut.known)
-
-
-def colour_of(number: int) -> tuple[int, int, int]:
-    """The colour of a class."""
-    return CLASS_COLOURS[(number - 1) % len(CLASS_COLOURS)]
 
 
 def squared(pixels: Pixels) -> Pixels:

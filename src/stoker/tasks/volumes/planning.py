@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -13,19 +13,19 @@ from stoker.core.console import Advance
 from stoker.core.errors import StokerError
 from stoker.core.units import count
 from stoker.loader.rng import sample_keys
-from stoker.tasks.building import optimizer_for
+from stoker.tasks import building
+from stoker.tasks.plan_facts import DataFacts
 from stoker.tasks.volumes.augment.pipeline import memory_format_of, transform_range
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.cases.survey import image_dtype
-from stoker.tasks.volumes.data import label_rules, list_cases, survey_cases
+from stoker.tasks.volumes.data import label_rules, list_cases, reading_options, survey_cases
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import Shape
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.tasks.volumes.networks import build_volume_model
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import RowLayout
-from stoker.tasks.volumes.patches.transforms import draw_transforms
-from stoker.tasks.volumes.reading_options import reading_options
+from stoker.tasks.volumes.patches.patches import draw_transforms
 from stoker.train.compute import compute_dtype
 from stoker.train.step import TraceableStep, plain_batch
 
@@ -36,24 +36,22 @@ DRAWN = 500
 """Transforms over which the bytes that a patch reads are averaged."""
 
 
-@dataclass(frozen=True)
-class VolumeFacts:
-    """What a plan needs to know about volumes."""
+@dataclass(frozen=True, kw_only=True)
+class VolumeFacts(DataFacts):
+    """Facts about volumes, and patches of them."""
 
     channels: int
     rules: LabelRules
-    dtype: str
-    """Data type of the images' voxels; numpy's name."""
     cases: int | None
     largest: Shape
     """The volume that a prediction is planned for."""
     decoded_bytes: int | None = None
     """Bytes of all volumes that have to be decoded, with their labels; None if nothing was opened."""
-    assumptions: tuple[str, ...] = ()
 
 
-def volume_facts(config: Config, progress: Advance | None = None) -> VolumeFacts:
-    """Opens the config's volumes if they can be reached from here; otherwise says what was assumed."""
+def volume_facts(config: Config, _samples: int | None = None, progress: Advance | None = None) -> VolumeFacts:
+    """Opens the config's volumes if they can be reached from here; otherwise says what was assumed. Patches have no
+    number: they are drawn at random."""
     try:
         if config.data_root is None:
             return _assumed(config, "no data_root")
@@ -66,15 +64,12 @@ def volume_facts(config: Config, progress: Advance | None = None) -> VolumeFacts
     channels = len(surveyed.cases[0].images)
     dtype = image_dtype([surveyed.facts[case.id] for case in surveyed.cases])
     voxels = {name: shape[0] * shape[1] * shape[2] for name, shape in surveyed.shapes.items()}
+    decoded = sum(voxels[case.id] for case in surveyed.cases if not _is_mapped(case))
     return VolumeFacts(
-        channels=channels,
-        rules=rules,
-        dtype=dtype.name,
-        cases=len(surveyed.cases),
+        **_sizes(config, channels, dtype, rules), channels=channels, rules=rules, cases=len(surveyed.cases),
         largest=surveyed.shapes[max(voxels, key=lambda name: voxels[name])],
-        decoded_bytes=sum(voxels[case.id] for case in surveyed.cases if not _is_mapped(case))
-        * (channels * dtype.itemsize + rules.dtype.itemsize),
-    )
+        decoded_bytes=decoded * (channels * dtype.itemsize + rules.dtype.itemsize),
+    )  # fmt: skip
 
 
 def _is_mapped(case: Case) -> bool:
@@ -87,25 +82,22 @@ def _assumed(config: Config, reason: str) -> VolumeFacts:
     said = f"data: 1 channel of uint8 voxels, {count(rules.classes, 'class', 'classes')} ({reason})"
     shape = " x ".join(map(str, ASSUMED_VOLUME))
     return VolumeFacts(
-        1, rules, "uint8", None, ASSUMED_VOLUME,
+        **_sizes(config, 1, np.dtype(np.uint8), rules), channels=1, rules=rules, cases=None, largest=ASSUMED_VOLUME,
         assumptions=(said, f"prediction: of a volume of {shape} voxels, as in Vesuvius"),
     )  # fmt: skip
 
 
-def row_bytes(config: Config, facts: VolumeFacts) -> tuple[int, int]:
-    """Bytes that a batch reserves for a patch of training, and of validation: image and label."""
-    patch = patch_of(config)
-    val = RowLayout(facts.channels, facts.dtype, facts.rules.dtype.name, patch[0] * patch[1] * patch[2])
-    return replace(val, most_voxels=transform_range(config).most_voxels(patch)).row_bytes, val.row_bytes
-
-
-def mean_read_bytes(config: Config, facts: VolumeFacts) -> float:
-    """Bytes of image and label that are read for a training patch: a rotated or enlarged one needs its surroundings."""
+def _sizes(config: Config, channels: int, dtype: np.dtype[Any], rules: LabelRules) -> dict[str, Any]:
+    """What a batch reserves for a patch with its label, and what is read for it on average: a rotated or enlarged one
+    needs its surroundings."""
     patch, bounds = patch_of(config), transform_range(config)
+    val = RowLayout(channels, dtype.name, rules.dtype.name, patch[0] * patch[1] * patch[2])
     keys = sample_keys(0, 0, np.arange(DRAWN), np.zeros(DRAWN, np.int64))
     voxels = [float(np.prod(one.region(patch, (0, 0, 0)).shape)) for one in draw_transforms(keys, bounds, patch)]
-    each = facts.channels * np.dtype(facts.dtype).itemsize + facts.rules.dtype.itemsize
-    return float(np.mean(voxels)) * each
+    return {
+        "row_bytes": replace(val, most_voxels=bounds.most_voxels(patch)).row_bytes, "val_row_bytes": val.row_bytes,
+        "sample_bytes": float(np.mean(voxels)) * (channels * dtype.itemsize + rules.dtype.itemsize),
+    }  # fmt: skip
 
 
 def traceable_step(config: Config, channels: int, classes: int) -> TraceableStep:
@@ -124,21 +116,13 @@ def traceable_step(config: Config, channels: int, classes: int) -> TraceableStep
         )  # fmt: skip
 
     checkpointing = config.model_copy(update={"gradient_checkpointing": True})
-    return TraceableStep(
-        build_model=build,
-        build_optimizer=partial(optimizer_for, config, lr=config.lr),
-        # Which label is ignored does not change what is computed.
-        loss=build_volume_loss(config.volume_loss, classes, ignore=classes),
-        # A plan is for a GPU, wherever it is made.
-        make_batch=plain_batch(
-            (channels, *patch), target=patch, dtype=compute_dtype(config.precision),
-            memory_format=memory_format_of(config),
-        ),
-        batch_size=config.batch_size,
-        precision=config.precision,
-        ema_decay=config.ema_decay,
-        accumulation=config.gradient_accumulation,
-        clip_grad_norm=config.clip_grad_norm,
+    # Which label is ignored does not change what is computed.
+    loss = build_volume_loss(config.volume_loss, classes, ignore=classes)
+    # A plan is for a GPU, wherever it is made.
+    dtype = compute_dtype(config.precision)
+    return building.traceable_step(
+        config, build, loss,
+        plain_batch((channels, *patch), target=patch, dtype=dtype, memory_format=memory_format_of(config)),
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, channels, classes),
     )  # fmt: skip
 

@@ -17,18 +17,20 @@ from stoker.config import Config, config_values
 from stoker.core.console import Say
 from stoker.core.errors import UserError
 from stoker.core.units import count
-from stoker.loader.loader import Follow
 from stoker.profile.host import HostConfig
 from stoker.tasks.building import (
+    RunContext,
     assemble_run,
+    count_parameters,
     describe_schedule,
     input_dtype,
+    input_pipeline,
     ready_device,
+    ready_model,
     train_step,
 )
-from stoker.tasks.images.augment.copies import Copy
-from stoker.tasks.images.models import count_parameters, with_sync_batchnorm
-from stoker.tasks.staging import Staging, stage_volumes
+from stoker.tasks.device_copies import Copy
+from stoker.tasks.staging import Staging
 from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare, build_volume_augment, build_volume_eval
 from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan, validation_plan
 from stoker.tasks.volumes.losses import build_volume_loss
@@ -37,58 +39,38 @@ from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.patches.plans import PatchLoader
 from stoker.tasks.volumes.scores.counts import VolumeCounts
+from stoker.tasks.volumes.volume_staging import stage_volumes
 from stoker.train.checkpoint.restore import open_state
-from stoker.train.checkpoint.sources import open_source
-from stoker.train.checkpoint.weights import load_weights
-from stoker.train.loop import InputPipeline, Run, RunRecord
-from stoker.train.prefetch_guard import PrefetchGuard
+from stoker.train.evaluate import Remark
+from stoker.train.loop import Run, RunRecord
 from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared
-from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
 
-def build_run(
-    config: HostConfig,
-    data: VolumeData,
-    ranks: Ranks,
-    device: torch.device,
-    *,
-    quarantine_file: Path | None = None,
-    staging: Staging | None = None,
-    say: Say = lambda _text: None,
-) -> Run:
-    """The run that the config describes, at its beginning: network, optimizer, loaders, augmentation; alike on every
-    rank. `resume` moves it to where a checkpoint was saved. `staging` is the local copy that it fills."""
+def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
+    """The run that the config describes, at its beginning."""
+    ranks, device, say, staging = context.ranks, context.device, context.say, context.staging
     ready_device(config, device)
     loss = build_volume_loss(config.volume_loss, data.rules.classes, data.rules.outside)
-    model = build_network(config, data, device, ranks, say)
-    step = train_step(config, model, loss, ranks, device, say)
-    uploader = Uploader(queue_of(device))
-    held = batches_in_hand(config.gradient_accumulation, on_gpu=uploader.queue is not None)
-    opened: list[PatchLoader] = []
-
+    model = build_network(config, data, context)
+    step = train_step(config, model, loss, context)
     reading = data.reading if staging is None else replace(data.reading, copy=staging.place)
     follow, make_way = (None, None) if staging is None else (staging.follow, staging.make_way)
 
-    def load(plan: PatchPlan, held: int, follow: Follow | None) -> PatchLoader:
-        opened.append(
-            open_loader(
-                config, plan, reading,
-                workers=config.num_workers, held=held, quarantine_file=quarantine_file, follow=follow, say=say,
-            )
-        )  # fmt: skip
-        return opened[-1]
-
     train, val = training_plan(config, data, ranks), validation_plan(config, data, ranks)
-    train_loader = load(train, held, follow)
+
+    def load(plan: PatchPlan, held: int) -> PatchLoader:
+        return open_loader(
+            config, plan, reading, workers=config.num_workers, held=held, quarantine_file=context.quarantine_file,
+            follow=follow if plan is train else make_way, say=say,
+        )  # fmt: skip
+
     dtype = input_dtype(config, device)
     augment = build_volume_augment(config, *data.statistics(data.train), dtype)
     evaluated = augment if data.val is None else build_volume_eval(config, *data.statistics(data.val), dtype)
-    pipeline = InputPipeline(
-        train_loader=lambda _epoch: train_loader, val_loader=None if val is None else load(val, 1, make_way),
-        uploader=uploader, prepare=partial(prepare_batch, augment, uploader.copy),
-        prepare_val=partial(prepare_val_batch, evaluated, uploader.copy, data.rules.outside),
-        name_samples=data.names, close=lambda: _close(opened), guard_memory=PrefetchGuard(say).check,
+    pipeline = input_pipeline(
+        config, context, load, (train, val), partial(prepare_batch, augment),
+        partial(prepare_val_batch, evaluated, data.rules.outside), data.names,
     )  # fmt: skip
     rules = data.rules
     record = RunRecord(
@@ -96,7 +78,7 @@ def build_run(
         data={"classes": rules.classes, "ignore": rules.ignore, "channels": data.channels},
     )  # fmt: skip
     return assemble_run(
-        config, ranks, device, model=model, step=step, pipeline=pipeline, val_loss=loss,
+        config, context, model=model, step=step, pipeline=pipeline, val_loss=loss,
         scoring=VolumeScoring(data.val, rules, device, config.surface_tolerance), record=record,
     )  # fmt: skip
 
@@ -106,7 +88,7 @@ def open_staging(config: HostConfig, data: VolumeData, ranks: Ranks, say: Say) -
     return stage_volumes(config, training_plan(config, data, ranks), validation_plan(config, data, ranks), ranks, say)
 
 
-def build_network(config: Config, data: VolumeData, device: torch.device, ranks: Ranks, say: Say) -> nn.Module:
+def build_network(config: Config, data: VolumeData, context: RunContext) -> nn.Module:
     """The network that the config describes, on its device."""
     assert config.patch_size is not None, "the config was checked"
     model: nn.Module = build_volume_model(
@@ -115,12 +97,7 @@ def build_network(config: Config, data: VolumeData, device: torch.device, ranks:
         indivisible=config.indivisible_patch, channels_last=config.channels_last, dropout=config.dropout,
         seed=config.seed,
     )  # fmt: skip
-    if config.weights is not None:
-        file, _ = open_source(Path(config.weights), say)
-        say(load_weights(model, file).describe())
-    if config.sync_batchnorm and ranks.world > 1 and device.type == "cuda":
-        model = with_sync_batchnorm(model)
-    model = model.to(device)
+    model = ready_model(config, model, context)
     for weight in model.parameters():
         if weight.ndim == 5 and weight.shape[2:].numel() == 1:
             # The strides of axes of length one mean nothing, but DistributedDataParallel compares them with those of
@@ -158,7 +135,7 @@ def prepare_batch(augment: VolumeEvalPrepare, copy: Copy, batch: PatchBatch, *_o
     return Prepared(inputs, labels, labels, mixed=False)
 
 
-def prepare_val_batch(prepare: VolumeEvalPrepare, copy: Copy, outside: int, batch: PatchBatch) -> Prepared:
+def prepare_val_batch(prepare: VolumeEvalPrepare, outside: int, copy: Copy, batch: PatchBatch) -> Prepared:
     """A validation batch on the device; nothing of a patch that could not be read counts."""
     inputs, labels = prepare.prepare(batch, copy)
     assert labels is not None, "a validation plan has labels"
@@ -196,20 +173,15 @@ class VolumeScoring:
         total, patches = self._loss.tolist()
         return ({"loss": total / patches} if patches else {}) | self._counts.result()
 
-    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    def look(self, metrics: Mapping[str, Any]) -> Remark | None:
         """Says once that no validation patch could be scored: an epoch without metrics must not go unnoticed."""
         if "val/loss" in metrics or self._told:
             return None
         self._told = True
-        return "nothing_validated", {
-            "why": "no validation patch could be read, or none has a labelled voxel",
-            "hint": "quarantine.jsonl names volumes that could not be read; fold: N validates on others",
-        }
-
-
-def _close(loaders: Sequence[PatchLoader]) -> None:
-    for loader in loaders:
-        loader.close()
+        why = "no validation patch could be read, or none has a labelled voxel"
+        hint = "quarantine.jsonl names volumes that could not be read; fold: N validates on others"
+        text = f"warning: no validation metrics: {why}\nhint: {hint}"
+        return Remark("nothing_validated", {"why": why, "hint": hint}, text)
 
 
 @dataclass(frozen=True)
@@ -221,7 +193,7 @@ class TrainedVolumeModel:
     """On the CPU, in evaluation mode, float32."""
     config: HostConfig
     """As it was trained, with the overrides of this command, resolved for this machine. `normalize` says how voxels
-    become inputs: stoker.tasks.volumes.cases.statistics has what it needs."""
+    become inputs: stoker.tasks.volumes.cases.survey has what it needs."""
     rules: LabelRules
     channels: int
     """Images of a case that the network takes together."""

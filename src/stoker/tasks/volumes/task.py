@@ -52,14 +52,18 @@ class Segment3d(Task):
 
     pack_variants = at(f"{_HERE}.pack.cases_packing:VolumeVariants")
 
-    evaluate = at(f"{_HERE}.evaluation:evaluate")
-    score_masks = at(f"{_HERE}.evaluation:score_masks")
+    evaluate = at(f"{_HERE}.volume_evaluation:evaluate")
+    score_masks = at(f"{_HERE}.volume_evaluation:score_masks")
     predict = at(f"{_HERE}.predict.predict_folder:predict")
-    export = at(f"{_HERE}.exporting:export")
+    export = at(f"{_HERE}.volume_export:export")
     pack = at(f"{_HERE}.pack.cases_packing:pack")
-    preview = at(f"{_HERE}.preview_sheet:preview")
-    traceable_step = at(f"{_HERE}.planning:step_for")
+    preview = at(f"{_HERE}.volume_preview:preview")
 
-    step_input = at(f"{_HERE}.verify:step_input")
-    checks = at(f"{_HERE}.verify:checks")
+    plan_facts = at(f"{_HERE}.planning:volume_facts")
+    traceable_step = at(f"{_HERE}.planning:step_for")
+    updates_per_epoch = at(f"{_HERE}.data:updates_per_epoch")
+    plan_part = at(f"{_HERE}.plan_part:volume_part")
+
+    step_input = at(f"{_HERE}.volume_checks:step_input")
+    checks = at(f"{_HERE}.volume_checks:checks")
     epoch_length = at(f"{_HERE}.data:epoch_length")

@@ -15,8 +15,7 @@ from stoker.core.errors import UsageError, UserError
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.format import peek
 from stoker.train.checkpoint.restore import differences
-from stoker.train.checkpoint.sources import open_source
-from stoker.train.checkpoint.weights import WeightsReport, Which, load_weights
+from stoker.train.checkpoint.weights import WeightsReport, Which, load_weights, open_source
 from stoker.train.checkpoint.weights_file import WeightsFile, file_hash, listed
 from stoker.train.ranks import from_first
 
@@ -167,7 +166,7 @@ def _read(run: Run, start: Start) -> _Begun:
             f"--keep-optimizer: the optimizer of {file.path} is not that of this run\n"
             + "\n".join(f"  - {line}" for line in differ[:8]),
             why="momenta belong to one parameter of one network, and to one kind of optimizer",
-            hint="leave out --keep-optimizer: the new run then begins with an optimizer of its own",
+            hint="leave out --keep-optimizer: the new run then begins with a new optimizer",
         )
     kept = start.keep_optimizer is not False and not differ
     report = load_weights(run.model, file, start.which or ("raw" if kept else None))

@@ -26,8 +26,8 @@ from stoker.train.checkpoint.changes import from_hint
 
 PARTS = ("train", "val")
 LOOKED_AT = 64
-"""Samples of a part whose contents are compared: if one file in twenty was replaced, they include one in 96 of 100
-cases. Compared by content, not by time or version: a copy of the data has other times and versions."""
+"""Samples of a part whose contents are compared. If one file in twenty was replaced, they include one of these with a
+probability of 96 %. Times and versions would not do: those of a copy differ."""
 # File names repeat each other: for ImageNet, the fastest level leaves 3.5 of 56 MB, in 0.3 s.
 COMPRESSION = 1
 
@@ -200,7 +200,7 @@ def data_changed(path: Path, found: Sequence[Difference]) -> UserError:
     listed = "\n".join(f"  - {one}" for one in found)
     return UserError(
         "data-changed",
-        f"the data is not that which {path} was trained on\n{listed}",
+        f"the data is not what {path} was trained on\n{listed}",
         why=meaning(found),
         hint=f"--accept-changed-data continues with the data as it is now; {from_hint(path)} begins a new run",
     )

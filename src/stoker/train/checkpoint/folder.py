@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stoker.core.console import Say
 from stoker.core.errors import UserError
 from stoker.core.files import sync_folder
 from stoker.run.metric import ACC1, Metric, checkpoint_name, read_checkpoint_name
 from stoker.train.checkpoint.flat_state import FlatState
 from stoker.train.checkpoint.format import CheckpointCorrupt, Stop, no_stop, read_checkpoint, write_checkpoint
 
+EXAMPLE = "runs/NAME/checkpoints/last.ckpt, as `stoker train` writes it, or the run folder itself"
 LEFTOVERS = ".*.ckpt.*.tmp"
 # Errors of a file system without hard links.
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
@@ -165,6 +167,18 @@ class Checkpoints:
             return []
         named = ((path, read_checkpoint_name(path.name)) for path in self.folder.iterdir())
         return [(said.metric.rank(said.value), said.epoch, path) for path, said in named if said is not None]
+
+
+def checkpoint_in(path: Path, say: Say) -> Path:
+    """The path itself, or the best checkpoint of a run folder, else its last."""
+    if not path.is_dir():
+        return path
+    checkpoints = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    found = next((file for file in (*checkpoints.best(), checkpoints.last) if file.is_file()), None)
+    if found is None:
+        raise UserError("no-checkpoint", f"{path} is a folder without checkpoints", hint=EXAMPLE)
+    say(f"checkpoint: {found}")
+    return found
 
 
 def _failed(path: Path, error: OSError) -> SaveFailed:

@@ -1,4 +1,4 @@
-"""Resuming a run from a checkpoint, on as many ranks as there are now; and a model out of a checkpoint alone."""
+"""Resuming a run from a checkpoint, on as many ranks as there are now; and opening one to use its model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from stoker.config import load_config
-from stoker.config.reading import check_task, remember_config
+from stoker.config.reading import remember_config
 from stoker.config.reference import write_scalar
 from stoker.config.schema import ALIASES, Config, key_names
 from stoker.core.console import Say
 from stoker.core.errors import UserError
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
-from stoker.tasks.images.models import build_model
 from stoker.train.checkpoint.changes import (
     ScheduleChanged,
     SettingChange,
@@ -32,7 +31,7 @@ from stoker.train.checkpoint.changes import (
     replanned_lines,
     used_values,
 )
-from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
+from stoker.train.checkpoint.folder import EXAMPLE, Checkpoints, FoundCheckpoint, checkpoint_in
 from stoker.train.checkpoint.format import CheckpointCorrupt, is_ours, peek, read_checkpoint
 from stoker.train.optimization import load_state
 from stoker.train.schedule import Progress
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 8
 LONGEST_VALUE = 60
-EXAMPLE = "runs/NAME/checkpoints/last.ckpt, as `stoker train` writes it, or the run folder itself"
 
 # How much data a training run reads says nothing about how the model is used afterwards.
 _OF_TRAINING = {"limit_train_batches", "limit_val_batches", "fast_dev_run"}
@@ -192,28 +190,6 @@ def differences(saved: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> list[str
 
 
 @dataclass(frozen=True)
-class Restored:
-    """A trained model, ready to classify images, and what is known about it."""
-
-    path: Path
-    model: nn.Module
-    """On the CPU, in evaluation mode, float32."""
-    config: HostConfig
-    """As it was trained, with the overrides of this command, resolved for this machine."""
-    classes: tuple[str, ...]
-    """The classes of its outputs, in order; outputs without a class in training come last."""
-    averaged: bool
-    """Whether its weights are the moving average."""
-    epoch: int
-    step: int
-
-    @property
-    def size(self) -> int:
-        """Side of the images it classifies, in pixels."""
-        return self.config.val_img_size or self.config.img_size
-
-
-@dataclass(frozen=True)
 class TrainedState:
     """The state in a checkpoint, and the config that its model is used with."""
 
@@ -226,7 +202,19 @@ class TrainedState:
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """The model with these weights, ready to be used; raises UserError if they are another network's."""
-        _load(model, self.state, self.path, self.config.model, self.averaged)
+        differ = differences({"model": self.state["model"]}, {"model": model.state_dict()})
+        if differ:
+            raise UserError(
+                "weights-do-not-fit",
+                f"{self.path} does not hold the weights of {self.config.model}\n{_listed(differ)}",
+                why="a partly loaded network still answers, but wrongly",
+                hint="leave out model=, num_classes= and img_size=: "
+                f"it was trained as {self.state['config'].get('model')}",
+            )
+        model.load_state_dict(self.state["model"])
+        if self.averaged:
+            # After the raw weights: the average holds tensors that two layers share only once.
+            model.load_state_dict(self.state["ema"]["tensors"], strict=False)
         return model.eval().requires_grad_(False)
 
 
@@ -249,34 +237,6 @@ def task_of(path: Path) -> str:
     if not is_ours(path):
         return "classify"
     return str((peek(path, "config")["config"] or {}).get("task", "classify"))
-
-
-def restore_model(
-    path: Path, overrides: Sequence[str] = (), *, raw: bool = False, say: Say = lambda _text: None
-) -> Restored:
-    """The model of a checkpoint, or of a run folder's best one: its moving average if it has one, unless `raw`."""
-    trained = open_state(path, overrides, raw=raw, say=say)
-    state, config = trained.state, trained.config
-    check_task(config, "used here")
-    outputs = config.num_classes or len(state["classes"])
-    model = build_model(
-        config.model,
-        outputs,
-        # Weights may belong to positions in the image, so the network is built for the size it was trained at.
-        img_size=int(state["config"]["img_size"]),
-        other_sizes=[size for size in (config.img_size, config.val_img_size) if size is not None],
-        channels_last=config.channels_last,
-    )
-    spare = (f"output {number}" for number in range(len(state["classes"]), outputs))
-    return Restored(
-        path=trained.path,
-        model=trained.load_into(model),
-        config=config,
-        classes=(*state["classes"], *spare),
-        averaged=trained.averaged,
-        epoch=int(state["progress"]["epoch"]),
-        step=int(state["progress"]["step"]),
-    )
 
 
 def _identity(path: Path) -> str:
@@ -348,18 +308,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def checkpoint_in(path: Path, say: Say) -> Path:
-    """The path itself, or the best checkpoint of a run folder, else its last."""
-    if not path.is_dir():
-        return path
-    checkpoints = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    found = next((file for file in (*checkpoints.best(), checkpoints.last) if file.is_file()), None)
-    if found is None:
-        raise UserError("no-checkpoint", f"{path} is a folder without checkpoints", hint=EXAMPLE)
-    say(f"checkpoint: {found}")
-    return found
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         state = read_checkpoint(path)
@@ -383,18 +331,3 @@ def _with_overrides(saved: dict[str, Any], overrides: Sequence[str]) -> Config:
     known = set(key_names()) - {ALIASES.get(key, key) for key in given} - _OF_TRAINING
     kept = [f"{key}={write_scalar(value)}" for key, value in saved.items() if key in known]
     return load_config(None, [*kept, *overrides]).config
-
-
-def _load(model: nn.Module, state: dict[str, Any], path: Path, name: str, averaged: bool) -> None:
-    differ = differences({"model": state["model"]}, {"model": model.state_dict()})
-    if differ:
-        raise UserError(
-            "weights-do-not-fit",
-            f"{path} does not hold the weights of {name}\n{_listed(differ)}",
-            why="a partly loaded network still answers, but wrongly",
-            hint=f"leave out model=, num_classes= and img_size=: it was trained as {state['config'].get('model')}",
-        )
-    model.load_state_dict(state["model"])
-    if averaged:
-        # After the raw weights: the average holds tensors that two layers share only once.
-        model.load_state_dict(state["ema"]["tensors"], strict=False)

@@ -28,7 +28,7 @@ import torch
 from stoker.core.console import Say
 from stoker.train.checkpoint.flat_state import FlatState, contiguous_strides, flatten, is_dense
 from stoker.train.checkpoint.folder import Checkpoints, Outcome, SaveFailed, State
-from stoker.train.observer import Observer, Silence
+from stoker.train.observer import Observer
 
 if TYPE_CHECKING:
     from stoker.train.loop import Run
@@ -61,7 +61,7 @@ class Saver:
     run: Run
     checkpoints: Checkpoints | None
     """None on ranks that do not write."""
-    observer: Observer = field(default_factory=Silence)
+    observer: Observer = field(default_factory=Observer)
     every_steps: int | None = None
     every_s: float | None = None
     say: Say = lambda _text: None

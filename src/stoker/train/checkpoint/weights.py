@@ -1,8 +1,8 @@
 """Loads weights from a local file into a model, without running any code from the file.
 
 Files of other programs wrap the network: `model.`, `module.`, `_orig_mod.` before each name, an average beside the
-weights, a loss or metrics with tensors of their own. Which names are the network's is decided by the network: those
-with the prefix under which most of its own names are found.
+weights, a loss or metrics with their own tensors. The prefix under which most of the model's names are found decides
+which tensors are the network's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from stoker.core.console import Say
 from stoker.core.errors import UserError
+from stoker.train.checkpoint.folder import checkpoint_in
+from stoker.train.checkpoint.format import is_ours, read_checkpoint
 from stoker.train.checkpoint.weights_file import (
     FileFormat,
     Table,
@@ -89,6 +92,27 @@ class NetworkTable:
     def beside(self) -> list[str]:
         """The other entries of the table."""
         return [str(name) for name in self.table.values if not (isinstance(name, str) and name.startswith(self.prefix))]
+
+
+def open_source(path: Path, say: Say = lambda _text: None) -> tuple[WeightsFile, dict[str, Any] | None]:
+    """The weights of a file, or of a run folder's best checkpoint; and the whole state of a checkpoint of ours."""
+    path = checkpoint_in(path, say)
+    if not is_ours(path):
+        return open_weights(path), None
+    state = read_checkpoint(path)
+    lacking = [part for part in ("model", "config", "progress") if part not in state]
+    if lacking:
+        raise UserError("checkpoint-incomplete", f"{path} holds no {', '.join(lacking)}", hint="another checkpoint")
+    tables = [Table("model", state["model"], averaged=False)]
+    if state.get("ema") is not None:
+        # Over the raw ones: the average holds tensors that two layers share only once.
+        tables.insert(0, Table("ema", {**state["model"], **state["ema"]["tensors"]}, averaged=True))
+    file = WeightsFile(
+        path=path, file_format="stoker", maker="a checkpoint of stoker", tables=tuple(tables),
+        epoch=int(state["progress"]["epoch"]), step=int(state["progress"]["step"]), model=state["config"].get("model"),
+        classes=tuple(state["classes"]) if state.get("classes") else None,
+    )  # fmt: skip
+    return file, state
 
 
 def load_weights(model: nn.Module, source: WeightsFile | Path | str, which: Which | None = None) -> WeightsReport:

@@ -10,9 +10,9 @@ from stoker.tasks.images.verify.recipe_checks import (
     check_learning_rate,
     check_recipe,
     check_train_accuracy,
+    claimed_recipes,
     milestones,
 )
-from stoker.tasks.images.verify.recipes import claimed_recipes
 from tests.conftest import PROJECT
 from tests.support.subjects import subject_of
 from tests.support.tiny_training import write_config

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.rng import Keys
+from stoker.tasks.device_copies import copy_to, pack
 from stoker.tasks.images.augment import operations as ops
-from stoker.tasks.images.augment.copies import copy_to, pack
 from stoker.tasks.images.augment.operations import TABLE_SIZE, Floats
 from stoker.tasks.images.augment.policies import Layer, Level, Op, Policy
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from stoker.tasks.images.augment.copies import kept_on
+from stoker.tasks.device_copies import kept_on
 
 Floats = NDArray[np.float64]
 Tables = NDArray[np.uint8]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.tasks.images.layouts.sample_index import SampleIndex
 
+CLASSES = 1000
 TRAIN_IMAGES = 1_281_167
 VAL_IMAGES = 50_000
 TRAIN_PER_CLASS = (732, 1300)
@@ -66,6 +67,16 @@ def is_synset(name: str) -> bool:
 def is_whole_imagenet(classes: Sequence[str]) -> bool:
     """Whether these are the 1,000 classes."""
     return len(classes) == len(synsets()) > 0 and set(classes) == set(synsets())
+
+
+def is_imagenet(classes: Sequence[str]) -> bool:
+    """Whether a model's outputs are ImageNet's 1,000 classes in their usual, sorted order."""
+    return len(classes) == CLASSES and list(classes) == sorted(classes) and all(map(is_synset, classes))
+
+
+def are_class_numbers(folders: Sequence[str]) -> bool:
+    """Whether class folders are named by number, as ImageNet-V2's are: 0 to 999, which do not sort as numbers."""
+    return all(name.isascii() and name.isdigit() and name == str(int(name)) and int(name) < CLASSES for name in folders)
 
 
 def validation_numbers(index: SampleIndex) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

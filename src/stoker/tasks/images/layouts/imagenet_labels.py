@@ -25,15 +25,13 @@ from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.stores import ReadFailure, is_url, open_store
-from stoker.tasks.images.layouts.imagenet import real_labels, synsets
+from stoker.tasks.images.layouts.imagenet import CLASSES, is_synset, real_labels, synsets
 
 SOLUTION = "LOC_val_solution.csv"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 TABLES = ("meta.mat", "map_clsloc.txt", "synsets.txt")
-"""Tables of ILSVRC numbers and WordNet ids: the devkit's of 2012, that of later years, and one id per line."""
+"""Tables of ILSVRC numbers and WordNet ids: the devkit's of 2012, the one of later years, and one id per line."""
 DEVKITS = ("", "ILSVRC2012_devkit_t12/data", "devkit/data", "ILSVRC/devkit/data")
-CLASSES = 1000
-WORDNET_ID = re.compile(r"n\d{8}")
 IMAGE_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 # Right labels agree for 90.0 % of all images, and for at least 17.5 % of each class; permuted ones for 0.1 %.
@@ -93,7 +91,7 @@ def read_solution(path: str) -> dict[str, str]:
         if not row:
             continue
         wnids = {word for word in row[-1].split() if not word.lstrip("-").isdigit()}
-        if len(row) != 2 or len(wnids) != 1 or not WORDNET_ID.fullmatch(wnid := wnids.pop()):
+        if len(row) != 2 or len(wnids) != 1 or not is_synset(wnid := wnids.pop()):
             seen = f"expected an image and one WordNet id with boxes, found {shown(','.join(row))[:80]}"
             raise LabelFileWrong(
                 path, rows.line_num, seen, "a row is ILSVRC2012_val_00000001,n01751748 111 108 189 354"

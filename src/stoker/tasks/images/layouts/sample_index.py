@@ -268,7 +268,7 @@ class IndexUnreadable(UserError):
 class SampleSet:
     """All samples of an index, or a subset of them with its own labels.
 
-    Its samples are numbered 0 .. n-1 as members, which are what an order permutes."""
+    Its samples are numbered 0 .. n-1 as members, which are what a sampler permutes."""
 
     index: SampleIndex
     classes: tuple[str, ...]
@@ -292,3 +292,13 @@ class SampleSet:
 def all_samples(index: SampleIndex) -> SampleSet:
     """Every sample of an index."""
     return SampleSet(index, index.classes)
+
+
+def repeated(samples: SampleSet, at_least: int) -> SampleSet:
+    """The samples repeated into one long epoch: with a small folder we would otherwise measure epoch starts."""
+    times = -(-at_least // len(samples))
+    if times <= 1:
+        return samples
+    members = np.tile(np.arange(len(samples), dtype=np.int64), times)
+    labels = samples.labels(members).astype(np.int32)
+    return SampleSet(samples.index, samples.classes, samples.indices(members), labels)

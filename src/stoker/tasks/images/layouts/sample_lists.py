@@ -44,12 +44,10 @@ class SampleList:
 
 def read_list(path: str, root: str) -> SampleList:
     """The rows of a CSV, TSV or JSON Lines file; raises LabelFileWrong, with the line, for anything doubtful."""
-    text = read_text(path)
-    records = _json_records(path, text) if path.endswith(".jsonl") else _csv_records(path, text)
     rows: list[ListedSample] = []
     first_line: dict[str, int] = {}
     columns: tuple[str, str, str | None] | None = None
-    for line, record in records:
+    for line, record in _records(path):
         if columns is None:
             columns = _columns(path, line, list(record))
         image, label, split = (record.get(name) if name else None for name in columns)
@@ -71,8 +69,7 @@ def read_list(path: str, root: str) -> SampleList:
 
 def has_labels(path: str) -> bool:
     """Whether a list labels images, by its columns: the metadata of captions or boxes does not."""
-    text = read_text(path)
-    first = next(_json_records(path, text) if path.endswith(".jsonl") else _csv_records(path, text), None)
+    first = next(_records(path), None)
     words = {name.lower() for name in first[1]} if first else set()
     return not words.isdisjoint(PATH_COLUMNS) and not words.isdisjoint(LABEL_COLUMNS)
 
@@ -114,6 +111,12 @@ def index_of_labels(
     order = sorted(range(len(encoded)), key=lambda at: (numbers[at], encoded[at]))
     packed = pack_names([encoded[at] for at in order])
     return SampleIndex(root, classes, numbers[order], *packed, facts=dict(facts))
+
+
+def _records(path: str) -> Iterator[tuple[int, dict[str, str | None]]]:
+    """The line and the values of each row."""
+    text = read_text(path)
+    return _json_records(path, text) if path.endswith(".jsonl") else _csv_records(path, text)
 
 
 def _csv_records(path: str, text: str) -> Iterator[tuple[int, dict[str, str | None]]]:

@@ -128,7 +128,7 @@ def check_storage(subject: Subject) -> Finding | None:
     """The files are on this file system, not only their names: none is released or fetched at the first read."""
     splits = splits_of(subject)
     if any(is_url(samples.index.root) for samples in splits):
-        return None  # an object store holds what it lists
+        return None  # an object store has whatever it lists
     for samples in splits:
         if (outcome := _check_released(samples)) is not None:
             return outcome
@@ -305,7 +305,7 @@ def _twin(ours: _Split, sample: int, size: int, theirs: _Split, candidates: Sequ
 
 
 FILE_CHECKS = (
-    # This one first: the others read files, too.
+    # First: the others read files, too.
     Check("storage-ready", "data", "files are here, not fetched when they are read", check_storage),
     Check("images-decode", "data", "images of every class decode", check_decoding),
     Check("duplicates", "data", "no image in both train and val", check_duplicates),

@@ -18,6 +18,7 @@ from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 from stoker.tasks.images.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
 from stoker.tasks.images.layouts.imagenet import (
     DEVKIT_FIRST,
+    are_class_numbers,
     is_synset,
     real_labels,
     spoken,
@@ -26,6 +27,7 @@ from stoker.tasks.images.layouts.imagenet import (
     validation_numbers,
 )
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
+from stoker.tasks.images.verify.file_checks import in_turns
 
 # ReaL labels agree with the official labels of 42,164 of the 46,837 validation images that have any: 90.0 %. By class
 # the worst is 18 % (tape player), then 39 %; by any 50 neighbouring classes at least 84 %. Images spread at random
@@ -39,7 +41,7 @@ LEAST_SHARE_OF_FEW = 0.35
 OWN_BELOW = 0.15
 OTHER_FROM = 0.5
 LEAST_IMAGES = 8
-"""Labelled images that a folder needs to be judged by itself."""
+"""Labelled images that a folder needs before it is judged on its own."""
 LEAST_IN_ALL = 20
 SHOWN_FOLDERS = 12
 
@@ -182,8 +184,6 @@ def _imagenet_classes(train: SampleSet, val: SampleSet) -> list[int] | None:
         # Names of another kind: those of the training files say what they mean.
         numbers = {folder: numbers[synset] for folder, synset in _synset_of_folders(train.index).items()}
     if not any(name in numbers for name in folders):
-        from stoker.tasks.images.evaluation import are_class_numbers
-
         if not are_class_numbers(folders):
             return None
         numbers = {name: int(name) for name in folders}
@@ -261,18 +261,20 @@ def check_by_model(subject: Subject) -> Finding | None:
             "whether the folders hold their classes: file names do not say, a trained network would",
             f"stoker verify {subject.path} --weights FILE (a checkpoint, or published weights of the same classes)",
         )
-    from stoker.tasks.images.verify.label_judge import confusion_by, open_judge
+    from stoker.tasks.images.image_prediction import predicted_classes
+    from stoker.tasks.images.trained_model import open_for_classes
 
-    judge = open_judge(subject, train.classes)
-    own = [judge.outputs.get(name, -1) for name in samples.classes]
+    trained = open_for_classes(subject.weights, subject.config, train.classes, subject.say)
+    numbers = {name: number for number, name in enumerate(trained.classes)}
+    own = [numbers.get(name, -1) for name in samples.classes]
     if (known := sum(label >= 0 for label in own)) < 2:
         return unknown(
             f"{subject.weights} knows none of the classes: {some(list(samples.classes))}",
             "--weights with a network that was trained on these classes",
         )
     per_class, seconds = (DEEP_IMAGES_PER_CLASS, DEEP_SECONDS) if subject.deep else (IMAGES_PER_CLASS, SECONDS)
-    counts = confusion_by(judge, samples, per_class, time.monotonic() + seconds)
-    return _judge_confusion(counts, own, samples, judge.names, subject.weights, known)
+    counts = predicted_classes(trained, samples, in_turns(samples, per_class), time.monotonic() + seconds)
+    return _judge_confusion(counts, own, samples, trained.classes, subject.weights, known)
 
 
 def _judge_confusion(

@@ -21,7 +21,7 @@ from torch.nn import functional
 from stoker.loader.rng import Keys, mix_numbers, uniforms
 from stoker.tasks.volumes.formats.volume import Region, Shape
 
-# Kinds of choices; stoker.tasks.volumes.patches.transforms has those before them.
+# Kinds of choices; stoker.tasks.volumes.patches.patches has those before them.
 NOISE, BLUR, BRIGHTNESS, CONTRAST, LOW_RESOLUTION, GAMMA, CUTOUT = range(111, 118)
 
 NOISE_STD = (0.0, 0.1)

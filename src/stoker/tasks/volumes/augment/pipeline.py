@@ -1,7 +1,7 @@
 """What happens to a batch of patches on the device: geometry, floats, normalisation, changes of the voxels' values.
 
-Samples are prepared one after the other, not stacked: each has a region of its own size and its own choice of changes,
-and a result that cannot depend on its neighbours. A batch is a few samples of a million voxels each, so a kernel works
+Samples are prepared one after the other, not stacked: each has its own size of region and its own changes, and its
+result cannot depend on its neighbours. A batch is a few samples of a million voxels each, so a kernel works
 for far longer than its launch takes. Choices are made on the host, from the samples' keys.
 """
 
@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.config import Config
-from stoker.tasks.images.augment.copies import Copy, pack
+from stoker.tasks.device_copies import Copy, pack
 from stoker.tasks.volumes.augment.intensity import Chances, Changes, blur_arrays, change_voxels, deviation, draw_changes
 from stoker.tasks.volumes.augment.resampling import Points, displace, draw_deformation, resample, turned
+from stoker.tasks.volumes.cases.survey import Normalization, Statistics
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch
-from stoker.tasks.volumes.patches.transforms import MOST_DISPLACED, TransformRange
+from stoker.tasks.volumes.patches.patches import MOST_DISPLACED, TransformRange
 
 Arrays = Mapping[str, Tensor]
 UNCHANGED, NO_CHANGES = Changes(), Chances()
-Statistics = NDArray[np.float32]
-Normalization = Literal["volume", "patch", "range"]
-_SMALLEST_DEVIATION = 1e-6
+# The smallest deviation of a patch to divide by; a constant one has none.
+SMALLEST_DEVIATION = 1e-6
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,12 @@ class VolumeEvalPrepare:
             labels = torch.empty((len(batch), *batch.patch), device=device, dtype=torch.int64)
         for slot, (row, change) in enumerate(zip(rows, changes, strict=True)):
             target = inputs[slot]
-            # Worked on in place where that is possible.
+            # In place where that is possible.
             in_place = target.dtype == torch.float32 and target.is_contiguous()
             voxels = target if in_place else torch.empty(size[1:], device=device, dtype=torch.float32)
             _cut(batch, slot, row, there[slot], voxels, None if labels is None else labels[slot])
-            self._normalise(voxels, int(batch.cases[slot]))
+            case = int(batch.cases[slot])
+            normalise(voxels, self.normalize, self.means[case].tolist(), self.stds[case].tolist())
             change_voxels(voxels, change, int(batch.keys[slot]), there[slot], unit_deviation=self.normalize != "range")
             if not in_place:
                 target.copy_(voxels)
@@ -68,15 +68,6 @@ class VolumeEvalPrepare:
 
     def _choose(self, batch: PatchBatch) -> list[Changes]:
         return [UNCHANGED] * len(batch)
-
-    def _normalise(self, voxels: Tensor, case: int) -> None:
-        for channel, one in enumerate(voxels):
-            if self.normalize == "patch":
-                one.sub_(one.mean())
-                one.div_(deviation(one).clamp_(min=_SMALLEST_DEVIATION))
-            else:
-                # Numbers on the host: they reach the kernels as arguments, and nothing is copied.
-                one.sub_(float(self.means[case, channel])).mul_(1 / float(self.stds[case, channel]))
 
 
 @dataclass(frozen=True)
@@ -87,6 +78,17 @@ class VolumeAugment(VolumeEvalPrepare):
 
     def _choose(self, batch: PatchBatch) -> list[Changes]:
         return draw_changes(batch.keys, self.chances, batch.layout.channels, batch.patch)
+
+
+def normalise(voxels: Tensor, kind: Normalization, means: Sequence[float], stds: Sequence[float]) -> None:
+    """Normalises the voxels (channels, z, y, x) of a patch in place. `means` and `stds` have a number for each channel,
+    on the host: they reach the kernels as arguments, and nothing is copied."""
+    for channel, mean, std in zip(voxels, means, stds, strict=True):
+        if kind == "patch":
+            channel.sub_(channel.mean())
+            channel.div_(deviation(channel).clamp_(min=SMALLEST_DEVIATION))
+        else:
+            channel.sub_(mean).mul_(1 / std)
 
 
 def _cut(batch: PatchBatch, slot: int, row: Tensor, there: Arrays, voxels: Tensor, labels: Tensor | None) -> None:
@@ -106,7 +108,7 @@ def _cut(batch: PatchBatch, slot: int, row: Tensor, there: Arrays, voxels: Tenso
 
 
 def _arrays_on_device(batch: PatchBatch, changes: Sequence[Changes], copy: Copy) -> list[Arrays]:
-    """What the device needs for each sample apart from its row: few have anything, and all of it is one copy."""
+    """The arrays that samples need on the device besides their rows: few need any, and all of them are one copy."""
     arrays: dict[str, NDArray[Any]] = {}
     for slot, change in enumerate(changes):
         found: dict[str, NDArray[Any]] = dict(blur_arrays(change, batch.patch))
@@ -124,7 +126,7 @@ def _arrays_on_device(batch: PatchBatch, changes: Sequence[Changes], copy: Copy)
 
 
 def _copied(batch: PatchBatch, copy: Copy) -> list[Tensor]:
-    """The rows on the device, each as far as it is filled: that is a sixth of a row for most samples."""
+    """The filled part of each row on the device: a sixth of it for most samples."""
     return [copy(row[: batch.layout.used_bytes(shape)]) for row, shape in zip(batch.images, batch.shapes, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """From the region that was read for a patch to the patch: axes swapped and reversed, or points between the voxels.
 
-Everything about a sample's geometry is known on the host and reaches the device as arguments of its kernels: nothing is
-copied for it but the few control points of an elastic deformation.
+A sample's geometry is known on the host and reaches the device as arguments of its kernels; only the few control points
+of an elastic deformation are copied.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from stoker.loader.rng import uniforms
 from stoker.tasks.volumes.formats.volume import Shape
 
 Floats = NDArray[np.float64]
-ELASTIC = 110  # purpose of these draws; see stoker.tasks.volumes.patches.transforms
+ELASTIC = 110  # purpose of these draws; see stoker.tasks.volumes.patches.patches
 
-# On a CPU the points of a patch are taken in pieces, whose coordinates and corners stay in a core's cache: on one core
-# that takes a quarter of the time of the whole patch at once, and half of that of torch's own grid_sample.
+# On a CPU the points of a patch are resampled in pieces, whose coordinates and corners stay in a core's cache: on one
+# core that takes a quarter of the time of the whole patch at once, and half the time of torch's own grid_sample.
 CPU_POINTS = 1 << 16
 # Types that torch can only store: viewed as signed integers of the same size they can be moved, which keeps their bits.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}

@@ -68,7 +68,7 @@ def open_cases(root: str | Path, part: Part = "train") -> CaseList:
     if place.suffix.lower() in (".yaml", ".yml") and not place.is_dir():
         listed = _from_list(place)
     elif not place.is_dir():
-        raise UserError("data-not-found", f"{place} does not exist or is no folder", hint="data_root=FOLDER")
+        raise UserError("data-not-found", f"{place} does not exist or is not a folder", hint="data_root=FOLDER")
     elif (place / PACK_INDEX).is_file():
         listed = _from_pack(place, part)
     elif (place / "dataset.json").is_file():
@@ -93,8 +93,9 @@ def _from_competition(root: Place, part: Part) -> CaseList:
         return CaseList(tuple(Case(name, name, (ref_to(path),), None) for name, path in found.items()))
     images, labels = volumes_in(root / "train_images"), volumes_in(root / "train_labels")
     retired_files: set[str] = set()
-    for folder in root.glob("deprecated_*"):
-        retired_files |= volumes_in(folder).keys()
+    for folder in files_in(root):
+        if folder.name.startswith("deprecated_"):
+            retired_files |= volumes_in(folder).keys()
     cases, retired, lost = [], [], []
     for name, scroll in _rows_of_table(root / "train.csv"):
         if name in images and name in labels:
@@ -147,12 +148,12 @@ def _from_nnunet(root: Place, part: Part) -> CaseList:
     ending = str(meta.get("file_ending", ".nii.gz"))
     images: dict[str, dict[int, Place]] = {}
     folder = root / ("imagesTr" if part == "train" else "imagesTs")
-    for path in _files(folder):
+    for path in files_in(folder):
         found = re.fullmatch(r"(.+)_(\d{4})", path.name.removesuffix(ending)) if path.name.endswith(ending) else None
         if found:
             images.setdefault(found[1], {})[int(found[2])] = path
     wanted = list(range(len(channels)))
-    labels = {path.name: path for path in _files(root / "labelsTr")} if part == "train" else {}
+    labels = {path.name: path for path in files_in(root / "labelsTr")} if part == "train" else {}
     cases, lost = [], []
     for name, files in sorted(images.items()):
         label = labels.get(f"{name}{ending}")
@@ -277,7 +278,7 @@ def _refuse_unknown(path: Place, what: str, entry: Mapping[Any, Any], known: tup
 def _ref(path: Place, location: Any, level: int, gone: list[str]) -> VolumeRef:
     """The volume that a list names; one that is not there is added to `gone`."""
     if not isinstance(location, str) or not location:
-        raise UserError("bad-case", f"{path}: {location!r} is no path", hint="- {image: a.tif, label: b.tif}")
+        raise UserError("bad-case", f"{path}: {location!r} is not a path", hint="- {image: a.tif, label: b.tif}")
     location = local_path(location)
     if is_url(location):
         # Existence is not checked: a bucket may be readable without being listable.
@@ -308,9 +309,9 @@ def _checked(listed: CaseList, place: str) -> CaseList:
             "case-twice",
             f"{place} has {count(len(twice), 'id')} more than once: {some(twice)}",
             why="a case could be in training and in validation at once",
-            hint="give every case an id of its own",
+            hint="give every case a different id",
         )
-    # By the file behind a link: a copy by link in another group would leak into validation.
+    # By the file behind a link: a link to it in another group would leak into validation.
     owners: dict[str, str] = {}
     for case in listed.cases:
         for ref in case.images:
@@ -326,9 +327,9 @@ def _checked(listed: CaseList, place: str) -> CaseList:
 
 
 def volumes_in(folder: Place) -> dict[str, Place]:
-    """Volumes directly in a folder by their name without suffix; empty if there is no folder."""
+    """The volumes directly in a folder, by their name without suffix; empty if there is no such folder."""
     found: dict[str, Place] = {}
-    for path in _files(folder):
+    for path in files_in(folder):
         suffix = suffix_of(path.name)
         if not suffix:
             continue
@@ -343,7 +344,8 @@ def volumes_in(folder: Place) -> dict[str, Place]:
     return found
 
 
-def _files(folder: Place) -> list[Place]:
+def files_in(folder: Place) -> list[Place]:
+    """What is directly in a folder, sorted by name, without hidden names; empty if there is no such folder."""
     found: list[Place] = []
     try:
         found.extend(folder.iterdir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,9 +33,6 @@ class UrlPath:
         parts = urlsplit(self.url)
         path = posixpath.normpath(posixpath.join(parts.path or "/", quote(str(name))))
         return UrlPath(f"{parts.scheme}://{parts.netloc}{path}", self._listings)
-
-    def __lt__(self, other: UrlPath) -> bool:
-        return self.url < other.url
 
     @property
     def name(self) -> str:
@@ -69,10 +65,6 @@ class UrlPath:
         """What is directly in it, without hidden names; nothing if there is no such folder."""
         folders, objects = self._listing
         yield from (self / name for name in sorted({*folders, *objects} - {""}))
-
-    def glob(self, pattern: str) -> Iterator[UrlPath]:
-        """The places directly in it whose name matches."""
-        yield from (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def read_bytes(self) -> bytes:
         """Its content; raises ReadFailure."""

@@ -127,37 +127,24 @@ class Scattered(Exception):
     """A file's headers are in too many places to be fetched one after the other."""
 
 
-@dataclass
-class HeaderSource:
+@dataclass(frozen=True)
+class HeaderSource(RemoteBytes):
     """An object for reading its headers: small reads from pieces that are kept; raises Scattered if there are many."""
 
-    source: RemoteBytes
-    memory: None = None
-    _pieces: dict[int, Buffer] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def identity(self) -> str:
-        return self.source.identity
-
-    def __len__(self) -> int:
-        return len(self.source)
+    _kept: dict[int, Buffer] = field(default_factory=dict)
 
     def parts(self, ranges: Sequence[Range]) -> list[Buffer]:
-        return [self._part(start, min(stop, len(self))) for start, stop in ranges]
+        return [self._from_pieces(start, min(stop, self.size)) for start, stop in ranges]
 
-    def _part(self, start: int, stop: int) -> bytes:
+    def _from_pieces(self, start: int, stop: int) -> bytes:
         found = []
         for number in range(start // HEADER_BYTES, -(-stop // HEADER_BYTES)):
             begin = number * HEADER_BYTES
-            if number not in self._pieces:
-                if len(self._pieces) >= MOST_HEADER_READS:
+            if number not in self._kept:
+                if len(self._kept) >= MOST_HEADER_READS:
                     raise Scattered
-                self._pieces[number] = self.source.parts([(begin, min(begin + HEADER_BYTES, len(self)))])[0]
-            found.append(self._pieces[number][max(0, start - begin) : stop - begin])
+                self._kept[number] = super().parts([(begin, min(begin + HEADER_BYTES, self.size))])[0]
+            found.append(self._kept[number][max(0, start - begin) : stop - begin])
         return b"".join(found)
 
 
@@ -239,7 +226,7 @@ def staged_file(location: str, options: ReadingOptions) -> str | None:
 
 def for_headers(source: ByteSource) -> ByteSource:
     """The same bytes, for many small reads."""
-    return HeaderSource(source) if isinstance(source, RemoteBytes) else source
+    return HeaderSource(**vars(source)) if isinstance(source, RemoteBytes) else source
 
 
 def coalesced(ranges: Sequence[Range], most_between: int = MOST_BETWEEN) -> tuple[list[Range], list[int]]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from stoker.core.errors import UserError
 from stoker.io.stores import ReadFailure, is_url
-from stoker.tasks.volumes.formats.arrays import open_npy
+from stoker.tasks.volumes.formats.arrays import open_nifti, open_npy
 from stoker.tasks.volumes.formats.byte_source import open_source, staged_file
 from stoker.tasks.volumes.formats.packed import PackedFacts, open_packed
 from stoker.tasks.volumes.formats.volume import CroppedVolume, ReadingOptions, Region, Volume
@@ -41,14 +41,20 @@ def open_volume(ref: VolumeRef, options: ReadingOptions | None = None) -> Volume
     """The volume at a location; raises ReadFailure if it cannot be read, StoreDown if its store cannot."""
     options = options or ReadingOptions()
     location = local_path(ref.location)
-    if ref.packed is not None and not is_url(location):
-        facts, file = ref.packed, staged_file(location, options) or location
-        return _with_libraries(lambda: open_packed(file, facts, options))
+    try:
+        if ref.packed is not None and not is_url(location):
+            return open_packed(staged_file(location, options) or location, ref.packed, options)
+        return _open_by_suffix(location, ref, options)
+    except ModuleNotFoundError as error:
+        raise library_missing(error) from None
+
+
+def _open_by_suffix(location: str, ref: VolumeRef, options: ReadingOptions) -> Volume:
     suffix = suffix_of(location)
-    if suffix in ("", ".zarr") and (is_url(location) or suffix or Path(location).is_dir()):
+    if suffix == ".zarr" or (not suffix and (is_url(location) or Path(location).is_dir())):
         from stoker.tasks.volumes.formats.zarr_volume import open_zarr
 
-        return _with_libraries(lambda: open_zarr(location, ref.level, options))
+        return open_zarr(location, ref.level, options)
     if not suffix:
         raise ReadFailure(location, "unknown format", f"volumes are recognised by their suffix: {', '.join(SUFFIXES)}")
     if not is_url(location) and Path(location).is_dir():
@@ -57,12 +63,8 @@ def open_volume(ref: VolumeRef, options: ReadingOptions | None = None) -> Volume
     if suffix in TIFF_SUFFIXES:
         from stoker.tasks.volumes.formats.tiff import open_tiff
 
-        return _with_libraries(lambda: open_tiff(source, options))
-    if suffix in NIFTI_SUFFIXES:
-        from stoker.tasks.volumes.formats.nifti import open_nifti
-
-        return _with_libraries(lambda: open_nifti(source, options))
-    return open_npy(source, options)
+        return open_tiff(source, options)
+    return open_nifti(source, options) if suffix in NIFTI_SUFFIXES else open_npy(source, options)
 
 
 def local_path(location: str) -> str:
@@ -85,7 +87,7 @@ class OpenVolumes:
         self._open: OrderedDict[VolumeRef, Volume] = OrderedDict()
         self._opening: dict[VolumeRef, threading.Lock] = {}
         self._not_staged: set[VolumeRef] = set()
-        """Volumes opened at the source while the local copy did not have them."""
+        """Volumes that were opened at the source because the local copy did not have them yet."""
         self._lock = threading.Lock()
 
     def get(self, ref: VolumeRef, box: Region | None = None) -> Volume:
@@ -140,9 +142,10 @@ class OpenVolumes:
         return OpenVolumes, (self.options, self._most)
 
 
-def _with_libraries(open_it: Callable[[], Volume]) -> Volume:
+def library(name: str) -> Any:
+    """A module of the extra for volumes; raises UserError if it is not installed."""
     try:
-        return open_it()
+        return import_module(name)
     except ModuleNotFoundError as error:
         raise library_missing(error) from None
 

@@ -1,10 +1,10 @@
 """Volumes that `stoker pack` wrote: in one piece, in blocks, or in chunks of a sharded Zarr array.
 
-The first two are `.npy` files of a kind that every numpy opens, and are read from the mapped file, with no library in
-between. One piece has the axes z, y, x. Blocks have six: the block's place, then the place within it; the last ones are
-filled up with zeros. The voxels begin on a page of memory.
+The first two are `.npy` files that any numpy opens, and are read from the mapped file, without a library. One piece has
+the axes z, y, x. Blocks have six: the block's place, then the place within it; the last ones are filled up with zeros.
+The voxels begin on a page of memory.
 
-What is known about a volume is in the pack's index, and travels in its `VolumeRef`: its values need no second check.
+What is known about a volume is in the pack's index and comes with its `VolumeRef`, so its values are not checked again.
 Size and header are checked when it is opened, checksums by `--verify`.
 """
 
@@ -15,7 +15,7 @@ import itertools
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from stoker.io.stores import ReadFailure
 from stoker.tasks.volumes.formats.volume import (
+    ArrayVolume,
     ReadingOptions,
     Region,
     Shape,
@@ -89,8 +90,8 @@ def open_packed(location: str, facts: PackedFacts, options: ReadingOptions) -> V
     check_extent(location, facts.shape, dtype, options)
     found_bytes = stored_bytes(location)
     if found_bytes != facts.bytes:
-        raise ReadFailure(location, "short" if found_bytes < facts.bytes else "changed",
-                          f"{found_bytes:,} bytes; the pack's index says {facts.bytes:,}")  # fmt: skip
+        reason = "short" if found_bytes < facts.bytes else "changed"
+        raise ReadFailure(location, reason, f"{found_bytes:,} bytes; the pack's index says {facts.bytes:,}")
     affine = None if facts.affine is None else np.array(facts.affine, np.float64).reshape(4, 4)
     identity = packed_identity(location, facts)
     if facts.kind == "zarr":
@@ -99,7 +100,7 @@ def open_packed(location: str, facts: PackedFacts, options: ReadingOptions) -> V
         volume = open_zarr(location, 0, options)
         if volume.shape != facts.shape or volume.dtype != dtype:
             raise ReadFailure(location, "changed", f"it is {volume.dtype} {volume.shape}, and not as in the index")
-        return ChunkedVolume(location, volume, identity, affine)
+        return replace(volume, identity=identity, affine=affine)
     stored = stored_shape(facts.shape, facts.block)
     memory, _ = map_file(location)
     header = npy_header(dtype, stored)
@@ -129,22 +130,8 @@ def packed_identity(location: str, facts: PackedFacts) -> str:
 
 
 @dataclass(frozen=True)
-class MappedVolume:
+class MappedVolume(ArrayVolume):
     """A volume in one piece."""
-
-    name: str
-    array: Voxels
-    identity: str = ""
-    affine: NDArray[np.float64] | None = None
-
-    @property
-    def shape(self) -> Shape:
-        z, y, x = self.array.shape
-        return z, y, x
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.array.dtype.newbyteorder("=")
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
         target = np.empty(region.shape, self.dtype) if out is None else out
@@ -179,27 +166,6 @@ class BlockedVolume:
         for (bz, z, to_z), (by, y, to_y), (bx, x, to_x) in itertools.product(*pieces):
             _copy_rows(self.array[bz, by, bx][z, y, x], target[to_z, to_y, to_x])
         return target
-
-
-@dataclass(frozen=True)
-class ChunkedVolume:
-    """A volume in chunks of a Zarr array."""
-
-    name: str
-    volume: Volume
-    identity: str = ""
-    affine: NDArray[np.float64] | None = None
-
-    @property
-    def shape(self) -> Shape:
-        return self.volume.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.volume.dtype
-
-    def read(self, region: Region, out: Voxels | None = None) -> Voxels:
-        return self.volume.read(region, out)
 
 
 def _pieces(start: int, stop: int, block: int) -> Iterator[tuple[int, slice, slice]]:

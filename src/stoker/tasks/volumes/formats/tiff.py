@@ -186,9 +186,7 @@ def _shape_zyx(path: str, shape: tuple[int, ...], axes: str) -> tuple[int, ...]:
     # ImageJ's writers call the planes of a stack channels unless told otherwise; a few planes may well be colours.
     if len(named) == 3 and names.endswith("YX") and (names[0] not in "SC" or named[0][1] > _MOST_CHANNELS):
         return tuple(size for _, size in named)
-    colour = (
-        " (S and C are colours or channels, which belong into files of their own)" if set(names) & set("SC") else ""
-    )
+    colour = " (S and C are colours or channels; store each in its own file)" if set(names) & set("SC") else ""
     raise ReadFailure(path, "wrong axes", f"they are {axes} with sizes {shape}; a volume has z, y, x{colour}")
 
 
@@ -207,7 +205,7 @@ def _check_segments(path: str, file_bytes: int, pages: list[Any], options: Readi
     for number, page in enumerate(pages):
         # tifffile's hash covers shape, kind of voxels, strips or tiles, and compression.
         if page.dtype is None or page.hash != first.hash or len(page.dataoffsets) != len(first.dataoffsets):
-            raise ReadFailure(path, "not a volume", f"page {number} is stored in another way than the first")
+            raise ReadFailure(path, "not a volume", f"page {number} is stored differently from the first")
         decoded = int(np.prod(page.shape, dtype=object)) * page.dtype.itemsize
         if page.is_tiled:
             # A tile is decoded whole, however much of it sticks out of the page.

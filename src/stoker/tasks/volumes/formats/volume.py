@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from stoker.io.stores import ReadFailure
 
 Shape = tuple[int, int, int]
 Voxels = NDArray[Any]
-# Kept in their type until they are on the device. Other integers are rare, and complex numbers are not voxels.
+# Voxels keep their type until they are on the device. Larger integers are rare, and complex numbers are not voxels.
 DTYPES = frozenset(("u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8"))
 
 
@@ -49,14 +49,12 @@ class Region(NamedTuple):
         """The part of it inside a volume; empty if there is none."""
         start = [min(max(0, a), size) for a, size in zip(self.start, shape, strict=True)]
         stop = [min(max(0, a), size) for a, size in zip(self.stop, shape, strict=True)]
-        return Region(_shape(start), _shape([max(a, b) for a, b in zip(start, stop, strict=True)]))
+        return Region(as_shape(start), as_shape([max(a, b) for a, b in zip(start, stop, strict=True)]))
 
     def moved(self, by: Shape) -> Region:
         """The same box, shifted."""
-        return Region(
-            _shape([a + b for a, b in zip(self.start, by, strict=True)]),
-            _shape([a + b for a, b in zip(self.stop, by, strict=True)]),
-        )
+        start, stop = ([a + b for a, b in zip(corner, by, strict=True)] for corner in self)
+        return Region(as_shape(start), as_shape(stop))
 
     def overlaps(self, other: Region) -> bool:
         """Whether they share a voxel."""
@@ -73,12 +71,18 @@ def whole(shape: Shape) -> Region:
 
 def box_at(start: Shape, shape: Shape) -> Region:
     """The region of this shape that begins at `start`."""
-    return Region(start, _shape([a + size for a, size in zip(start, shape, strict=True)]))
+    return Region(start, as_shape([a + size for a, size in zip(start, shape, strict=True)]))
 
 
-def _shape(values: list[int]) -> Shape:
+def as_shape(values: Iterable[int]) -> Shape:
+    """Three numbers along z, y and x."""
     z, y, x = values
     return z, y, x
+
+
+def sizes_text(sizes: Iterable[int]) -> str:
+    """Sizes along the axes, as in '72 x 136 x 136'."""
+    return " x ".join(map(str, sizes))
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,8 @@ class ReadingOptions:
     """Zarr does not store chunks that hold only the fill value, so a missing one may also be a lost one: `fill` says
     that it means the fill value."""
     copy: CopyPlace | None = None
-    """The local copy of files: a cache, which gets each file of an object store whole when it is opened; or one that is
-    filled while the data is read."""
+    """The local copy of files: a cache, into which each file of an object store is fetched whole when it is opened, or
+    a copy that is filled while the data is read."""
 
 
 class Volume(Protocol):
@@ -159,19 +163,14 @@ class ArrayVolume:
 
 
 @dataclass(frozen=True)
-class CroppedVolume:
-    """A box of a volume as a separate volume: nothing outside the box can be read through it."""
+class VolumeView:
+    """Another view of a volume, with the name, type and affine of that."""
 
     volume: Volume
-    box: Region
 
     @property
     def name(self) -> str:
         return self.volume.name
-
-    @property
-    def shape(self) -> Shape:
-        return self.box.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -179,11 +178,26 @@ class CroppedVolume:
 
     @property
     def identity(self) -> str:
-        return f"{self.volume.identity} {tuple(self.box)}"
+        return self.volume.identity
 
     @property
     def affine(self) -> NDArray[np.float64] | None:
         return self.volume.affine
+
+
+@dataclass(frozen=True)
+class CroppedVolume(VolumeView):
+    """A box of a volume as a separate volume: nothing outside the box can be read through it."""
+
+    box: Region
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape
+
+    @property
+    def identity(self) -> str:
+        return f"{self.volume.identity} {tuple(self.box)}"
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
         assert region.within(self.shape) == region, "a region outside the box"
@@ -202,7 +216,7 @@ def read_padded(
         return
     out[...] = fill
     if inside.voxels:
-        back = _shape([-a for a in region.start])
+        back = as_shape([-a for a in region.start])
         place = out[inside.moved(back).slices]
         place[...] = read(inside)
 
@@ -246,7 +260,7 @@ def map_file(path: str) -> tuple[mmap.mmap, str]:
 
 
 def identity_of(path: str, now: os.stat_result | None = None) -> str:
-    """A file's identity: a different size or time of change makes it another one."""
+    """A file's identity, which changes with its size and its time of change."""
     now = now or Path(path).stat()
     return f"{os.path.realpath(path)} {now.st_size} {now.st_mtime_ns}"
 

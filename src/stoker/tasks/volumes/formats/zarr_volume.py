@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import tensorstore
+from numpy.typing import NDArray
 
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
@@ -28,7 +29,7 @@ from stoker.io.aws_profile import profile_settings
 from stoker.io.object_store import Patience
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url, open_store
 from stoker.tasks.volumes.formats.byte_source import object_at
-from stoker.tasks.volumes.formats.volume import ReadingOptions, Region, Shape, Volume, Voxels, check_extent
+from stoker.tasks.volumes.formats.volume import ReadingOptions, Region, Shape, Voxels, check_extent
 
 MAX_METADATA_BYTES = 16_000_000
 PATIENCE = Patience()
@@ -41,7 +42,7 @@ _PASSING, _REFUSED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"), ("PERMISSI
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
-def open_zarr(location: str, level: int, options: ReadingOptions) -> Volume:
+def open_zarr(location: str, level: int, options: ReadingOptions) -> ZarrVolume:
     """A Zarr array, or one level of an OME-Zarr pyramid."""
     place, name = location, redact_text(location)
     _refuse_after_fork()
@@ -96,7 +97,7 @@ class ZarrVolume:
     place: str
     """Its folder or URL."""
     array: Any
-    affine: None = None
+    affine: NDArray[np.float64] | None = None
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
         found: Voxels = _patiently(self.name, self.place, lambda: self.array[region.slices].read().result())

@@ -35,6 +35,7 @@ from stoker.tasks.packing import (
     spelled,
 )
 from stoker.tasks.volumes.cases.cases import Case, CaseList, Part, open_cases
+from stoker.tasks.volumes.data import reading_options
 from stoker.tasks.volumes.formats.volume import ReadingOptions, Shape
 from stoker.tasks.volumes.pack.index import INDEX, PackIndex, read_case, write_index
 from stoker.tasks.volumes.pack.layout_trial import TrialResult, as_rows, try_layouts
@@ -43,7 +44,6 @@ from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, parse_changes
 from stoker.tasks.volumes.pack.sizes import Looked, look
 from stoker.tasks.volumes.pack.write_volume import LAYOUTS, remove
 from stoker.tasks.volumes.patches.labels import LabelRules
-from stoker.tasks.volumes.reading_options import reading_options
 
 VOLUMES = PackWords("volume", "packed", smaller="voxels: --dtype uint8 --clip 0.5%,99.5%, or --scale 0.5")
 _CACHE_BYTES = 256_000_000

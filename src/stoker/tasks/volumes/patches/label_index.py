@@ -95,7 +95,7 @@ class LabelIndex:
                 "label-index-gone",
                 f"{kept} was removed or changed while a run was using it",
                 why="it says where the labels of a volume are",
-                hint="start again: it is built anew",
+                hint="start again: it is rebuilt",
             )
         with self._lock:
             self._loaded[case] = loaded
@@ -132,7 +132,7 @@ def build_label_index(
         if (kept := _load(file)) is not None and len(kept.counts) == rules.classes:
             return file, kept
         if say is not None and file.exists():
-            say(f"the label index of {case.id} in {file} is damaged: it is built anew")
+            say(f"the label index of {case.id} in {file} is damaged and is rebuilt")
         assert case.label is not None, "a case without a label cannot be indexed"
         try:
             label = volumes.get(case.label, case.box)
@@ -260,7 +260,7 @@ def _mapped(file: Path) -> Places:
 
 
 def _load(file: Path) -> LabelMap | None:
-    """The map in a file, mapped; None if there is none, or a damaged one, which is then built anew."""
+    """The map in a file, mapped; None if there is none, or if it is damaged: then it is rebuilt."""
     with suppress(OSError, ValueError, EOFError):
         array = _mapped(file)
         if len(array) < _HEADER or array[0] != FILE_FORMAT:

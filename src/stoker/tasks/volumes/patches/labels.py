@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stoker.core.errors import UserError
-from stoker.tasks.volumes.formats.volume import Volume, Voxels
+from stoker.tasks.volumes.formats.volume import Volume, Voxels, sizes_text
 
 
 class BadLabels(UserError):
@@ -51,7 +51,7 @@ class LabelRules:
             raise BadLabels(
                 "float-labels",
                 f"case {case}: the labels in {label.name} are {label.dtype}",
-                why="a label is a class's number; 0.9999 is none, and rounding would hide a resampled or scaled mask",
+                why="a label is a class number: 0.9999 is not one, and rounding would hide a resampled or scaled mask",
                 hint="save the labels as uint8",
             )
 
@@ -86,13 +86,13 @@ def check_pair(case: str, images: tuple[Volume, ...], label: Volume | None) -> N
         if other.shape != first.shape:
             turned = sorted(other.shape) == sorted(first.shape)
             why = (
-                "they agree in another order: one of the two was saved with its axes turned"
+                "the sizes agree in another order: one of the two was saved with its axes swapped"
                 if turned
                 else "every voxel of the image needs its label"
             )
             raise BadLabels(
                 "shapes-differ",
-                f"case {case}: {first.name} is {_by(first.shape)}, {other.name} is {_by(other.shape)}",
+                f"case {case}: {first.name} is {sizes_text(first.shape)}, {other.name} is {sizes_text(other.shape)}",
                 why=why,
                 hint="save both with the axes z, y, x" if turned else "check that both belong to the same volume",
             )
@@ -104,10 +104,6 @@ def check_pair(case: str, images: tuple[Volume, ...], label: Volume | None) -> N
             raise BadLabels(
                 "orientations-differ",
                 f"case {case}: {first.name} and {other.name} have different orientations or voxel sizes",
-                why="the voxels do not lie on top of each other, although the shapes agree",
+                why="the shapes agree, but the voxels are not at the same places",
                 hint="resample one onto the grid of the other",
             )
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,14 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.core.errors import UserError
 from stoker.io.prefetch import HeldBack, Prefetcher
 from stoker.io.stores import ReadFailure, is_url
-from stoker.loader.batch import BadSample
-from stoker.loader.collate import MAX_REPLACEMENTS, Allocate
-from stoker.loader.rng import REPLACEMENT, mix
+from stoker.loader.batch import BadSample, LoadedBatch
+from stoker.loader.collate import Allocate, none_readable, replacements
 from stoker.loader.sampler import Steps
-from stoker.profile.batch_costs import BatchClock, BatchCost
+from stoker.profile.batch_costs import BatchClock
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape, Volume, Voxels, check_finite, read_padded
@@ -87,11 +85,9 @@ def _as(row: Any, kind: str) -> Any:
 
 
 @dataclass
-class PatchBatch:
-    """The patches of one step on one rank, as they were read."""
+class PatchBatch(LoadedBatch):
+    """Patches as they were read, each a row, (samples, row_bytes)."""
 
-    images: Any
-    """uint8 (samples, row_bytes), named as in an image batch: an array while the batch is made, a tensor afterwards."""
     layout: RowLayout
     patch: Shape
     shapes: NDArray[np.int64]
@@ -114,17 +110,6 @@ class PatchBatch:
     """(samples, 3): where each patch's box begins in its volume."""
     valid: NDArray[np.bool_]
     """False for a patch of a grid that could not be read: its row is zero, and it must not be counted."""
-    keys: NDArray[np.uint64]
-    """Each sample's key, from which every further random choice about it follows (stoker.loader.rng)."""
-    epoch: int
-    step: int
-    next_position: int
-    """The position at which a run resumes after this batch."""
-    cost: BatchCost = field(default_factory=BatchCost)
-    bad: tuple[BadSample, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.cases)
 
     @property
     def indices(self) -> NDArray[np.int64]:
@@ -355,7 +340,7 @@ class PatchMaker:
             keys=keys,
             epoch=epoch,
             step=step,
-            next_position=min(start + (step + 1) * plan.steps.total_batch, plan.steps.samples),
+            next_position=plan.steps.next_position(step, start),
             cost=clock.finish(),
             bad=tuple(bad),
         )
@@ -373,24 +358,16 @@ class PatchMaker:
     def _replace(
         self, reason: str, placement: Placement, key: int, row: NDArray[np.uint8], bad: list[BadSample]
     ) -> Placement:
-        """Puts a patch of another case in place of one that cannot be read, and records every bad case. The choice
-        depends only on the key: it is the same in every worker."""
+        """Puts a patch of another case in place of one that cannot be read, and records every bad case."""
         plan = self.plan
-        for attempt in range(MAX_REPLACEMENTS):
-            other = int(mix(mix(key, REPLACEMENT), attempt)) % len(plan.cases)
+        for other in replacements(key, len(plan.cases)):
             bad.append(BadSample(placement.case, plan.cases[placement.case].id, reason, other))
             places = plan.patches.place(np.array([other]), np.array([key], np.uint64), np.zeros(1, np.int64))
             found = self._fill(places[0], row)
             if found is None:
                 return places[0]
             placement, reason = places[0], found
-        named = "\n".join(f"{sample.name}: {sample.reason}" for sample in bad[-MAX_REPLACEMENTS:])
-        raise UserError(
-            "no-readable-sample",
-            f"{MAX_REPLACEMENTS} patches in a row cannot be read\n{named}",
-            why="this is not chance: the volumes no longer match their index",
-            hint="open one of these files",
-        )
+        raise none_readable(bad, "patches", "the volumes no longer match their index")
 
     def _bytes(self, placement: Placement) -> int:
         layout = self.plan.layout

@@ -32,14 +32,15 @@ from stoker.tasks.volumes.patches.label_index import build_label_index
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchMaker, PatchPlan, PatchReader, RowLayout
 from stoker.tasks.volumes.patches.patches import (
+    UNCHANGED,
     GridPatches,
     Patches,
     RandomPatches,
     Small,
+    TransformRange,
     check_labelled,
     check_patch_fits,
 )
-from stoker.tasks.volumes.patches.transforms import UNCHANGED, TransformRange
 
 
 @dataclass(frozen=True)
@@ -152,15 +153,8 @@ class PatchLoader(BatchLoader[PatchBatch]):
         # One bad volume may always be set aside: among fifty, it would already exceed the usual hundredth.
         allowed = max(options.max_bad_fraction, 1 / len(plan.cases))
         quarantine = Quarantine(options.quarantine_file, allowed, len(plan.cases))
-        # Each worker process reads its own steps ahead.
-        processes = max(1, options.workers) if options.engine == "process" else 1
-        opens = partial(_open_maker, plan, reading, options.lookahead // processes)
+        opens = partial(_open_maker, plan, reading, options.lookahead // options.readers)
         super().__init__(plan, opens, quarantine, options, say, follow)
-
-    @property
-    def batch_bytes(self) -> int:
-        """Memory of one batch."""
-        return self.plan.steps.batch_size * self.plan.layout.row_bytes
 
 
 def _open_maker(plan: PatchPlan, reading: ReadingOptions, lookahead: int) -> PatchMaker:

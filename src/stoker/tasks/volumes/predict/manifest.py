@@ -1,4 +1,4 @@
-"""What the files in a folder of predictions were made with: those of one set of checkpoints and options."""
+"""The record of how the files in a folder of predictions were made: with one set of checkpoints and options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stoker.run.lease import Lease, LeaseHeld
 from stoker.tasks.volumes.formats.volume import Shape, Volume
 from stoker.tasks.volumes.predict.output import FileFormat, disk_errors, is_begun
 from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain
-from stoker.tasks.volumes.predict.prediction import Scale
+from stoker.tasks.volumes.predict.segmenter import Scale
 from stoker.tasks.volumes.predict.windows import PredictionSize, SlidingWindow
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 
@@ -31,7 +31,7 @@ LARGEST_MANIFEST_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    """What is predicted, and into which files."""
+    """What to predict, and into which files."""
 
     sliding: SlidingWindow = field(default_factory=SlidingWindow)
     threshold: float | None = None
@@ -128,7 +128,7 @@ def settings_of(trained: Sequence[TrainedVolumeModel], options: PredictionOption
 
 
 class Manifest:
-    """The record in a folder of what its files were made with."""
+    """The file in a folder of predictions that says how they were made."""
 
     def __init__(self, out: Path, settings: dict[str, Any], force: bool) -> None:
         self.path, self._out, self._settings, self._force = out / MANIFEST, out, settings, force
@@ -143,7 +143,7 @@ class Manifest:
             lines = [f"  {key}: {known['settings'].get(key)} there, {settings[key]} now" for key in different]
             raise UserError(
                 "out-of-other-settings",
-                f"{out} has predictions of other settings\n" + "\n".join(lines),
+                f"{out} has predictions made with other settings\n" + "\n".join(lines),
                 why="half of the volumes would be predicted in one way and half in another",
                 hint="--out ANOTHER_FOLDER, or --force to replace them",
             )
@@ -165,7 +165,7 @@ class Manifest:
         return PredictedVolume(job.id, job.target, job.shape, job.size.windows, None, entry.get("foreground"))
 
     def check_targets(self, jobs: Sequence[Job]) -> None:
-        """Refuses to replace files that are not of this prediction."""
+        """Refuses to replace files that this prediction did not write."""
         if self._force:
             return
         strange = [
@@ -178,7 +178,7 @@ class Manifest:
         if strange:
             raise UserError(
                 "out-exists",
-                f"{self._out} has {count(len(strange), 'file')} of another origin: {some(strange)}",
+                f"{self._out} has {count(len(strange), 'file')} from elsewhere: {some(strange)}",
                 why=f"{MANIFEST} does not list them, so they would be lost",
                 hint="--out ANOTHER_FOLDER, or --force to replace them",
             )
@@ -203,7 +203,7 @@ class Manifest:
                 return None
             raise UserError(
                 "bad-manifest", f"{self.path} is damaged, or was not written by stoker predict",
-                why="it says what the files beside it were made with", hint="--out ANOTHER_FOLDER, or --force",
+                why="it says how the files beside it were made", hint="--out ANOTHER_FOLDER, or --force",
             ) from None  # fmt: skip
         return document
 

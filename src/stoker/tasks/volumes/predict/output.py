@@ -1,8 +1,8 @@
-"""The files of a prediction: the result while it is being made, the sums that wait in between, TIFF, Zarr and zip.
+"""The files of a prediction: the unfinished result, the sums that layers of windows share, TIFF, Zarr and zip.
 
-While a volume is predicted, its voxels go into a plain file that any box can be written to, so that a killed prediction
-resumes at the layer of windows that it was in, whatever the final format. The final file is made from it at the end,
-and appears under its name when it is whole.
+While a volume is predicted, its voxels go into a plain file that takes any box, so that a killed prediction resumes at
+its layer of windows, whatever the final format. The final file is made from it at the end, and appears under its name
+when it is whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from stoker.core.errors import UserError
 from stoker.core.files import atomic_file, read_json, sync_folder, write_text
-from stoker.tasks.volumes.formats.opening import library_missing
+from stoker.tasks.volumes.formats.opening import library
 from stoker.tasks.volumes.formats.volume import Region, Shape
 from stoker.tasks.volumes.predict.windows import WindowGrid
 
@@ -57,21 +57,15 @@ class RawVolume:
         """Writes (channels, z, y, x), or (z, y, x) for a single channel; the region spans the whole x axis."""
         assert region.shape[2] == self.shape[2], "rows are written whole"
         for channel, planes in enumerate(voxels.reshape(self.channels, *region.shape)):
-            if region.shape[1] == self.shape[1]:
-                _write_all(self._file, np.ascontiguousarray(planes), self._offset(channel, region.start[0], 0))
-                continue
-            for z, rows in enumerate(planes, region.start[0]):
-                _write_all(self._file, np.ascontiguousarray(rows), self._offset(channel, z, region.start[1]))
+            for rows, offset in self._stretches(region, planes, channel):
+                _write_all(self._file, np.ascontiguousarray(rows), offset)
 
     def read(self, region: Region, channel: int = 0) -> NDArray[Any]:
         """The voxels of a region that spans the whole x axis."""
         assert region.shape[2] == self.shape[2], "rows are read whole"
         found = np.empty(region.shape, self.dtype)
-        if region.shape[1] == self.shape[1]:
-            _read_all(self._file, found, self._offset(channel, region.start[0], 0))
-        else:
-            for z, rows in enumerate(found, region.start[0]):
-                _read_all(self._file, rows, self._offset(channel, z, region.start[1]))
+        for rows, offset in self._stretches(region, found, channel):
+            _read_all(self._file, rows, offset)
         return found
 
     def planes(self, start: int, stop: int, channel: int = 0) -> NDArray[Any]:
@@ -91,9 +85,15 @@ class RawVolume:
             os.close(self._file)
             self._file = -1
 
-    def _offset(self, channel: int, z: int, y: int) -> int:
+    def _stretches(self, region: Region, voxels: NDArray[Any], channel: int) -> Iterator[tuple[NDArray[Any], int]]:
+        """The parts of a region's voxels that are one stretch of the file, and where each begins."""
         depth, height, width = self.shape
-        return ((channel * depth + z) * height + y) * width * int(self.dtype.itemsize)
+        (first, y, _), row_bytes = region.start, width * int(self.dtype.itemsize)
+        if region.shape[1] == height:
+            yield voxels, (channel * depth + first) * height * row_bytes
+            return
+        for z, rows in enumerate(voxels, first):
+            yield rows, ((channel * depth + z) * height + y) * row_bytes
 
 
 class Workspace:
@@ -136,7 +136,7 @@ class Workspace:
         self._sums = []
 
     def remove(self) -> None:
-        """The volume is finished: none of this is needed any more."""
+        """Deletes everything: the volume is finished."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -167,13 +167,8 @@ def write_volume(raw: RawVolume, target: Path, file_format: FileFormat) -> None:
     """Writes a raw result as TIFF or Zarr; it appears under its name when it is whole, and replaces what was there."""
     draft = raw.path.parent / f"draft{SUFFIX[file_format]}"
     _remove(draft)
-    try:
-        if file_format == "tiff":
-            _write_tiff(raw, draft)
-        else:
-            _write_zarr(raw, draft)
-    except ModuleNotFoundError as error:
-        raise library_missing(error) from None
+    write = _write_tiff if file_format == "tiff" else _write_zarr
+    write(raw, draft)
     if target.is_dir() and not target.is_symlink():
         # A folder cannot be replaced in one step: the old one moves away first.
         old = raw.path.parent / "old"
@@ -185,11 +180,9 @@ def write_volume(raw: RawVolume, target: Path, file_format: FileFormat) -> None:
 
 def _write_tiff(raw: RawVolume, path: Path) -> None:
     """Pages one by one, compressed: masks shrink to a few percent, and every reader of TIFF knows deflate."""
-    import tifffile
-
     assert raw.channels == 1, "a TIFF stack has one channel"
     big = raw.size_bytes > LARGEST_CLASSIC_TIFF
-    with tifffile.TiffWriter(path, bigtiff=big) as file:
+    with library("tifffile").TiffWriter(path, bigtiff=big) as file:
         file.write(
             (raw.planes(z, z + 1)[0] for z in range(raw.shape[0])), shape=raw.shape, dtype=raw.dtype,
             photometric="minisblack", compression="zlib", maxworkers=1, software="stoker",
@@ -199,9 +192,8 @@ def _write_tiff(raw: RawVolume, path: Path) -> None:
 
 
 def _write_zarr(raw: RawVolume, path: Path) -> None:
-    """Zarr v3 in chunks; those that are zero throughout too, because a missing chunk may also be a lost one."""
-    import tensorstore
-
+    """Zarr v3 in chunks, including those that are all zero, because a missing chunk may also be a lost one."""
+    tensorstore = library("tensorstore")
     shape = [*([raw.channels] if raw.channels > 1 else []), *raw.shape]
     chunks = [*([1] if raw.channels > 1 else []), *(min(CHUNK, size) for size in raw.shape)]
     array = tensorstore.open(
@@ -238,7 +230,7 @@ def write_submission(files: Sequence[Path], target: Path) -> None:
     """The files in one zip, stored as they are, since they are compressed already; the same files, the same bytes."""
     with atomic_file(target, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
         for path in files:
-            entry = zipfile.ZipInfo(path.name)  # dated 1980: a time would make every zip another one
+            entry = zipfile.ZipInfo(path.name)  # dated 1980: with a real time, no two zips would be equal
             entry.external_attr = 0o644 << 16
             entry.file_size = path.stat().st_size
             with path.open("rb") as source, archive.open(entry, "w") as place:
@@ -246,7 +238,7 @@ def write_submission(files: Sequence[Path], target: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What can still be written to the folder's disk."""
+    """Free bytes on the folder's disk."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.core.errors import UserError, did_you_mean
-from stoker.tasks.volumes.formats.opening import library_missing
+from stoker.tasks.volumes.formats.opening import library
 from stoker.tasks.volumes.formats.volume import Shape
 
 StepName = Literal["remove_small", "fill_holes", "closing"]
@@ -161,12 +161,8 @@ class _Components:
     def __init__(
         self, source: Planes, of: Callable[[NDArray[Any]], NDArray[Any]], neighbours: Literal[6, 26], slab_voxels: int
     ) -> None:
-        try:
-            import cc3d
-        except ModuleNotFoundError as error:
-            raise library_missing(error) from None
         self._label: Callable[[NDArray[Any]], NDArray[Any]] = partial(
-            cc3d.connected_components, connectivity=neighbours
+            library("cc3d").connected_components, connectivity=neighbours
         )
         self._source, self._of, self._neighbours = source, of, neighbours
         self._depth, self._planes = source.shape[0], _planes_at_once(source.shape, slab_voxels)
@@ -279,7 +275,7 @@ def _close(source: Planes, target: Planes, radius: int, slab_voxels: int) -> Non
 
 
 def _dilated(mask: NDArray[np.bool_], ball: Sequence[tuple[int, ...]]) -> NDArray[np.bool_]:
-    """Every voxel that has a set one within the ball; beyond the array there is none."""
+    """Every voxel with a set voxel within the ball; beyond the array none are set."""
     grown = np.zeros_like(mask)
     for offset in ball:
         here = tuple(slice(max(0, -step), size - max(0, step)) for step, size in zip(offset, mask.shape, strict=True))

@@ -1,4 +1,4 @@
-"""`stoker predict` on volumes: each of them into a file of a folder, with a note of what it was made with.
+"""`stoker predict` on volumes: which ones, and each into a file of a folder, with a record of how it was made.
 
 A killed prediction resumes: finished volumes are kept, and the unfinished one resumes at its layer of windows. A
 folder holds the predictions of one set of checkpoints and options; others are refused, never mixed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from stoker.core.console import Advance, Answer, Say, format_table, progress_bar, say, shown
+from stoker.core.console import Advance, Answer, Say, format_table, progress_bar, say, shown, some
 from stoker.core.errors import Interrupted, UsageError, UserError
 from stoker.core.units import count, size_text
 from stoker.io.stores import ReadFailure, is_url
 from stoker.profile.memory import read_memory
-from stoker.tasks.volumes.cases.cases import Case
-from stoker.tasks.volumes.formats.opening import OpenVolumes
+from stoker.tasks.volumes.cases.cases import Case, files_in, open_cases
+from stoker.tasks.volumes.cases.places import Place, UrlPath, place_at
+from stoker.tasks.volumes.data import reading_options
+from stoker.tasks.volumes.formats.opening import SUFFIXES, OpenVolumes, VolumeRef, suffix_of
 from stoker.tasks.volumes.formats.volume import Region
-from stoker.tasks.volumes.predict.inputs import cases_to_predict, warn_if_unprepared
+from stoker.tasks.volumes.pack.index import INDEX as PACK_INDEX
+from stoker.tasks.volumes.pack.index import read_index
 from stoker.tasks.volumes.predict.manifest import (
     UNFINISHED,
     Job,
@@ -44,7 +48,7 @@ from stoker.tasks.volumes.predict.output import (
     write_volume,
 )
 from stoker.tasks.volumes.predict.postprocess import apply_step, parse_chain, working_bytes
-from stoker.tasks.volumes.predict.prediction import (
+from stoker.tasks.volumes.predict.segmenter import (
     Scale,
     Segmenter,
     check_channels,
@@ -54,12 +58,13 @@ from stoker.tasks.volumes.predict.prediction import (
     segmenter_of,
 )
 from stoker.tasks.volumes.predict.windows import SlidingWindow, WindowGrid, prediction_size
-from stoker.tasks.volumes.reading_options import reading_options
 from stoker.tasks.volumes.segment import TrainedVolumeModel, open_trained
 
 SUBMISSION = "submission.zip"
 # The share that deflate leaves of a mask, with room to spare: those of made-up scrolls shrink to a twentieth or less.
 _COMPRESSED_MASK = 1 / 10
+# A pack's options that leave voxels as they are.
+_NOT_VOXELS = ("layout", "labels")
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,74 @@ def _text(found: VolumePredictions) -> str:
     return table if found.submission is None else f"{table}\n\n{found.submission}: {len(rows)} volumes"
 
 
+def cases_to_predict(data: Sequence[str], say: Say = lambda _line: None) -> tuple[Case, ...]:
+    """The cases of volume files, Zarr folders and URLs, YAML lists, folders of volumes, and the layouts of data sets
+    (their test part)."""
+    found: list[Case] = []
+    for place in map(place_at, data):
+        if _is_volume(place):
+            found.append(_single(place))
+        elif place.is_dir() and not _has_layout(place):
+            files = [one for one in files_in(place) if suffix_of(one.name)]
+            if not files:
+                raise UserError(
+                    "no-volumes",
+                    f"{place} has no volumes",
+                    why=f"they are recognised by their suffix: {', '.join(SUFFIXES)}",
+                    hint=f"ls {place}",
+                )
+            found += map(_single, files)
+        else:
+            listed = open_cases(place.url if isinstance(place, UrlPath) else place, "test")
+            for note in listed.notes:
+                say(f"note: {note}")
+            found += listed.cases
+    ids = [case.id for case in found]
+    if twice := sorted({name for name in ids if ids.count(name) > 1}):
+        raise UserError(
+            "case-twice", f"{count(len(twice), 'name')} more than once: {some(twice)}",
+            why="each prediction is stored under the name of its volume", hint="predict them into different folders",
+        )  # fmt: skip
+    if odd := [name for name in ids if "/" in name or name.startswith(".") or not name.isprintable()]:
+        raise UserError("bad-name", f"{some(odd)} cannot be the name of a file", hint="give these cases another id")
+    return tuple(found)
+
+
+def warn_if_unprepared(trained: TrainedVolumeModel, cases: Sequence[Case], say: Say) -> None:
+    """Warns if the network was trained on voxels that packing had changed, and these volumes are unchanged."""
+    root = trained.config.data_root
+    with suppress(UserError, OSError, ReadFailure):
+        if root is None or is_url(root) or not (place_at(root) / PACK_INDEX).is_file():
+            return
+        changed = {key: value for key, value in read_index(place_at(root)).options.items() if key not in _NOT_VOXELS}
+        if changed and any(ref.packed is None for case in cases for ref in case.images):
+            options = ", ".join(f"{key} {value}" for key, value in changed.items())
+            say(
+                f"warning: the network was trained on {root}, whose voxels were changed when it was packed "
+                f"({options}); pack the volumes to predict in the same way"
+            )
+
+
+def _single(place: Place) -> Case:
+    suffix = suffix_of(place.name)
+    name = place.name[: -len(suffix)] if suffix else place.name
+    # Not `ref_to`, which lists the folder around it: a URL may point to a place that cannot be listed.
+    return Case(name, name, (VolumeRef(place.url if isinstance(place, UrlPath) else str(place)),), None)
+
+
+def _is_volume(place: Place) -> bool:
+    """By its suffix, or by the files of a Zarr array; a folder may be called anything."""
+    suffix = suffix_of(place.name)
+    if suffix == ".zarr" or (suffix and (isinstance(place, UrlPath) or not place.is_dir())):
+        return True
+    return any((place / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
+
+
+def _has_layout(place: Place) -> bool:
+    named = (place / name for name in ("dataset.json", "train.csv", PACK_INDEX))
+    return any(one.is_file() for one in named) or (place / "test_images").is_dir()
+
+
 def predict_folder(
     trained: Sequence[TrainedVolumeModel],
     cases: Sequence[Case],
@@ -154,7 +227,7 @@ def predict_folder(
         if len(waiting) < len(jobs):
             say(f"{count(len(jobs) - len(waiting), 'volume')} of {len(jobs)} predicted already")
         _check_resources(waiting, out, segmenter, options)
-        # A file that is there and was not made with these settings is not listed, so the list comes first.
+        # Written first, so that it never lists a file made with other settings.
         manifest.write()
         finished, failed = _predict_all(waiting, manifest, segmenter, options, progress, say)
         bad += failed
@@ -209,14 +282,17 @@ def _predict_all(
     total, before = sum(job.size.windows for job in jobs), 0
 
     for job in jobs:
-        workspace = _workspace(job, manifest, segmenter, options)
+        workspace = Workspace(
+            manifest.unfinished(job), WindowGrid(job.shape, segmenter.patch, options.sliding.overlap),
+            segmenter.classes, _kind(segmenter, options), _channels(segmenter, options), manifest.key_of(job),
+        )  # fmt: skip
         skipped = workspace.first_layer * (job.size.windows // job.size.layers)
         if workspace.first_layer:
             say(f"{job.id}: resumed at layer {workspace.first_layer + 1} of {job.size.layers}")
         total -= skipped
 
         def advance(done: int, _of: int | None, skipped: int = skipped) -> None:
-            # Work of an earlier start does not count, or the rate would be wrong.
+            # Windows predicted by an earlier start do not count, or the rate would be wrong.
             if progress is not None:
                 progress(before + done - skipped, total)  # noqa: B023 - called before the next volume begins
 
@@ -233,14 +309,6 @@ def _predict_all(
             workspace.remove()
         before += job.size.windows - skipped
     return finished, failed
-
-
-def _workspace(job: Job, manifest: Manifest, segmenter: Segmenter, options: PredictionOptions) -> Workspace:
-    grid = WindowGrid(job.shape, segmenter.patch, options.sliding.overlap)
-    return Workspace(
-        manifest.unfinished(job), grid, segmenter.classes, _kind(segmenter, options), _channels(segmenter, options),
-        manifest.key_of(job),
-    )  # fmt: skip
 
 
 def _predict_one(
@@ -280,7 +348,7 @@ def _foreground(result: RawVolume) -> float:
 
 
 def _check_resources(jobs: Sequence[Job], out: Path, segmenter: Segmenter, options: PredictionOptions) -> None:
-    """Refuses what the disk or the memory cannot hold, before hours of work."""
+    """Refuses, before hours of work, what does not fit on the disk or into memory."""
     if not jobs:
         return
     share = 1.0 if options.probabilities is not None else _COMPRESSED_MASK
@@ -293,7 +361,7 @@ def _check_resources(jobs: Sequence[Job], out: Path, segmenter: Segmenter, optio
         raise UserError(
             "disk-too-small",
             f"{out} has {size_text(free)} left; {count(len(jobs), 'volume')} need about {size_text(needed)}",
-            why="sums and the uncompressed result of the volume in the making are on disk, besides the finished ones",
+            why="besides the finished volumes, the sums and uncompressed result of the current one are on disk",
             hint="--out FOLDER on a larger disk, or fewer volumes at a time",
         )
     memory = read_memory()
@@ -306,7 +374,7 @@ def _check_resources(jobs: Sequence[Job], out: Path, segmenter: Segmenter, optio
         raise UserError(
             "memory-too-small",
             f"{what}; {size_text(memory.available_bytes)} are available",
-            why="the process would be killed in the middle",
+            why="the process would be killed halfway",
             hint=hint,
         )
 

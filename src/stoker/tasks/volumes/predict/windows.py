@@ -1,8 +1,8 @@
 """The windows of a prediction: where they lie, how they are blended, and what memory and disk that takes.
 
 Windows form a grid: layers along z, in a layer rows along y, in a row one window beside the other along x. Along each
-axis the Gaussian weights of all windows are divided by their sum, so the weights at a voxel sum to one, and nothing has
-to be divided in the end.
+axis the Gaussian weights of all windows are divided by their sum, so the weights at a voxel sum to one, and the result
+needs no division.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from stoker.tasks.volumes.patches.patches import grid_starts
 
 AXES = "zyx"
 DEFAULT_OVERLAP = 0.5
-# As a share of the window's length: at its border, where a network sees only half of the surroundings, a window then
-# counts 3,000 times less than in its middle. nnU-Net's choice.
+# As a share of the window's length, nnU-Net's choice: a window counts 3,000 times less at its border, where a network
+# sees only half of what surrounds a voxel, than in its middle.
 SIGMA = 1 / 8
 _FLOAT_BYTES = 4
 
@@ -36,8 +36,6 @@ class SlidingWindow:
     """Share of a window that overlaps the next one, at least."""
     flips: str = ""
     """Axes along which windows are also predicted mirrored (`zyx`: eight predictions of each window, averaged)."""
-    batch: int | None = None
-    """Windows that the network sees at once; None for the config's `val_batch_size`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < 1:
@@ -69,11 +67,11 @@ class AxisWindows:
 
     @property
     def extent(self) -> int:
-        """From the begin of the first window to the end of the last."""
+        """From the start of the first window to the end of the last."""
         return self.starts[-1] + self.length - self.starts[0]
 
     def closes_at(self, number: int) -> int:
-        """Up to here, nothing after this window adds anything."""
+        """No later window adds anything before this place."""
         return self.starts[number + 1] if number + 1 < len(self.starts) else self.starts[-1] + self.length
 
     @cached_property
@@ -134,7 +132,7 @@ class WindowGrid:
         return box_at((z, y, x), self.patch)
 
     def carried_planes(self, layer: int) -> int:
-        """Planes at the begin of a layer that the layer before has already added to."""
+        """Planes at the start of a layer that the layer before has already added to."""
         z = self.axes[0]
         return 0 if layer == 0 else z.starts[layer - 1] + z.length - z.starts[layer]
 
@@ -149,7 +147,7 @@ class WindowGrid:
 
 @dataclass(frozen=True)
 class PredictionSize:
-    """What predicting one volume takes."""
+    """What it takes to predict one volume."""
 
     windows: int
     layers: int

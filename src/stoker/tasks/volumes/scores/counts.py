@@ -1,6 +1,6 @@
 """Dice, IoU and surface Dice of validation patches, counted on the device: the cheap approximation while training.
 
-Patches are scored as they come, so surfaces end at a patch's border and voxels that two patches share count twice;
+Each patch is scored alone, so surfaces end at its border and voxels that two patches share count twice;
 `stoker eval` scores whole volumes exactly (overlap, surface_dice).
 """
 
@@ -110,7 +110,7 @@ class VolumeCounts:
 
 
 def _edges(values: Tensor, known: Tensor) -> Tensor:
-    """Voxels with a neighbour of another class, of the six; a neighbour outside the patch or unlabelled is none."""
+    """Voxels with a neighbour of another class among the six; those outside the patch or unlabelled do not count."""
     edge = torch.zeros_like(known)
     for axis in range(1, 4):
         size = values.shape[axis]

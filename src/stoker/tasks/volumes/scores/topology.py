@@ -6,8 +6,8 @@ competition's has to come from that code. The package `topolosses` ships it comp
 the OpenCV with windows, which would overwrite the one without that we use. So it is not a dependency: this module loads
 the one compiled file out of it, which needs nothing else (pip install --no-deps topolosses).
 
-Octants of a volume are matched in processes of their own: the code holds Python's lock for as long as it runs, and
-takes over a kilobyte of memory for each voxel, which is given back when its process ends.
+Octants of a volume are matched in separate processes: the code holds the GIL for as long as it runs, and takes over a
+kilobyte of memory per voxel, which is freed when its process ends.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from stoker.core.errors import UserError
 from stoker.core.units import size_text
 
 WEIGHTS = (0.34, 0.33, 0.33)
-"""Of components, tunnels and cavities."""
+"""The weights of components, tunnels and cavities."""
 BYTES_PER_VOXEL = 1300
-"""Of an octant while it is matched: 4.9 GB were measured for 160³ voxels of sheets in noise."""
+"""Memory while an octant is matched: 4.9 GB were measured for 160³ voxels of sheets in noise."""
 _MODULE = "betti_matching"
 _WITHOUT_LABEL = 0.5
 """The competition's pseudocount: features of a dimension in which the label has none give 0.5 / (features + 0.5)."""
@@ -107,7 +107,7 @@ def octants(shape: Sequence[int]) -> list[tuple[slice, ...]]:
 
 
 def match_octants(_argument: Any, parent: Parent) -> None:
-    """In a process of its own: the features of each octant that the parent sends."""
+    """In a child process: the features of each octant that the parent sends."""
     for task in parent.messages():
         shape = tuple(task["shape"])
         masks = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 from typing import Any, Literal
@@ -26,22 +26,21 @@ from stoker.tasks.contact_sheet import draw_sheet
 from stoker.tasks.volumes.cases.cases import Case, open_cases, volumes_in
 from stoker.tasks.volumes.cases.places import place_at, ref_to
 from stoker.tasks.volumes.cases.split import divide
-from stoker.tasks.volumes.cases.statistics import statistics_of
-from stoker.tasks.volumes.data import label_rules, list_cases, split_rule, survey_cases
+from stoker.tasks.volumes.cases.survey import statistics_of
+from stoker.tasks.volumes.data import label_rules, list_cases, reading_options, split_rule, survey_cases
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Volume, whole
 from stoker.tasks.volumes.pack.index import INDEX as PACK_INDEX
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.pictures import worst_cuts
-from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain, parse_chain, post_processed
-from stoker.tasks.volumes.predict.prediction import predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.postprocess import check_chain, parse_chain, post_processed
+from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
 from stoker.tasks.volumes.predict.windows import SlidingWindow
-from stoker.tasks.volumes.reading_options import reading_options
-from stoker.tasks.volumes.results import Judged, VolumeEvaluation, evaluation_text, sheet_of
 from stoker.tasks.volumes.scores.surface_dice import Spacing
 from stoker.tasks.volumes.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
 from stoker.tasks.volumes.scores.whole import ScoreName, score_volume
 from stoker.tasks.volumes.segment import open_trained
+from stoker.tasks.volumes.volume_results import Judged, ScoreOptions, VolumeEvaluation, evaluation_text, sheet_of
 
 COMPETITION_IGNORE = 2
 MEMORY_SHARE = 0.8
@@ -51,22 +50,6 @@ SCORES_FILE, SHEET_FILE = "scores.json", "worst.png"
 REPORTED, REPORTED_SIDE, REPORTED_BYTES = 4, 180, 1_000_000
 LARGEST_SIDE = 320
 """Side of a picture on the sheet: a volume of the competition is drawn voxel by voxel."""
-
-
-@dataclass(frozen=True)
-class ScoreOptions:
-    """How volumes are scored."""
-
-    score: ScoreName
-    tolerance: float
-    spacing: Spacing
-    """Spacing of the voxels, in the tolerance's unit."""
-    threshold: float | None
-    """Probability above which a voxel is of class 1; None for the most probable class."""
-    post: tuple[PostStep, ...]
-    """What is done to a mask before it is scored."""
-    pictures: int
-    """Number of volumes, the worst ones, of which planes are kept."""
 
 
 def _scoring(config: Config, score: ScoreName, spacing: Spacing, pictures: int) -> ScoreOptions:
@@ -91,20 +74,11 @@ class Chosen:
 
 
 class _Judge:
-    """Scores volumes, orders them, and keeps planes of the worst. What has been scored is written after every volume:
-    an evaluation can take a night, and Ctrl-C must not lose it."""
+    """Scores volumes, `about.left` in all, sorts them, and keeps planes of the worst. The scores are written after
+    every volume: an evaluation can take a night, and Ctrl-C must not lose it."""
 
-    def __init__(
-        self,
-        scoring: ScoreOptions,
-        source: dict[str, Any],
-        place: str,
-        total: int,
-        title: str,
-        out: Path | None,
-        run: RunFolder | None = None,
-    ) -> None:
-        self._scoring, self._source, self._place, self._total = scoring, source, place, total
+    def __init__(self, about: VolumeEvaluation, title: str, out: Path | None, run: RunFolder | None = None) -> None:
+        self._about, self._scoring, self._total = about, about.scoring, about.left
         self._title, self._out, self._run = title, out, run
         self._judged: list[Judged] = []
         self._unreadable: list[tuple[str, str]] = []
@@ -133,7 +107,7 @@ class _Judge:
         cuts = worst_cuts(image, label, prediction, ignore) if scores.rank in worst else ()
         self._judged.append(Judged(scores, cuts))
         self._judged.sort(key=lambda one: (one.scores.rank, one.scores.id))
-        # Planes of a volume that is no longer among the worst are not needed any more.
+        # Planes of a volume that is no longer among the worst are dropped.
         for place in range(scoring.pictures, len(self._judged)):
             self._judged[place] = Judged(self._judged[place].scores)
         if self._out is not None:
@@ -170,13 +144,12 @@ class _Judge:
         return Answer(evaluation_text(found, self._title), found.as_dict(), complete)
 
     def _evaluation(self) -> VolumeEvaluation:
-        return VolumeEvaluation(
-            source=self._source, place=self._place, score=self._scoring.score, tolerance=self._scoring.tolerance,
-            spacing=self._scoring.spacing, threshold=self._scoring.threshold,
-            post=",".join(map(str, self._scoring.post)),
-            volumes=tuple(one.scores for one in self._judged), unreadable=tuple(self._unreadable),
+        return replace(
+            self._about,
+            volumes=tuple(one.scores for one in self._judged),
+            unreadable=tuple(self._unreadable),
             left=self._total - len(self._judged) - len(self._unreadable),
-        )  # fmt: skip
+        )
 
     def _processes(self, shape: Sequence[int]) -> int:
         """How many octants are matched at once: as many as there are cores, and as fit into memory."""
@@ -237,12 +210,13 @@ def evaluate(
     steps = f"{count(first.epoch, 'epoch')} ({count(first.step, 'step')})"
     others = f" and {count(len(trained) - 1, 'other network')}" if len(trained) > 1 else ""
     title = f"{config.model} after {steps}, {source['weights']} weights{others}, {chosen.what}"
-    # What the report of a run shows is of its own validation fold, and of its own checkpoint alone. How it is predicted
-    # and judged may differ from the run's own settings, what is judged may not.
+    # A run's report shows the scores of its own validation fold by its own checkpoint alone. Settings of prediction and
+    # scoring may differ from the run's, the volumes may not.
     keys = {text.partition("=")[0] for text in settings}
     is_own = split == "val" and len(trained) == 1 and keys <= PredictionKeys.model_fields.keys() | {"surface_tolerance"}
     run = run_of(first.path) if is_own else None
-    judge = _Judge(scoring, source, str(config.data_root), len(chosen.cases), title, out, run)
+    about = VolumeEvaluation(source, str(config.data_root), scoring, left=len(chosen.cases))
+    judge = _Judge(about, title, out, run)
     sliding = SlidingWindow(config.predict_overlap, config.predict_flips)
     for number, case in enumerate(chosen.cases):
         try:
@@ -275,7 +249,7 @@ def choose_cases(
         raise UserError(
             "classes-differ",
             f"{config.data_root} has {found.classes} classes, the network knows {rules.classes}",
-            why="predictions would be compared with labels of another meaning",
+            why="predictions would be compared with labels that mean something else",
             hint="a data set with the classes of training",
         )
     volumes = OpenVolumes(reading_options(config))
@@ -379,7 +353,7 @@ def score_masks(
         ignore = COMPETITION_IGNORE
     volumes = OpenVolumes()
     name = str(predictions)
-    judge = _Judge(scoring, {"predictions": name}, str(labels), len(pairs), name, out)
+    judge = _Judge(VolumeEvaluation({"predictions": name}, str(labels), scoring, left=len(pairs)), name, out)
     for pair in pairs:
         try:
             label = volumes.get(pair.label)
@@ -391,9 +365,10 @@ def score_masks(
             judge.leave_out(pair.id, failure)
             continue
         if scoring.threshold is not None:
-            guess = _above(guess, scoring.threshold)
+            largest = 1 if guess.dtype.kind == "f" else np.iinfo(guess.dtype).max
+            guess = (guess > scoring.threshold * largest).astype(np.uint8)
         elif scoring.score == "vesuvius-surface":
-            guess = (guess != 0).astype(np.uint8)  # as the competition takes them: 1 and 255 are the same
+            guess = (guess != 0).astype(np.uint8)  # the competition treats 1 and 255 alike
         classes = _classes(pair.id, truth, guess, ignore)
         check_chain(scoring.post, classes)
         # Without an image, overlays are drawn on black.
@@ -420,13 +395,8 @@ def _check_mask(pair: MaskPair, prediction: Volume, label: Volume, scoring: Scor
     LabelRules(2).check_kind(pair.id, label)
 
 
-def _above(values: NDArray[Any], threshold: float) -> NDArray[np.uint8]:
-    limit = threshold if values.dtype.kind == "f" else threshold * np.iinfo(values.dtype).max
-    return (values > limit).astype(np.uint8)
-
-
 def _classes(name: str, label: NDArray[Any], prediction: NDArray[Any], ignore: int | None) -> int:
-    """As many classes as occur. A mask may hold anything where the label is open; elsewhere it must hold classes."""
+    """How many classes occur. Where nothing is labelled, a mask may hold anything; elsewhere it must hold classes."""
     known = label if ignore is None else label[label != ignore]
     low, high = (int(known.min()), int(known.max())) if known.size else (0, 0)
     low, high = min(low, int(prediction.min())), max(high, int(prediction.max()))
@@ -436,7 +406,7 @@ def _classes(name: str, label: NDArray[Any], prediction: NDArray[Any], ignore: i
         raise UserError(
             "mask-of-bytes",
             f"the mask of {name} has values up to 255, its label only 0 and 1",
-            why="255 would be a class of its own, that is never right",
+            why="255 would count as one more class, which no label has",
             hint="predict_threshold=0.5 takes 0 to 255 as probabilities",
         )
     return max(2, high + 1)

@@ -17,7 +17,7 @@ from stoker.tasks.export_formats import CPU, Exportable
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import Shape, Volume, box_at, read_padded
-from stoker.tasks.volumes.predict.prediction import Segmenter, measured, segmenter_of
+from stoker.tasks.volumes.predict.segmenter import Segmenter, measured, segmenter_of
 from stoker.tasks.volumes.segment import TrainedVolumeModel, open_trained
 
 
@@ -64,7 +64,7 @@ def _real_patch(trained: TrainedVolumeModel, segmenter: Segmenter, image: Path |
         except ReadFailure as failure:
             raise UserError("image-unreadable", str(failure), hint="--image VOLUME.tif") from None
     if trained.config.data_root is not None:
-        # Random patches are compared in any case: data that has moved does not justify a refusal.
+        # Random patches are compared anyway, so data that has moved is no reason to refuse.
         with suppress(UserError, ReadFailure, OSError):
             for case in open_cases(trained.config.data_root).cases:
                 if len(case.images) == segmenter.channels:
@@ -78,4 +78,4 @@ def _middle(segmenter: Segmenter, images: list[Volume]) -> Tensor:
     for image, channel in zip(images, voxels[0].numpy(), strict=True):
         read_padded(image, box_at(start, segmenter.patch), channel, 0)
     means, deviations = measured(images, segmenter.normalize)
-    return segmenter.inputs(voxels, list(zip(means.tolist(), deviations.tolist(), strict=True)))
+    return segmenter.inputs(voxels, (means.tolist(), deviations.tolist()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from stoker.config import Config
 from stoker.core.console import Advance, Answer, progress_bar, say, shown
 from stoker.tasks.images.augment.pipeline import EvalPrepare
 from stoker.tasks.images.classify import colours_of, eval_prepare
-from stoker.tasks.images.data import decoding_with, validation_view
+from stoker.tasks.images.data import choose_decoding, decoding_with, open_loader, validation_plan, validation_view
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts.listing import IMAGE_SUFFIXES
-from stoker.train.checkpoint.restore import Restored
-from stoker.train.checkpoint.sources import open_model
+from stoker.tasks.images.layouts.sample_index import SampleSet
+from stoker.tasks.images.trained_model import TrainedImageModel, open_model
 from stoker.train.compute import Precision, set_matmul_precision
 
 DEFAULT_TOP = 5
@@ -47,7 +48,7 @@ class Classifier:
         return logits.float()
 
 
-def classifier_of(restored: Restored, device: torch.device | None = None) -> Classifier:
+def classifier_of(restored: TrainedImageModel, device: torch.device | None = None) -> Classifier:
     """The restored model on the GPU if there is one, in the config's precision."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     set_matmul_precision(restored.config.matmul_precision)
@@ -76,7 +77,7 @@ def predict(checkpoint: Path, data: Sequence[str], settings: Sequence[str], *, r
 
 
 def _predict_images(
-    restored: Restored, paths: Sequence[Path], top: int, progress: Advance
+    restored: TrainedImageModel, paths: Sequence[Path], top: int, progress: Advance
 ) -> tuple[list[tuple[str, list[tuple[str, float]]]], list[tuple[str, str]]]:
     """Each readable image with its most probable classes, and the unreadable ones with the reason."""
     bad: list[tuple[str, str]] = []
@@ -102,6 +103,28 @@ def _predict_images(
                     found.append((shown(str(path)), list(zip([names[number] for number in numbers], row, strict=True))))
             progress(start + len(part), len(files))
     return found, bad
+
+
+def predicted_classes(
+    trained: TrainedImageModel, samples: SampleSet, members: NDArray[np.int64], until_s: float
+) -> NDArray[np.int64]:
+    """Counts (class, output) over these members of a split in their order, as many as time allows."""
+    indices, labels = samples.indices(members), samples.labels(members).astype(np.int32)
+    chosen = SampleSet(samples.index, samples.classes, indices, labels)
+    config, classifier = trained.config.model_copy(update={"val_batch_size": LARGEST_BATCH}), classifier_of(trained)
+    counts = np.zeros((len(samples.classes), len(trained.classes)), np.int64)
+    decoding, _ = choose_decoding(config, samples.index)
+    loader = open_loader(config, validation_plan(config, chosen, decoding), workers=config.num_workers)
+    try:
+        for batch in loader.epoch(0):
+            whole = ~np.isin(batch.indices, [bad.index for bad in batch.bad])
+            guesses = classifier.logits(batch.images).argmax(1).cpu().numpy()
+            np.add.at(counts, (batch.labels[whole], guesses[whole]), 1)
+            if time.monotonic() > until_s:
+                break
+    finally:
+        loader.close()
+    return counts
 
 
 def load_image(path: Path, config: Config) -> NDArray[np.uint8]:

@@ -1,10 +1,10 @@
 """What the network gets, as pictures: the samples of a run's first steps, and validation samples of many classes.
 
 Everything about a sample is a function of seed, epoch and position, so these are not examples of the augmentation but
-the very inputs that those steps train on: made by the same loader, decoder, crop, device augmentation, mixing and
+the inputs that those steps train on: made by the same loader, decoder, crop, device augmentation, mixing and
 normalisation, of which only the last is undone to show them. A step mixes the first sample of a batch with the last and
 so on: the first few and the last few of a batch are mixed exactly as in the whole batch, and only those are decoded.
-It is done on the CPU, in float32; a GPU may get 16-bit numbers, whose rounding is less than a grey level.
+This runs on the CPU in float32; a GPU may get 16-bit numbers, whose rounding error is less than a grey level.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from torch import Tensor
 
 from stoker.config import Config
 from stoker.core.redact import redact_text
-from stoker.loader.batch import ImageBatch
-from stoker.loader.collate import BatchPlan
 from stoker.loader.sampler import excerpt
 from stoker.profile.host import HostConfig
 from stoker.tasks.contact_sheet import COLUMNS, LARGEST_SIDE, Picture, Sheet, SheetRow, SheetSection, shown_side
 from stoker.tasks.images.augment.mixing import Recipe
 from stoker.tasks.images.augment.pipeline import Colour
+from stoker.tasks.images.class_losses import present_classes
 from stoker.tasks.images.classify import (
     TrainingData,
     checked_training_plan,
@@ -45,10 +44,10 @@ from stoker.tasks.images.data import (
     validation_plan,
     validation_view,
 )
+from stoker.tasks.images.image_loader import ImageBatch, ImagePlan
 from stoker.tasks.images.layouts.imagenet import spoken
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.preview import InputRange, Preview, not_shown, range_of, range_text
-from stoker.train.optimization import present_classes
 from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared
 from stoker.train.transfers import Uploader
@@ -184,7 +183,7 @@ def _with_partners(positions: NDArray[np.int64], count: int) -> NDArray[np.int64
     return positions if 2 * count >= len(positions) else np.concatenate([positions[:count], positions[-count:]])
 
 
-def _make(config: Config, plan: BatchPlan, positions: NDArray[np.int64], epoch: int) -> ImageBatch:
+def _make(config: Config, plan: ImagePlan, positions: NDArray[np.int64], epoch: int) -> ImageBatch:
     """The batch of these positions. In this thread: for a few samples, starting workers would take longer."""
     loader = open_loader(config.model_copy(update={"loader": "thread", "pin_memory": False}),
                          replace(plan, steps=excerpt(positions)), workers=0)  # fmt: skip

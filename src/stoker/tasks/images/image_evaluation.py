@@ -1,11 +1,15 @@
-"""`stoker eval`: classifies every image of a split once; also by ImageNet's other labels (ImageNet-V2, ReaL)."""
+"""`stoker eval`: classifies every image of a split once, also by ImageNet's other labels (ImageNet-V2, ReaL).
+
+The result is a record, a text, and a picture of the confusion matrix.
+"""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,35 +17,30 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
 from stoker.config import Config
-from stoker.core.console import Advance, Answer, Say, progress_bar, say, shown, some
+from stoker.core.console import Advance, Answer, Say, format_table, progress_bar, say, shown, some
 from stoker.core.errors import ConfigError, UsageError, UserError, did_you_mean
 from stoker.core.files import read_json
 from stoker.core.units import count
 from stoker.io.stores import is_url
-from stoker.loader.loader import ImageLoader
 from stoker.tasks.images.data import Split, choose_decoding, open_loader, open_split, validation_plan
+from stoker.tasks.images.image_loader import ImageLoader
+from stoker.tasks.images.image_prediction import classifier_of
+from stoker.tasks.images.layouts.imagenet import CLASSES, are_class_numbers, is_imagenet
+from stoker.tasks.images.layouts.imagenet_labels import IMAGE_NUMBER
 from stoker.tasks.images.layouts.listing import split_place
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.layouts.subset import choose_subset
-from stoker.tasks.images.prediction import classifier_of
-from stoker.tasks.images.results import (
-    Evaluation,
-    RealScore,
-    evaluation_text,
-    finite_or_none,
-    percent,
-    plot_confusion,
-)
-from stoker.train.checkpoint.restore import Restored
-from stoker.train.checkpoint.sources import open_model
+from stoker.tasks.images.trained_model import TrainedImageModel, open_model
 from stoker.train.step import TOP
 
-CLASSES = 1000
 LARGEST_LABELS_BYTES = 64 << 20
 """real.json has 0.5 MB."""
-_WORDNET_ID = re.compile(r"n\d{8}")
-_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
+MOST_CONFUSED = 10
+MOST_WORST_CLASSES = 10
+MOST_UNREADABLE = 20
+# With more classes their names would overlap in the picture.
+MOST_NAMED_CLASSES = 60
 
 
 def evaluate(
@@ -75,18 +74,6 @@ def evaluate(
     return Answer(evaluation_text(found, all_classes=per_class), found.as_dict(), complete)
 
 
-def is_imagenet(classes: Sequence[str]) -> bool:
-    """Whether a model's outputs are ImageNet's 1,000 classes in their usual, sorted order."""
-    return len(classes) == CLASSES and list(classes) == sorted(classes) and all(map(_WORDNET_ID.fullmatch, classes))
-
-
-def are_class_numbers(folders: Sequence[str]) -> bool:
-    """Whether class folders are named by number, as ImageNet-V2's are: 0 to 999, which do not sort as numbers."""
-    return all(name.isascii() and name.isdigit() and name == str(int(name)) for name in folders) and all(
-        int(name) < CLASSES for name in folders
-    )
-
-
 def read_real_labels(path: Path, classes: Sequence[str]) -> list[list[int]]:
     """The ReaL classes of each validation image, in order; an empty list for an image without any."""
     if not is_imagenet(classes):
@@ -114,7 +101,7 @@ def image_numbers(index: SampleIndex, samples: NDArray[np.int64], labels: Sequen
     numbers = []
     for sample in samples.tolist():
         name = index.name(sample)
-        match = _VAL_NAME.search(name)
+        match = IMAGE_NUMBER.search(name)
         number = int(match[1]) if match else 0
         if not 1 <= number <= len(labels):
             seen = f"{path} has entries 1 to {len(labels):,}" if match else "its name has no image number"
@@ -128,12 +115,6 @@ def image_numbers(index: SampleIndex, samples: NDArray[np.int64], labels: Sequen
     return numbers
 
 
-def real_score(best: NDArray[np.int64], entries: Sequence[Sequence[int]]) -> RealScore:
-    """How often the best class is among the image's labels; images without labels do not count."""
-    judged = [guess in labels for guess, labels in zip(best[:, 0].tolist(), entries, strict=True) if labels]
-    return RealScore(percent(np.array(judged, bool)), len(judged), len(entries) - len(judged))
-
-
 def _not_real(path: Path, what: str) -> UserError:
     return UserError(
         "real-labels-wrong",
@@ -143,7 +124,7 @@ def _not_real(path: Path, what: str) -> UserError:
     )
 
 
-def open_labelled(restored: Restored, split: Split, say: Say, progress: Advance | None = None) -> SampleSet:
+def open_labelled(restored: TrainedImageModel, split: Split, say: Say, progress: Advance | None = None) -> SampleSet:
     """The images of a split, labelled with the checkpoint's classes, which are matched by name."""
     config, classes = restored.config, restored.classes
     if config.data_root is None:
@@ -158,7 +139,7 @@ def open_labelled(restored: Restored, split: Split, say: Say, progress: Advance 
 
 
 def evaluate_checkpoint(
-    restored: Restored,
+    restored: TrainedImageModel,
     samples: SampleSet,
     *,
     real_labels: Path | None = None,
@@ -180,7 +161,9 @@ def evaluate_checkpoint(
     score = None
     if real is not None and real_labels is not None:
         entries = [real[number] for number in image_numbers(samples.index, classified, real, real_labels)]
-        score = real_score(best, entries)
+        judged = [guess in known for guess, known in zip(best[:, 0].tolist(), entries, strict=True) if known]
+        score = RealScore(percent(np.array(judged, bool)), len(judged), len(entries) - len(judged))
+    loss = float(losses.mean()) if len(losses) else math.nan
     return Evaluation(
         checkpoint=str(restored.path),
         model=config.model,
@@ -191,14 +174,14 @@ def evaluate_checkpoint(
         classes=tuple(map(shown, restored.classes)),
         labels=labels,
         best=best,
-        loss=finite_or_none(float(losses.mean())) if len(losses) else None,
+        loss=loss if math.isfinite(loss) else None,
         unreadable=tuple((shown(bad.name), bad.reason) for bad in loader.quarantine.bad),
         real=score,
     )
 
 
 def _classify_all(
-    restored: Restored, loader: ImageLoader, total: int, progress: Advance | None
+    restored: TrainedImageModel, loader: ImageLoader, total: int, progress: Advance | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Labels, best classes, losses and sample indices of all readable images."""
     classifier = classifier_of(restored)
@@ -252,3 +235,193 @@ def _class_numbers(index: SampleIndex, classes: tuple[str, ...], config: Config,
     if unknown:
         say(f"{count(len(unknown), 'class', 'classes')} that the checkpoint was not trained on: left out")
     return np.array([number_of.get(name, -1) for name in index.classes], np.int32)
+
+
+class ClassScore(NamedTuple):
+    """The accuracy of one class."""
+
+    name: str
+    images: int
+    acc1: float
+    """Percent."""
+    acc5: float
+
+
+class ConfusedPair(NamedTuple):
+    """Images of one class that were classified as another."""
+
+    name: str
+    taken_for: str
+    wrong: int
+    images: int
+    """All images of the class."""
+
+
+@dataclass(frozen=True)
+class RealScore:
+    """Accuracy by the reassessed (ReaL) labels of ImageNet's validation images; an image may have several."""
+
+    acc1: float | None
+    images: int
+    left_out: int
+    """Images without a ReaL label."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a checkpoint classified every image of a split, each counted once."""
+
+    checkpoint: str
+    model: str
+    averaged: bool
+    epoch: int
+    step: int
+    place: str
+    """Folder or URL of the images."""
+    classes: tuple[str, ...]
+    labels: NDArray[np.int64]
+    """The class of each image."""
+    best: NDArray[np.int64]
+    """(images, up to 5) classes with the highest scores, the highest first."""
+    loss: float | None
+    """Mean cross-entropy; None without images, or if it is NaN or infinite."""
+    unreadable: tuple[tuple[str, str], ...] = ()
+    """Name and reason of each image that was left out."""
+    real: RealScore | None = None
+
+    @property
+    def images(self) -> int:
+        return len(self.labels)
+
+    @property
+    def acc1(self) -> float | None:
+        """Percent of the images whose class had the highest score."""
+        return percent(self.best[:, 0] == self.labels)
+
+    @property
+    def acc5(self) -> float | None:
+        """Percent of the images whose class was among the five highest; with fewer classes, among all."""
+        return percent((self.best == self.labels[:, None]).any(axis=1))
+
+    def per_class(self) -> list[ClassScore]:
+        """The classes that have images, worst first; ties are ordered by size, largest first."""
+        images = np.bincount(self.labels, minlength=len(self.classes))
+        hits1 = np.bincount(self.labels[self.best[:, 0] == self.labels], minlength=len(self.classes))
+        among = (self.best == self.labels[:, None]).any(axis=1)
+        hits5 = np.bincount(self.labels[among], minlength=len(self.classes))
+        scores = [
+            ClassScore(self.classes[number], int(images[number]), 100 * hits1[number] / images[number].item(),
+                       100 * hits5[number] / images[number].item())
+            for number in np.flatnonzero(images)
+        ]  # fmt: skip
+        return sorted(scores, key=lambda score: (score.acc1, score.acc5, -score.images))
+
+    def confused(self, most: int = MOST_CONFUSED) -> list[ConfusedPair]:
+        """The pairs of classes that were confused most often."""
+        images = np.bincount(self.labels, minlength=len(self.classes))
+        wrong = self.best[:, 0] != self.labels
+        # One number for a pair: a matrix of 21,841 classes would take 4 GB.
+        pairs, counts = np.unique(self.labels[wrong] * len(self.classes) + self.best[wrong, 0], return_counts=True)
+        first = np.argsort(-counts, kind="stable")[:most]
+        return [
+            ConfusedPair(self.classes[label], self.classes[guess], int(counts[number]), int(images[label]))
+            for number in first
+            for label, guess in [divmod(int(pairs[number]), len(self.classes))]
+        ]
+
+    def matrix(self) -> NDArray[np.int64]:
+        """How many images of each class (row) were classified as each class (column)."""
+        size = len(self.classes)
+        return np.bincount(self.labels * size + self.best[:, 0], minlength=size * size).reshape(size, size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document that `--json` prints."""
+        return {
+            "checkpoint": self.checkpoint,
+            "model": self.model,
+            "weights": "averaged" if self.averaged else "raw",
+            "epoch": self.epoch,
+            "step": self.step,
+            "data": self.place,
+            "images": self.images,
+            "acc1": self.acc1,
+            "acc5": self.acc5,
+            "loss": self.loss,
+            "real": None if self.real is None else asdict(self.real),
+            "unreadable": [{"name": name, "reason": reason} for name, reason in self.unreadable],
+            "per_class": [_renamed(score._asdict()) for score in self.per_class()],
+            "confused": [_renamed(pair._asdict()) for pair in self.confused()],
+            "confusion": {"classes": list(self.classes), "matrix": self.matrix().tolist()},
+        }
+
+
+def percent(hits: NDArray[np.bool_]) -> float | None:
+    """Hits in percent; None without images."""
+    return 100 * int(hits.sum()) / len(hits) if len(hits) else None
+
+
+def _renamed(record: dict[str, Any]) -> dict[str, Any]:
+    return {"class": record.pop("name"), **record}
+
+
+def evaluation_text(found: Evaluation, *, all_classes: bool = False) -> str:
+    """Scores, the worst classes or all of them, and the pairs that were confused most."""
+    weights = "averaged weights" if found.averaged else "raw weights"
+    parts = [
+        f"{found.model} after {count(found.epoch, 'epoch')} ({count(found.step, 'step')}), {weights}\n"
+        f"{found.place}: {count(found.images, 'image')}",
+        f"top-1 {_percent(found.acc1)}   top-5 {_percent(found.acc5)}   "
+        f"loss {'none' if found.loss is None else f'{found.loss:.4f}'}",
+    ]
+    if found.real is not None:
+        parts.append(
+            f"ReaL top-1 {_percent(found.real.acc1)} of {found.real.images:,} images; "
+            f"{found.real.left_out:,} without a label were left out"
+        )
+    scores = found.per_class()
+    shown = scores if all_classes else scores[:MOST_WORST_CLASSES]
+    title = f"{len(shown)} worst of {len(scores)} classes" if len(shown) < len(scores) else "classes, worst first"
+    rows = [(score.name, f"{score.images:,}", f"{score.acc1:.2f}", f"{score.acc5:.2f}") for score in shown]
+    parts.append(f"{title}\n{format_table(rows, ('class', 'images', 'top-1 %', 'top-5 %'))}")
+    pairs = [
+        (pair.name, pair.taken_for, f"{pair.wrong:,} of {pair.images:,}", f"{100 * pair.wrong / pair.images:.1f}")
+        for pair in found.confused()
+    ]
+    if pairs:
+        parts.append(f"most confused\n{format_table(pairs, ('class', 'predicted as', 'images', '%'))}")
+    if found.unreadable:
+        lines = [f"  {name}: {reason}" for name, reason in found.unreadable[:MOST_UNREADABLE]]
+        more = len(found.unreadable) - len(lines)
+        lines += [f"  and {more:,} more"] if more > 0 else []
+        parts.append("\n".join([f"{len(found.unreadable):,} unreadable images were left out:", *lines]))
+    return "\n\n".join(parts)
+
+
+def plot_confusion(found: Evaluation, path: Path) -> None:
+    """Draws the confusion matrix into a PNG file; each row is a class, and its shares add up to one."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # needs no screen
+    from matplotlib import pyplot
+
+    matrix = found.matrix()
+    images = matrix.sum(axis=1, keepdims=True)
+    shares = matrix / images.clip(min=1)
+    side = min(14.0, max(5.0, 0.35 * len(found.classes)))
+    figure, axes = pyplot.subplots(figsize=(side + 1, side), dpi=120)
+    drawn = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    axes.set_title(f"{found.model}: top-1 {_percent(found.acc1)} of {found.images:,} images")
+    if len(found.classes) <= MOST_NAMED_CLASSES:
+        axes.set_xticks(range(len(found.classes)), found.classes, rotation=90)
+        axes.set_yticks(range(len(found.classes)), found.classes)
+    figure.colorbar(drawn, label="share of the class")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    pyplot.close(figure)
+
+
+def _percent(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f} %"

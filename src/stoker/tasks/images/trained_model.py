@@ -1,15 +1,13 @@
-"""Weights from any file: a checkpoint or a run folder of ours, Lightning's, timm's, torchvision's, safetensors.
-
-`open_source` gives the weights, for a network that the caller has; `open_model` a network that can classify, for
-`eval`, `predict` and `export`.
-"""
+"""A trained network that classifies images, from any file: a checkpoint or run folder of ours, or another program's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from torch import nn
 
 from stoker.config import Config, load_config
 from stoker.config.reading import check_task, remember_config
@@ -17,40 +15,62 @@ from stoker.config.reference import write_scalar
 from stoker.config.schema import ALIASES
 from stoker.core.console import Say
 from stoker.core.errors import UserError
-from stoker.profile.host import fit_to_machine, read_machine
+from stoker.profile.host import HostConfig, fit_to_machine, read_machine
+from stoker.tasks.images.layouts.imagenet import synsets
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.models import build_model
-from stoker.train.checkpoint.format import is_ours, read_checkpoint
-from stoker.train.checkpoint.restore import Restored, checkpoint_in, restore_model
+from stoker.tasks.light_timm import timm
+from stoker.train.checkpoint.format import is_ours
+from stoker.train.checkpoint.restore import open_state
 from stoker.train.checkpoint.weights import choose_network, classifier_names, load_weights
-from stoker.train.checkpoint.weights_file import Table, WeightsFile, open_weights
-from stoker.train.light_timm import timm
+from stoker.train.checkpoint.weights_file import WeightsFile, open_weights
 
 
-def open_source(path: Path, say: Say = lambda _text: None) -> tuple[WeightsFile, dict[str, Any] | None]:
-    """The weights of a file, or of a run folder's best checkpoint; and the whole state of a checkpoint of ours."""
-    path = checkpoint_in(path, say)
-    if not is_ours(path):
-        return open_weights(path), None
-    state = read_checkpoint(path)
-    lacking = [part for part in ("model", "config", "progress") if part not in state]
-    if lacking:
-        raise UserError("checkpoint-incomplete", f"{path} holds no {', '.join(lacking)}", hint="another checkpoint")
-    tables = [Table("model", state["model"], averaged=False)]
-    if state.get("ema") is not None:
-        # Over the raw ones: the average holds tensors that two layers share only once.
-        tables.insert(0, Table("ema", {**state["model"], **state["ema"]["tensors"]}, averaged=True))
-    file = WeightsFile(
-        path=path, file_format="stoker", maker="a checkpoint of stoker", tables=tuple(tables),
-        epoch=int(state["progress"]["epoch"]), step=int(state["progress"]["step"]), model=state["config"].get("model"),
-        classes=tuple(state["classes"]) if state.get("classes") else None,
+@dataclass(frozen=True)
+class TrainedImageModel:
+    """A trained model, ready to classify images, and what is known about it."""
+
+    path: Path
+    model: nn.Module
+    """On the CPU, in evaluation mode, float32."""
+    config: HostConfig
+    """As it was trained, with the overrides of this command, resolved for this machine."""
+    classes: tuple[str, ...]
+    """The classes of its outputs, in order; outputs without a class in training come last."""
+    averaged: bool
+    """Whether its weights are the moving average."""
+    epoch: int
+    step: int
+
+    @property
+    def size(self) -> int:
+        """Side of the images it classifies, in pixels."""
+        return self.config.val_img_size or self.config.img_size
+
+
+def restore_model(
+    path: Path, overrides: Sequence[str] = (), *, raw: bool = False, say: Say = lambda _text: None
+) -> TrainedImageModel:
+    """The model of a checkpoint, or of a run folder's best one: its moving average if it has one, unless `raw`."""
+    trained = open_state(path, overrides, raw=raw, say=say)
+    state, config = trained.state, trained.config
+    check_task(config, "used here")
+    outputs = config.num_classes or len(state["classes"])
+    model = build_model(
+        # Weights may belong to positions in the image, so the network is built for the size it was trained at.
+        config.model, outputs, img_size=int(state["config"]["img_size"]),
+        other_sizes=(config.img_size, config.val_img_size), channels_last=config.channels_last,
     )  # fmt: skip
-    return file, state
+    spare = (f"output {number}" for number in range(len(state["classes"]), outputs))
+    return TrainedImageModel(
+        path=trained.path, model=trained.load_into(model), config=config, classes=(*state["classes"], *spare),
+        averaged=trained.averaged, epoch=int(state["progress"]["epoch"]), step=int(state["progress"]["step"]),
+    )  # fmt: skip
 
 
 def open_model(
     path: Path, overrides: Sequence[str] = (), *, raw: bool = False, say: Say = lambda _text: None
-) -> Restored:
+) -> TrainedImageModel:
     """A trained model, ready to classify, from any file; the average if the file has one, unless `raw`.
 
     Files of other programs know neither class names nor image settings: those come from the overrides.
@@ -61,8 +81,8 @@ def open_model(
     config = _config_for(file, overrides)
     check_task(config, "used here")
     model = build_model(
-        config.model, _outputs(file, config), img_size=config.img_size,
-        other_sizes=[] if config.val_img_size is None else [config.val_img_size], channels_last=config.channels_last,
+        config.model, _outputs(file, config), img_size=config.img_size, other_sizes=(config.val_img_size,),
+        channels_last=config.channels_last,
     )  # fmt: skip
     report = load_weights(model, file, "raw" if raw else None)
     say(report.describe())
@@ -79,10 +99,37 @@ def open_model(
     remember_config(here)
     outputs = int(getattr(model, "num_classes", 0))
     classes = file.classes or _classes_of(here, outputs, say) or tuple(f"class {number}" for number in range(outputs))
-    return Restored(
+    return TrainedImageModel(
         path=path, model=model.eval().requires_grad_(False), config=here, classes=classes, averaged=report.averaged,
         epoch=file.epoch or 0, step=file.step or 0,
     )  # fmt: skip
+
+
+def open_for_classes(path: Path, config: HostConfig, classes: tuple[str, ...], say: Say) -> TrainedImageModel:
+    """The network in a checkpoint or run folder of ours, or in a file with weights of the config's model, whose outputs
+    are these classes, or ImageNet's if these are some of them."""
+    try:
+        return restore_model(path, say=say)
+    except UserError as error:
+        if path.is_dir():
+            raise
+        not_ours = error
+    for names in (classes, synsets()) if set(classes) < set(synsets()) else (classes,):
+        model = build_model(
+            config.model, len(names), img_size=config.img_size, other_sizes=(config.val_img_size,),
+            channels_last=config.channels_last,
+        )  # fmt: skip
+        report = load_weights(model, path)
+        # A classifier of another size is skipped: then these are not the names of its outputs.
+        if not report.skipped:
+            model = model.eval().requires_grad_(False)
+            return TrainedImageModel(path, model, config, tuple(names), report.averaged, epoch=0, step=0)
+    raise UserError(
+        "weights-other-classes",
+        f"{path} has a classifier for another number of classes than the data's {len(classes)}",
+        why="without the names of its outputs it cannot tell which class an image is of",
+        hint="--weights with a checkpoint of ours, which has the names",
+    ) from not_ours
 
 
 def _config_for(file: WeightsFile, overrides: Sequence[str]) -> Config:
@@ -129,14 +176,12 @@ def _classes_of(config: Config, outputs: int, say: Say) -> tuple[str, ...] | Non
     if config.data_root is None:
         return None
     index_dir = Path(config.index_dir) if config.index_dir else None
-    found = []
-    for split in ("val", "train"):
-        with suppress(UserError):  # the command says what is wrong with the data
-            found.append(open_index(config.data_root, split, index_dir=index_dir).classes)
-    if not found:
-        with suppress(UserError):
-            found.append(open_index(config.data_root, "", index_dir=index_dir).classes)
+    found: list[tuple[str, ...]] = []
+    for split in ("val", "train", ""):
+        if split or not found:
+            with suppress(UserError):  # the command says what is wrong with the data
+                found.append(open_index(config.data_root, split, index_dir=index_dir).classes)
     names = next((names for names in found if len(names) == outputs), None)
     if names is not None:
         say(f"the file names no classes: its outputs are taken as {names[0]} to {names[-1]}, sorted")
-    return None if names is None else tuple(names)
+    return names

@@ -10,8 +10,9 @@ from stoker.core.console import format_table, shown
 from stoker.core.units import count
 from stoker.tasks.contact_sheet import Picture, Sheet, SheetRow, SheetSection
 from stoker.tasks.volumes.pictures import ERROR_LEGEND, Cut, plain, with_classes, with_errors
+from stoker.tasks.volumes.predict.postprocess import PostStep
 from stoker.tasks.volumes.scores.surface_dice import ISOTROPIC, Spacing
-from stoker.tasks.volumes.scores.whole import ScoreName, VolumeScores, mean_of
+from stoker.tasks.volumes.scores.whole import ClassScores, ScoreName, VolumeScores, mean_of
 
 MOST_LISTED = 20
 """Volumes in the text; `--json` and `--out` have all."""
@@ -32,6 +33,27 @@ class Judged:
 
 
 @dataclass(frozen=True)
+class ScoreOptions:
+    """How volumes are scored."""
+
+    score: ScoreName
+    tolerance: float
+    spacing: Spacing
+    """Spacing of the voxels, in the tolerance's unit."""
+    threshold: float | None
+    """Probability above which a voxel is of class 1; None for the most probable class."""
+    post: tuple[PostStep, ...]
+    """What is done to a mask before it is scored."""
+    pictures: int
+    """Number of volumes, the worst ones, of which planes are kept."""
+
+    @property
+    def chain(self) -> str:
+        """The steps of `post`, as in `predict_postprocess`."""
+        return ",".join(map(str, self.post))
+
+
+@dataclass(frozen=True)
 class VolumeEvaluation:
     """The scores of all volumes, the worst first."""
 
@@ -39,17 +61,12 @@ class VolumeEvaluation:
     """What was scored: a checkpoint, or a folder of masks."""
     place: str
     """Where the labels are."""
-    score: ScoreName
-    tolerance: float
-    spacing: Spacing
-    threshold: float | None
-    post: str
-    """What was done to the masks, as `predict_postprocess` says it."""
-    volumes: tuple[VolumeScores, ...]
+    scoring: ScoreOptions
+    volumes: tuple[VolumeScores, ...] = ()
     unreadable: tuple[tuple[str, str], ...] = ()
     """Name and reason of each volume that was left out."""
     left: int = 0
-    """Volumes that were not scored yet: the evaluation was interrupted."""
+    """Volumes that have not been scored yet, if the evaluation was interrupted."""
 
     def means(self) -> dict[str, float | None]:
         """The means over the volumes: Dice, IoU and surface Dice in percent, the competition's score from 0 to 1."""
@@ -58,7 +75,7 @@ class VolumeEvaluation:
             "iou": _percent(mean_of([one.iou for one in self.volumes])),
             "surface_dice": _percent(mean_of([one.surface_dice for one in self.volumes])),
         }
-        if self.score == "vesuvius-surface":
+        if self.scoring.score == "vesuvius-surface":
             judged = [one.competition for one in self.volumes if one.competition is not None]
             means["score"] = mean_of([one.score for one in judged])
             means["topo_score"] = mean_of([one.topology.score for one in judged])
@@ -71,11 +88,11 @@ class VolumeEvaluation:
         return {
             **self.source,
             "data": self.place,
-            "score": self.score,
-            "tolerance": self.tolerance,
-            "spacing": list(self.spacing),
-            "threshold": self.threshold,
-            "post": self.post,
+            "score": self.scoring.score,
+            "tolerance": self.scoring.tolerance,
+            "spacing": list(self.scoring.spacing),
+            "threshold": self.scoring.threshold,
+            "post": self.scoring.chain,
             "mean": self.means(),
             "volumes": [_record(one) for one in self.volumes],
             "unreadable": [{"name": name, "reason": reason} for name, reason in self.unreadable],
@@ -85,30 +102,32 @@ class VolumeEvaluation:
 
 def _record(one: VolumeScores) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "id": one.id, "dice": _percent(one.dice), "iou": _percent(one.iou), "surface_dice": _percent(one.surface_dice),
+        "id": one.id,
+        **_in_percent(one),
         "labelled": 100 * one.labelled,
-    }  # fmt: skip
+    }
     if len(one.classes) > 1:
-        document["classes"] = [
-            {"class": number, "dice": _percent(of.dice), "iou": _percent(of.iou),
-             "surface_dice": _percent(of.surface_dice)}
-            for number, of in enumerate(one.classes, 1)
-        ]  # fmt: skip
+        document["classes"] = [{"class": number, **_in_percent(of)} for number, of in enumerate(one.classes, 1)]
     if one.competition is not None:
         document["competition"] = one.competition.as_dict()
     return document
 
 
+def _in_percent(one: VolumeScores | ClassScores) -> dict[str, float | None]:
+    return {"dice": _percent(one.dice), "iou": _percent(one.iou), "surface_dice": _percent(one.surface_dice)}
+
+
 def evaluation_text(found: VolumeEvaluation, title: str) -> str:
     """The table of the volumes, the worst first, and their means."""
     listed = found.volumes[:MOST_LISTED]
-    unit = "voxels" if found.spacing == ISOTROPIC else "units of the spacing"
+    scoring = found.scoring
+    unit = "voxels" if scoring.spacing == ISOTROPIC else "units of the spacing"
     about = f"{title}\n{shown(found.place)}: {count(len(found.volumes), 'volume')}"
-    about += f", surface Dice within {found.tolerance:g} {unit}"
-    about += f", threshold {found.threshold:g}" if found.threshold is not None else ""
-    about += f", after {found.post}" if found.post else ""
+    about += f", surface Dice within {scoring.tolerance:g} {unit}"
+    about += f", threshold {scoring.threshold:g}" if scoring.threshold is not None else ""
+    about += f", after {scoring.chain}" if scoring.post else ""
     means = found.means()
-    header, rows = _table(listed, found.score, means)
+    header, rows = _table(listed, scoring.score, means)
     parts = [about, format_table(rows, header)]
     if len(listed) < len(found.volumes):
         parts[1] = f"{len(listed)} worst of {len(found.volumes)} volumes, and the mean of all\n{parts[1]}"

@@ -1,7 +1,7 @@
 """`stoker preview` for volumes: the patches of a run's first steps as the network gets them, with their labels.
 
-Everything about a patch is a function of seed, epoch and position, so these are the very inputs that those steps train
-on: read, turned, resampled, normalised and changed by the same code. It is done on the CPU, in float32.
+A patch is a function of seed, epoch and position, so these are exactly the inputs that those steps train on: read,
+turned, resampled, normalised and changed by the same code, on the CPU in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stoker.loader.sampler import excerpt
 from stoker.profile.host import HostConfig
 from stoker.tasks.contact_sheet import LARGEST_SIDE, Picture, Sheet, SheetRow, SheetSection
 from stoker.tasks.preview import InputRange, Preview, not_shown, range_of, range_text
-from stoker.tasks.volumes.augment.intensity import Changes, draw_changes
+from stoker.tasks.volumes.augment.intensity import draw_changes
 from stoker.tasks.volumes.augment.pipeline import (
     VolumeAugment,
     VolumeEvalPrepare,
@@ -197,14 +197,11 @@ def placed(batch: PatchBatch, slot: int) -> tuple[str, ...]:
 
 
 def changed(batch: PatchBatch, prepare: VolumeEvalPrepare) -> tuple[str, ...]:
-    """What happened to the voxels of the first patch, in words."""
+    """What happened to the voxels of the first patch, in words; the numbers are those of the first channel, which is
+    the one that is shown."""
     if not isinstance(prepare, VolumeAugment):
         return ()
-    return _in_words(draw_changes(batch.keys, prepare.chances, batch.layout.channels, batch.patch)[0])
-
-
-def _in_words(changes: Changes) -> tuple[str, ...]:
-    """The first channel's numbers: the one that is shown."""
+    changes = draw_changes(batch.keys, prepare.chances, batch.layout.channels, batch.patch)[0]
     words = []
     if changes.noise is not None:
         words.append(f"noise {changes.noise[0]:.2f}")

@@ -15,9 +15,8 @@ from stoker.tasks.export_formats import CPU, Exportable
 from stoker.tasks.images.classify import colours_of
 from stoker.tasks.images.data import validation_interpolation
 from stoker.tasks.images.decode.headers import BadImage
-from stoker.tasks.images.prediction import classifier_of, images_below, load_image
-from stoker.train.checkpoint.restore import Restored
-from stoker.train.checkpoint.sources import open_model
+from stoker.tasks.images.image_prediction import classifier_of, images_below, load_image
+from stoker.tasks.images.trained_model import TrainedImageModel, open_model
 
 
 def export(checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw: bool) -> Exportable:
@@ -27,7 +26,7 @@ def export(checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw
     return Exportable(restored.config.model, restored.model, "images", inputs, metadata, restored.path)
 
 
-def _metadata(restored: Restored) -> dict[str, object]:
+def _metadata(restored: TrainedImageModel) -> dict[str, object]:
     """What a program needs to know to use the model."""
     config = restored.config
     mean, std = colours_of(restored.model)
@@ -47,7 +46,7 @@ def _metadata(restored: Restored) -> dict[str, object]:
     }
 
 
-def _inputs(restored: Restored, image: Path | None) -> dict[str, Tensor]:
+def _inputs(restored: TrainedImageModel, image: Path | None) -> dict[str, Tensor]:
     """What is compared: random images, several and one, and a real image if there is one."""
     size = restored.size
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +58,7 @@ def _inputs(restored: Restored, image: Path | None) -> dict[str, Tensor]:
     return inputs
 
 
-def _real_image(restored: Restored, image: Path | None) -> tuple[Path, Tensor] | None:
+def _real_image(restored: TrainedImageModel, image: Path | None) -> tuple[Path, Tensor] | None:
     """The given image, or the first readable one of the data that the model was trained on."""
     root = restored.config.data_root
     candidates: Iterator[Path] = iter(())

@@ -11,9 +11,9 @@ from stoker.core.units import count
 from stoker.tasks.checks import Check, StepInput, Subject, failed, passed, unknown
 from stoker.tasks.volumes.patches.patches import RandomPatches
 
-# Patches around foreground cannot make up for less: a rarer class is hardly ever complete in one.
+# Drawing patches around foreground does not help below this share.
 LEAST_FOREGROUND = 0.0001
-# Per voxel of a patch, in float32: 1,900 for the case study's network, with its padding 3,000.
+# Per voxel of a patch, in float32: the case study's network keeps 1,900, with its padding 3,000.
 MOST_ACTIVATIONS_PER_VOXEL = 4000
 
 
@@ -73,7 +73,7 @@ def check_labelled(subject: Subject) -> Finding:
         )
     if data.rules.classes > 1 and counts[1:].sum() < LEAST_FOREGROUND * labelled:
         return failed(
-            f"{seen}; hardly anything but background", "check that the labels are those of these images", **facts
+            f"{seen}; almost everything is background", "check that the labels are those of these images", **facts
         )
     return passed(seen, **facts)
 

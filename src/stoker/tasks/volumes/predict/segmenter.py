@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from stoker.core.console import Advance, Say
 from stoker.core.errors import UserError
-from stoker.tasks.volumes.augment.intensity import deviation as deviation_of
-from stoker.tasks.volumes.augment.pipeline import memory_format_of
-from stoker.tasks.volumes.cases.statistics import Normalization, Statistics, measure, value_range
+from stoker.tasks.volumes.augment.pipeline import memory_format_of, normalise
+from stoker.tasks.volumes.cases.survey import Normalization, Statistics, measure, value_range
 from stoker.tasks.volumes.formats.volume import Region, Shape, Volume, Voxels, check_finite, read_padded
 from stoker.tasks.volumes.predict.windows import SlidingWindow, Window, WindowGrid
 from stoker.tasks.volumes.segment import TrainedVolumeModel
@@ -32,11 +31,9 @@ from stoker.train.compute import Precision, set_matmul_precision
 Take = Callable[[Region, Tensor], None]
 """Takes a finished box: its region, and the probabilities (classes but the first, z, y, x) of its voxels in float32, on
 the device. The probability of class 0 is the rest to one. The tensor is reused: copy what is needed later."""
-Pairs = Sequence[tuple[float, float]]
-"""For each channel, what is subtracted from its voxels and what divides them."""
+Numbers = tuple[list[float], list[float]]
+"""For each channel, what is subtracted from its voxels; and what divides them."""
 Scale = Literal["float16", "uint8"]
-# Smallest deviation of a patch to divide by; a constant one has none.
-SMALLEST_DEVIATION = 1e-6
 READERS = 2
 """Threads that read the next windows while the network works on these."""
 
@@ -53,11 +50,11 @@ class Segmenter:
     classes: int
     normalize: Normalization
     batch: int = 1
-    """Windows at once, unless the sliding window says otherwise."""
+    """Windows at once."""
     memory_format: torch.memory_format = torch.contiguous_format
 
     @torch.inference_mode()
-    def probabilities(self, voxels: Tensor, statistics: Pairs, mirrored: Sequence[tuple[int, ...]]) -> Tensor:
+    def probabilities(self, voxels: Tensor, statistics: Numbers, mirrored: Sequence[tuple[int, ...]]) -> Tensor:
         """The probabilities (windows, classes but the first, z, y, x) in float32 for voxels (windows, channels, z, y,
         x) of any kind, averaged over networks and mirror images; waits for nothing."""
         inputs = self.inputs(voxels, statistics)
@@ -74,17 +71,11 @@ class Segmenter:
         assert total is not None
         return total.div_(len(mirrored) * len(self.models))
 
-    def inputs(self, voxels: Tensor, statistics: Pairs) -> Tensor:
-        """What the networks take for these voxels: normalised as in training, with the same kernels
-        (tasks/volumes/augment/pipeline.py)."""
+    def inputs(self, voxels: Tensor, statistics: Numbers) -> Tensor:
+        """What the networks take for these voxels: normalised as in training, by the same code."""
         inputs = voxels.to(self.device, non_blocking=True).float()
         for window in inputs:
-            for channel, (mean, deviation) in zip(window, statistics, strict=True):
-                if self.normalize == "patch":
-                    channel.sub_(channel.mean())
-                    channel.div_(deviation_of(channel).clamp_(min=SMALLEST_DEVIATION))
-                else:
-                    channel.sub_(mean).mul_(1 / deviation)
+            normalise(window, self.normalize, *statistics)
         return inputs.contiguous(memory_format=self.memory_format)
 
 
@@ -137,11 +128,11 @@ class Carried(Protocol):
         """Carries sums for y from `start` on into a layer."""
 
     def layer_done(self, layer: int) -> None:
-        """Everything that closed in a layer has been taken, and all that it carries into the next was written."""
+        """Every finished box of a layer was taken, and all that it carries into the next layer was written."""
 
 
 class CarriedInMemory:
-    """For volumes that are not too large."""
+    """Keeps the sums in memory, for volumes that are not too large."""
 
     first_layer = 0
 
@@ -172,7 +163,7 @@ def predict_volume(
     progress: Advance | None = None,
     say: Say = lambda _line: None,
 ) -> None:
-    """Gives `take` the probabilities of every voxel, box by box: each voxel once, none of them twice, z ascending.
+    """Gives `take` the probabilities of every voxel, box by box: each voxel exactly once, z ascending.
 
     `images` are the channels. `statistics` are what is subtracted from each channel and what divides it, measured here
     if not given; a box of a volume needs those of the whole. `progress` counts windows. Raises ReadFailure if the
@@ -183,13 +174,13 @@ def predict_volume(
     grid = WindowGrid(images[0].shape, segmenter.patch, sliding.overlap)
     carried = carried or CarriedInMemory(grid, segmenter.classes)
     means, deviations = statistics or measured(images, segmenter.normalize)
-    numbers = list(zip(means.tolist(), deviations.tolist(), strict=True))
+    numbers = means.tolist(), deviations.tolist()
     sums = _RowSums(grid, segmenter, carried, take)
-    done, batch = carried.first_layer * grid.windows_per_layer, sliding.batch or segmenter.batch
+    done, batch = carried.first_layer * grid.windows_per_layer, segmenter.batch
     with ThreadPoolExecutor(READERS) as pool:
         for layer in range(carried.first_layer, grid.layers):
             sums.begin(layer)
-            # A batch never crosses layers: a prediction that resumes at a layer has the same batches, so the same bits.
+            # A batch never crosses layers: a prediction that resumes at one has the same batches and the same bits.
             for windows, voxels in _batches(images, grid, layer, batch, pool):
                 begin = 0
                 while begin < len(windows):
@@ -361,7 +352,7 @@ def measured(images: Sequence[Volume], normalize: Normalization) -> tuple[Statis
 
 
 def _unless_out_of_memory(
-    segmenter: Segmenter, voxels: Tensor, statistics: Pairs, mirrored: Sequence[tuple[int, ...]]
+    segmenter: Segmenter, voxels: Tensor, statistics: Numbers, mirrored: Sequence[tuple[int, ...]]
 ) -> Tensor | None:
     try:
         return segmenter.probabilities(voxels, statistics, mirrored)

@@ -1,0 +1,93 @@
+"""`stage_to` for volumes: the files of which cases are copied while training runs, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stoker.core.console import Say, shown
+from stoker.core.redact import redact_text
+from stoker.io.cache import CopyPlace, FileVersion
+from stoker.io.filling import WantedFile
+from stoker.io.stores import SourceStore, open_store
+from stoker.loader.fill_order import Indices
+from stoker.profile.host import HostConfig
+from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
+from stoker.tasks.volumes.formats.opening import VolumeRef, suffix_of
+from stoker.tasks.volumes.patches.patch_collate import PatchPlan
+from stoker.train.ranks import Ranks
+
+LISTS = (".yaml", ".yml")
+
+
+def stage_volumes(
+    config: HostConfig, train: PatchPlan, val: PatchPlan | None, ranks: Ranks, say: Say
+) -> Staging | None:
+    """Opens the copy of `stage_to` for volumes in files: those of a list, a pack, or another layout; None without that
+    key. Raises UserError for arrays that can only be staged before training."""
+    if config.stage_to is None:
+        return None
+    root = split_place(config.data_root or "", "")
+    listed = root.lower().endswith(LISTS)
+    root = root.rpartition("/")[0] if listed else root
+    place, source = copy_place(config, root), open_store(root)
+    plans = [plan for plan in (train, val) if plan is not None]
+    refs = [ref for plan in plans for case in plan.cases for ref in (*case.images, case.label) if ref is not None]
+    expected: dict[str, FileVersion] = {}
+    for ref in refs:
+        path = place.below(ref.location)
+        if path is None:
+            raise cannot_stage(
+                config, f"{redact_text(ref.location)} is outside of it", "the copy has the files of data_root"
+            )
+        if _is_zarr(ref):
+            raise cannot_stage(
+                config, f"{shown(path)} is a Zarr array", "its chunks are read by a library of their own"
+            )
+        expected[path] = _expected(ref, source, path)
+    place = CopyPlace(place.folder, place.source, expected)
+    beside = files_beside(root, [], place, [], source)
+    validation = None if val is None else VolumeFiles(val, place)
+    return open_staging(place, source, VolumeFiles(train, place), validation, beside, ranks, say)
+
+
+class VolumeFiles:
+    """A split of volumes: the images and labels of its cases."""
+
+    def __init__(self, plan: PatchPlan, place: CopyPlace) -> None:
+        self._patches, self.steps = plan.patches, plan.steps
+        self._cases = [
+            [_volume(ref.location, place) for ref in (*case.images, case.label) if ref is not None]
+            for case in plan.cases
+        ]
+        self.positions = self.steps.samples
+
+    def __len__(self) -> int:
+        return self.positions
+
+    def files(self) -> Iterator[WantedFile]:
+        for case in self._cases:
+            yield from case
+
+    def at(self, epoch: int, positions: Indices) -> Iterator[WantedFile]:
+        # Every case comes up within two turns; each of its later patches reads the same files.
+        cases = self._patches.cases(epoch, positions).tolist()
+        for case in dict.fromkeys(cases):
+            yield from self._cases[case]
+
+
+def _expected(ref: VolumeRef, source: SourceStore, path: str) -> FileVersion:
+    if ref.version:
+        size, _, version = ref.version.partition(" ")
+        return FileVersion(int(size), version)
+    return FileVersion(*source.about(path))
+
+
+def _is_zarr(ref: VolumeRef) -> bool:
+    return suffix_of(ref.location) in ("", ".zarr") or (ref.packed is not None and ref.packed.kind == "zarr")
+
+
+def _volume(location: str, place: CopyPlace) -> WantedFile:
+    path = place.below(location)
+    assert path is not None, "the volumes are below the root of the data"
+    return WantedFile(path, *place.expected[path])

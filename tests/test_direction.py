@@ -46,15 +46,6 @@ HEAVY = {"torch", "torchvision", "timm", "numpy", "cv2", "monai"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 KNOW_KINDS = {"tasks", "config"}
-NOT_YET_TASK = {
-    "plan/budget.py",
-    "plan/guard.py",
-    "plan/planning.py",
-    "stage/needs.py",
-    "trial/process.py",
-    "trial/trial_server.py",
-}
-"""Modules that still ask for the kind of data, instead of `Task`."""
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:
@@ -113,14 +104,14 @@ def test_imports_go_one_way_and_only_the_console_prints(path: Path) -> None:
 
 
 def asks_for_kind(text: str) -> bool:
-    """Whether a module asks which kind of data a config has."""
-    return re.search(r"segment3d|\.task [!=]=", text) is not None
+    """Whether a module asks which kind of data a config has, or imports one."""
+    return re.search(r"segment3d|\.task [!=]=|stoker\.tasks\.(images|volumes)", text) is not None
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_only_tasks_and_config_ask_which_kind_of_data_it_is(path: Path) -> None:
     module = path.relative_to(SOURCE).as_posix()
-    if module.split("/")[0] not in KNOW_KINDS and module not in NOT_YET_TASK:
+    if module.split("/")[0] not in KNOW_KINDS:
         assert not asks_for_kind(path.read_text())
 
 

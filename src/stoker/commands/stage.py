@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from stoker.config import Config
     from stoker.plan.break_even import Payback
     from stoker.stage.checking import Verification
-    from stoker.stage.copying import Selection
     from stoker.stage.transfer import StageOptions, Summary
+    from stoker.tasks.needed_files import Selection
 
 MEASURED_FROM = 1_000_000_000
 """Bytes: below it nobody waits long enough to decide, and measuring would take a good part of the copying."""
@@ -128,7 +128,7 @@ def stage(
     document: dict[str, Any] = summary.as_dict() | {"break_even": None if payback is None else payback.as_dict()}
     lines, complete = [summary_text(summary)], summary.complete
     if file is not None and config is not None and complete:
-        from stoker.stage.needs import write_config_of_copy
+        from stoker.stage.copying import write_config_of_copy
 
         written = write_config_of_copy(file, config, [*words[1:], *chosen], summary.target, output)
         document["config"] = str(written)
@@ -185,14 +185,16 @@ def _names_in(path: Path) -> tuple[str, ...]:
 
 def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, Selection]:
     from stoker.core.console import progress_bar, say
-    from stoker.stage.copying import Selection
+    from stoker.core.errors import ConfigError
+    from stoker.tasks.base import task_for
+    from stoker.tasks.needed_files import Selection
 
     if isinstance(source, str):
         return source, Selection()
-    from stoker.stage.needs import select_for  # imports torch, which copying does not need
-
+    if source.data_root is None:
+        raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
     with progress_bar("listing", unit="folders") as advance:
-        return select_for(source, names, advance, lambda line: say(f"note: {line}"))
+        return task_for(source).needed_files(source, names, advance, lambda line: say(f"note: {line}"))
 
 
 def _stage(

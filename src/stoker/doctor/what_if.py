@@ -20,6 +20,7 @@ from stoker.doctor.diagnosis import Prediction
 from stoker.doctor.preparing import filling, oversized_work, workers_that_fit
 from stoker.doctor.simulation import Setup, ThreadWork, simulate
 from stoker.plan.records import PACKED_BYTES
+from stoker.profile.datasheets import PACKING_SPEEDUP
 from stoker.profile.observed import BatchTime, LoaderShape, Observed
 
 DRAWN = 160
@@ -215,7 +216,6 @@ def _packing(model: LoaderModel, observed: Observed) -> Prediction | None:
     whole = sum(stage.wall_s for stage in observed.stages.values())
     if whole <= 0:
         return None
-    from stoker.tasks.images.pack.split_packing import PACKING_SPEEDUP  # a script does not need our decoders
 
     if storage.bytes_per_sample is not None and storage.bytes_per_sample < PACKED_BYTES:
         return None

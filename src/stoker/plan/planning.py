@@ -34,7 +34,6 @@ from stoker.profile.memory import used_by_others_bytes
 from stoker.run.folder import run_folder_for
 from stoker.tasks.base import task_for
 from stoker.tasks.building import trial_run
-from stoker.tasks.images.memory_trial import measure_loader_memory
 
 TRIAL_S = 3.0
 MOST_BATCH = 64
@@ -250,7 +249,7 @@ def _measured(config: HostConfig, hardware: Hardware, wanted: WantedMachine) -> 
     if not wanted.measure:
         return MeasuredHere(STATED, None, others)
     with progress_bar("measuring the loader", None):
-        return MeasuredHere(measure_loader_memory(), samples_per_core_second(config), others)
+        return MeasuredHere(task_for(config).loader_memory(), samples_per_core_second(config), others)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

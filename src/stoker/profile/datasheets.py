@@ -189,6 +189,11 @@ def _invalid(where: str, problem: str) -> UsageError:
     return UsageError("datasheet-invalid", f"{where}: {problem}", hint=f"a datasheet has the fields {FIELDS}")
 
 
+PACKING_SPEEDUP = 1.5
+"""Images a second from shards of 500 px and quality 90, beside the original files, where decoding limits: 1.51 (1.30 to
+1.66) in results/loaders, 1.55 (1.39 to 1.57) in results/cures."""
+
+
 @dataclass(frozen=True)
 class PublishedRate:
     """Images a second that an accelerator trains ResNet-50 with at 224 px, and who measured it."""

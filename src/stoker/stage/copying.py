@@ -3,17 +3,20 @@ and the copying itself."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stoker.config import Config
 from stoker.core.console import Advance, some
 from stoker.core.errors import UserError
+from stoker.core.files import write_text
 from stoker.core.redact import redact_text
 from stoker.core.units import count, size_text
 from stoker.io.copy_names import remove_abandoned, temporary_name
@@ -22,66 +25,39 @@ from stoker.io.stores import is_url
 from stoker.profile.local_disk import same_device
 from stoker.stage.sources import Source, SourceFile
 from stoker.stage.transfer import StageOptions, Summary, Transfer, room_margin, writing
+from stoker.tasks.base import task_for
+from stoker.tasks.needed_files import Selection
 
 if TYPE_CHECKING:
     from stoker.plan.break_even import Payback
 
 MARKERS = ("index.json", "volumes.json")
 """The file that a pack writes last, and so does a copy of it: once it is there, the pack is complete."""
-SUPPORT = (".csv", ".jsonl", ".json", ".txt", ".mat", ".npy", ".yaml", ".yml", ".md")
-"""Lists, labels and indexes, which are copied beside the images that they describe."""
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The part of a source that is copied; without folders and paths, all of it."""
-
-    folders: tuple[str, ...] = ("",)
-    """Folders below which files are listed."""
-    paths: frozenset[str] | None = None
-    """The files that are wanted; None for all below the folders."""
-    support_in: frozenset[str] = frozenset()
-    """Folders whose lists, labels and indexes are wanted, too."""
-    left_out: tuple[str, ...] = ()
-    """Prefixes of paths that are not wanted."""
-    empty_folders: tuple[str, ...] = ()
-    """Class folders, which count even if they have no images."""
-    record: dict[str, Any] | None = field(default=None)
-    """The content of `subset.json`; None if everything was taken."""
-
-    def wanted(self, file: SourceFile) -> bool:
-        """Whether a listed file is copied."""
-        path = file.path
-        if path.startswith(self.left_out):
-            return False
-        if self.paths is None or path in self.paths:
-            return True
-        folder, _, name = path.rpartition("/")
-        return folder in self.support_in and name.lower().endswith(SUPPORT)
-
-    def files(self, source: Source, progress: Advance | None = None) -> Iterator[SourceFile]:
-        """The files to copy, as the source lists them now; raises UserError if one that is wanted is not there."""
-        missing = None if self.paths is None else set(self.paths)
-        told: set[str] = set()
-        for folder in sorted(self.support_in):
-            for file in source.directly_in(folder):
-                if self.wanted(file):
-                    told.add(file.path)
-                    yield file
-        for file in source.files(_without_nested(self.folders), progress):
-            if self.wanted(file) and file.path not in told:
+def selected_files(selection: Selection, source: Source, progress: Advance | None = None) -> Iterator[SourceFile]:
+    """The files to copy, as the source lists them now; raises UserError if one that is wanted is not there."""
+    missing = None if selection.paths is None else set(selection.paths)
+    told: set[str] = set()
+    for folder in sorted(selection.support_in):
+        for file in source.directly_in(folder):
+            if selection.wanted(file.path):
+                told.add(file.path)
                 yield file
-                if missing is not None:
-                    missing.discard(file.path)
-        if missing:
-            missing -= told
-        if missing:
-            raise UserError(
-                "data-changed",
-                f"{redact_text(source.url)} lacks {count(len(missing), 'file')} of the index: {some(sorted(missing))}",
-                why="the data has changed since it was listed, and so may the part that was chosen",
-                hint="run it again; an index of a URL is renewed if its folder below index_dir is removed",
-            )
+    for file in source.files(_without_nested(selection.folders), progress):
+        if selection.wanted(file.path) and file.path not in told:
+            yield file
+            if missing is not None:
+                missing.discard(file.path)
+    if missing:
+        missing -= told
+    if missing:
+        raise UserError(
+            "data-changed",
+            f"{redact_text(source.url)} lacks {count(len(missing), 'file')} of the index: {some(sorted(missing))}",
+            why="the data has changed since it was listed, and so may the part that was chosen",
+            hint="run it again; an index of a URL is renewed if its folder below index_dir is removed",
+        )
 
 
 def _without_nested(folders: tuple[str, ...]) -> tuple[str, ...]:
@@ -96,16 +72,6 @@ def _without_nested(folders: tuple[str, ...]) -> tuple[str, ...]:
         return False
 
     return tuple(folder for folder in dict.fromkeys(folders) if not is_nested(folder))
-
-
-@dataclass(frozen=True)
-class VolumeSelection(Selection):
-    """Files by their path, or by the folder of a Zarr volume that they are in."""
-
-    wanted_paths: tuple[str, ...] = ()
-
-    def wanted(self, file: SourceFile) -> bool:
-        return file.path in self.wanted_paths or file.path.startswith(tuple(f"{path}/" for path in self.wanted_paths))
 
 
 @dataclass(frozen=True)
@@ -127,7 +93,7 @@ def find_work(source: Source, copy: LocalCopy, selection: Selection, progress: A
     left: list[SourceFile] = []
     total_files = total_bytes = 0
     names = _Names(ignore_case=ignores_case(copy.folder))
-    for file in selection.files(source, progress):
+    for file in selected_files(selection, source, progress):
         total_files, total_bytes = total_files + 1, total_bytes + file.size
         names.add(file.path)
         known = copy.present(file.path) if "\0" not in file.path else None
@@ -287,3 +253,16 @@ def check_apart(source: str, target: str) -> None:
                 else f"{what} the copy, which it could overwrite",
                 hint="choose a folder elsewhere",
             )
+
+
+def write_config_of_copy(file: Path, config: Config, overrides: list[str], folder: str, output: Path | None) -> Path:
+    """Writes a config with the original one as its base and the copy as its data_root; returns its path."""
+    target = (output or Path(folder) / file.name).absolute()
+    base = os.path.relpath(file.resolve(), target.parent.resolve())
+    root = task_for(config).root_in_copy(config, folder)
+    keys = dict(override.split("=", 1) for override in overrides)
+    keys.pop("data_root", None)
+    lines = [f"base: {json.dumps(base)}", f"data_root: {json.dumps(root)}"]
+    lines += [f"{key}: {value}" for key, value in keys.items()]
+    write_text(target, "\n".join(lines) + "\n")
+    return target

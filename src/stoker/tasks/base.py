@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from stoker.config import Config
 from stoker.config.task_names import BUILT_IN, place_of_task
-from stoker.core.console import Answer, Say
+from stoker.core.console import Advance, Answer, Say
 from stoker.core.errors import StokerError, UserError
 from stoker.profile.observed import StorageFacts
 from stoker.run.metric import Metric
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stoker.loader.loader import BatchLoader
+    from stoker.loader.loader_memory import LoaderMemory
     from stoker.loader.loader_speed import LoaderSpeed
     from stoker.profile.host import HostConfig
     from stoker.run.folder import RunFolder
     from stoker.tasks.building import RunContext
     from stoker.tasks.checks import Check, EpochLength, StepInput
     from stoker.tasks.export_formats import Exportable
+    from stoker.tasks.needed_files import Selection
     from stoker.tasks.packing import PackVariants
     from stoker.tasks.plan_facts import DataFacts, PlanPart, StepCosts
     from stoker.tasks.preview import Preview
@@ -129,6 +131,25 @@ class Task(ABC):
     def open_staging(self, config: HostConfig, data: Any, ranks: Ranks, say: Say) -> Staging | None:
         """The local copy that training fills, if the config names one."""
         return None
+
+    def needed_files(
+        self,
+        config: Config,
+        class_list: tuple[str, ...] | None,
+        progress: Advance | None,
+        say: Say | None,
+    ) -> tuple[str, Selection]:
+        """The root that a config reads from, and which files of it `stoker stage` copies; `class_list` are the classes
+        that are wanted."""
+        from stoker.tasks.needed_files import Selection, refuse_classes
+
+        refuse_classes(config, class_list, self.items)
+        assert config.data_root is not None
+        return config.data_root, Selection()
+
+    def root_in_copy(self, config: Config, folder: str) -> str:
+        """What `data_root` is in a copy."""
+        return folder
 
     # Training
 
@@ -262,6 +283,13 @@ class Task(ABC):
         from stoker.tasks.building import updates_per_epoch
 
         return None if samples is None else updates_per_epoch(config, samples, world)
+
+    def loader_memory(self) -> LoaderMemory:
+        """What the parts of a loader take on this machine. Processes and batches take the same for any kind of data, so
+        it is measured once, with images."""
+        from stoker.tasks.images.memory_trial import measure_loader_memory
+
+        return measure_loader_memory()
 
     def plan_part(self, config: Config, facts: Any, costs: StepCosts) -> PlanPart | None:
         """What only a plan of this task has."""

@@ -10,10 +10,10 @@ import numpy as np
 from stoker.config import Config
 from stoker.core.console import Advance
 from stoker.core.errors import StokerError
+from stoker.profile.datasheets import PACKING_SPEEDUP
 from stoker.tasks.images.classify import traceable_step
 from stoker.tasks.images.data import IMAGENET_CLASSES, open_samples
 from stoker.tasks.images.layouts.sample_index import SampleSet
-from stoker.tasks.images.pack.split_packing import PACKING_SPEEDUP
 from stoker.tasks.plan_facts import DataFacts, LoaderFigures
 from stoker.train.step import TraceableStep
 

@@ -27,6 +27,7 @@ class Classify(Task):
     record_choice = at(f"{_HERE}.classify:record_choice")
     as_it_began = at(f"{_HERE}.classify:with_decoder_of")
     open_staging = at(f"{_HERE}.classify:open_staging")
+    needed_files = at(f"{_HERE}.needed_images:needed_files")
 
     build_run = at(f"{_HERE}.classify:build_run")
     describe_run = at(f"{_HERE}.classify:describe_run")

@@ -34,6 +34,8 @@ class Segment3d(Task):
     open_data = at(f"{_HERE}.data:open_data")
     listings = at(f"{_HERE}.data:listings")
     open_staging = at(f"{_HERE}.segment:open_staging")
+    needed_files = at(f"{_HERE}.volume_staging:needed_files")
+    root_in_copy = at(f"{_HERE}.volume_staging:root_in_copy")
 
     build_run = at(f"{_HERE}.segment:build_run")
     describe_run = at(f"{_HERE}.segment:describe_run")

@@ -1,23 +1,31 @@
-"""`stage_to` for volumes: the files of which cases are copied while training runs, and in which order."""
+"""Copies of volumes: which files `stoker stage` needs, and in which order `stage_to` copies those of cases while it
+trains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from stoker.core.console import Say, shown
+from stoker.config import Config
+from stoker.core.console import Advance, Say, shown, some
+from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
+from stoker.core.units import count
 from stoker.io.cache import CopyPlace, FileVersion
 from stoker.io.filling import WantedFile
-from stoker.io.stores import SourceStore, open_store
+from stoker.io.stores import SourceStore, is_url, open_store
 from stoker.loader.fill_order import Indices
 from stoker.profile.host import HostConfig
 from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.needed_files import Selection, refuse_classes
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
-from stoker.tasks.volumes.formats.opening import VolumeRef, suffix_of
+from stoker.tasks.volumes.cases.cases import open_cases
+from stoker.tasks.volumes.formats.opening import VolumeRef, local_path, suffix_of
 from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 from stoker.train.ranks import Ranks
 
 LISTS = (".yaml", ".yml")
+_NOT_TRAINED_ON = ("test_images/", "imagesTs/")
 
 
 def stage_volumes(
@@ -49,6 +57,42 @@ def stage_volumes(
     beside = files_beside(root, [], place, [], source)
     validation = None if val is None else VolumeFiles(val, place)
     return open_staging(place, source, VolumeFiles(train, place), validation, beside, ranks, say)
+
+
+def needed_files(
+    config: Config,
+    class_list: tuple[str, ...] | None,
+    progress: Advance | None,  # noqa: ARG001
+    say: Say | None,  # noqa: ARG001
+) -> tuple[str, Selection]:
+    """The root that a config reads from, and the parts of it that it needs."""
+    refuse_classes(config, class_list, "volumes")
+    root = config.data_root
+    assert root is not None
+    if not root.endswith(LISTS):
+        open_cases(root)  # reports errors before anything is copied
+        return root, Selection(left_out=_NOT_TRAINED_ON)
+    folder = root.rpartition("/")[0] or "."
+    if not is_url(folder):
+        folder = str(Path(folder).expanduser().resolve())
+    listed = open_cases(root)
+    refs = [ref.location for case in listed.cases for ref in (*case.images, *([case.label] if case.label else []))]
+    outside = [ref for ref in refs if not local_path(ref).startswith(f"{folder}/")]
+    if outside:
+        raise UserError(
+            "volumes-elsewhere",
+            f"{count(len(outside), 'volume')} of {root} outside its folder: {some(outside)}",
+            why="a copy keeps the paths below the folder of the list",
+            hint="put the volumes below the folder of the list, or stage their folders one by one",
+        )
+    paths = tuple(sorted({local_path(ref)[len(folder) + 1 :] for ref in refs}))
+    return folder, Selection(below=(root.rpartition("/")[2], *paths))
+
+
+def root_in_copy(config: Config, folder: str) -> str:
+    """What `data_root` is in a copy: a list keeps its name."""
+    root = config.data_root or ""
+    return f"{folder}/{root.rpartition('/')[2]}" if root.endswith(LISTS) else folder
 
 
 class VolumeFiles:

@@ -58,10 +58,6 @@ ORDER_KEY = 20240229
 DEFAULT_SHARD_BYTES = 256_000_000
 STAT_THREADS = 16
 
-PACKING_SPEEDUP = 1.5
-"""Images a second from shards of 500 px and quality 90, beside the original files, where decoding limits: 1.51 (1.30 to
-1.66) in results/loaders, 1.55 (1.39 to 1.57) in results/cures."""
-
 
 @dataclass(frozen=True)
 class PackOptions:

@@ -1,5 +1,4 @@
-"""Which files of a source a config or a subset needs, by the same index and choice as in training; and the config that
-trains from the copy.
+"""Which images and lists a config or a subset needs, by the same index and choice as in training.
 
 Paths stay as they are at the source, so training finds the copy's layout by the same rules. A subset chosen again from
 the copy is the same subset: classes and images are taken by the smallest hashes, and those are all in it.
@@ -7,68 +6,29 @@ the copy is the same subset: classes and images are taken by the smallest hashes
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stoker.config import Config
 from stoker.core.console import Advance, Say, some
-from stoker.core.errors import ConfigError, UserError, did_you_mean
-from stoker.core.files import write_text
+from stoker.core.errors import UserError, did_you_mean
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.stores import is_url
-from stoker.stage.copying import Selection, VolumeSelection
 from stoker.tasks.images.data import chosen_record, open_split
 from stoker.tasks.images.layouts.imagenet_labels import DEVKITS
 from stoker.tasks.images.layouts.listing import split_place
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.layouts.subset import choose_subset
-from stoker.tasks.volumes.cases.cases import open_cases
-from stoker.tasks.volumes.formats.opening import local_path
-
-_NOT_TRAINED_ON = ("test_images/", "imagesTs/")
+from stoker.tasks.needed_files import Selection
 
 
-def select_for(
-    config: Config, class_list: tuple[str, ...] | None = None, progress: Advance | None = None, say: Say | None = None
+def needed_files(
+    config: Config, class_list: tuple[str, ...] | None, progress: Advance | None, say: Say | None
 ) -> tuple[str, Selection]:
     """The root that a config reads from, and the parts of it that it needs."""
-    if config.data_root is None:
-        raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
-    if config.task != "classify":
-        if class_list is not None or config.subset_classes is not None:
-            raise UserError("no-classes", "volumes have no class folders to choose from", hint="leave out the classes")
-        return _volumes(config.data_root)
-    return config.data_root, _images(config, class_list, progress, say)
-
-
-def _volumes(root: str) -> tuple[str, Selection]:
-    if not root.endswith((".yaml", ".yml")):
-        open_cases(root)  # reports errors before anything is copied
-        return root, Selection(left_out=_NOT_TRAINED_ON)
-    folder = root.rpartition("/")[0] or "."
-    if not is_url(folder):
-        folder = str(Path(folder).expanduser().resolve())
-    listed = open_cases(root)
-    refs = [ref.location for case in listed.cases for ref in (*case.images, *([case.label] if case.label else []))]
-    outside = [ref for ref in refs if not local_path(ref).startswith(f"{folder}/")]
-    if outside:
-        raise UserError(
-            "volumes-elsewhere",
-            f"{count(len(outside), 'volume')} of {root} outside its folder: {some(outside)}",
-            why="a copy keeps the paths below the folder of the list",
-            hint="put the volumes below the folder of the list, or stage their folders one by one",
-        )
-    paths = tuple(sorted({local_path(ref)[len(folder) + 1 :] for ref in refs}))
-    return folder, VolumeSelection(wanted_paths=(root.rpartition("/")[2], *paths))
-
-
-def _images(config: Config, class_list: tuple[str, ...] | None, progress: Advance | None, say: Say | None) -> Selection:
     root = config.data_root
     assert root is not None
     has_lists = config.train_csv or config.samples_csv or config.val_csv
@@ -87,7 +47,7 @@ def _images(config: Config, class_list: tuple[str, ...] | None, progress: Advanc
     if record is None and class_list is not None:
         wider = config.model_copy(update={"subset_classes": len(class_list)})
         record = chosen_record(wider, train, parts[1] if len(parts) > 1 else None)
-    return chosen.selection(record)
+    return root, chosen.selection(record)
 
 
 def _open(
@@ -171,18 +131,3 @@ class _Chosen:
             return ""
         assert place.startswith(f"{self._base}/"), (place, self._base)
         return place[len(self._base) + 1 :] + "/"
-
-
-def write_config_of_copy(file: Path, config: Config, overrides: list[str], folder: str, output: Path | None) -> Path:
-    """Writes a config with the original one as its base and the copy as its data_root; returns its path."""
-    target = (output or Path(folder) / file.name).absolute()
-    base = os.path.relpath(file.resolve(), target.parent.resolve())
-    root = folder
-    if config.task != "classify" and config.data_root is not None and config.data_root.endswith((".yaml", ".yml")):
-        root = f"{folder}/{config.data_root.rpartition('/')[2]}"
-    keys = dict(override.split("=", 1) for override in overrides)
-    keys.pop("data_root", None)
-    lines = [f"base: {json.dumps(base)}", f"data_root: {json.dumps(root)}"]
-    lines += [f"{key}: {value}" for key, value in keys.items()]
-    write_text(target, "\n".join(lines) + "\n")
-    return target

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stoker.tasks.images.augment import copies as packing
+from stoker.tasks import device_copies as packing
 from stoker.tasks.images.augment.mixing import Mixer
 from stoker.tasks.images.augment.pipeline import Augmented, EvalPrepare, TrainAugment
 from stoker.tasks.images.augment.policies import RandAugment, TrivialAugmentWide

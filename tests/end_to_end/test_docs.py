@@ -184,3 +184,4 @@ def test_shown_output_may_differ_in_numbers_units_bars_and_spaces_but_not_in_wor
     assert missing_line(["...", "917 images/s, bound by the storage"], printed) is not None
     assert missing_line(["VRAM 14.4 GB of 23.7 GB [####] 61%"], printed) is not None
     assert missing_line(["...", "917 images/s, ...", "...", "start"], printed) == "start"
+    assert missing_line(["preview.png"], "listing: 1 of 6 (17%) 0.163/s, 00:31 left\npreview.png\n") is None

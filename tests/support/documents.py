@@ -138,9 +138,14 @@ def _check_keys(command: str, given: dict[str, Any], written: set[str]) -> None:
         raise BadPage(f"{command}: {error}") from None
 
 
+_PROGRESS = re.compile(r".+: [\d,]+ of [\d,]+ \(\d+%\) .*/s(, [\d:]+ left)?")
+"""A line of progress, which only a slow machine prints."""
+
+
 def missing_line(shown: list[str], printed: str) -> str | None:
     """The first shown line that the output lacks, in order; None if all are there."""
-    lines, place, may_skip = [line.rstrip() for line in printed.splitlines()], 0, False
+    lines = [line.rstrip() for line in printed.splitlines() if not _PROGRESS.fullmatch(line.rstrip())]
+    place, may_skip = 0, False
     for text in shown:
         if text.strip() == SKIPPED:
             may_skip = True

@@ -22,7 +22,7 @@ from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
 from stoker.loader.loader import Follow
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader
 from stoker.loader.sampler import EpochSampler, Steps
-from stoker.profile.local_disk import find_local_disk
+from stoker.profile.mounts import find_local_disk
 from stoker.profile.observed import StorageFacts
 from stoker.tasks.building import limited, loader_options, no_data, updates_per_epoch
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder

@@ -63,7 +63,7 @@ class Parts:
 
     def pending(self, number: int) -> Pending:
         batch = batch_of_bytes(number)
-        make = lambda: prepare_batch(self.augment, self.uploader.copy, 0, batch, 0, number, 0)  # noqa: E731
+        make = lambda: prepare_batch(self.augment, 0, self.uploader.copy, batch, 0, number, 0)  # noqa: E731
         return Pending(SAMPLES, lambda: self.uploader.prepare(make))
 
     def train(self, number: int) -> Tensor:

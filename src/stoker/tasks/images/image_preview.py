@@ -28,7 +28,6 @@ from stoker.tasks.images.augment.mixing import Recipe
 from stoker.tasks.images.augment.pipeline import Colour
 from stoker.tasks.images.class_losses import present_classes
 from stoker.tasks.images.classify import (
-    TrainingData,
     checked_training_plan,
     colours_of_name,
     eval_prepare,
@@ -38,6 +37,7 @@ from stoker.tasks.images.classify import (
     train_augment,
 )
 from stoker.tasks.images.data import (
+    TrainingData,
     open_loader,
     training_interpolation,
     validation_interpolation,
@@ -164,7 +164,7 @@ def look(
         now = min(shown, count - number * shown)
         chosen = positions[:now] if recipe is None else _with_partners(positions, now)
         batch = _make(config, plan, chosen, epoch)
-        prepared = prepare_batch(augment, Uploader(None).copy, 0, batch, epoch, step, 0)
+        prepared = prepare_batch(augment, 0, Uploader(None).copy, batch, epoch, step, 0)
         labels = _labels(config, prepared, classes)[:now]
         kept = 1.0 if recipe is None else recipe.kept
         training.append(StepSeen(step, recipe, _inputs(data.train, batch, chosen, prepared, labels, colours, kept)))

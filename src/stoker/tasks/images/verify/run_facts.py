@@ -10,8 +10,7 @@ from stoker.config import Config
 from stoker.profile.host import HostConfig
 from stoker.tasks.building import updates_per_epoch
 from stoker.tasks.checks import EpochLength, StepInput
-from stoker.tasks.images.classify import TrainingData, open_data
-from stoker.tasks.images.data import IMAGENET_CLASSES, validation_samples
+from stoker.tasks.images.data import IMAGENET_CLASSES, TrainingData, open_data, validation_samples
 from stoker.tasks.images.layouts.imagenet import TRAIN_IMAGES, VAL_IMAGES
 
 # Per byte of float input: 30 for the smallest timm networks, 150 for ResNet-50.

@@ -19,12 +19,11 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.contact_sheet import LARGEST_SIDE, drawable, fitting, regular, shown_side
-from stoker.tasks.images.class_losses import build_loss
 from stoker.tasks.images.classify import build_network, colours_of, colours_of_name
 from stoker.tasks.images.data import open_data
 from stoker.tasks.images.image_preview import caption_of, look, sheet_of, spread_over_classes
 from stoker.tasks.images.layouts.imagenet import spoken
-from stoker.tasks.images.models import build_model
+from stoker.tasks.images.models import build_loss, build_model
 from tests.support.images import encode, noise
 from tests.support.tiny_training import write_config, write_images
 

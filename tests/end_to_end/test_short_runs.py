@@ -14,7 +14,7 @@ from stoker.plan.budget import Hardware, PlannedRun
 from stoker.report.document import read_document
 from stoker.tasks.building import trial_run, updates_per_epoch
 from stoker.tasks.images.data import open_data, validation_plan
-from stoker.tasks.images.trained_model import restore_model
+from stoker.tasks.images.models import restore_model
 from stoker.tasks.plan_facts import DataFacts
 from stoker.train.ranks import Ranks
 from tests.end_to_end.conftest import Ledger

@@ -15,7 +15,7 @@ from stoker.tasks.images.classify import build_run, traceable_step
 from stoker.tasks.images.data import open_data
 from stoker.tasks.images.image_loader import ImageBatch
 from stoker.tasks.images.image_prediction import classifier_of
-from stoker.tasks.images.trained_model import TrainedImageModel
+from stoker.tasks.images.models import TrainedImageModel
 from stoker.train.loop import Run
 from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared

@@ -17,10 +17,9 @@ from stoker.tasks.building import optimizer_for
 from stoker.tasks.device_copies import kept_on
 from stoker.tasks.images.augment import operations, pipeline
 from stoker.tasks.images.augment.pipeline import TrainAugment, build_train_augment
-from stoker.tasks.images.class_losses import build_loss
 from stoker.tasks.images.classify import prepare_batch
 from stoker.tasks.images.image_loader import ImageBatch
-from stoker.tasks.images.models import build_model
+from stoker.tasks.images.models import build_loss, build_model
 from stoker.train.compute import Precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator

@@ -38,13 +38,12 @@ from stoker.tasks.images.augment.pipeline import (
     build_train_augment,
     memory_format_of,
 )
-from stoker.tasks.images.class_losses import build_loss, cross_entropy
 from stoker.tasks.images.data import IMAGENET_CLASSES, TrainingData, open_loader, training_plan, validation_plan
 from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.image_loader import ImageBatch, ImageLoader, ImagePlan
 from stoker.tasks.images.image_staging import stage_images
-from stoker.tasks.images.label_alarm import MOST_CLASSES, Confusion, Figures, is_suspicious, judge_labels
-from stoker.tasks.images.models import build_model, facts_about
+from stoker.tasks.images.models import build_loss, build_model, cross_entropy, facts_about
+from stoker.tasks.images.permuted_labels import MOST_CLASSES, Confusion, Figures, is_suspicious, judge_labels
 from stoker.tasks.staging import Staging
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.compute import compute_dtype

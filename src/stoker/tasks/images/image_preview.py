@@ -23,10 +23,22 @@ from stoker.config import Config
 from stoker.core.redact import redact_text
 from stoker.loader.sampler import excerpt
 from stoker.profile.host import HostConfig
-from stoker.tasks.contact_sheet import COLUMNS, LARGEST_SIDE, Picture, Sheet, SheetRow, SheetSection, shown_side
+from stoker.tasks.contact_sheet import (
+    COLUMNS,
+    LARGEST_SIDE,
+    InputRange,
+    Picture,
+    Preview,
+    Sheet,
+    SheetRow,
+    SheetSection,
+    not_shown,
+    range_of,
+    range_text,
+    shown_side,
+)
 from stoker.tasks.images.augment.mixing import Recipe
 from stoker.tasks.images.augment.pipeline import Colour
-from stoker.tasks.images.class_losses import present_classes
 from stoker.tasks.images.classify import (
     checked_training_plan,
     colours_of_name,
@@ -47,7 +59,7 @@ from stoker.tasks.images.data import (
 from stoker.tasks.images.image_loader import ImageBatch, ImagePlan
 from stoker.tasks.images.layouts.imagenet import spoken
 from stoker.tasks.images.layouts.sample_index import SampleSet
-from stoker.tasks.preview import InputRange, Preview, not_shown, range_of, range_text
+from stoker.tasks.images.models import present_classes
 from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared
 from stoker.train.transfers import Uploader

@@ -23,8 +23,18 @@ from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.loader.sampler import excerpt
 from stoker.profile.host import HostConfig
-from stoker.tasks.contact_sheet import LARGEST_SIDE, Picture, Sheet, SheetRow, SheetSection
-from stoker.tasks.preview import InputRange, Preview, not_shown, range_of, range_text
+from stoker.tasks.contact_sheet import (
+    LARGEST_SIDE,
+    InputRange,
+    Picture,
+    Preview,
+    Sheet,
+    SheetRow,
+    SheetSection,
+    not_shown,
+    range_of,
+    range_text,
+)
 from stoker.tasks.volumes.augment.intensity import draw_changes
 from stoker.tasks.volumes.augment.pipeline import (
     VolumeAugment,

@@ -97,13 +97,11 @@ def preview(
     name: str,
     *,
     count: int | None = None,
-    epoch: int = 0,
-    world: int | None = None,
-    patience_s: float = float("inf"),
     largest: int = LARGEST_SIDE,  # noqa: ARG001 - the text does not say how large the pictures are
+    **limits: Any,
 ) -> Preview:
     """The sheet of a run's first patches, and of validation patches of many volumes."""
-    seen = look(config, data, count=count or RUN_COUNT, epoch=epoch, world=world, patience_s=patience_s)
+    seen = look(config, data, count=count or RUN_COUNT, **limits)
     return Preview(sheet_of(seen, name), partial(describe, seen))
 
 

@@ -14,7 +14,7 @@ from stoker.plan.vram import CONTEXT, PARTS, bound_without_trace, trace_vram, vr
 from stoker.tasks.images.class_losses import cross_entropy
 from stoker.tasks.images.classify import traceable_step
 from stoker.tasks.images.models import build_model
-from stoker.train.optimization import build_optimizer
+from stoker.train.optimizers import build_optimizer
 from stoker.train.step import TraceableStep, plain_batch
 
 MIB = 1 << 20

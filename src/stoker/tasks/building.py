@@ -27,7 +27,7 @@ from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator, Scoring, named_scores
 from stoker.train.launch import StopRequest
 from stoker.train.loop import InputPipeline, Run, RunRecord, RunScores
-from stoker.train.optimization import build_optimizer
+from stoker.train.optimizers import build_optimizer
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import EarlyStopping, Horizon, Progress, Schedule, scaled_lr

@@ -12,8 +12,7 @@ from stoker.config import Config
 from stoker.config.reading import load_for_command
 from stoker.core.console import format_table, progress_bar, say, say_notes
 from stoker.core.errors import UsageError
-from stoker.loader.loader import choose_engine
-from stoker.loader.loader_speed import LoaderSpeed
+from stoker.loader.loader import LoaderSpeed, choose_engine
 from stoker.profile.datasheets import PublishedRate, published_rate
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.images.data import choose_decoding, files_for_measuring, measure_speed, open_samples

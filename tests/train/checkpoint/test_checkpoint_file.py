@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from stoker.core.errors import UserError
-from stoker.train.checkpoint.flat_state import flatten, rebuild
-from stoker.train.checkpoint.format import read_checkpoint, write_checkpoint
+from stoker.train.checkpoint.format import flatten, read_checkpoint, rebuild, write_checkpoint
 from stoker.train.checkpoint.restore import CheckpointOther, differences
 from tests.support.training_state import bits, same, training_state
 

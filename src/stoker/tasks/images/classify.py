@@ -16,8 +16,7 @@ from stoker.config import Config, config_values
 from stoker.core.console import Advance, Say
 from stoker.core.errors import UserError
 from stoker.core.files import write_text
-from stoker.loader.loader import Follow
-from stoker.loader.loader_speed import LoaderSpeed
+from stoker.loader.loader import Follow, LoaderSpeed
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
 from stoker.run.folder import RunFolder
@@ -66,7 +65,7 @@ from stoker.tasks.images.layouts.opening import check_same_classes
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.images.models import build_model, facts_about
 from stoker.tasks.staging import Staging
-from stoker.train.checkpoint.data_changes import Contents, Listings
+from stoker.train.checkpoint.changes import Contents, Listings
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.compute import compute_dtype
 from stoker.train.evaluate import Accumulator, Remark, named_scores

@@ -22,8 +22,7 @@ from stoker.tasks.images.models import build_model
 from stoker.tasks.light_timm import timm
 from stoker.train.checkpoint.format import is_ours
 from stoker.train.checkpoint.restore import open_state
-from stoker.train.checkpoint.weights import choose_network, classifier_names, load_weights
-from stoker.train.checkpoint.weights_file import WeightsFile, open_weights
+from stoker.train.checkpoint.weights import WeightsFile, choose_network, classifier_names, load_weights, open_weights
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from stoker.core.units import count, size_text
 from stoker.io.cache import cache_place
 from stoker.io.storage_speed import storage_at
 from stoker.io.stores import is_url
-from stoker.loader.loader import Follow, choose_engine
-from stoker.loader.loader_speed import LoaderSpeed, measure_loader
+from stoker.loader.loader import Follow, LoaderSpeed, choose_engine, measure_loader
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
 from stoker.tasks.building import limited, loader_options, no_data
@@ -35,7 +34,7 @@ from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 from stoker.tasks.volumes.patches.patches import GridPatches, RandomPatches, training_steps
 from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training, plan_validation
-from stoker.train.checkpoint.data_changes import Listing, Listings, listing_of
+from stoker.train.checkpoint.changes import Listing, Listings, listing_of
 from stoker.train.ranks import Ranks
 
 DEFAULT_STEPS_PER_EPOCH = 250

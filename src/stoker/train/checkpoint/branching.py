@@ -15,8 +15,15 @@ from stoker.core.errors import UsageError, UserError
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.format import peek
 from stoker.train.checkpoint.restore import differences
-from stoker.train.checkpoint.weights import WeightsReport, Which, load_weights, open_source
-from stoker.train.checkpoint.weights_file import WeightsFile, file_hash, listed
+from stoker.train.checkpoint.weights import (
+    WeightsFile,
+    WeightsReport,
+    Which,
+    file_hash,
+    listed,
+    load_weights,
+    open_source,
+)
 from stoker.train.ranks import from_first
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from stoker.train.checkpoint.changes import (
 )
 from stoker.train.checkpoint.folder import EXAMPLE, Checkpoints, FoundCheckpoint, checkpoint_in
 from stoker.train.checkpoint.format import CheckpointCorrupt, is_ours, peek, read_checkpoint
-from stoker.train.optimization import load_state
+from stoker.train.optimizers import load_state
 from stoker.train.schedule import Progress
 
 if TYPE_CHECKING:

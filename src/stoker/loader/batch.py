@@ -36,6 +36,11 @@ class BadSample:
     replaced_by: int
     """Index of the sample in its place."""
 
+    def line(self) -> str:
+        """As the quarantine file holds it."""
+        record = {"sample": self.index, "name": self.name, "reason": self.reason, "replaced_by": self.replaced_by}
+        return json.dumps(record) + "\n"
+
 
 @dataclass(kw_only=True)
 class LoadedBatch:
@@ -83,7 +88,7 @@ class Quarantine:
         for sample in new:
             self._bad[sample.index] = sample
         if new and self._file is not None:
-            lines = "".join(json.dumps(_record(sample)) + "\n" for sample in new)
+            lines = "".join(sample.line() for sample in new)
             self._file.parent.mkdir(parents=True, exist_ok=True)
             # One write with O_APPEND: lines of several ranks never interleave.
             descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -107,11 +112,6 @@ class Quarantine:
             why="each one is replaced by another sample, so the run would train on different data than you expect",
             hint="repair these files, or raise max_bad_fraction to train without them",
         )
-
-
-def _record(sample: BadSample) -> dict[str, Any]:
-    """The line of a bad sample in the quarantine file."""
-    return {"sample": sample.index, "name": sample.name, "reason": sample.reason, "replaced_by": sample.replaced_by}
 
 
 Allocate = Callable[[tuple[int, ...]], NDArray[np.uint8]]

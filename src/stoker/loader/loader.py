@@ -13,7 +13,6 @@ from stoker.core.console import Say
 from stoker.io.cache import CopyPlace
 from stoker.io.prefetch import HeldBack
 from stoker.loader.batch import EnginePlan, LoaderSetup, Made, Maker, Quarantine
-from stoker.loader.buffers import PageLock
 from stoker.loader.processes import ProcessEngine
 from stoker.loader.threads import ThreadEngine
 from stoker.profile.batch_costs import BatchCost
@@ -49,6 +48,11 @@ class LoaderOptions:
     quarantine_file: Path | None = None
 
     @property
+    def per_worker(self) -> int:
+        """Batches in flight per worker."""
+        return self.prefetch or DEFAULT_PREFETCH
+
+    @property
     def readers(self) -> int:
         """Each worker process reads its own steps ahead; threads share one reader."""
         return max(1, self.workers) if choose_engine(self.engine, self.workers) == "process" else 1
@@ -72,32 +76,12 @@ class BatchLoader(Generic[Made]):
         self._steps = plan.steps
         self.batch_bytes = math.prod(plan.batch_shape)
         """Memory of one batch."""
-        prefetch = options.prefetch or DEFAULT_PREFETCH
         self._processes = options.workers
         self._engine: ThreadEngine[Made] | ProcessEngine[Made]
         if self.engine == "thread":
-            self._engine = ThreadEngine(
-                open_maker(),
-                workers=options.workers,
-                prefetch=prefetch,
-                pin_memory=options.pin_memory,
-                lookahead=options.lookahead,
-                held=options.held,
-                say=say,
-            )
+            self._engine = ThreadEngine(open_maker(), options, say)
         else:
-            self._engine = ProcessEngine(
-                plan,
-                open_maker,
-                workers=options.workers,
-                prefetch=prefetch,
-                persistent=options.persistent_workers,
-                # The threads of obstore and tensorstore do not survive a fork.
-                start_method="forkserver" if options.worker_start == "auto" else options.worker_start,
-                lookahead=options.lookahead,
-                held=options.held,
-                page_lock=PageLock(say) if options.pin_memory else None,
-            )
+            self._engine = ProcessEngine(plan, open_maker, options, say)
 
     def steps(self, start: int = 0) -> int:
         """Batches of an epoch, starting at a position."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ from stoker.io.prefetch import HeldBack
 from stoker.loader.batch import Announcer, LoaderSetup, Made, Maker
 from stoker.loader.buffers import BufferPool
 from stoker.loader.loader_memory import beyond_flight
+
+if TYPE_CHECKING:
+    from stoker.loader.loader import LoaderOptions
 
 Result = TypeVar("Result")
 
@@ -78,34 +81,22 @@ class WorkerPool(Generic[Result]):
 
 def _fulfil(future: Future[Result], make: Callable[[], Result]) -> None:
     try:
-        result = make()
+        future.set_result(make())
     except BaseException as error:  # raised by the caller's `result()`
         future.set_exception(error)
         del future  # which the error's traceback would keep alive
-    else:
-        future.set_result(result)
 
 
 class ThreadEngine(Generic[Made]):
     """Yields an epoch's batches in order, with `workers x prefetch` of them in flight."""
 
-    def __init__(
-        self,
-        maker: Maker[Made],
-        *,
-        workers: int,
-        prefetch: int,
-        pin_memory: bool,
-        lookahead: int,
-        held: int = 1,
-        say: Say = lambda _line: None,
-    ) -> None:
+    def __init__(self, maker: Maker[Made], options: LoaderOptions, say: Say = lambda _line: None) -> None:
         self._maker = maker
-        self.setup = LoaderSetup(workers, prefetch, lookahead, maker.reader.requests)
-        self._beyond_flight = beyond_flight(held)
+        self.setup = LoaderSetup(options.workers, options.per_worker, options.lookahead, maker.reader.requests)
+        self._beyond_flight = beyond_flight(options.held)
         self._limit: int | None = None
         self._most_so_far = self.most_in_flight
-        self._buffers = BufferPool(pinned=pin_memory, say=say)
+        self._buffers = BufferPool(pinned=options.pin_memory, say=say)
         self._pool: WorkerPool[Made] | None = None
         self._announcer: Announcer | None = None
         self._pending: deque[Future[Made]] = deque()

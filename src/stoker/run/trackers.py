@@ -40,16 +40,19 @@ CLOSE_S = 8.0
 class Tracker(Protocol):
     """All but `abandon` are called in the tracker's own thread, and may take their time or raise."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+
     def open(self) -> None: ...
     def log(self, record: Mapping[str, Any]) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
+
     def abandon(self) -> str | None:
         """Called from outside when time is up: must end whatever the tracker waits for. Returns what to do later."""
+        return None
 
 
-class CsvTracker:
+class CsvTracker(Tracker):
     """metrics.csv, one row for each epoch; rewritten from metrics.jsonl, so it is always whole, also after a resume."""
 
     name = "CSV"
@@ -71,12 +74,6 @@ class CsvTracker:
             self._keep(record)
             self._write()
 
-    def close(self) -> None:
-        pass
-
-    def abandon(self) -> str | None:
-        return None
-
     def _keep(self, record: Mapping[str, Any]) -> None:
         self._rows[record["epoch"]] = {"epoch": record["epoch"], "step": record["step"], **metrics_of(record)}
 
@@ -89,7 +86,7 @@ class CsvTracker:
             writer.writerows(rows)
 
 
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     """Event files without torch or TensorFlow; every record is on disk before the next is taken."""
 
     name = "TensorBoard"
@@ -122,9 +119,6 @@ class TensorboardTracker:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-    def abandon(self) -> str | None:
-        return None
 
 
 class Trackers:
@@ -270,13 +264,16 @@ def _reason(error: Exception) -> str:
     return first_line[0] if first_line else type(error).__name__
 
 
+# W&B runs in a child process, not in a thread: importing wandb holds Python's lock for seconds, its exit hooks wait for
+# the network, and a process can be killed where a thread cannot.
+
 PROBE_S = 3.0
 INIT_S = 20.0
 GRACE_S = 2.0
 """Time left after the training process died: the rows are on disk, and `wandb sync` can send them."""
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Online if there is a key and a network, offline otherwise; a resumed run keeps its id."""
 
     name = "W&B"

@@ -24,7 +24,7 @@ from stoker.tasks.base import metric_of
 from stoker.train.checkpoint.weights import load_weights, open_source
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
-from stoker.train.evaluate import Accumulator, Scoring, named_scores
+from stoker.train.evaluate import Accumulator, Scoring
 from stoker.train.launch import StopRequest
 from stoker.train.loop import InputPipeline, Run, RunRecord, RunScores
 from stoker.train.optimizers import build_optimizer
@@ -211,7 +211,7 @@ class ClassScoring:
         self._sums.add(logits, labels, loss)
 
     def result(self) -> dict[str, float]:
-        return named_scores(self._sums.result())
+        return self._sums.result()
 
     def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:  # noqa: ARG002
         return None

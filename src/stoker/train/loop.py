@@ -23,7 +23,7 @@ from stoker.profile.step_clock import StepClock
 from stoker.run.metrics import Metric
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.ema import WeightAverage
-from stoker.train.evaluate import Accumulator, Scoring, evaluate, named_scores
+from stoker.train.evaluate import Accumulator, Scoring, evaluate
 from stoker.train.launch import LeaveValidation, LeaveWait, StopRequest
 from stoker.train.observer import Observer
 from stoker.train.optimizers import set_lr
@@ -143,7 +143,7 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
             if before not in (None, loader):
                 run.step.expect_new_shapes()
             _train_epoch(run, loader, observer, saver, reports, agreement)
-            scores = named_scores(run.scores.train_metrics.result())
+            scores = run.scores.train_metrics.result()
             metrics: dict[str, Any] = {f"train/{name}": value for name, value in scores.items()}
             metrics["train/lr"] = run.schedule.lr_at(max(0, progress.step - 1))
             if run.input.val_loader is not None:

@@ -68,7 +68,7 @@ from stoker.tasks.staging import Staging
 from stoker.train.checkpoint.changes import Contents, Listings
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.compute import compute_dtype
-from stoker.train.evaluate import Accumulator, Remark, named_scores
+from stoker.train.evaluate import Accumulator, Remark
 from stoker.train.loop import InputPipeline, Run, RunRecord
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
@@ -209,7 +209,7 @@ class ImageScoring:
             self._confusion.add(logits, labels)
 
     def result(self) -> dict[str, float]:
-        return named_scores(self._sums.result())
+        return self._sums.result()
 
     def look(self, metrics: Mapping[str, Any]) -> Remark | None:
         loss = metrics.get("train/loss") if self._loss == "cross_entropy" else None

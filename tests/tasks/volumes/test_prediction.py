@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from stoker.core.errors import UserError
 from stoker.io.stores import ReadFailure
-from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare
+from stoker.tasks.volumes.augment import VolumeEvalPrepare
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.cases.survey import CaseFacts, Survey, statistics_of
+from stoker.tasks.volumes.data import PatchRule, plan_validation
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape
 from stoker.tasks.volumes.patches.patch_collate import PatchMaker, PatchReader
-from stoker.tasks.volumes.patches.plans import PatchRule, plan_validation
 from stoker.tasks.volumes.predict.segmenter import (
     CarriedInMemory,
     Segmenter,

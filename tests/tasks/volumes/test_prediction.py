@@ -223,7 +223,7 @@ def test_the_network_sees_what_it_sees_in_validation(normalize: str, shape: Shap
     survey = Survey((case,), {"a": CaseFacts(shape, "uint16", None)}, ())
     plan = plan_validation([case], survey, None, PatchRule((12, 12, 12), small="pad", overlap=0.5), 27)
     volumes = OpenVolumes()
-    volumes._open[case.images[0]] = image
+    volumes._open.get(case.images[0], lambda: image)
     maker = PatchMaker(plan, PatchReader(volumes, plan.layout.row_bytes))
     means, stds = statistics_of([case], volumes, normalize)
     prepare = VolumeEvalPrepare(normalize, means, stds)

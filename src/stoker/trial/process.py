@@ -17,7 +17,7 @@ import torch
 
 from stoker.core.console import Say
 from stoker.io.stores import is_url
-from stoker.loader.loader_speed import LinkBalance
+from stoker.loader.loader import LinkBalance
 from stoker.profile.accelerators import device_busy_share, measure_transfer
 from stoker.profile.clock_file import HEADER, clock_header, interval_record
 from stoker.profile.host import HostConfig, HostWatch, allowed_cores

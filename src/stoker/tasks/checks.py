@@ -113,10 +113,6 @@ class Subject:
         """What the task's `open_data` returns."""
         return self.once("data", lambda subject: task_for(subject.config).open_data(subject.config, subject.say))
 
-    def with_data(self, data: Any) -> Subject:
-        """The same, with data that is already open."""
-        return self.with_made("data", data)
-
     def with_made(self, name: str, made: Any) -> Subject:
         """The same, with what `once` would return for a name."""
         self._made[name] = made

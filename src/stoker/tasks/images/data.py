@@ -48,7 +48,6 @@ from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
 CALIBRATION_FILES = 48
-IMAGENET_CLASSES = 1000
 # More than any host decodes in a second with one worker.
 MOST_IMAGES_PER_WORKER_SECOND = 20_000
 ALONE = Ranks()
@@ -149,6 +148,17 @@ def open_samples(
 ) -> SampleSet:
     """The samples of a split that the config selects; for validation, pass the classes of training."""
     index, among = open_split(config, split, progress=progress, say=say)
+    return selected(config, split, index, classes, among)
+
+
+def selected(
+    config: Config,
+    split: str,
+    index: SampleIndex,
+    classes: tuple[str, ...] | None,
+    among: NDArray[np.int64] | None = None,
+) -> SampleSet:
+    """The samples of an index that the config's subset keys select."""
     per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
     if config.subset_classes is None and per_class is None and classes is None and among is None:
         return all_samples(index)

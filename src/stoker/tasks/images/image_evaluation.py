@@ -22,9 +22,9 @@ from stoker.core.errors import ConfigError, UsageError, UserError, did_you_mean
 from stoker.core.files import read_json
 from stoker.core.units import count
 from stoker.io.stores import is_url
-from stoker.tasks.images.data import Split, choose_decoding, open_loader, open_split, validation_plan
-from stoker.tasks.images.image_loader import ImageLoader
-from stoker.tasks.images.image_prediction import classifier_of
+from stoker.loader.batch import BadSample
+from stoker.tasks.images.data import Split, open_split
+from stoker.tasks.images.image_prediction import classified
 from stoker.tasks.images.layouts.imagenet import CLASSES, are_class_numbers, is_imagenet
 from stoker.tasks.images.layouts.imagenet_labels import IMAGE_NUMBER
 from stoker.tasks.images.layouts.listing import split_place
@@ -152,18 +152,32 @@ def evaluate_checkpoint(
     everyone = samples.indices(np.arange(len(samples)))
     if real is not None and real_labels is not None:
         image_numbers(samples.index, everyone, real, real_labels)
-    decoding, _ = choose_decoding(config, samples.index)
-    loader = open_loader(config, validation_plan(config, samples, decoding), workers=config.num_workers)
-    try:
-        labels, best, losses, classified = _classify_all(restored, loader, len(samples), progress)
-    finally:
-        loader.close()
+    top = min(TOP, len(restored.classes))
+    # Without samples there is no batch, but there is still a result.
+    none = np.zeros(0, np.int64)
+    all_labels, all_best, all_losses, all_indices = [none], [none.reshape(0, top)], [np.zeros(0)], [none]
+    done, bad = 0, dict[int, BadSample]()
+    for batch, whole, logits in classified(restored, samples):
+        losses = cross_entropy(logits, torch.from_numpy(batch.labels).to(logits.device), reduction="none")
+        # Waits for the device; the workers continue meanwhile.
+        all_best.append(logits.topk(top, dim=1).indices.cpu().numpy()[whole])
+        all_losses.append(losses.double().cpu().numpy()[whole])
+        all_labels.append(batch.labels[whole])
+        all_indices.append(batch.indices[whole])
+        done += len(batch)
+        for one in batch.bad:
+            bad.setdefault(one.index, one)
+        if progress is not None:
+            progress(done, len(samples))
+    best, loss = np.concatenate(all_best), np.concatenate(all_losses)
     score = None
     if real is not None and real_labels is not None:
-        entries = [real[number] for number in image_numbers(samples.index, classified, real, real_labels)]
+        entries = [
+            real[number] for number in image_numbers(samples.index, np.concatenate(all_indices), real, real_labels)
+        ]
         judged = [guess in known for guess, known in zip(best[:, 0].tolist(), entries, strict=True) if known]
         score = RealScore(percent(np.array(judged, bool)), len(judged), len(entries) - len(judged))
-    loss = float(losses.mean()) if len(losses) else math.nan
+    mean = float(loss.mean()) if len(loss) else math.nan
     return Evaluation(
         checkpoint=str(restored.path),
         model=config.model,
@@ -172,38 +186,12 @@ def evaluate_checkpoint(
         step=restored.step,
         place=samples.index.root,
         classes=tuple(map(shown, restored.classes)),
-        labels=labels,
+        labels=np.concatenate(all_labels),
         best=best,
-        loss=loss if math.isfinite(loss) else None,
-        unreadable=tuple((shown(bad.name), bad.reason) for bad in loader.quarantine.bad),
+        loss=mean if math.isfinite(mean) else None,
+        unreadable=tuple((shown(bad.name), bad.reason) for bad in bad.values()),
         real=score,
     )
-
-
-def _classify_all(
-    restored: TrainedImageModel, loader: ImageLoader, total: int, progress: Advance | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Labels, best classes, losses and sample indices of all readable images."""
-    classifier = classifier_of(restored)
-    top = min(TOP, len(restored.classes))
-    # Without samples there is no batch, but there is still a result.
-    none = np.zeros(0, np.int64)
-    labels, best, losses, classified = [none], [none.reshape(0, top)], [np.zeros(0)], [none]
-    done = 0
-    for batch in loader.epoch(0):
-        # A bad image is replaced by another one, which must not count twice.
-        whole = ~np.isin(batch.indices, [bad.index for bad in batch.bad])
-        logits = classifier.logits(batch.images)
-        loss = cross_entropy(logits, torch.from_numpy(batch.labels).to(classifier.device), reduction="none")
-        # Waits for the device; the workers continue meanwhile.
-        best.append(logits.topk(top, dim=1).indices.cpu().numpy()[whole])
-        losses.append(loss.double().cpu().numpy()[whole])
-        labels.append(batch.labels[whole])
-        classified.append(batch.indices[whole])
-        done += len(batch)
-        if progress is not None:
-            progress(done, total)
-    return np.concatenate(labels), np.concatenate(best), np.concatenate(losses), np.concatenate(classified)
 
 
 def _folder_of(config: Config, split: Split) -> str:

@@ -43,8 +43,6 @@ class WorkerRate:
 
 @dataclass(frozen=True)
 class DataBench:
-    """The result of `stoker bench data`."""
-
     source: str
     samples: int
     batch_size: int
@@ -67,7 +65,6 @@ class DataBench:
 
     @property
     def what(self) -> str:
-        """What one sample is."""
         if self.patch_size is None:
             return f"{self.decoder}, {self.img_size} px"
         return f"patches of {' x '.join(map(str, self.patch_size))}"
@@ -82,7 +79,6 @@ class DataBench:
         return None if self.gpu is None else self.best.images_per_second / self.gpu.images_per_second
 
     def as_dict(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
         return {
             "images_per_second": self.best.images_per_second,
             "by_workers": {str(rate.workers): rate.images_per_second for rate in self.rates},

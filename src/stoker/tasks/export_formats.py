@@ -88,7 +88,6 @@ class ExportFormat:
     packages: tuple[str, ...] = ()
 
     def check_packages(self) -> None:
-        """Raises if a package is missing."""
         missing = []
         for name in self.packages:
             try:

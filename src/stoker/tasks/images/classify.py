@@ -54,7 +54,6 @@ from stoker.train.step import Prepared, TraceableStep
 
 
 def build_run(config: HostConfig, data: TrainingData, context: RunContext) -> Run:
-    """The run that the config describes, at its beginning."""
     device = context.device
     ready_device(config, device)
     num_classes = config.num_classes or len(data.train.classes)
@@ -142,7 +141,6 @@ class ImageScoring(ClassScoring):
 
 
 def describe_run(config: Config, run: Run, data: TrainingData) -> str:
-    """What is about to be trained, in a few lines that people check before they go home."""
     val = "no validation" if data.val is None else f"{len(data.val):,} validation images"
     return "\n".join(
         [

@@ -21,7 +21,7 @@ from stoker.core.files import write_text
 from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.io.storage_speed import measure_local_disk, measure_storage, storage_at
-from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
+from stoker.io.stores import Buffer, ReadFailure, Store, StoreDown, is_url
 from stoker.loader.loader import Follow
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader
 from stoker.loader.sampler import EpochSampler, Steps
@@ -112,13 +112,11 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Trai
 
 
 def listings(data: TrainingData) -> Listings:
-    """Which images the data has, in order."""
     parts = {"train": data.train, "val": data.val}
     return {part: None if one is None else listing_of_samples(one) for part, one in parts.items()}
 
 
 def contents(config: HostConfig, data: TrainingData) -> Contents:
-    """A hash of some images, to notice data that was made again under the same names."""
     if config.stage_to is not None:
         return {}  # it reads its local copy, and that has its own manifest
     parts = {"train": data.train, "val": data.val}
@@ -126,7 +124,6 @@ def contents(config: HostConfig, data: TrainingData) -> Contents:
 
 
 def record_choice(config: HostConfig, data: TrainingData, folder: RunFolder, say: Say) -> None:
-    """Says and records which classes a config has chosen."""
     chosen = chosen_record(config, data.train, data.val)
     if chosen is not None:
         say(f"classes: {', '.join(chosen['classes'])}")
@@ -134,7 +131,6 @@ def record_choice(config: HostConfig, data: TrainingData, folder: RunFolder, say
 
 
 def open_training_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
-    """The loader of one process, without a model to feed."""
     return open_loader(config, training_plan(config, data.train, data.decoding), workers=config.num_workers)
 
 
@@ -273,10 +269,8 @@ def contents_of_samples(config: Config, samples: SampleSet) -> dict[str, Any] | 
     members = samples.indices(np.array(looked_at(len(samples)), np.int64))
 
     def read(index: int) -> str:
-        place = samples.index.location(index)
-        whole = samples.index.shard_of is None
         try:
-            return xxhash.xxh3_64_hexdigest(store.read(place.path, place.offset, place.size, whole=whole))
+            return xxhash.xxh3_64_hexdigest(read_sample(store, samples.index, index))
         except ReadFailure:
             return ""
 
@@ -422,15 +416,19 @@ def measure_storage_of(
     return measure_storage(store, samples, facts, seconds, missing)
 
 
+def read_sample(store: Store, index: SampleIndex, sample: int) -> Buffer:
+    """A sample's bytes; raises ReadFailure."""
+    place = index.location(sample)
+    return store.read(place.path, place.offset, place.size, whole=index.shard_of is None)
+
+
 def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
     """The contents of files spread over the index, to measure on the user's own data."""
     store = open_sample_store(index, max_object_bytes=config.max_image_bytes)
     files = []
     for sample in np.linspace(0, len(index) - 1, min(CALIBRATION_FILES, len(index))).astype(int):
-        location = index.location(int(sample))
         try:
-            whole = index.shard_of is None
-            files.append(bytes(store.read(location.path, location.offset, location.size, whole=whole)))
+            files.append(bytes(read_sample(store, index, int(sample))))
         except ReadFailure:
             continue  # reported when training reads it
     return files

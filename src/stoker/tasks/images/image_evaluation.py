@@ -226,8 +226,6 @@ def _class_numbers(index: SampleIndex, classes: tuple[str, ...], config: Config,
 
 
 class ClassScore(NamedTuple):
-    """The accuracy of one class."""
-
     name: str
     images: int
     acc1: float
@@ -323,7 +321,6 @@ class Evaluation:
         return np.bincount(self.labels * size + self.best[:, 0], minlength=size * size).reshape(size, size)
 
     def as_dict(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
         return {
             "checkpoint": self.checkpoint,
             "model": self.model,

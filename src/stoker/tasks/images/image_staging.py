@@ -139,7 +139,6 @@ def _fetched_ahead(config: HostConfig, plan: ImagePlan, ranks: Ranks) -> int:
 def needed_files(
     config: Config, class_list: tuple[str, ...] | None, progress: Advance | None, say: Say | None
 ) -> tuple[str, Selection]:
-    """The root that a config reads from, and the parts of it that it needs."""
     root = config.data_root
     assert root is not None
     has_lists = config.train_csv or config.samples_csv or config.val_csv

@@ -39,8 +39,6 @@ RESIZING_SHARE = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFacts(DataFacts):
-    """Facts about images."""
-
     num_classes: int
 
 
@@ -114,7 +112,6 @@ MOST_ACTIVATIONS = 200
 
 
 def step_input(config: Config) -> StepInput:
-    """What the network of a config takes in a step."""
     return StepInput(
         size=f"{config.img_size} px",
         fix="another img_size= or model=; `python -c 'import timm; print(timm.list_models())'` lists them",
@@ -140,7 +137,6 @@ def epoch_length(config: HostConfig, data: TrainingData | None) -> EpochLength:
 
 
 def random_data(config: HostConfig, folder: Path) -> tuple[TrainingData, HostConfig]:
-    """Random images below a folder, opened, and the config for them."""
     from PIL import Image
 
     generator = np.random.default_rng(config.seed)

@@ -74,8 +74,8 @@ def evaluate(
     return Answer(evaluation_text(found, all_classes=per_class), found.as_dict(), complete)
 
 
-def read_real_labels(path: Path, classes: Sequence[str]) -> list[list[int]]:
-    """The ReaL classes of each validation image, in order; an empty list for an image without any."""
+def read_real_labels(path: Path, classes: Sequence[str], samples: SampleSet) -> dict[int, list[int]]:
+    """The ReaL classes of each validation image, by its index; an empty list for an image without any."""
     if not is_imagenet(classes):
         raise UserError(
             "real-labels-need-imagenet",
@@ -93,14 +93,9 @@ def read_real_labels(path: Path, classes: Sequence[str]) -> list[list[int]]:
     for number, entry in enumerate(labels, 1):
         if not isinstance(entry, list) or not all(type(label) is int and 0 <= label < CLASSES for label in entry):
             raise _not_real(path, f"entry {number} is {str(entry)[:60]}")
-    return labels
-
-
-def image_numbers(index: SampleIndex, samples: NDArray[np.int64], labels: Sequence[Any], path: Path) -> list[int]:
-    """The position of each sample's ReaL labels in the list, by the number in its name."""
-    numbers = []
-    for sample in samples.tolist():
-        name = index.name(sample)
+    found = {}
+    for sample in samples.indices(np.arange(len(samples))).tolist():
+        name = samples.index.name(sample)
         match = IMAGE_NUMBER.search(name)
         number = int(match[1]) if match else 0
         if not 1 <= number <= len(labels):
@@ -111,8 +106,8 @@ def image_numbers(index: SampleIndex, samples: NDArray[np.int64], labels: Sequen
                 why="ReaL labels belong to ImageNet's validation images, by the numbers in their names",
                 hint="file names like ILSVRC2012_val_00000293.JPEG",
             )
-        numbers.append(number - 1)
-    return numbers
+        found[sample] = labels[number - 1]
+    return found
 
 
 def _not_real(path: Path, what: str) -> UserError:
@@ -148,10 +143,7 @@ def evaluate_checkpoint(
     """Classifies every image; unreadable ones are left out and listed."""
     config = restored.config
     # Before the long work: a typo in the file's name must not cost an hour.
-    real = None if real_labels is None else read_real_labels(real_labels, restored.classes)
-    everyone = samples.indices(np.arange(len(samples)))
-    if real is not None and real_labels is not None:
-        image_numbers(samples.index, everyone, real, real_labels)
+    real = None if real_labels is None else read_real_labels(real_labels, restored.classes, samples)
     top = min(TOP, len(restored.classes))
     # Without samples there is no batch, but there is still a result.
     none = np.zeros(0, np.int64)
@@ -171,10 +163,8 @@ def evaluate_checkpoint(
             progress(done, len(samples))
     best, loss = np.concatenate(all_best), np.concatenate(all_losses)
     score = None
-    if real is not None and real_labels is not None:
-        entries = [
-            real[number] for number in image_numbers(samples.index, np.concatenate(all_indices), real, real_labels)
-        ]
+    if real is not None:
+        entries = [real[index] for index in np.concatenate(all_indices).tolist()]
         judged = [guess in known for guess, known in zip(best[:, 0].tolist(), entries, strict=True) if known]
         score = RealScore(percent(np.array(judged, bool)), len(judged), len(entries) - len(judged))
     mean = float(loss.mean()) if len(loss) else math.nan

@@ -22,11 +22,10 @@ from tests.support.staging import files_of, kill_at_random_moments
 from bench.rounds import keep
 from stoker.io.local_copy import LocalCopy
 from stoker.io.object_store import Patience
-from stoker.stage.checking import verify_copy
-from stoker.stage.copying import copy_all, find_work
+from stoker.stage.copying import copy_all, find_work, verify_copy
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions
-from stoker.tasks.needed_files import Selection
+from stoker.tasks.base import Selection
 
 HASTE = Patience(connect_s=2, stall_s=0.5, request_s=10, retry_s=30, max_retries=40)
 OBJECTS = 300

@@ -160,7 +160,7 @@ def _prepared(case: Case, source: VolumeSource) -> list[tuple[PreparedVolume, bo
     planes."""
     volumes, rules = OpenVolumes(source.reading), source.rules
     found = []
-    for ref in (*case.images, *([case.label] if case.label is not None else [])):
+    for ref in case.refs:
         volume = volumes.get(ref)
         depth = max(1, TRIAL_VOXELS // (volume.shape[1] * volume.shape[2]))
         if depth < volume.shape[0]:

@@ -10,7 +10,7 @@ from stoker.core.errors import UsageError
 from stoker.doctor.diagnosing import diagnosis_of
 from stoker.doctor.pacing import paced, read_script_pace, step_time_s
 from stoker.doctor.screen import doctor_text
-from stoker.doctor.script.traced_step import TracedStep
+from stoker.doctor.script.recording import TracedStep
 from stoker.plan.records import TracedOp
 from stoker.plan.roofline import PRODUCT_EFFICIENCY
 from stoker.profile.datasheets import load_datasheet

@@ -11,8 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stoker.plan.allocator import plain_peak
-from stoker.plan.operators import cuda_autocast_rules
-from stoker.plan.tracing import CannotTrace, Trace, trace_step
+from stoker.plan.tracing import CannotTrace, Trace, cuda_autocast_rules, trace_step
 from stoker.plan.vram import largest_that_fits, trace_batches
 from stoker.tasks.images.class_losses import cross_entropy
 from stoker.tasks.images.models import build_model

@@ -267,7 +267,7 @@ def host_shape(job: PlannedRun, needs: StepNeeds | None) -> HostShape:
     outside = sum(parts.get(name, 0) for name in ("context", "workspace", "fragmentation"))
     return HostShape(
         loader=train, validation=val, persistent_workers=config.persistent_workers, processes=hardware.gpus,
-        on_gpu=on_gpu, pinned=config.pin_memory, samples=samples, lookahead_bytes=config.lookahead,
+        on_gpu=on_gpu, samples=samples, lookahead_bytes=config.lookahead,
         remote="://" in (config.data_root or ""), model_bytes=weights, state_bytes=state,
         step_bytes=needs.vram.peak_bytes - outside if needs is not None and hardware.on_cpu else 0,
         cache_bytes=job.task.kept_bytes(config),

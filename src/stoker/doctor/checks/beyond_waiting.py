@@ -444,16 +444,13 @@ def memory_grows(facts: Facts) -> Finding | None:
     found = facts.filling
     if found is None:
         return None
-    host = facts.observed.host
-    assert host is not None
-    assert host.available_bytes is not None
     hourly = size_text(3600 * found.bytes_per_second)
     who = "the training process grows"
     if found.workers:
         who = "the worker grows" if found.workers == 1 else f"each of {found.workers} workers grows"
         who += f" by {size_text(60 * found.each_bytes_per_second)} a minute"
     return Finding(
-        f"{who}, at {hourly} an hour in all: {size_text(host.available_bytes)} of memory are left, and full in "
+        f"{who}, at {hourly} an hour in all: {size_text(found.available_bytes)} of memory are left, and full in "
         f"{duration_text(found.full_in_s)}{_evidence(found)}",
         RESTART if facts.observed.source == "run" else _fix(found),
     )

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from stoker.plan.allocator import plain_peak
 from stoker.plan.tracing import CannotTrace, Trace, cuda_autocast_rules, trace_step
 from stoker.plan.vram import largest_that_fits, trace_batches
-from stoker.tasks.images.class_losses import cross_entropy
-from stoker.tasks.images.models import build_model
+from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.train.optimization import build_optimizer
 from stoker.train.step import TraceableStep, plain_batch
 

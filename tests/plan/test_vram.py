@@ -15,7 +15,7 @@ from stoker.plan.records import VramBudget
 from stoker.plan.vram import CONTEXT, PARTS, trace_vram
 from stoker.tasks.images.classify import traceable_step
 from stoker.tasks.images.models import build_model, cross_entropy
-from stoker.train.optimization import build_optimizer
+from stoker.train.optimizers import build_optimizer
 from stoker.train.step import TraceableStep, plain_batch
 
 MIB = 1 << 20

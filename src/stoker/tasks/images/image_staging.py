@@ -20,10 +20,9 @@ from stoker.loader.loader import DEFAULT_PREFETCH
 from stoker.profile.host import HostConfig
 from stoker.tasks.images.data import chosen_record
 from stoker.tasks.images.image_loader import ImagePlan
-from stoker.tasks.images.layouts.listing import split_place
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.sample_index import SampleIndex
-from stoker.tasks.images.layouts.splits import list_entries
+from stoker.tasks.images.layouts.splits import list_entries, split_place
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
 from stoker.train.ranks import Ranks
 

@@ -17,10 +17,9 @@ from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.stores import is_url
 from stoker.tasks.images.data import chosen_record, open_split
-from stoker.tasks.images.layouts.imagenet_labels import DEVKITS
-from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.images.layouts.imagenet import DEVKITS
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples
-from stoker.tasks.images.layouts.splits import find_split
+from stoker.tasks.images.layouts.splits import find_split, split_place
 from stoker.tasks.images.layouts.subset import choose_subset
 from stoker.tasks.needed_files import Selection
 
@@ -67,10 +66,9 @@ def _open(
         classes = _known(index, class_list)
     if config.subset_classes is None and per_class is None and classes is None:
         return all_samples(index)
-    subset = choose_subset(
+    return choose_subset(
         index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes, among=among
     )
-    return SampleSet(index, subset.classes, subset.indices, subset.labels)
 
 
 def _known(index: SampleIndex, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from stoker.tasks.images.layouts.imagenet import CLASSES, IMAGE_NUMBER, are_clas
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.layouts.splits import find_split, split_place
 from stoker.tasks.images.layouts.subset import choose_subset
-from stoker.tasks.images.trained_model import TrainedImageModel, open_model
+from stoker.tasks.images.models import TrainedImageModel, open_model
 from stoker.train.step import TOP
 
 LARGEST_LABELS_BYTES = 64 << 20

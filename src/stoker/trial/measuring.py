@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stoker.loader.loader_speed import LinkBalance
+from stoker.loader.loader import LinkBalance
 from stoker.profile.host import HostWatch
 from stoker.profile.step_clock import Interval, StepClock
 

@@ -14,8 +14,7 @@ from stoker.config import Config, config_values
 from stoker.core.console import Say, progress_bar
 from stoker.core.errors import Interrupted, Preempted, StokerError
 from stoker.profile.clock_file import ClockFile
-from stoker.profile.host import HostConfig, HostWatch, Machine, usable_cpus
-from stoker.profile.numa import bind_rank
+from stoker.profile.host import HostConfig, HostWatch, Machine, bind_rank, usable_cpus
 from stoker.run.finished import best_checkpoint, next_lines
 from stoker.run.folder import RunFolder, record_config
 from stoker.run.metrics import MetricsFile, truncate_after

@@ -25,7 +25,7 @@ from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
 from stoker.loader.loader import Follow, LoaderSpeed, measure_loader
 from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.host import HostConfig
-from stoker.profile.local_disk import find_local_disk
+from stoker.profile.mounts import find_local_disk
 from stoker.profile.observed import StorageFacts
 from stoker.run.folder import RunFolder
 from stoker.tasks.base import metric_of

@@ -21,7 +21,7 @@ from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape
 from stoker.tasks.volumes.patches.patch_collate import PatchMaker, PatchReader
 from stoker.tasks.volumes.predict.segmenter import (
-    CarriedInMemory,
+    Carried,
     Segmenter,
     decided,
     predict_volume,
@@ -191,7 +191,7 @@ def test_a_prediction_that_resumes_at_any_layer_has_the_same_bits() -> None:
         def take(region: Region, probabilities: Tensor, result: np.ndarray = result) -> None:
             result[:, *region.slices] = probabilities.numpy()
 
-        carried = CarriedInMemory(grid, 2)
+        carried = Carried(grid, 2)
         forget, at = carried.layer_done, layer
 
         def layer_done(number: int, forget: Any = forget, at: int = at) -> None:

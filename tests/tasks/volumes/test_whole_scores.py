@@ -17,11 +17,17 @@ from skimage.metrics import variation_of_information as published_variation
 
 from stoker.core.errors import UserError
 from stoker.tasks.demo import scroll_volume
-from stoker.tasks.volumes.scores import surface_dice as surfaces
 from stoker.tasks.volumes.scores import topology
-from stoker.tasks.volumes.scores.surface_dice import areas_by_code, surface_dice
+from stoker.tasks.volumes.scores import whole as surfaces
 from stoker.tasks.volumes.scores.topology import Topology, compare_topology, load_matcher, octants
-from stoker.tasks.volumes.scores.whole import foreground, score_surface, score_volume, variation_of_information
+from stoker.tasks.volumes.scores.whole import (
+    areas_by_code,
+    foreground,
+    score_surface,
+    score_volume,
+    surface_dice,
+    variation_of_information,
+)
 from tests.support.published_scores import published_score, published_surface_dice, published_topology
 from tests.support.volumes import needs_matcher
 
@@ -147,9 +153,9 @@ def test_scores_of_a_volume_leave_unlabelled_voxels_out() -> None:
     found = score_volume("a", prediction.astype(np.uint8), label, classes=2, ignore=2)
     ours, theirs = foreground(prediction, label, 2)
     both = (ours & theirs).sum()
-    assert found.dice == pytest.approx(2 * both / (ours.sum() + theirs.sum()))
-    assert found.iou == pytest.approx(both / (ours | theirs).sum())
-    assert found.surface_dice == surface_dice(ours, theirs, 2.0)
+    assert found.mean.dice == pytest.approx(2 * both / (ours.sum() + theirs.sum()))
+    assert found.mean.iou == pytest.approx(both / (ours | theirs).sum())
+    assert found.mean.surface_dice == surface_dice(ours, theirs, 2.0)
     assert found.labelled == pytest.approx((label != 2).mean())
 
 
@@ -160,9 +166,9 @@ def test_the_mean_is_over_the_classes_that_occur() -> None:
     prediction[4, 4, 4] = 3
     found = score_volume("a", prediction, label, classes=4, ignore=None)
     assert [one.dice for one in found.classes] == [1.0, None, 0.0]
-    assert found.dice == 0.5
+    assert found.mean.dice == 0.5
     blank = score_volume("b", np.zeros_like(label), np.zeros_like(label), classes=4, ignore=None)
-    assert (blank.dice, blank.iou, blank.surface_dice) == (None, None, None)
+    assert blank.mean == (None, None, None)
     assert sorted([blank, found], key=lambda one: one.rank)[0] is found
 
 

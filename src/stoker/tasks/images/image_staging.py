@@ -27,11 +27,10 @@ from stoker.tasks.base import Selection
 from stoker.tasks.images.classify import checked_training_plan, validation_of
 from stoker.tasks.images.data import TrainingData, chosen_record, open_split, selected
 from stoker.tasks.images.image_loader import ImagePlan
-from stoker.tasks.images.layouts.imagenet_labels import DEVKITS
-from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.images.layouts.imagenet import DEVKITS
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
-from stoker.tasks.images.layouts.splits import find_split, list_entries
+from stoker.tasks.images.layouts.splits import find_split, list_entries, split_place
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
 from stoker.train.ranks import Ranks
 

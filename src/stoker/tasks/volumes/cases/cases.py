@@ -48,6 +48,11 @@ class Case:
     box: Region | None = None
     """Only this part of it, after a split by region; None for all of it."""
 
+    @property
+    def refs(self) -> tuple[VolumeRef, ...]:
+        """Its channels, and its label if it has one."""
+        return self.images if self.label is None else (*self.images, self.label)
+
 
 @dataclass(frozen=True)
 class CaseList:

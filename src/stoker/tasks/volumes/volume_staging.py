@@ -17,7 +17,7 @@ from stoker.io.stores import is_url, open_store
 from stoker.loader.fill_order import Indices
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import Selection, refuse_classes
-from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.images.layouts.splits import split_place
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.formats.opening import local_path, suffix_of

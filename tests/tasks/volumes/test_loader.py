@@ -17,6 +17,7 @@ from stoker.loader.batch import TooManyBad
 from stoker.loader.loader import LoaderOptions
 from stoker.loader.sampler import Steps
 from stoker.tasks.demo import write_scrolls
+from stoker.tasks.volumes.augment import turned
 from stoker.tasks.volumes.cases.cases import Case, open_cases
 from stoker.tasks.volumes.cases.split import SplitRule, divide
 from stoker.tasks.volumes.cases.survey import survey
@@ -52,6 +53,14 @@ def training(
     rules, volumes = rules or LabelRules(2, ignore=2), OpenVolumes()
     rule = PatchRule(PATCH, small="pad", transforms=transforms)
     return plan_training(cases, survey(cases, volumes), volumes, rules, rule, steps, seed=7)
+
+
+def patch_of(batch: PatchBatch, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The patch of a plain sample."""
+    assert batch.plain[slot]
+    image, label = batch.region(slot)
+    order, flips = batch.orders[slot].tolist(), batch.flips[slot].tolist()
+    return turned(image, order, flips), None if label is None else turned(label, order, flips)
 
 
 def digest(batch: PatchBatch) -> str:
@@ -99,7 +108,7 @@ def test_patches_are_slices_of_the_array(name: str, kind: str, tmp_path: Path) -
         for slot in range(4):
             region = Region(tuple(batch.starts[slot]), tuple(batch.starts[slot] + batch.shapes[slot]))
             axes = [axis for axis in range(3) if batch.flips[slot][axis]]
-            for found, source in zip(batch.patch_of(slot), (image, label), strict=True):
+            for found, source in zip(patch_of(batch, slot), (image, label), strict=True):
                 expected = np.flip(source[region.slices].transpose(batch.orders[slot]), axes)
                 assert found is not None
                 assert found.shape[-3:] == PATCH
@@ -116,7 +125,7 @@ def test_a_grid_puts_every_volume_together_again(cases: tuple[Case, ...]) -> Non
         assert batch.valid.all()
         for slot in range(len(batch)):
             place = Region(tuple(batch.starts[slot]), tuple(batch.starts[slot] + PATCH)).slices
-            image, label = batch.patch_of(slot)
+            image, label = patch_of(batch, slot)
             made[batch.cases[slot]][0][place] = image[0]
             made[batch.cases[slot]][1][place] = label
     for case, shape, (image, label) in zip(cases, shapes, made, strict=True):
@@ -137,7 +146,7 @@ def test_what_lies_outside_a_volume_is_never_trained_on(tmp_path: Path) -> None:
         plan = training((case,), training_steps(3, 4), PLAIN, rules)
         for batch in PatchLoader(plan, READING, LoaderOptions()).epoch(0):
             for slot in range(4):
-                image, label = batch.patch_of(slot)
+                image, label = patch_of(batch, slot)
                 assert label is not None
                 assert (image[0, 2:8] == 9).all()
                 assert (label[2:8] == 1).all()
@@ -190,7 +199,7 @@ def test_without_labels_a_batch_has_images_only(cases: tuple[Case, ...]) -> None
     blind = tuple(Case(case.id, case.group, case.images, None) for case in cases)
     plan = plan_validation(blind, survey(blind, OpenVolumes()), None, PatchRule(PATCH), 2)
     (first, *_) = PatchLoader(plan, READING, LoaderOptions()).epoch(0)
-    image, label = first.patch_of(0)
+    image, label = patch_of(first, 0)
     assert image.shape == (1, *PATCH)
     assert label is None
     assert first.images.nbytes == 2 * 1680

@@ -167,10 +167,7 @@ def test_a_store_that_stays_away_is_named(
 
 def described(found: CaseList, root: str) -> list[Any]:
     """The cases with their places relative to the root."""
-    places = [
-        [ref.location.removeprefix(root) for ref in (*case.images, case.label) if ref is not None]
-        for case in found.cases
-    ]
+    places = [[ref.location.removeprefix(root) for ref in case.refs] for case in found.cases]
     return [(case.id, case.group, place) for case, place in zip(found.cases, places, strict=True)]
 
 

@@ -75,7 +75,11 @@ def test_regions_keep_their_margin_and_folds_cover_everything(
             )
             for other in parts.train:
                 if other.id == one.id:
-                    assert not wide.overlaps(other.box or whole(shapes[one.id]))
+                    assert other.box is not None
+                    assert any(
+                        wide.stop[axis] <= other.box.start[axis] or other.box.stop[axis] <= wide.start[axis]
+                        for axis in range(3)
+                    )
     assert validated == {name: whole(shape).voxels for name, shape in shapes.items()}
 
 
@@ -94,7 +98,6 @@ def test_folds_are_balanced_by_voxels_and_the_same_in_any_order() -> None:
     [
         (SplitRule(folds=5, fold=1), "empty-fold", "fold=all"),
         (SplitRule(folds=5, fold=5), "unknown-fold", "fold=0"),
-        (SplitRule(folds=1), "bad-folds", "fold=all"),
         (SplitRule(by="volume", folds=3, fold=2), "empty-fold", "folds=2"),
         (SplitRule(by="region", folds=4, margin=60), "empty-fold", "margin"),
     ],

@@ -40,7 +40,7 @@ def stage_volumes(
     root = root.rpartition("/")[0] if listed else root
     place, source = copy_place(config, root), open_store(root)
     plans = [plan for plan in (train, val) if plan is not None]
-    refs = [ref for plan in plans for case in plan.cases for ref in (*case.images, case.label) if ref is not None]
+    refs = [ref for plan in plans for case in plan.cases for ref in case.refs]
     expected: dict[str, FileVersion] = {}
     for ref in refs:
         path = place.below(ref.location)
@@ -76,7 +76,7 @@ def needed_files(
     if not is_url(folder):
         folder = str(Path(folder).expanduser().resolve())
     listed = open_cases(root)
-    refs = [ref.location for case in listed.cases for ref in (*case.images, *([case.label] if case.label else []))]
+    refs = [ref.location for case in listed.cases for ref in case.refs]
     outside = [ref for ref in refs if not local_path(ref).startswith(f"{folder}/")]
     if outside:
         raise UserError(
@@ -100,10 +100,7 @@ class VolumeFiles:
 
     def __init__(self, plan: PatchPlan, place: CopyPlace) -> None:
         self._patches, self.steps = plan.patches, plan.steps
-        self._cases = [
-            [_volume(ref.location, place) for ref in (*case.images, case.label) if ref is not None]
-            for case in plan.cases
-        ]
+        self._cases = [[_volume(ref.location, place) for ref in case.refs] for case in plan.cases]
         self.positions = self.steps.samples
 
     def __len__(self) -> int:

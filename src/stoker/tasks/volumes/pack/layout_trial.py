@@ -163,7 +163,7 @@ def _prepared(
     """The case's volumes as they will be packed; for a large one, a slab of whole planes."""
     volumes = OpenVolumes(reading)
     found = []
-    for ref in (*case.images, *([case.label] if case.label is not None else [])):
+    for ref in case.refs:
         volume = volumes.get(ref)
         depth = max(1, TRIAL_VOXELS // (volume.shape[1] * volume.shape[2]))
         if depth < volume.shape[0]:

@@ -165,7 +165,7 @@ def _damaged(pack: VolumePack, case: PackedCase) -> bool:
 def _fingerprint(case: Case) -> str:
     """Changes if a file of the source does; the same wherever the source is mounted."""
     parts: list[Any] = [case.id, case.group]
-    for ref in (*case.images, *([case.label] if case.label is not None else [])):
+    for ref in case.refs:
         parts.append([_state(ref), ref.level, None if ref.packed is None else ref.packed.xxh3])
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 

@@ -18,7 +18,7 @@ from stoker.core.redact import redact_text
 from stoker.core.units import size_text
 from stoker.report.figures import rounded
 from stoker.run.json_lines import Record, finite, number
-from stoker.run.metric import read_checkpoint_name
+from stoker.run.metrics import read_checkpoint_name
 
 LONGEST_TEXT = 400
 """Characters of a name or a message: a path may have 4,096, and a page full of those is unreadable."""

@@ -178,7 +178,7 @@ def check_wandb(subject: Subject) -> Finding | None:
     """W&B is reachable, or offline on purpose."""
     from importlib.util import find_spec
 
-    from stoker.run.wandb_tracker import why_offline
+    from stoker.run.trackers import why_offline
 
     config = subject.config
     mode = os.environ.get("WANDB_MODE")

@@ -22,28 +22,25 @@ from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.io.storage_speed import measure_local_disk, measure_storage, storage_at
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
-from stoker.loader.loader import Follow
-from stoker.loader.loader_speed import LoaderSpeed, measure_loader
+from stoker.loader.loader import Follow, LoaderSpeed, measure_loader
 from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.host import HostConfig
-from stoker.profile.local_disk import find_local_disk
+from stoker.profile.mounts import find_local_disk
 from stoker.profile.observed import StorageFacts
 from stoker.run.folder import RunFolder
 from stoker.tasks.base import metric_of
 from stoker.tasks.building import limited, loader_options, no_data, updates_per_epoch
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
 from stoker.tasks.images.decode.crops import CentreCrop, CropRange, RandomCrop, View
-from stoker.tasks.images.decode.decoding import Decoding
-from stoker.tasks.images.decode.resizing import Interpolation
+from stoker.tasks.images.decode.decoding import Decoding, Interpolation
 from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
-from stoker.tasks.images.layouts.layouts import open_list
-from stoker.tasks.images.layouts.opening import check_same_classes, open_index
+from stoker.tasks.images.layouts.opening import check_same_classes, open_index, open_list
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples, repeated
 from stoker.tasks.images.layouts.splits import find_split
-from stoker.tasks.images.layouts.subset import Subset, choose_subset, split_samples, subset_record
-from stoker.train.checkpoint.data_changes import Contents, Listing, Listings, looked_at
+from stoker.tasks.images.layouts.subset import choose_subset, split_samples, subset_record
+from stoker.train.checkpoint.changes import Contents, Listing, Listings, looked_at
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
@@ -152,10 +149,9 @@ def open_samples(
     per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
     if config.subset_classes is None and per_class is None and classes is None and among is None:
         return all_samples(index)
-    subset = choose_subset(
+    return choose_subset(
         index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes, among=among
     )
-    return SampleSet(index, subset.classes, subset.indices, subset.labels)
 
 
 def open_split(
@@ -240,9 +236,7 @@ def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> di
     keys = (config.subset_classes, config.subset_train_per_class, config.subset_val_per_class)
     if all(key is None for key in keys):
         return None
-    return subset_record(
-        _as_subset(train, config.subset_seed), None if val is None else _as_subset(val, config.subset_seed)
-    )
+    return subset_record(train, val, config.subset_seed)
 
 
 def listing_of_samples(samples: SampleSet) -> Listing:
@@ -276,11 +270,6 @@ def contents_of_samples(config: Config, samples: SampleSet) -> dict[str, Any] | 
     except StoreDown:
         return None  # a cache may have all that training needs
     return {"packed": samples.index.shard_of is not None, "hashes": hashes}
-
-
-def _as_subset(samples: SampleSet, seed: int) -> Subset:
-    members = np.arange(len(samples), dtype=np.int64)
-    return Subset(samples.indices(members), samples.labels(members).astype(np.int32), samples.classes, seed)
 
 
 def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:

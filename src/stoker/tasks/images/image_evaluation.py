@@ -25,11 +25,9 @@ from stoker.io.stores import is_url
 from stoker.tasks.images.data import Split, choose_decoding, open_loader, open_split, validation_plan
 from stoker.tasks.images.image_loader import ImageLoader
 from stoker.tasks.images.image_prediction import classifier_of
-from stoker.tasks.images.layouts.imagenet import CLASSES, are_class_numbers, is_imagenet
-from stoker.tasks.images.layouts.imagenet_labels import IMAGE_NUMBER
-from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.images.layouts.imagenet import CLASSES, IMAGE_NUMBER, are_class_numbers, is_imagenet
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
-from stoker.tasks.images.layouts.splits import find_split
+from stoker.tasks.images.layouts.splits import find_split, split_place
 from stoker.tasks.images.layouts.subset import choose_subset
 from stoker.tasks.images.models import TrainedImageModel, open_model
 from stoker.train.step import TOP
@@ -133,9 +131,10 @@ def open_labelled(restored: TrainedImageModel, split: Split, say: Say, progress:
     numbers = _class_numbers(index, classes, config, say)
     per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
     chosen = choose_subset(index, classes=None, per_class=per_class, seed=config.subset_seed, among=among)
-    labels = numbers[chosen.labels]
+    members = np.arange(len(chosen))
+    labels = numbers[chosen.labels(members)]
     known = labels >= 0
-    return SampleSet(index, classes, chosen.indices[known], labels[known])
+    return SampleSet(index, classes, chosen.indices(members)[known], labels[known])
 
 
 def evaluate_checkpoint(

@@ -18,20 +18,19 @@ from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, FileVersion
 from stoker.io.filling import WantedFile
+from stoker.io.local_copy import keep_subset
 from stoker.io.prefetch import FIRST_ESTIMATE_BYTES
 from stoker.io.stores import ReadFailure, SourceStore, is_url, open_store
-from stoker.io.subset_file import keep_subset
 from stoker.loader.fill_order import Indices, pieces
 from stoker.loader.loader import DEFAULT_PREFETCH
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import Selection
 from stoker.tasks.images.data import chosen_record, open_split
 from stoker.tasks.images.image_loader import ImagePlan
-from stoker.tasks.images.layouts.imagenet_labels import DEVKITS
-from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.images.layouts.imagenet import DEVKITS
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples
-from stoker.tasks.images.layouts.splits import find_split, list_entries
+from stoker.tasks.images.layouts.splits import find_split, list_entries, split_place
 from stoker.tasks.images.layouts.subset import choose_subset
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
 from stoker.train.ranks import Ranks
@@ -178,10 +177,9 @@ def _open(
         classes = _known(index, class_list)
     if config.subset_classes is None and per_class is None and classes is None:
         return all_samples(index)
-    subset = choose_subset(
+    return choose_subset(
         index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes, among=among
     )
-    return SampleSet(index, subset.classes, subset.indices, subset.labels)
 
 
 def _known(index: SampleIndex, names: tuple[str, ...]) -> tuple[str, ...]:

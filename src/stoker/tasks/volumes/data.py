@@ -30,8 +30,7 @@ from stoker.io.cache import cache_place
 from stoker.io.storage_speed import storage_at
 from stoker.io.stores import is_url
 from stoker.loader.batch import Quarantine
-from stoker.loader.loader import BatchLoader, Follow, LoaderOptions, choose_engine
-from stoker.loader.loader_speed import LoaderSpeed, measure_loader
+from stoker.loader.loader import BatchLoader, Follow, LoaderOptions, LoaderSpeed, choose_engine, measure_loader
 from stoker.loader.sampler import Steps
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
@@ -63,7 +62,7 @@ from stoker.tasks.volumes.patches.patches import (
     check_patch_fits,
     training_steps,
 )
-from stoker.train.checkpoint.data_changes import Listing, Listings, listing_of
+from stoker.train.checkpoint.changes import Listing, Listings, listing_of
 from stoker.train.ranks import Ranks
 
 DEFAULT_STEPS_PER_EPOCH = 250

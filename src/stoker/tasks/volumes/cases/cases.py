@@ -50,7 +50,7 @@ class Case:
 
     @property
     def refs(self) -> tuple[VolumeRef, ...]:
-        """Its images, then its label if it has one."""
+        """Its channels, and its label if it has one."""
         return self.images if self.label is None else (*self.images, self.label)
 
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from stoker.io.prefetch import Prefetcher
 from stoker.io.stores import ReadFailure, is_url
-from stoker.loader.batch import BadSample, LoadedBatch
-from stoker.loader.collate import Allocate, none_readable, replacements
+from stoker.loader.batch import Allocate, BadSample, LoadedBatch, none_readable, replacements
 from stoker.loader.sampler import Steps
 from stoker.profile.batch_costs import BatchClock
 from stoker.tasks.volumes.cases.cases import Case

@@ -27,7 +27,7 @@ from stoker.profile.observed import LoaderShape, Observed
 
 if TYPE_CHECKING:
     from stoker.doctor.pacing import ScriptPace
-    from stoker.doctor.script.traced_step import TracedStep
+    from stoker.doctor.script.recording import TracedStep
     from stoker.profile.host import HostConfig
 
 CONFIG_ENDINGS = (".yaml", ".yml")

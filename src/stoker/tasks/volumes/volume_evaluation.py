@@ -36,9 +36,8 @@ from stoker.tasks.volumes.pictures import worst_cuts
 from stoker.tasks.volumes.predict.postprocess import check_chain, parse_chain, post_processed
 from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
 from stoker.tasks.volumes.predict.windows import SlidingWindow
-from stoker.tasks.volumes.scores.surface_dice import Spacing
 from stoker.tasks.volumes.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
-from stoker.tasks.volumes.scores.whole import ScoreName, score_volume
+from stoker.tasks.volumes.scores.whole import ScoreName, Spacing, score_volume
 from stoker.tasks.volumes.segment import open_trained
 from stoker.tasks.volumes.volume_results import Judged, ScoreOptions, VolumeEvaluation, evaluation_text, sheet_of
 

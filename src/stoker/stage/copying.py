@@ -304,7 +304,6 @@ class Verification:
         return not self.wrong
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
         return {
             "target": self.folder,
             "source": self.source,
@@ -317,7 +316,6 @@ class Verification:
 
 
 def verification_text(result: Verification) -> str:
-    """What `--verify` found."""
     lines = failure_lines(result.wrong)
     if result.unknown:
         lines.append(f"note: {count(len(result.unknown), 'file')} not in the manifest: {shown(result.unknown[0])} …")

@@ -72,10 +72,10 @@ def shared() -> str | None:
 
 
 def adopt(file: str | None) -> None:
-    """Makes this process report to, and see, the state of the process that started it."""
+    """Makes this process report to, and see, the state of the process that started it; does nothing if that is gone."""
     global _state, _file
     if file is not None:
-        with Path(file).open("r+b") as opened:
+        with suppress(OSError, ValueError), Path(file).open("r+b") as opened:
             _state, _file = _mapped(opened.fileno()), file
         told_elsewhere()
 
@@ -88,8 +88,7 @@ def share_with_children() -> None:
 
 def adopt_from_parent() -> None:
     """Makes this program report to, and see, the state of the one that started it, if that asked for it."""
-    with suppress(OSError, ValueError):
-        adopt(os.environ.get(_FILE_VARIABLE))
+    adopt(os.environ.get(_FILE_VARIABLE))
 
 
 def _mapped(number: int) -> _State:

@@ -311,10 +311,8 @@ def open_list(
 def list_splits(path: str, root: str) -> list[str]:
     """The splits that a list has: train and val, or "" if it has no column of splits."""
     file, root = _find_list(path, root), split_place(root, "")
-    samples = read_list(file, root)
-    return (
-        [split for split in ("train", "val") if rows_of_split(file, samples, split)[0]] if samples.has_splits else [""]
-    )
+    rows = read_list(file, root)
+    return [split for split in ("train", "val") if rows_of_split(file, rows, split)[0]] if rows[0].split else [""]
 
 
 def _find_list(path: str, root: str) -> str:
@@ -333,8 +331,8 @@ def _find_list(path: str, root: str) -> str:
 
 
 def _index_of_list(path: str, root: str, split: str) -> SampleIndex:
-    samples = read_list(path, root)
-    rows, notes = rows_of_split(path, samples, split)
+    listed = read_list(path, root)
+    rows, notes = rows_of_split(path, listed, split)
     if not rows:
         raise UserError("split-not-found", f"{redact_text(path)} has no rows of the split {split}")
     if not is_url(root):
@@ -342,7 +340,7 @@ def _index_of_list(path: str, root: str, split: str) -> SampleIndex:
         if not any(os.path.exists(os.path.join(root, row.path)) for row in tried):  # noqa: PTH110, PTH118
             hint = f"paths are relative to data_root: is {shown(root)} right?"
             raise LabelFileWrong(path, tried[0].line, f"{shown(tried[0].path)} does not exist", hint)
-    facts = {"layout": "list", "has_splits": samples.has_splits, "notes": notes}
+    facts = {"layout": "list", "has_splits": listed[0].split is not None, "notes": notes}
     return sorted_index(root, *numbered([row.label for row in rows]), [row.path for row in rows], facts)
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.tasks import device_copies as packing
-from stoker.tasks.images.augment.mixing import Mixer
-from stoker.tasks.images.augment.pipeline import Augmented, EvalPrepare, TrainAugment
+from stoker.tasks.images.augment.pipeline import Augmented, EvalPrepare, Mixer, TrainAugment
 from stoker.tasks.images.augment.policies import RandAugment, TrivialAugmentWide
 from tests.support.operators import counted
 from tests.tasks.augment.images import some_batch, some_keys

@@ -8,7 +8,7 @@ import torch
 from timm.data import Mixup
 from timm.data import mixup as timm_mixup
 
-from stoker.tasks.images.augment.mixing import Mixer, Recipe, cut_box, fill_targets, mix_images, target_rows
+from stoker.tasks.images.augment.pipeline import Mixer, Recipe, cut_box, fill_targets, mix_images, target_rows
 from stoker.tasks.images.decode.headers import Box
 
 CLASSES = 7

@@ -10,20 +10,20 @@ from torchvision.transforms import functional
 from stoker.config import Config
 from stoker.loader import rng as draws
 from stoker.tasks.device_copies import copy_to, pack
-from stoker.tasks.images.augment import mixing, policies
-from stoker.tasks.images.augment import pipeline as erasing
-from stoker.tasks.images.augment.mixing import Mixer, mix_images
+from stoker.tasks.images.augment import pipeline, policies
 from stoker.tasks.images.augment.pipeline import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     Erasures,
     EvalPrepare,
+    Mixer,
     TrainAugment,
     build_policy,
     build_train_augment,
     draw_erasures,
     erase,
     flip,
+    mix_images,
     to_float,
 )
 from stoker.tasks.images.augment.policies import RandAugment, TrivialAugmentWide
@@ -131,7 +131,7 @@ def test_a_config_builds_the_pipeline_it_describes() -> None:
 
 
 def test_no_two_kinds_of_choice_share_their_draws() -> None:
-    ours = [policies.POLICY, erasing.ERASING, mixing.MIXING]
+    ours = [policies.POLICY, pipeline.ERASING, pipeline.MIXING]
     datas = [value for name, value in vars(draws).items() if name.isupper() and isinstance(value, int)]
     assert len(datas) >= 3
     assert len({*ours, *datas}) == len(ours) + len(datas)

@@ -7,7 +7,7 @@ import torch
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
 from stoker.config import Config
-from stoker.tasks.images.augment.mixing import soft_targets
+from stoker.tasks.images.augment.pipeline import soft_targets
 from stoker.tasks.images.models import binary_cross_entropy, build_loss, cross_entropy
 
 CLASSES = 11

@@ -18,7 +18,7 @@ from stoker.core.files import SEAL, sealed
 from stoker.io.stores import open_store
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import META, SampleIndex, checksum
-from stoker.tasks.images.pack.pack_folder import PackFolder, check_pack, remove_pack
+from stoker.tasks.images.pack.pack_folder import PackFolder, claim_packs, remove_pack
 from stoker.tasks.images.pack.shard import PackOptions
 from stoker.tasks.images.pack.split_packing import ImagePackResult, pack_split, plan_shards
 from stoker.tasks.packing import claim_destination
@@ -52,9 +52,7 @@ def pack(
     max_bad_fraction: float = 0.5,
     progress: Callable[[int, int | None], None] = lambda _done, _total: None,
 ) -> ImagePackResult:
-    folder = PackFolder(destination, "")
-    with claim_destination(destination):
-        check_pack(folder, options.as_dict())
+    with claim_packs(destination, [""], options.as_dict(), fresh=False) as (folder,):
         index = open_index(str(source), "", index_dir=destination.parent / "listings")
         return pack_split(index, folder, options, workers=workers, max_bad_fraction=max_bad_fraction, progress=progress)
 

@@ -229,10 +229,14 @@ def _fetch(store: Store, place: str, arrays: list[str], raw: bytes, final: Path)
                 write_bytes(folder / f"{Path(name).name}.npy", bytes(store.read(f"{name}.npy")))
             write_bytes(folder / META, raw)
             load_index(folder)
-    except IndexUnreadable as error:
-        raise _changing(place, error.reason) from None
-    except ReadFailure as failure:
-        raise _changing(place, str(failure)) from None
+    except (IndexUnreadable, ReadFailure) as error:
+        reason = error.reason if isinstance(error, IndexUnreadable) else str(error)
+        raise UserError(
+            "packed-data-incomplete",
+            f"the index at {place} does not match its arrays: {reason}",
+            why="it was read while it was being written, or only a part of it was copied",
+            hint="copy the packed folder again, index.json last",
+        ) from None
     return load_index(final)
 
 
@@ -243,15 +247,6 @@ def _load_if_whole(folder: Path, damage: list[str] | None = None) -> SampleIndex
         if error.damaged and damage is not None:
             damage.append(f"the copy of the index in {folder} is damaged ({error.reason}): it is fetched again")
         return None
-
-
-def _changing(place: str, reason: str) -> UserError:
-    return UserError(
-        "packed-data-incomplete",
-        f"the index at {place} does not match its arrays: {reason}",
-        why="it was read while it was being written, or only a part of it was copied",
-        hint="copy the packed folder again, index.json last",
-    )
 
 
 def _open_labelled_place(

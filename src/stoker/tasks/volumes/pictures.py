@@ -38,7 +38,6 @@ class Cut:
     axis: int
     position: int
     image: Pixels
-    """Grey."""
     label: Plane
     prediction: Plane
     known: NDArray[np.bool_]
@@ -94,7 +93,6 @@ def as_grey(plane: Plane) -> Pixels:
 
 
 def plain(grey: Pixels) -> Pixels:
-    """The image alone."""
     return squared(np.repeat(grey[..., None], 3, axis=2))
 
 

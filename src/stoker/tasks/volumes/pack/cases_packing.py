@@ -99,7 +99,6 @@ def pack(
 
 
 def _answer(result: VolumePackResult, trial: TrialResult | None, folder: Path) -> Answer:
-    """What was packed, in a row, and as a document."""
     index = result.index
     row = [
         f"{len(index.cases):,}" + (f" ({result.kept:,} kept)" if result.kept else ""),

@@ -33,8 +33,6 @@ MAX_INDEX_BYTES = 256_000_000
 
 @dataclass(frozen=True)
 class PackedFile:
-    """A volume of a pack."""
-
     path: str
     """Relative to the pack."""
     facts: PackedFacts
@@ -42,8 +40,6 @@ class PackedFile:
 
 @dataclass(frozen=True)
 class PackedCase:
-    """A case of a pack."""
-
     id: str
     group: str
     part: str
@@ -73,7 +69,6 @@ class PackIndex:
     skipped: tuple[dict[str, str], ...] = ()
     """Volumes that could not be read when it was packed."""
     options: dict[str, Any] = field(default_factory=dict)
-    """How it was packed."""
 
 
 def write_index(root: Path, index: PackIndex) -> None:
@@ -162,7 +157,6 @@ def read_case(path: Path) -> tuple[PackedCase, str] | None:
 
 
 def write_case(path: Path, case: PackedCase, source: str) -> None:
-    """Records that a case is finished."""
     write_text(path, json.dumps(sealed({"source": source, "case": case.as_dict()})) + "\n")
 
 

@@ -140,8 +140,6 @@ class ClassScores(NamedTuple):
 
 @dataclass(frozen=True)
 class VolumeScores:
-    """The scores of one volume."""
-
     id: str
     classes: tuple[ClassScores, ...]
     """The scores of the classes 1, 2, …"""

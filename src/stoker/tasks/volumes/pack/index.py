@@ -150,7 +150,7 @@ def read_case(path: Path) -> tuple[PackedCase, str] | None:
     try:
         record = json.loads(path.read_text("utf-8"))
         if has_whole_seal(record) is False:
-            return None  # changed after it was written: its files are made anew
+            return None  # changed after it was written: its files are made again
         return case_of(record["case"]), str(record["source"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

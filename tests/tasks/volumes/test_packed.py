@@ -186,17 +186,14 @@ def test_file_names_never_collide_and_never_leave_their_folder() -> None:
     assert names["a"] == "a"
 
 
-def tried(name: str, warm_s: float, cold_s: float | None, size: int) -> Tried:
-    return Tried(LAYOUTS[name], warm_s, cold_s, size)
-
-
 def test_the_layout_is_chosen_by_where_the_pack_will_be_read_from() -> None:
-    measured = (tried("raw", 0.5, 9.0, 100), tried("blocks64", 0.8, 4.0, 110), tried("zarr", 3.0, 4.2, 60))
-    assert choose(measured, fits_in_memory=True).name == "raw"
+    raw, blocks, zarr = LAYOUTS["raw"], LAYOUTS["blocks64"], LAYOUTS["zarr"]
+    first = (Tried(raw, 0.5, 9.0, 100), Tried(blocks, 0.8, 4.0, 110))
+    assert choose((*first, Tried(zarr, 3.0, 4.2, 60)), fits_in_memory=True) is raw
     # About as fast from the disk: then the smaller one.
-    assert choose(measured, fits_in_memory=False).name == "zarr"
-    assert choose((*measured[:2], tried("zarr", 3.0, 8.0, 60)), fits_in_memory=False).name == "blocks64"
-    assert choose((tried("raw", 0.5, None, 100), tried("zarr", 3.0, None, 60)), fits_in_memory=False).name == "raw"
+    assert choose((*first, Tried(zarr, 3.0, 4.2, 60)), fits_in_memory=False) is zarr
+    assert choose((*first, Tried(zarr, 3.0, 8.0, 60)), fits_in_memory=False) is blocks
+    assert choose((Tried(raw, 0.5, None, 100), Tried(zarr, 3.0, None, 60)), fits_in_memory=False) is raw
 
 
 def test_the_trial_measures_every_layout_and_leaves_nothing_behind(

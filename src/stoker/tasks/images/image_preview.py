@@ -71,8 +71,6 @@ LEAST_WEIGHT = 0.005
 
 @dataclass(frozen=True)
 class SourceImage:
-    """An image that an input is made of."""
-
     name: str
     """Path of its file, below the split's folder."""
     share: float
@@ -109,8 +107,6 @@ class StepSeen:
 
 @dataclass(frozen=True)
 class ImagesSeen:
-    """What is on the sheet."""
-
     config: Config
     data: TrainingData
     epoch: int

@@ -11,21 +11,18 @@ import pytest
 from stoker.core.finding import Estimate
 from stoker.run.json_lines import read_records
 from stoker.tune import trials
-from stoker.tune.comparing import Objective, is_cheaper
 from stoker.tune.journal import Journal
 from stoker.tune.records import Candidate, Measured, Outcome, Propose, Settings, State
-from stoker.tune.search import search
 from stoker.tune.text import outcome_text
-from stoker.tune.trials import MOST_TRIALS
-from tests.tune.made_up import START, MadeUp, neighbours, rises_to_four, was_run
+from stoker.tune.trials import MOST_TRIALS, Objective, is_cheaper
+from tests.tune.made_up import START, MadeUp, neighbours, rises_to_four, search_with, was_run
 
 BEST: Settings = {"num_workers": 4, "loader": "process", "prefetch_factor": 2}
 FAULTS = ("out-of-memory", "killed", "hung", "crashed", "different-training")
 
 
 def tune(trier: MadeUp, start: Settings = START, **keys: Any) -> Outcome:
-    keys = {"budget_s": 1e6, "trial_s": 1.0, "propose": neighbours} | keys
-    return search(trier, start, keys.pop("propose"), **keys)
+    return search_with(trier, start, **{"propose": neighbours} | keys)
 
 
 def test_the_best_neighbour_is_found_and_confirmed_against_the_original() -> None:

@@ -16,7 +16,6 @@ from stoker.profile.host import HostConfig, Machine, fit_to_machine
 from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime
 from stoker.trial.ledger import HARMLESS
 from stoker.tune.records import Measured, Outcome, Settings, State, Step, key_of
-from stoker.tune.search import search
 from stoker.tune.space import (
     KNOBS,
     Surroundings,
@@ -25,6 +24,7 @@ from stoker.tune.space import (
     proposer,
     settings_of,
 )
+from tests.tune.made_up import search_with
 
 BATCH = 32
 
@@ -95,9 +95,7 @@ def fitted(**keys: Any) -> HostConfig:
 def tuned(machine: Simulated, **start: Any) -> Outcome:
     config = fitted(**{"num_workers": 2} | start)
     around = Surroundings(config, cpus=round(machine.cores), paced=True)
-    return search(
-        machine, settings_of(config), proposer(around), budget_s=1e6, trial_s=1.0, ceiling=BATCH / machine.pace_s
-    )
+    return search_with(machine, settings_of(config), propose=proposer(around), ceiling=BATCH / machine.pace_s)
 
 
 MACHINES: dict[str, tuple[Callable[[], Simulated], dict[str, Any]]] = {

@@ -100,7 +100,7 @@ def tune(
     `--` again and again for a few seconds, with other values in braces, and prints the fastest command. Other names
     need their values: '{decoder=pil|cv2}', in quotes.
     """
-    from stoker.tune.comparing import ALSO, GOALS
+    from stoker.tune.records import ALSO, GOALS
 
     script: list[str] | None = context.obj
     if goal not in GOALS:

@@ -11,6 +11,8 @@ import fcntl
 import json
 import math
 import os
+import socket
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -20,9 +22,12 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from stoker.core.console import say
 from stoker.core.errors import UserError
 from stoker.core.files import open_to_append, write_text
 from stoker.core.redact import redact
+from stoker.core.units import count
+from stoker.profile.host import Machine
 from stoker.run.json_lines import Record, read_records
 from stoker.run.lease import is_locked
 from stoker.tune.records import Key, Measured, Outcome, Settings, Step, key_of
@@ -152,6 +157,27 @@ class Journal:
         if self._descriptor is not None:
             # One write: a line is complete, or it is the last one.
             os.write(self._descriptor, _line(record).encode())
+
+
+def open_journal(path: Path, facts: dict[str, Any], same: dict[str, Any], machine: Machine, *, fresh: bool) -> Journal:
+    """The journal, resumed or new, and prints which; trials count again if `same` and this machine are unchanged."""
+    journal = Journal(path)
+    same = {**same, "host": [socket.gethostname(), machine.cpus, machine.accelerators]}
+    facts = {"time": time.time(), **facts, "same": same}
+    try:
+        why_anew = journal.begin(facts, fresh=fresh)
+    except OSError as error:
+        raise UserError(
+            "journal-not-writable",
+            f"{path} cannot be written: {error.strerror or error}",
+            why="it records every trial, so that an interrupted search can resume",
+            hint="run it in a folder of yours, or for a config: --write ~/tuned.yaml",
+        ) from None
+    if why_anew is not None:
+        say(f"note: {journal.path} is replaced: {why_anew}")
+    if journal.resumed:
+        say(f"resuming: {count(journal.resumed, 'trial')} of {journal.path} will not be run again")
+    return journal
 
 
 def without_details(step: Step) -> Step:

@@ -15,6 +15,11 @@ AT_CEILING = 0.95
 EXPECTED = 1.01
 """A predicted speed-up above which a gain is expected."""
 
+Goal = Literal["throughput", "epoch-time", "cost"]
+GOALS: tuple[Goal, ...] = ("throughput", "epoch-time", "cost")
+ALSO = ("precision", "img_size", "batch_size", "mixing")
+"""Changes that would alter the training: measured only on request."""
+
 Value = bool | int | float | str | None
 Settings = dict[str, Value]
 """The keys that are tuned, with their values: always all of them, so that any line of the journal can be tried
@@ -176,8 +181,8 @@ Ready = Callable[[Settings], str | None]
 towards the budget."""
 
 
-class Listener(Protocol):
-    """Notified of the search's progress; must not raise."""
+class Listener:
+    """Notified of a search's progress; this one ignores everything. Must not raise."""
 
     def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:
         """A run begins; `role` is baseline, candidate, best, confirmation or whole."""
@@ -189,18 +194,6 @@ class Listener(Protocol):
 
     def step(self, step: Step) -> None:
         """A decision was taken."""
-
-
-class Nobody:
-    """A listener that ignores everything."""
-
-    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None: ...
-
-    def trial_ends(self, number: int, measured: Measured) -> None: ...
-
-    def lengthened(self, seconds: float, spread: float) -> None: ...
-
-    def step(self, step: Step) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from stoker.doctor.preparing import workers_that_fit
 from stoker.doctor.what_if import LoaderModel, model_of
 from stoker.profile.host import read_machine
 from stoker.profile.observed import Observed
-from stoker.tune.comparing import Objective
-from stoker.tune.config_search import Live, TuneOptions, begin_journal
-from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
-from stoker.tune.placeholders import CHANGES_TRAINING, Placeholder, Template, read_template
+from stoker.tune.config_search import TuneOptions
+from stoker.tune.journal import open_journal
 from stoker.tune.records import Candidate, Measured, Outcome, Propose, State, Value, key_of
-from stoker.tune.script import ScriptTrier, refuse_broken
-from stoker.tune.search import search
-from stoker.tune.text import outcome_text
+from stoker.tune.script import CHANGES_TRAINING, Placeholder, ScriptTrier, Template, read_template, refuse_broken
+from stoker.tune.search import Choices, search
+from stoker.tune.space import WAITS, prefetch_candidates, worker_candidates, worker_counts
+from stoker.tune.text import Live, outcome_text
+from stoker.tune.trials import Objective, Trials
 
 MOST_DOUBLINGS = 6
 JOURNAL = Path("tune.jsonl")
@@ -63,14 +63,13 @@ def tune_script(words: Sequence[str], options: TuneOptions) -> TunedScript:
         "command": list(template.words), "folder": str(Path.cwd()), "script": _digest_of_files(template.words),
         "options": [options.goal, options.trial_s, options.ram_bytes],
     }  # fmt: skip
-    journal = begin_journal(JOURNAL, facts, same, machine, fresh=options.fresh)
+    journal = open_journal(JOURNAL, facts, same, machine, fresh=options.fresh)
     try:
-        outcome = search(
-            trier, template.start, proposals(template, machine.cpus), budget_s=options.budget_s,
-            trial_s=options.trial_s, journal=journal, tell=live, objective=Objective(options.goal),
-            # Nobody knows how long the whole run of a script takes.
-            facts={"unit": live.unit, "subject": "the script", "hours_before": None, "hours_after": None},
-        )  # fmt: skip
+        objective = Objective(options.goal)
+        trials = Trials(trier, objective.score, journal, live, budget_s=options.budget_s, trial_s=options.trial_s)
+        # Nobody knows how long the whole run of a script takes.
+        told = {"unit": live.unit, "subject": "the script", "hours_before": None, "hours_after": None}
+        outcome = search(trials, Choices(template.start, proposals(template, machine.cpus)), objective, told)
         notes = result_notes(outcome)
         journal.note("command", line=template.line(outcome.best), notes=notes)
     finally:

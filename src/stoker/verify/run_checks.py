@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.config.task_names import task_names
+from stoker.config.keys import task_names
 from stoker.core.console import finding_lines, format_table
 from stoker.core.errors import Interrupted, Preempted, StokerError, UsageError, did_you_mean
 from stoker.core.finding import Finding, Status, as_json

@@ -13,7 +13,7 @@ import torch
 
 from stoker.core.finding import Finding
 from stoker.tasks.checks import Subject
-from stoker.verify.gpus import CHECKS, judge_products, judge_torch, query_gpus, read_xids
+from stoker.verify.machine import CHECKS, judge_products, judge_torch, query_gpus, read_xids
 from stoker.verify.run_checks import run_checks
 from tests.support.subjects import HERE, check_named, subject_of
 from tests.support.tiny_training import write_config

@@ -18,7 +18,7 @@ from stoker.core.console import say
 from stoker.core.errors import UserError
 from stoker.core.files import write_text
 from stoker.report.document import Document, compare
-from stoker.report.run_files import picture_url
+from stoker.report.run_facts import picture_url
 from stoker.report.tune_document import is_tune
 from stoker.run.folder import RunFolder
 

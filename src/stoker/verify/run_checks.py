@@ -25,7 +25,6 @@ MODULES = (
     "stoker.verify.schedule_checks",
     "stoker.verify.model",
     "stoker.verify.machine",
-    "stoker.verify.gpus",
     "stoker.verify.nodes",
 )
 """The checks for all tasks: each module has its own in `CHECKS`, and is imported when checks are run."""

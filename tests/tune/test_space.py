@@ -100,7 +100,6 @@ def tuned(machine: Simulated, **start: Any) -> Outcome:
 
 MACHINES: dict[str, tuple[Callable[[], Simulated], dict[str, Any]]] = {
     "cpu-bound": (lambda: Simulated(0.1, 0.0, 0.01), {"num_workers": 0}),
-    "cpu-bound, enough cores": (lambda: Simulated(0.1, 0.0, 0.03), {"num_workers": 1}),
     "storage-bound": (lambda: Simulated(0.005, 0.2, 0.02), {"num_workers": 1}),
     "storage-bound, too many to begin with": (lambda: Simulated(0.01, 0.05, 0.03), {"num_workers": 16}),
     "threads share a lock": (lambda: Simulated(0.1, 0.0, 0.01, locked=0.5), {"num_workers": 4}),
@@ -111,10 +110,6 @@ MACHINES: dict[str, tuple[Callable[[], Simulated], dict[str, Any]]] = {
     "a huge batch now and then": (
         lambda: Simulated(0.02, 0.0, 0.018, cores=2.0, crowding=0.1, huge_every=9),
         {"num_workers": 1, "prefetch_factor": 1},
-    ),
-    "a huge batch now and then, crowded": (
-        lambda: Simulated(0.02, 0.0, 0.018, cores=2.0, crowding=0.1, huge_every=9),
-        {"num_workers": 8, "prefetch_factor": 1},
     ),
 }
 

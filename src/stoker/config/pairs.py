@@ -18,15 +18,12 @@ PairCheck = Callable[[Config], Iterator[str]]
 
 @dataclass(frozen=True)
 class PairRule:
-    """A rule over several keys."""
-
     keys: tuple[str, ...]
     problems: PairCheck
     forbids: bool = True
     """False for what works but is probably a mistake: a warning, not an error."""
 
     def check(self, config: Config) -> str | None:
-        """What is wrong; None if nothing is."""
         return next(self.problems(config), None)
 
 
@@ -35,7 +32,6 @@ RULES: list[PairRule] = []
 
 
 def pair_rule(*keys: str, forbids: bool = True) -> Callable[[PairCheck], PairCheck]:
-    """Adds the decorated function to the rules."""
 
     def add(check: PairCheck) -> PairCheck:
         RULES.append(PairRule(keys, check, forbids))

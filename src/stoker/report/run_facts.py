@@ -118,7 +118,6 @@ def _epochs_total(config: dict[str, Any]) -> int | None:
 
 
 def sum_of_parts(intervals: Sequence[StepTimes]) -> dict[str, float | None]:
-    """Seconds of all steps by part."""
     names = [name for name in PARTS if any(name in interval.parts_s for interval in intervals)]
     return {name: rounded(sum(interval.parts_s.get(name, 0.0) for interval in intervals)) for name in names}
 
@@ -188,13 +187,11 @@ def memory_columns(intervals: Sequence[StepTimes]) -> dict[str, Any]:
 
 
 def step_columns(steps: list[Record]) -> dict[str, Any]:
-    """Loss and learning rate."""
     names = ("step", "train/loss", "train/lr")
     return columns([{name: number(record, name) for name in names} for record in steps], names, worst=("step",))
 
 
 def epoch_columns(epochs: list[Record]) -> dict[str, Any]:
-    """Throughput, loss and scores by epoch."""
     names = [
         "epoch", "images_per_second", "wait_share", "seconds", "train/loss", "val/loss", "train/acc1", "val/acc1",
         "train/acc5", "val/acc5", "val/dice", "val/iou", "val/surface_dice", "train/lr",

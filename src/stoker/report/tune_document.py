@@ -167,7 +167,6 @@ def _step_row(record: Record, counting: tuple[str, ...] = ("measured",)) -> dict
 
 
 def _source_row(record: Record) -> dict[str, Any]:
-    """One optimisation that was switched off, as the page shows it."""
     return {
         "label": clip(record.get("label") or ""),
         "change": _pairs(record.get("change")),

@@ -80,8 +80,6 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Ablation:
-    """The table."""
-
     rate: float | None
     """Samples per second of the whole config."""
     rows: tuple[Contribution, ...]
@@ -232,7 +230,6 @@ def speed_of(measured: Measured) -> float | None:
 
 
 def ablation_text(ablation: Ablation, unit: str) -> str:
-    """The table for people."""
     whole = "" if ablation.rate is None else f"; with all of them: {rate_text(ablation.rate, unit)}"
     table = format_table([_cells(row) for row in ablation.rows], ("optimisation", "without it", "speed-up", ""))
     runs = f"{count(ablation.trials, 'trial')} in {count(ablation.rounds, 'round')}, each beside the whole config"

@@ -45,8 +45,6 @@ KEPT_BATCHES = 160
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How to search."""
-
     budget_s: float = DEFAULT_BUDGET_S
     trial_s: float = DEFAULT_TRIAL_S
     goal: Goal = "throughput"
@@ -71,8 +69,6 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The end of a search, and its files."""
-
     outcome: Outcome
     target: Path | None
     """The result; None if the search was interrupted."""
@@ -376,7 +372,6 @@ class Packs:
 
     @property
     def made(self) -> bool:
-        """Whether there is a pack that would have to be removed."""
         return bool(self._ours)
 
     def _name_of(self, settings: Settings) -> str | None:

@@ -43,7 +43,6 @@ _ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (M
 
 
 def as_record(value: Measured | Step | Outcome) -> Record:
-    """The same as plain data."""
     record: Record = _ADAPTERS[type(value)].dump_python(value, mode="json")
     return record
 
@@ -115,7 +114,6 @@ class Journal:
             self._write({"kind": "step", **as_record(without_details(step))})
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Writes any other line."""
         self._write({"kind": kind, **facts})
 
     def noted(self, kind: str) -> Record | None:
@@ -123,8 +121,7 @@ class Journal:
         return self._noted.get(kind)
 
     def end(self, outcome: Outcome) -> None:
-        short = replace(outcome, steps=(), other_training=tuple(map(without_details, outcome.other_training)))
-        self._write({"kind": "end", **as_record(short)})
+        self._write({"kind": "end", **outcome_record(replace(outcome, steps=()))})
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -187,6 +184,12 @@ def without_details(step: Step) -> Step:
         return tuple(replace(run, observed=None) for run in runs)
 
     return replace(step, measured=short(step.measured), against=short(step.against))
+
+
+def outcome_record(outcome: Outcome) -> Record:
+    """An outcome as plain data, without details."""
+    steps, others = (tuple(map(without_details, some)) for some in (outcome.steps, outcome.other_training))
+    return as_record(replace(outcome, steps=steps, other_training=others))
 
 
 def read_journal(path: Path) -> Iterator[Record]:

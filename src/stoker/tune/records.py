@@ -64,7 +64,6 @@ class Measured:
 
     @property
     def failure(self) -> str:
-        """How it failed, in words."""
         return FAILURES[self.result] + (f": {self.detail}" if self.detail else "")
 
 
@@ -88,8 +87,6 @@ class Trier(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change worth a trial."""
-
     change: Settings
     """Only what differs from the best so far."""
     why: str
@@ -152,7 +149,6 @@ class State:
     """Time left to spend."""
 
     def is_done(self, settings: Settings) -> bool:
-        """Whether these settings were run or skipped."""
         key = key_of(settings)
         return key in self.runs or any(key_of(step.settings) == key for step in self.steps)
 
@@ -198,8 +194,6 @@ class Listener:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a search."""
-
     original: Settings
     best: Settings
     before: float | None

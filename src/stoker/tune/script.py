@@ -39,8 +39,6 @@ MOST_WORDS = "a name that stoker does not know needs its values, separated by |,
 
 @dataclass(frozen=True)
 class Placeholder:
-    """One value that is tuned."""
-
     name: str
     start: Value
     values: tuple[Value, ...] | None = None
@@ -51,8 +49,6 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Template:
-    """The user's command with its places."""
-
     words: tuple[str, ...]
     places: tuple[Placeholder, ...]
 
@@ -214,8 +210,6 @@ Report = Callable[[float], None]
 
 
 class ScriptTrier:
-    """Runs a command with the values of its placeholders."""
-
     def __init__(
         self,
         template: Template,
@@ -262,7 +256,8 @@ class ScriptTrier:
         detail, observed = ended.detail, None
         windows: tuple[float, ...] = ()
         if result == "measured":
-            observed = _observed(ended.result["observed"])
+            measured = from_record(Measured, {"result": "measured", "observed": ended.result["observed"]})
+            observed = None if measured is None else measured.observed
             windows = () if observed is None else windows_of(observed)
             result, detail = _ending(ended.result, windows, tail_of(folder))
             if observed is not None and observed.steps and not windows and ended.result["stopped"]:
@@ -302,7 +297,6 @@ def run_script(job: dict[str, Any], tell: Report) -> dict[str, Any]:
 
 
 def tail_of(folder: Path) -> str:
-    """The last lines that the script printed."""
     try:
         with (folder / OUTPUT).open("rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - MOST_TAIL_BYTES))
@@ -328,11 +322,6 @@ def windows_of(observed: Observed) -> tuple[float, ...]:
     steps = np.diff(np.interp(edges, ends_s, np.arange(len(ends_s))))
     rates = observed.samples / observed.steps * steps / np.diff(edges)
     return tuple(float(rate) for rate in rates)
-
-
-def _observed(record: Any) -> Observed | None:
-    measured = from_record(Measured, {"result": "measured", "observed": record})
-    return None if measured is None else measured.observed
 
 
 def _ending(answer: dict[str, Any], windows: tuple[float, ...], output: str) -> tuple[Result, str]:

@@ -82,7 +82,6 @@ def tune_script(words: Sequence[str], options: TuneOptions) -> TunedScript:
 
 
 def script_text(tuned: TunedScript) -> str:
-    """The result for people, and the command to type."""
     notes = ["", *tuned.notes] if tuned.notes else []
     return "\n".join([outcome_text(tuned.outcome, None), *notes, "", shlex.join(tuned.command)])
 

@@ -303,7 +303,6 @@ class _Search:
         )
 
     def _why_not(self, settings: Settings) -> str | None:
-        """Why these settings cannot be run."""
         began_s = time.monotonic()
         unready = self.choices.ready(settings)
         self.trials.off_budget_s += time.monotonic() - began_s

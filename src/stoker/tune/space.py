@@ -88,7 +88,6 @@ def settings_of(config: HostConfig) -> Settings:
 
 
 def config_with(config: HostConfig, settings: Settings) -> HostConfig:
-    """The config with these settings."""
     update: dict[str, Any] = dict(settings)
     if settings.get("num_workers") == 0:
         update["prefetch_factor"] = None  # which needs workers

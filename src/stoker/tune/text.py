@@ -37,14 +37,12 @@ def settings_text(change: Settings, before: Settings | None = None) -> str:
 
 
 def running_text(number: int, change: Settings, role: str) -> str:
-    """What is running now."""
     names = {"baseline": "the original", "best": "the best so far again", "whole": "the config as given"}
     confirming = "confirming " if role == "confirmation" else ""
     return f"trial {number}: {confirming}{names.get(role) or settings_text(change)}"
 
 
 def step_text(step: Step, unit: str) -> str:
-    """One line for a decision."""
     rate = _rate(step.measured)
     speed = "" if rate is None else f"{rate_text(rate, unit)}, "
     what = "the original" if step.decision == "baseline" else settings_text(step.change)
@@ -58,7 +56,6 @@ def step_text(step: Step, unit: str) -> str:
 
 
 def outcome_text(outcome: Outcome, target: Path | None) -> str:
-    """The result for people."""
     unit, facts = str(outcome.facts.get("unit", "samples")), outcome.facts
     lines = [_headline(outcome, unit)]
     changed = []

@@ -23,8 +23,6 @@ MOST_LONGER, WORTH_LONGER = 6.0, 1.5
 
 
 class Trials:
-    """Runs settings, and remembers every run."""
-
     def __init__(
         self, trier: Trier, score: Score, journal: Journal | None = None, tell: Listener | None = None, *,
         budget_s: float, trial_s: float, most: int = MOST_TRIALS, same_training: bool = True,
@@ -74,7 +72,6 @@ class Trials:
         return measured
 
     def good(self, settings: Settings) -> list[Measured]:
-        """The runs of these settings that were measured."""
         return [run for run in self.runs.get(key_of(settings), []) if run.result == "measured"]
 
     def scores(self, runs: Sequence[Measured]) -> list[float]:
@@ -186,7 +183,6 @@ class Objective:
         return samples / rate + starts * (measured.first_batch_s or 0.0)
 
     def run_s(self, measured: Measured) -> float | None:
-        """The whole run: its start, with compiling, and its epochs."""
         epoch_s = self.epoch_s(measured)
         return None if epoch_s is None else (measured.start_s or 0.0) + self.epochs * epoch_s
 
@@ -311,7 +307,6 @@ def _taken(settings: Settings) -> tuple[float, float, float]:
 
 
 def mean_rate(runs: Sequence[Measured]) -> float | None:
-    """Samples per second of the good ones among these runs."""
     rates = [rate for run in runs if (rate := run.samples_per_second) is not None]
     return statistics.fmean(rates) if rates else None
 

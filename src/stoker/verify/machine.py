@@ -180,7 +180,6 @@ def judge_threads(environment: Mapping[str, str], cpus: int, ranks: int) -> Find
 
 
 def check_wandb(subject: Subject) -> Finding | None:
-    """W&B is reachable, or offline on purpose."""
     from importlib.util import find_spec
 
     from stoker.run.wandb_tracker import why_offline
@@ -406,8 +405,6 @@ CHECKS = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions; None where nothing is known."""
-
     hours: float | None = None
     images_per_second: float | None = None
     bound_by: str | None = None
